@@ -202,9 +202,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 "key has bytes that are no text (UTF-8): `pd-connector key` makes one without "
                 f"(config key `key` or variable {KEY_VARIABLE})"
             ) from None
-        if self.key and (weakness := _weakness(self.key)):
+        if self.key and (weak := weakness(self.key)):
             raise ConfigError(
-                f"key {weakness}: it could be guessed. `pd-connector key` makes one that cannot "
+                f"key {weak}: it could be guessed. `pd-connector key` makes one that cannot "
                 f"(config key `key` or variable {KEY_VARIABLE})"
             )
         for entry in self.peers:
@@ -273,7 +273,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return ConfigError(f"{name} {getattr(self, name)}: {wanted} (config key {name})")
 
 
-def _weakness(key: str) -> str:
+def weakness(key: str) -> str:
     """Why this key can be guessed, or ""."""
     if len(key) < MIN_KEY_CHARACTERS:
         return f"of {len(key)} characters, must have at least {MIN_KEY_CHARACTERS}"

@@ -16,6 +16,7 @@ from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producer_commands import ProducerCommand, ProducerCommands
+from pd_connector.agent.refusals import Refusals, one_line
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import Cause, MalformedMessageError
@@ -53,7 +54,7 @@ class ProducerSide:
         config, identity = resources.config, resources.identity
         self._config = config
         self._identity = identity
-        self._telemetry = resources.telemetry
+        self._telemetry, self._refusals = resources.telemetry, Refusals(resources.telemetry)
         self._steps = resources.steps
         self._ranks = resources.ranks
         self._report = report
@@ -210,20 +211,14 @@ class ProducerSide:
         unheard, self._unheard = self._unheard, set()
         for sender in unheard:
             if sender in self._sessions:
-                logger.info(
-                    "consumer %s takes no messages: session ended", self._sessions[sender].engine_id
-                )
-                self._forget(sender, now)
+                self._forget(sender, now, "takes no messages")
         for sender in self._listener.broken():
             if session := self._sessions.get(sender):
                 session.broken_at = now
         if now >= self._next_sweep:
             self._next_sweep = now + self._config.heartbeat_s / 2
             for sender in self._sessions.silent(now):
-                logger.info(
-                    "consumer %s is gone or silent: session ended", self._sessions[sender].engine_id
-                )
-                self._forget(sender, now)
+                self._forget(sender, now, "is gone or silent")
             for sender, session in self._sessions:
                 if session.path.transport.broken(session.path.link):
                     detail = "the data connection has ended"
@@ -272,16 +267,17 @@ class ProducerSide:
 
     def _reject(self, sender: bytes, cause: Cause, detail: str, now: float) -> None:
         detail = detail[:_MAX_DETAIL]
-        logger.warning("session refused (%s): %s", cause, detail)
-        self._telemetry.count("rejected_sessions", cause=cause)
+        self._refusals.refused(cause, detail, now)
         self._forget(sender, now)
         reject = messages.Reject(cause, detail, messages.SCHEMA, messages.OLDEST_SCHEMA)
         self._say(sender, reject)
 
-    def _forget(self, sender: bytes, now: float) -> None:
+    def _forget(self, sender: bytes, now: float, why: str = "") -> None:
         session = self._sessions.pop(sender)
         if session is None:
             return
+        if why:
+            logger.info("consumer %s %s: session ended", one_line(session.engine_id), why)
         self._listener.release(sender, now)
         self._act(self._producer.session_lost(sender))
         for key in self._outbox.underway.offers_to(sender):

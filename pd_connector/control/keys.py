@@ -5,7 +5,7 @@ import functools
 import hashlib
 import re
 import secrets
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -27,23 +27,27 @@ class CurveKeys(NamedTuple):
     client_secret: bytes
 
     @classmethod
-    def derive(cls, shared: str) -> "CurveKeys":
-        """Derive both pairs from the shared secret. Who does not know the secret has neither of them."""
+    def derive(cls, shared: str, channel: bytes = b"pd") -> "CurveKeys":
+        """Derive both pairs from the shared secret. Who does not know the secret has neither of them.
+
+        Args:
+            channel: at most 9 bytes of text; the keys of one channel are of no use on another.
+        """
         if not zmq.has("curve"):
             raise ConfigError(
                 "key is set, but this pyzmq was built without CURVE: install pyzmq's own wheel"
             )
-        server = z85.encode(secret(shared, b"pd-server"))
-        client = z85.encode(secret(shared, b"pd-client"))
+        server = z85.encode(secret(shared, channel + b"-server"))
+        client = z85.encode(secret(shared, channel + b"-client"))
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
+    def guard(self, socket: zmq.Socket[Any]) -> None:
         """Make a socket that will bind demand the client key (see `Gatekeeper`)."""
         socket.curve_server = True
         socket.curve_secretkey = self.server_secret
         socket.setsockopt(zmq.ZAP_DOMAIN, b"pd-connector")
 
-    def present(self, socket: zmq.Socket[bytes]) -> None:
+    def present(self, socket: zmq.Socket[Any]) -> None:
         """Make a socket that will connect prove the client key and demand the server's."""
         socket.curve_publickey = self.client_public
         socket.curve_secretkey = self.client_secret

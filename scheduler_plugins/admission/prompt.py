@@ -11,12 +11,16 @@ from __future__ import annotations
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 CHUNK_BYTES = 256
 """Size of the pieces of text that are hashed; a hash stands for the prompt up to its piece's end."""
+KEPT_BYTES = 2 << 20
+"""Of a prompt only its beginning is hashed, some 500,000 tokens of text: whoever serves others meanwhile has milliseconds for it."""
+_MOST_TEXTS = 4096
+"""Texts of a batch that are measured; the others count as their average."""
 _ID_BYTES = 8
 _KEPT = 0.98
 _FIRST_GUESS = (128.0, 512.0)
@@ -27,23 +31,19 @@ class Prompt(NamedTuple):
     """What a body says about the prompt."""
 
     kind: str  # prompts of one kind share a ratio of tokens to bytes
-    data: tuple[bytes, ...]  # one for each sequence: UTF-8 text, or token ids of 8 bytes each
+    data: bytes  # the beginning of the first sequence: UTF-8 text, or token ids of 8 bytes each
+    size_bytes: int  # of all sequences, whole
     ids: bool  # whether `data` are token ids
     salt: bytes  # what else must agree for KV to be shared
     ready: bool  # KV comes from another engine: nothing but the last token is computed
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(map(len, self.data))
-
     def chunks(self) -> Iterator[bytes]:
         """Hashes, one for each whole chunk of the first sequence, each over all before it as well."""
         digest = self.salt
-        for text in self.data[:1]:
-            for end in range(CHUNK_BYTES, len(text) + 1, CHUNK_BYTES):
-                part = text[end - CHUNK_BYTES : end]
-                digest = blake2b(part, digest_size=16, key=digest).digest()
-                yield digest
+        for end in range(CHUNK_BYTES, len(self.data) + 1, CHUNK_BYTES):
+            part = self.data[end - CHUNK_BYTES : end]
+            digest = blake2b(part, digest_size=16, key=digest).digest()
+            yield digest
 
 
 def prompt_of(body: Mapping[str, Any]) -> Prompt:
@@ -54,32 +54,60 @@ def prompt_of(body: Mapping[str, Any]) -> Prompt:
     malformed counts nothing either; the engine will refuse it.
     """
     if "messages" in body:
-        kind, (data, ids) = "chat", _sequences(_chat(body))
+        kind, found = "chat", _text(_chat(body))
     elif pairs := _pairs(body):
-        kind, (data, ids) = "pair", _sequences(pairs)
+        kind, found = "pair", _sequences(pairs)
     elif (given := body.get("input", body.get("texts"))) is not None:
-        kind, (data, ids) = "text", _sequences(given)
+        kind, found = "text", _sequences(given)
     else:
-        kind, (data, ids) = "text", _sequences(body.get("prompt"))
+        kind, found = "text", _sequences(body.get("prompt"))
+    data, size_bytes, ids = found
     shared = [body.get(name) for name in ("model", "cache_salt")]
     salt = blake2b(json.dumps([kind, ids, *shared]).encode(), digest_size=16).digest()
     transfer = body.get("kv_transfer_params")
     ready = isinstance(transfer, dict) and transfer.get("do_remote_prefill") is True
-    return Prompt(kind, data, ids, salt, ready)
+    return Prompt(kind, data, size_bytes, ids, salt, ready)
 
 
-def _sequences(prompt: object) -> tuple[tuple[bytes, ...], bool]:
+_Sequences = tuple[bytes, int, bool]
+"""As in `Prompt`: the beginning of the first, bytes of all, whether they are ids."""
+_NOTHING: _Sequences = (b"", 0, False)
+
+
+def _sequences(prompt: object) -> _Sequences:
     if isinstance(prompt, str):
-        return (_utf8(prompt),), False
+        return _text([prompt])
     if not isinstance(prompt, list) or not prompt:
-        return (), False
-    if all(isinstance(one, str) for one in prompt):
-        return tuple(map(_utf8, prompt)), False
+        return _NOTHING
+    if isinstance(prompt[0], str):
+        measured = prompt[:_MOST_TEXTS]
+        if not all(isinstance(one, str) for one in measured):
+            return _NOTHING
+        data, size_bytes, _ = _text(prompt[:1])
+        size_bytes += sum(_text([one])[1] for one in measured[1:])
+        return data, size_bytes * len(prompt) // len(measured), False
     several = prompt if isinstance(prompt[0], list) else [prompt]
     try:
-        return tuple(array("q", one).tobytes() for one in several), True
+        data = array("q", several[0][: KEPT_BYTES // _ID_BYTES]).tobytes()
+        return data, _ID_BYTES * sum(map(len, several)), True
     except (TypeError, OverflowError):
-        return (), False
+        return _NOTHING
+
+
+def _text(parts: Sequence[str]) -> _Sequences:
+    """One text, given in parts, which have a zero between them."""
+    beginning, characters = list[str](), -1
+    for part in parts:
+        if characters < KEPT_BYTES:
+            beginning.append(part[:KEPT_BYTES])
+        characters += 1 + len(part)
+    if characters < 0:
+        return _NOTHING
+    text = "\0".join(beginning)[:KEPT_BYTES]
+    kept = text.encode(errors="surrogatepass")
+    # What is not read has as many bytes a character as what is.
+    size_bytes = len(kept) * characters // len(text) if text else 0
+    return kept[:KEPT_BYTES], size_bytes, False
 
 
 _PAIRS = (
@@ -107,15 +135,23 @@ def _listed(given: object) -> list[str]:
     return [text for text in several if isinstance(text, str)]
 
 
-def _chat(body: Mapping[str, Any]) -> str:
-    """The text a chat template shows: tools first, as templates do, then every message."""
-    parts = [json.dumps(body["tools"])] if body.get("tools") else []
+def _chat(body: Mapping[str, Any]) -> list[str]:
+    """The texts a chat template shows: tools first, as templates do, then every message."""
+    parts = _dumped(body.get("tools"))
     messages = body["messages"]
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
             parts += [str(message.get("role")), *_texts(message.get("content"))]
-            parts += [json.dumps(message["tool_calls"])] if message.get("tool_calls") else []
-    return "\0".join(parts)
+            parts += _dumped(message.get("tool_calls"))
+    return parts
+
+
+def _dumped(value: object) -> list[str]:
+    """JSON of what is there; of a large field that a router has read, the JSON that came."""
+    raw = getattr(value, "raw", None)
+    if raw is not None:
+        return [bytes(raw).decode(errors="replace")]
+    return [json.dumps(value)] if value else []
 
 
 def _texts(content: object) -> Iterable[str]:
@@ -124,10 +160,6 @@ def _texts(content: object) -> Iterable[str]:
     items = content if isinstance(content, list) else ()
     found = (item.get("text") for item in items if isinstance(item, dict))
     return [text for text in found if isinstance(text, str)]
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
 
 
 class _Ratio:

@@ -12,6 +12,7 @@ import json
 import logging
 import uuid
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from scheduler_plugins.admission import report
@@ -40,7 +41,7 @@ from scheduler_plugins.middleware.garbage_collector import collect_less
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.request_id import with_class, without_class
 from scheduler_plugins.qos.settings import QOS_KEY, settings_path
-from scheduler_plugins.qos.trust import router_key, signed_class
+from scheduler_plugins.qos.trust import class_key, shared_key, signed_class
 
 INVOCATIONS = "/invocations"
 """SageMaker's endpoint, which generates or pools as the model does."""
@@ -77,7 +78,6 @@ class AdmissionMiddleware:
         """
         self._app = app
         self._gate = gate
-        self._router_key = router_key()
         self._half = False
         self._loads = True
 
@@ -161,15 +161,16 @@ class AdmissionMiddleware:
 
         With a router's key no header counts but the one that the router signed.
         """
-        if not self._router_key:
+        if not self._class_key:
             return gate.class_of(headers), False
-        given = signed_class(headers, self._router_key)
+        given = signed_class(headers, self._class_key)
         return gate.known_class(given or ""), given is not None
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the settings when the server starts. The start fails if they cannot be used."""
         collect_less()
         try:
+            _ = self._class_key
             if "app" in scope:
                 self._gate_of(scope)
         except (QosError, ValueError) as error:
@@ -178,6 +179,11 @@ class AdmissionMiddleware:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         await self._app(scope, receive, send)
+
+    @cached_property
+    def _class_key(self) -> bytes:
+        """Signs classes; empty: no router does. Raises ValueError: the secret could be guessed."""
+        return class_key(shared_key())
 
     @staticmethod
     def _pools(scope: Scope) -> bool:

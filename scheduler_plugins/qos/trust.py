@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class that the router gave a request, in a header that nobody else can write.
 
-Router and engines have one key, in the variable `PD_ROUTER_KEY`. The router signs the class together with the request's id
-and the time. An engine with the key believes that header and no other; without the key it reads clients' headers as before.
+Router and engines share one secret, in the variable `PD_ROUTER_KEY`. The router signs the class together with the request's id
+and the time, by a key that is derived from it. An engine with the secret believes that header and no other; without it the engine
+reads clients' headers as before.
 """
 
 from __future__ import annotations
@@ -14,15 +15,34 @@ from hashlib import blake2b
 from hmac import compare_digest
 from urllib.parse import quote, unquote
 
+from pd_connector.config import weakness
+from pd_connector.control.keys import secret
+
 HEADER = "X-PD-Class"
 KEY_VARIABLE = "PD_ROUTER_KEY"
+ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 BELIEVED_S = 300.0
 """Clocks of router and engine may differ by this much, and nobody can use a signature after it."""
 
 
-def router_key() -> bytes:
-    """The key of this process's environment; empty: there is none."""
-    return os.environ.get(KEY_VARIABLE, "").encode()
+def shared_key() -> str:
+    """The secret in this process's environment; empty: there is none. Raises ValueError: it could be guessed."""
+    return checked_key(KEY_VARIABLE, os.environ.get(KEY_VARIABLE, ""))
+
+
+def checked_key(name: str, given: str) -> str:
+    """A secret as it is used, without the end of its line. Raises ValueError: it could be guessed."""
+    key = given.strip()
+    if key and (weak := weakness(key)):
+        raise ValueError(
+            f"{name}: a key {weak}: it could be guessed; `pd-connector key` makes one that cannot"
+        )
+    return key
+
+
+def class_key(shared: str) -> bytes:
+    """The key that signs classes, derived from the shared secret; empty if there is none."""
+    return secret(shared, b"pd-router-class") if shared else b""
 
 
 def signed(qos: str, request_id: str, key: bytes, now_s: float | None = None) -> str:
@@ -30,6 +50,7 @@ def signed(qos: str, request_id: str, key: bytes, now_s: float | None = None) ->
 
     Args:
         request_id: the request's `X-Request-Id`.
+        key: of `class_key`.
         now_s: by the wall clock; None: now.
     """
     at = f"{time.time() if now_s is None else now_s:.0f}"
@@ -57,4 +78,4 @@ def signed_class(headers: Mapping[str, str], key: bytes, now_s: float | None = N
 
 def _signature(at: str, name: str, request_id: bytes, key: bytes) -> str:
     text = f"{at}\n{name}\n".encode("utf-8", "replace") + request_id
-    return blake2b(text, key=blake2b(key).digest(), digest_size=16).hexdigest()
+    return blake2b(text, key=key, digest_size=16).hexdigest()

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler_plugins.qos.trust import KEY_VARIABLE
+from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from scheduler_plugins.router.policies.registry import DEFAULT
 
-ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
 API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 
@@ -138,7 +137,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
         "--admin-port",
         type=int,
         metavar="N",
-        help=f"port of the admin API; its key is in {ADMIN_KEY_VARIABLE}",
+        help=f"port of the admin API; its token is printed at the start, or given in {ADMIN_KEY_VARIABLE}",
     )
     parser.add_argument("--admin-host", default="127.0.0.1", help="address of the admin API")
     parser.add_argument(

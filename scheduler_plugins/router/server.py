@@ -10,10 +10,11 @@ from types import TracebackType
 from aiohttp import web
 
 from scheduler_plugins.router.client.faults import ServerLog
+from scheduler_plugins.router.client.operator import Operator, authority
 from scheduler_plugins.router.client.tls import for_clients
 from scheduler_plugins.router.endpoints.admin import create_admin
 from scheduler_plugins.router.endpoints.app import create_app
-from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, SHARED
+from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, OPERATOR, SHARED
 from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -53,6 +54,7 @@ class RouterServer:
         self._runner = web.AppRunner(
             self.app,
             handler_cancellation=True,
+            auto_decompress=False,  # `BodyBudget` counts what comes out, and stops in time
             access_log=None,
             logger=ServerLog(),
             shutdown_timeout=config.shutdown_timeout_s,
@@ -83,7 +85,7 @@ class RouterServer:
         if config.admin_port is not None:
             pool = self.app[SHARED].pool
             assert isinstance(pool, EnginePool)
-            self._admin = AdminServer(config, pool)
+            self._admin = AdminServer(config, pool, self.app[OPERATOR])
             try:
                 self.admin_port = await self._admin.start(config.admin_port)
             except OSError:
@@ -111,9 +113,9 @@ class RouterServer:
 class AdminServer:
     """The admin API on its port."""
 
-    def __init__(self, config: RouterConfig, pool: EnginePool) -> None:
+    def __init__(self, config: RouterConfig, pool: EnginePool, operator: Operator) -> None:
         self._config = config
-        app = create_admin(pool, config.admin_key)
+        app = create_admin(pool, operator, config.admin_host)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, port: int) -> int:
@@ -125,7 +127,7 @@ class AdminServer:
         except (OSError, UnicodeError) as error:
             raise OSError(f"{host}:{port} (admin API): {error}") from None
         found: int = self._runner.addresses[0][1]
-        logger.info("Admin API on http://%s:%d", host, found)
+        logger.info("Admin API on http://%s", authority(host, found))
         return found
 
     async def close(self) -> None:
@@ -137,7 +139,8 @@ async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> N
     ended = on_signals()
     async with RouterServer(config, settings) as server:
         say_running(config, server.port)
-        await ended.wait()
+        with server.app[OPERATOR].told(config, server.port):
+            await ended.wait()
 
 
 def on_signals() -> asyncio.Event:
@@ -150,8 +153,8 @@ def on_signals() -> asyncio.Event:
 
 def say_running(config: RouterConfig, port: int) -> None:
     """The line in the log that tells where clients are served."""
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    logger.info("Running on %s://%s:%d", "https" if config.tls_cert else "http", host, port)
+    scheme = "https" if config.tls_cert else "http"
+    logger.info("Running on %s://%s", scheme, authority(config.host, port))
 
 
 def _possible(wanted: int) -> int:

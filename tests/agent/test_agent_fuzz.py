@@ -28,6 +28,7 @@ from support.agents import (
     until,
 )
 
+from pd_connector.agent.refusals import MOST_LINES
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol import messages
@@ -143,7 +144,7 @@ def garbage(chance: random.Random) -> list[bytes]:
 
 
 def test_messages_that_are_none_cost_their_sender_the_session_only(
-    ranks: Ranks, context: zmq.Context[Any]
+    ranks: Ranks, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
 ):
     producer = ranks(LONG, consumes=False)
     chance = random.Random(7)
@@ -152,6 +153,8 @@ def test_messages_that_are_none_cost_their_sender_the_session_only(
         liar.say(HELLO)
         liar.say(*(garbage(chance) for _ in range(150)))
     until(lambda: producer.count("rejected_sessions", cause=Cause.MALFORMED_MESSAGE) > 100)
+    said = [one for one in caplog.messages if f"({Cause.MALFORMED_MESSAGE})" in one]
+    assert len(said) == MOST_LINES, "nobody fills the log"
     assert_serves_on(ranks, producer)
 
 

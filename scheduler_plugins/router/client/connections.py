@@ -3,17 +3,24 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import web
+
+from scheduler_plugins.router.prompt.body import BadRequestError, parsing
+from scheduler_plugins.router.prompt.pieces import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
 
 UNCOUNTED_BYTES = 64 << 10
-"""The first bytes of every body are not counted, so that small requests pass while large ones fill the
+"""The first bytes that a body takes are not counted, so that small requests pass while large ones fill the
 budget. The number of connections bounds them."""
+_ENCODINGS = ("gzip", "deflate")
+_ANY_HEADER = 32 + zlib.MAX_WBITS
+"""For zlib: that of gzip, or its own."""
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
@@ -138,7 +145,7 @@ class _Connection(asyncio.Protocol):
 
 
 class BodyTooLargeError(Exception):
-    """One body is larger than a body may be."""
+    """One body is larger than a body may be, as the message says."""
 
 
 class NoRoomError(Exception):
@@ -146,7 +153,7 @@ class NoRoomError(Exception):
 
 
 class BodyBudget:
-    """Counts the bytes of all request bodies that the router holds.
+    """Counts the memory of all request bodies that the router holds.
 
     A body is held until its request has ended, because another engine may have to be sent it.
     """
@@ -165,36 +172,88 @@ class BodyBudget:
         finally:
             self.held_bytes -= reservation.counted_bytes
 
-    def take(self, size_bytes: int) -> None:
-        """Raises NoRoomError if there is no room for so many bytes."""
+    def take(self, size_bytes: int, own_bytes: int) -> None:
+        """Make room for so many bytes of a body that has `own_bytes`.
+
+        Raises:
+            NoRoomError: there is none now.
+            BodyTooLargeError: there would be none if this body were alone.
+        """
+        if own_bytes + size_bytes > self._most_bytes:
+            raise BodyTooLargeError(
+                f"parsed, the request body takes more than {self._most_bytes >> 20} MiB (router option --bodies-mib)"
+            )
         if self.held_bytes + size_bytes > self._most_bytes:
             raise NoRoomError
         self.held_bytes += size_bytes
 
 
 class Reservation:
-    """The part of the budget that one body has."""
+    """The part of the budget that one body has: its text, and what it takes once it is parsed."""
 
     def __init__(self, budget: BodyBudget, most_bytes: int) -> None:
         self.counted_bytes = 0
         self._budget = budget
         self._most_bytes = most_bytes
+        self._uncounted_bytes = UNCOUNTED_BYTES
 
-    async def read(self, request: web.BaseRequest) -> bytes:
-        """The body of a request, taken from its connection piece by piece.
+    async def body(self, request: web.BaseRequest) -> dict[str, Any]:
+        """The body of a request, parsed piece by piece: other requests are served meanwhile.
 
         Raises:
             BodyTooLargeError, NoRoomError: the rest was not read.
+            BadRequestError: it is none that can be served.
         """
+        steps = parsing(await self._read(request), request.path)
+        while True:
+            try:
+                self._count(next(steps))
+            except StopIteration as ended:
+                body: dict[str, Any] = ended.value
+                return body
+            await asyncio.sleep(0)
+
+    async def _read(self, request: web.BaseRequest) -> bytes:
+        limit = f"{self._most_bytes >> 20} MiB (router option --body-mib)"
+        too_large = BodyTooLargeError(f"the request body is larger than {limit}")
         if (request.content_length or 0) > self._most_bytes:
-            raise BodyTooLargeError
+            raise too_large
         parts, size_bytes = [], 0
-        while part := await request.content.readany():
+        async for part in _plain(request):
             size_bytes += len(part)
             if size_bytes > self._most_bytes:
-                raise BodyTooLargeError
-            counted = max(0, size_bytes - UNCOUNTED_BYTES) - self.counted_bytes
-            self._budget.take(counted)
-            self.counted_bytes += counted
+                raise too_large
+            self._count(len(part))
             parts.append(part)
         return b"".join(parts)
+
+    def _count(self, size_bytes: int) -> None:
+        uncounted = min(size_bytes, self._uncounted_bytes)
+        self._uncounted_bytes -= uncounted
+        self._budget.take(size_bytes - uncounted, self.counted_bytes)
+        self.counted_bytes += size_bytes - uncounted
+
+
+async def _plain(request: web.BaseRequest) -> AsyncIterator[bytes]:
+    """The body as it comes from its connection, without the encoding that it was sent in. No piece is larger than `PIECE_BYTES`
+    if there is one."""
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in (*_ENCODINGS, "identity", ""):
+        wanted = ", ".join(_ENCODINGS)
+        raise BadRequestError(f"Content-Encoding {encoding[:40]}: must be {wanted} or none")
+    inflater = zlib.decompressobj(_ANY_HEADER) if encoding in _ENCODINGS else None
+    while part := await request.content.readany():
+        if inflater is None:
+            yield part
+            continue
+        while part:
+            try:
+                if inflater.eof:  # one more member of gzip's
+                    inflater = zlib.decompressobj(_ANY_HEADER)
+                yield inflater.decompress(part, PIECE_BYTES)
+            except zlib.error as error:
+                raise BadRequestError(f"the request body is no {encoding}: {error}") from None
+            part = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+            await asyncio.sleep(0)
+    if inflater is not None and not inflater.eof:
+        raise BadRequestError(f"the request body is cut: its {encoding} does not end")

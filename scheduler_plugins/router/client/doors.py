@@ -17,10 +17,15 @@ from scheduler_plugins.router.settings.config import RouterConfig
 ANTHROPICS = "X-Api-Key"
 """In which clients of `/v1/messages` send their key, unless they are told otherwise."""
 
+MOST_ID_CHARACTERS = 256
+VERSION = "/version"
+FOR_OPERATORS = ("/", "/live", "/health", "/metrics")
+"""Endpoints that name engines."""
+
 
 def is_guarded(path: str) -> bool:
     """Whether an endpoint asks for the clients' key, if there is one."""
-    return path.startswith("/v1/") or path in ONE_ENGINE
+    return path.startswith("/v1/") or path in ONE_ENGINE or path == VERSION
 
 
 def may_enter(request: web.Request, key: str) -> bool:
@@ -33,8 +38,13 @@ def may_enter(request: web.Request, key: str) -> bool:
 
 
 def id_of(request: web.Request) -> str:
-    """The client's own name of a request, or a new one."""
-    return request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+    """The client's own name of a request, or a new one.
+
+    It comes into logs, of engines as well. What a log's reader could take for the end of a line is escaped, and its end is cut off.
+    """
+    given = request.headers.get(REQUEST_ID, "")[:MOST_ID_CHARACTERS]
+    shown = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in given)
+    return shown[:MOST_ID_CHARACTERS] or uuid.uuid4().hex
 
 
 def passed_headers(request: web.Request, request_id: str, config: RouterConfig) -> CIMultiDict[str]:

@@ -6,8 +6,6 @@ What is changed here holds until the settings file changes: the file says again 
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,13 +13,17 @@ import msgspec
 from aiohttp import web
 
 from scheduler_plugins.router.client.answers import error_body
+from scheduler_plugins.router.client.operator import Operator
+from scheduler_plugins.router.client.origins import is_known_host, is_of_foreign_page
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.settings.config import SIDES, base_url, sides_of
 
 ENGINES = "/engines"
 _POOL = web.AppKey("pool", EnginePool)
-_KEY = web.AppKey("key", str)
+_OPERATOR = web.AppKey("operator", Operator)
+_HOST = web.AppKey("host", str)
+_JSON = "application/json"
 
 
 class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,14 +44,15 @@ class _SetRole(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     role: Literal["prefill", "decode", "both", "cpu_prefill"]
 
 
-def create_admin(pool: EnginePool, key: str) -> web.Application:
+def create_admin(pool: EnginePool, operator: Operator, host: str) -> web.Application:
     """The admin API as an application.
 
     Args:
-        key: what `Authorization: Bearer` must carry; empty: nothing is asked, which is for loopback only.
+        operator: the only one that is answered.
+        host: the address that is listened on.
     """
     app = web.Application(middlewares=[_guard])
-    app[_POOL], app[_KEY] = pool, key
+    app[_POOL], app[_OPERATOR], app[_HOST] = pool, operator, host
     app.router.add_get(ENGINES, _list)
     app.router.add_post(ENGINES, _add)
     app.router.add_delete(ENGINES, _remove)
@@ -60,12 +63,18 @@ def create_admin(pool: EnginePool, key: str) -> web.Application:
 
 @web.middleware
 async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
-    given = hashlib.sha256(
-        request.headers.get("Authorization", "").encode("utf-8", "replace")
-    ).digest()
-    wanted = hashlib.sha256(f"Bearer {request.app[_KEY]}".encode()).digest()
-    if request.app[_KEY] and not secrets.compare_digest(given, wanted):
-        return _error("wrong or no admin key (PD_ROUTER_ADMIN_KEY)", 401)
+    if "Origin" in request.headers or is_of_foreign_page(request, (), request.app[_HOST]):
+        return _error("the admin API answers no web page", 403)
+    if not is_known_host(request, (), request.app[_HOST]):
+        found = request.headers.get("Host", "")
+        return _error(f"Host {found!r}: must be an address or localhost", 403)
+    if not request.app[_OPERATOR].sent(request):
+        wanted = (
+            "Authorization: Bearer TOKEN, with PD_ROUTER_ADMIN_KEY or the token in the router's log"
+        )
+        return _error(f"wrong or no token: must be sent as {wanted}", 401)
+    if request.method != "GET" and request.content_type != _JSON:
+        return _error(f"Content-Type {request.content_type}: must be {_JSON}", 415)
     try:
         response: web.StreamResponse = await handler(request)
     except (msgspec.MsgspecError, ValueError) as error:

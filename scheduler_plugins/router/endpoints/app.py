@@ -18,9 +18,16 @@ from scheduler_plugins.router.client.connections import (
     NoRoomError,
     Reservation,
 )
-from scheduler_plugins.router.client.doors import id_of, is_guarded, may_enter, passed_headers
+from scheduler_plugins.router.client.doors import (
+    VERSION,
+    id_of,
+    is_guarded,
+    may_enter,
+    passed_headers,
+)
 from scheduler_plugins.router.client.downstream import ClientGoneError
-from scheduler_plugins.router.client.origins import marking, preflight
+from scheduler_plugins.router.client.operator import Operator
+from scheduler_plugins.router.client.origins import marking, preflight, why_refused
 from scheduler_plugins.router.endpoints.app_keys import (
     BACKEND,
     BODIES,
@@ -28,6 +35,7 @@ from scheduler_plugins.router.endpoints.app_keys import (
     CONNECTIONS,
     LIVE,
     METRICS,
+    OPERATOR,
     SHARED,
 )
 from scheduler_plugins.router.endpoints.backend import (
@@ -95,6 +103,7 @@ def create_app(
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
     app[BACKEND] = backend or OneProcess()
+    app[OPERATOR] = Operator(config.admin_key)
     app.cleanup_ctx.append(_engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: _reloading(app, settings))
@@ -102,7 +111,7 @@ def create_app(
         app.router.add_post(path, completions)
     app.router.add_get(MODELS, models)
     app.router.add_get(MODELS + "/{name:.+}", model)
-    app.router.add_get("/version", version)
+    app.router.add_get(VERSION, version)
     app.router.add_get(PING, ping)
     app.router.add_post(PING, ping)
     app.router.add_get("/health", health)
@@ -158,15 +167,15 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
     request.app[CONNECTIONS].headers_arrived(request)
     if (asked := preflight(request, request.app[CONFIG].allowed_origins)) is not None:
         return asked
+    if (why := why_refused(request, request.app[CONFIG])) is not None:
+        return closing(error_response(why, "permission_error", 403))
     if is_guarded(request.path) and not may_enter(request, request.app[CONFIG].client_key):
         message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
         return closing(error_response(message, "authentication_error", 401))
     try:
         response: web.StreamResponse = await handler(request)
-    except BodyTooLargeError:
-        limit = request.app[CONFIG].body_mib
-        message = f"the request body is larger than {limit} MiB (router option --body-mib)"
-        return closing(error_response(message, "invalid_request_error", 413))
+    except BodyTooLargeError as error:
+        return closing(error_response(str(error), "invalid_request_error", 413))
     except NoRoomError:
         message = "the router holds as many request bodies as it may; retry later"
         return closing(retry_after(error_response(message, "service_unavailable", 503), 1))
@@ -210,7 +219,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     request_id = id_of(request)
     try:
         limit_s = timeout_s(request.headers)
-        parsed = body.parse(await _read(request, room), request.path)
+        parsed = await _read(request, room)
     except body.BadRequestError as error:
         return _bad_request(error, request_id), "bad_request"
     headers = passed_headers(request, request_id, shared.config)
@@ -279,11 +288,11 @@ async def _within(
     return response, "deadline"
 
 
-async def _read(request: web.Request, room: Reservation) -> bytes:
+async def _read(request: web.Request, room: Reservation) -> dict[str, Any]:
     limit_s = request.app[SHARED].config.idle_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            return await room.read(request)
+            return await room.body(request)
     except TimeoutError:
         raise body.BadRequestError(f"the request body was not sent within {limit_s:g} s") from None
     except aiohttp.web.RequestPayloadError as error:

@@ -4,6 +4,7 @@
 from aiohttp import web
 
 from scheduler_plugins.router.client.connections import BodyBudget, ConnectionLimit
+from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.endpoints.page import LiveState
 from scheduler_plugins.router.metrics import Metrics
@@ -16,4 +17,5 @@ CONFIG = web.AppKey("config", RouterConfig)
 CONNECTIONS = web.AppKey("connections", ConnectionLimit)
 BODIES = web.AppKey("bodies", BodyBudget)
 BACKEND = web.AppKey("backend", Backend)
+OPERATOR = web.AppKey("operator", Operator)
 LIVE = web.AppKey("live", LiveState)

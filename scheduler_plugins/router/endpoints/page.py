@@ -16,14 +16,14 @@ from scheduler_plugins.router.request.shared import Shared
 EVENTS = "/live"
 EVERY_S = 1.0
 MOST_WATCHERS = 20
-"""Pages that are kept up to date at once: each costs the router some time."""
+"""Pages that are kept up to date at once, since each costs the router some time: with the operator's token, and without."""
 _PAGE = (Path(__file__).parent / "page.html").read_text()
 _HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 
 
 async def page(request: web.Request) -> web.StreamResponse:
     """The page itself, whole: no other file, no other host."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
     return web.Response(text=_PAGE, content_type="text/html", headers=headers)
 
@@ -32,19 +32,24 @@ class LiveState:
     """The events that the page reads."""
 
     def __init__(self) -> None:
-        self._watchers = 0
+        self._watchers = {False: 0, True: 0}
         self._ended = asyncio.Event()
 
     async def end(self, app: web.Application) -> None:
         """The router ends: an open page must not hold it up."""
         self._ended.set()
 
-    async def stream(self, request: web.Request, shared: Shared) -> web.StreamResponse:
-        """The state now, and again every second until the browser leaves, or the router ends."""
-        if self._watchers >= MOST_WATCHERS:
+    async def stream(
+        self, request: web.Request, shared: Shared, *, is_operator: bool
+    ) -> web.StreamResponse:
+        """The state now, and again every second until the browser leaves, or the router ends.
+
+        Strangers take no seat of the operator's.
+        """
+        if self._watchers[is_operator] >= MOST_WATCHERS:
             return web.Response(status=503, text="too many pages watch this router")
         response = web.StreamResponse(headers=_HEADERS)
-        self._watchers += 1
+        self._watchers[is_operator] += 1
         try:
             await response.prepare(request)
             while not self._ended.is_set():
@@ -57,7 +62,7 @@ class LiveState:
         except OSError:
             return response  # the browser has left
         finally:
-            self._watchers -= 1
+            self._watchers[is_operator] -= 1
 
 
 def state(shared: Shared, now_s: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from scheduler_plugins.router.client.answers import headers_to_client
 from scheduler_plugins.router.client.doors import id_of, passed_headers
-from scheduler_plugins.router.endpoints.app_keys import BACKEND, LIVE, METRICS, SHARED
+from scheduler_plugins.router.endpoints.app_keys import BACKEND, LIVE, METRICS, OPERATOR, SHARED
 from scheduler_plugins.router.endpoints.refusals import error_response, unavailable
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool
@@ -103,7 +103,8 @@ async def health(request: web.Request) -> web.StreamResponse:
 
 async def live(request: web.Request) -> web.StreamResponse:
     """What the page shows, every second."""
-    return await request.app[LIVE].stream(request, request.app[SHARED])
+    shared, is_operator = request.app[SHARED], request.app[OPERATOR].sent(request)
+    return await request.app[LIVE].stream(request, shared, is_operator=is_operator)
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:

@@ -2,7 +2,7 @@
 """Routers of the same engines tell each other, every 50 ms, what they have sent to which engine.
 
 A router that hears nothing of the others chooses as if their work did not exist. What it hears is late and may be wrong, which costs
-time only. With a key (`PD_ROUTER_KEY`) nothing else than messages signed with it is believed.
+time only. With a secret (`PD_ROUTER_KEY`) both sides of a connection prove that they have it, and what they say is encrypted (CURVE).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from hashlib import blake2b
-from hmac import compare_digest
 from typing import NamedTuple
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from pd_connector.control.keys import CurveKeys, Gatekeeper
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -39,13 +38,15 @@ FORGOTTEN_S = 1.0
 QUIET_S = 0.5
 """Pause after which a router says again what has not changed."""
 _MOST_BYTES = 1 << 20
-_MAC_BYTES = 16
+_CHANNEL = b"pd-router"
 SILENT_S = 10.0
 """Routers that were named and not heard for so long are missed, with a line in the log."""
 MOST = 1e12
 """Counts are smaller; the sum of what is believed is always a number to reckon with."""
 MOST_FELLOWS = 256
 """Routers that are believed at a time."""
+MOST_REMEMBERED = 16 * MOST_FELLOWS
+"""Routers whose last number is known, those that have ended included."""
 
 
 class InFlight(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +54,7 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True):
 
     router: str
     number: int
-    """Messages of one router are numbered; an old one is not believed."""
+    """Messages of one router are numbered; an old one is not believed, even after the router has ended."""
     engines: dict[str, list[float]]
     """Counts by the engine's URL, in the order of `Count`. The time is how long ago it was, in seconds."""
 
@@ -81,16 +82,17 @@ class Fellows:
             slots: the engines' places in `counts`.
             engines: all that are known.
             own: what this router has sent to an engine, in the order of `Count`.
-            key: of all routers; empty: none.
+            key: the secret of all routers; empty: none.
         """
         self._counts, self._slots = counts, slots
         self._engines, self._own = engines, own
-        self._key = blake2b(key.encode()).digest() if key else b""
+        self._keys = CurveKeys.derive(key, _CHANNEL) if key else None
         self._name = secrets.token_hex(8)
         self._number = 0
         self._said: dict[str, list[float]] = {}
         self._said_s = 0.0
         self._heard: dict[str, _Heard] = {}
+        self._numbers: dict[str, int] = {}
         self._gauge = metrics.fellows
         self._complete_s: float | None = None
         self._missed = False
@@ -98,8 +100,12 @@ class Fellows:
     async def run(self, exchange: str, fellows: Collection[str]) -> None:
         """Tell and listen until cancelled. Raises zmq.ZMQError: the address cannot be bound."""
         with zmq.asyncio.Context() as context:
+            gatekeeper = self._gatekeeper(context)
             telling, hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
             try:
+                if self._keys is not None:
+                    self._keys.guard(telling)
+                    self._keys.present(hearing)
                 for one in (telling, hearing):
                     one.setsockopt(zmq.LINGER, 0)
                     one.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
@@ -109,15 +115,28 @@ class Fellows:
                 for address in fellows:
                     hearing.connect(address)
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._tell(telling, len(set(fellows))))
+                    group.create_task(self._tell(telling, len(set(fellows)), gatekeeper))
                     group.create_task(self._hear(hearing))
             finally:
                 telling.close()
                 hearing.close()
+                if gatekeeper is not None:
+                    gatekeeper.close()
 
-    async def _tell(self, socket: zmq.asyncio.Socket, named: int) -> None:
+    def _gatekeeper(self, context: zmq.asyncio.Context) -> Gatekeeper | None:
+        """Lets in who has the secret, as often as `_tell` asks it to."""
+        if self._keys is None:
+            return None
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+        return Gatekeeper(plain, self._keys)
+
+    async def _tell(
+        self, socket: zmq.asyncio.Socket, named: int, gatekeeper: Gatekeeper | None
+    ) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            if gatekeeper is not None:
+                gatekeeper.answer()
             self._slots.follow(self._engines())
             if (content := self.saying(loop.time())) is not None:
                 await socket.send(content)
@@ -157,24 +176,22 @@ class Fellows:
         self._said, self._said_s = engines, now_s
         self._number += 1
         told = {name: _with_age(counts, now_s) for name, counts in engines.items()}
-        content = msgspec.msgpack.encode(InFlight(self._name, self._number, told))
-        return self._mac(content) + content
+        return msgspec.msgpack.encode(InFlight(self._name, self._number, told))
 
     def heard(self, message: bytes, now_s: float) -> None:
         """A message has come; one that cannot be believed changes nothing."""
-        mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
-        if not compare_digest(mac, self._mac(content)):
-            logger.debug("a message was not signed with this router's key")
-            return
         try:
-            told = _DECODER.decode(content)
+            told = _DECODER.decode(message)
         except msgspec.MsgspecError as error:
             logger.debug("a message of another router cannot be read: %s", error)
             return
-        before = self._heard.get(told.router)
-        full = before is None and len(self._heard) >= MOST_FELLOWS
-        if told.router == self._name or full or (before and before.told.number >= told.number):
+        full = told.router not in self._heard and len(self._heard) >= MOST_FELLOWS
+        if told.router == self._name or full or self._numbers.get(told.router, 0) >= told.number:
             return
+        self._numbers.pop(told.router, None)
+        self._numbers[told.router] = told.number
+        if len(self._numbers) > MOST_REMEMBERED:
+            del self._numbers[next(iter(self._numbers))]  # silent for longest
         self._heard[told.router] = _Heard(now_s, told)
 
     def show(self, now_s: float) -> None:
@@ -218,9 +235,6 @@ class Fellows:
                 named,
                 SILENT_S,
             )
-
-    def _mac(self, content: bytes) -> bytes:
-        return blake2b(content, key=self._key, digest_size=_MAC_BYTES).digest()
 
 
 def _added(one: list[float], other: list[float]) -> list[float]:

@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,14 @@ from pd_connector.protocol.params import (
     prefill_params,
 )
 from scheduler_plugins.admission.endpoints import POOLING_PATHS
+from scheduler_plugins.router.prompt.pieces import (
+    PIECE_BYTES,
+    PieceDecoder,
+    RawField,
+    Steps,
+    TooComplexError,
+    memory_of,
+)
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -51,10 +60,6 @@ NOT_FOR_PREFILL = (
 )
 
 
-MOST_VALUES = 4_000_000
-"""A body with more is refused: everything else stands still while it is read. No model has a context of so many tokens; what
-separates values is counted in texts, too, where it is a token each, more or less. An image is one value."""
-
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Where an engine is to fetch KV and encoders' outputs: never a client's to say."""
 
@@ -72,7 +77,20 @@ class BadRequestError(ValueError):
 
 
 def parse(raw: bytes, path: str) -> dict[str, Any]:
-    """Decode a request body and check the fields that the router acts on.
+    """Decode a request body at once; see `parsing`."""
+    steps = parsing(raw, path)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            body: dict[str, Any] = ended.value
+            return body
+
+
+def parsing(raw: bytes, path: str) -> Steps:
+    """Decode a request body in pieces, and check the fields that the router acts on.
+
+    Yields the bytes that the next piece takes in memory; other requests can be served meanwhile. Returns the body.
 
     Raises:
         BadRequestError: not a JSON object, or a field the router reads has a wrong type. Everything
@@ -80,21 +98,28 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
 
     What it says of transfers is left out: a client's is not trusted.
     """
-    if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise BadRequestError(f"the request body has too many values: {MOST_VALUES:,} at most")
-    collects = gc.isenabled()
-    gc.disable()  # it looks through all lists so far at every 700th: four fifths of the time
     try:
-        body = _decoded(raw)
+        if len(raw) <= PIECE_BYTES:
+            yield memory_of(raw)
+            body = _decoded(raw)
+        elif (text := raw.removeprefix(BOM_UTF8)).lstrip(b" \t\n\r")[:1] == b"{":
+            body = yield from PieceDecoder(text, _decoded).steps()
+        else:
+            raise BadRequestError("the request body: must be a JSON object in UTF-8")
     except RecursionError:
         raise BadRequestError("the request body is nested too deeply") from None
+    except BadRequestError:
+        raise
+    except TooComplexError as error:
+        raise BadRequestError(f"the request body cannot be served: {error}") from None
     except ValueError as error:
         raise BadRequestError(f"the request body is not JSON: {error}") from None
-    finally:
-        if collects:
-            gc.enable()
     if not isinstance(body, dict):
         raise BadRequestError(f"the request body is {_kind(body)}: must be a JSON object")
+    return _checked(body, path)
+
+
+def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
     # A field of the other endpoint says nothing: it must not be taken for the prompt.
     if path == CHAT:
         body.pop("prompt", None)
@@ -107,8 +132,9 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
         )
     for name in _TRANSFERS:
         body.pop(name, None)
-        if isinstance(extra := body.get("vllm_xargs"), dict):
-            extra.pop(name, None)  # vLLM reads them from there as well, and expects no text
+    if isinstance(extra := body.get("vllm_xargs"), dict):
+        # vLLM reads them from there as well, and expects no text. The copy has no JSON of the client's with it.
+        body["vllm_xargs"] = {name: one for name, one in extra.items() if name not in _TRANSFERS}
     for name, read in _AS_ENGINES_READ.items():
         if name in body:
             body[name] = read(body[name])
@@ -148,20 +174,36 @@ _AS_ENGINES_READ = {
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """A body that `parse` has made, or one of its values replaced, as JSON bytes."""
+    """A body that `parsing` has made, or one of its values replaced, as JSON bytes. Large fields go as the client wrote them."""
+    large = any(isinstance(value, RawField) for value in body.values())
+    if not large:
+        return _encoded(body)
+    parts: list[bytes | memoryview] = []
+    for name, value in body.items():
+        json_of = value.raw if isinstance(value, RawField) else _encoded(value)
+        parts += [b"," if parts else b"{", _encoded(name), b":", json_of]
+    return b"".join([*parts, b"}"])  # large fields are copied once
+
+
+def _encoded(value: object) -> bytes:
     try:
-        return msgspec.json.encode(body)
+        return msgspec.json.encode(value)
     except UnicodeEncodeError:
         # In ASCII unpaired surrogates survive, too.
-        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _decoded(raw: bytes) -> Any:
     """As Python's own decoder reads it, which is slower and takes more: other encodings, unpaired surrogates. Its errors say more."""
+    collects = gc.isenabled()
+    gc.disable()  # it looks through all lists so far at every 700th: four fifths of the time
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeError):
         return json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
@@ -179,7 +221,8 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     prompt = body.get("prompt")
     if body.get("prompt_embeds") is not None or not prompt:
         return "no_tokens"
-    if isinstance(prompt, list) and len(prompt) > 1 and set(map(type, prompt)) != {int}:
+    # Where the first is a token id all are, or an engine refuses it.
+    if isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int:
         return "batch"
     return None
 

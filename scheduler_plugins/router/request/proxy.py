@@ -11,7 +11,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
-from scheduler_plugins.qos.trust import signed
+from scheduler_plugins.qos.trust import class_key, signed
 from scheduler_plugins.router.client.downstream import Downstream
 from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
@@ -48,7 +48,7 @@ class ClientRequest:
         self._record = StreamRecord(parsed, request.path) if resumes else None
         """What the client was sent of a stream that another engine could go on with."""
         if shared.config.router_key:
-            key = shared.config.router_key.encode()
+            key = class_key(shared.config.router_key)
             headers[CLASS_HEADER] = signed(asked.request.qos, asked.id, key)
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(

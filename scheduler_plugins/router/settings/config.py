@@ -12,6 +12,7 @@ from pd_connector.hosts import is_host, is_loopback
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
+from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE, checked_key, class_key
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT, create
 from scheduler_plugins.router.settings.members import checked_name, is_name
@@ -62,10 +63,10 @@ class RouterConfig:
     admin_host: str = "127.0.0.1"
     """Address of the admin API; other than loopback only with `admin_key`."""
     admin_key: str = field(default="", repr=False)
-    """Key of the admin API."""
+    """The operator's token (`PD_ROUTER_ADMIN_KEY`); empty: one is made at each start."""
     router_key: str = field(default="", repr=False)
-    """Secret of this router, its fellows and the engines: with it engines believe the class that the router gives a request
-    (`PD_ROUTER_KEY`)."""
+    """Secret of this router, its fellows and the engines (`PD_ROUTER_KEY`): what fellows tell each other is encrypted with it, and
+    engines believe the class that the router gives a request."""
     exchange: str = ""
     """Where this router tells others what it has sent to which engine, as `tcp://0.0.0.0:9100`; empty: nowhere."""
     fellows: tuple[str, ...] = ()
@@ -149,8 +150,11 @@ class RouterConfig:
                     raise ValueError(f"{side} {url}: given for another side, too; name it once")
         if self.admin_port is not None and not (self.admin_key or is_loopback(self.admin_host)):
             raise ValueError(
-                f"admin_host {self.admin_host}: only loopback without a key; set PD_ROUTER_ADMIN_KEY"
+                f"admin_host {self.admin_host}: only loopback without a key; set {ADMIN_KEY_VARIABLE}"
             )
+        object.__setattr__(self, "router_key", checked_key(KEY_VARIABLE, self.router_key))
+        object.__setattr__(self, "admin_key", checked_key(ADMIN_KEY_VARIABLE, self.admin_key))
+        class_key(self.router_key)  # stretched now, not while a request waits
         self._check_exchange()
         for name in ("tls_cert", "tls_key", "engine_ca"):
             if (path := getattr(self, name)) and not Path(path).is_file():
@@ -198,7 +202,7 @@ class RouterConfig:
                     raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
                 if not (self.router_key or is_loopback(host)):
                     raise ValueError(
-                        f"{name} {address}: only loopback without a key; set PD_ROUTER_KEY at all routers"
+                        f"{name} {address}: only loopback without a key; set {KEY_VARIABLE} at all routers"
                     )
 
     def _checked_events(self) -> dict[str, tuple[str, str | None]]:

@@ -301,7 +301,7 @@ def _asked(body: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if not isinstance(prompt, str | list) or body.get("prompt_embeds") is not None:
         return None
-    if isinstance(prompt, str) and len(prompt) > MOST_CHARACTERS:
+    if len(prompt) > MOST_CHARACTERS:
         return None
     return {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens", True)}
 

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 
+from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.endpoints.backend import watching_session
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -75,6 +76,7 @@ class Keeper:
         self._refreshing = False
         self._asking = set[asyncio.Task[None]]()
         self.port = config.port
+        self.operator = Operator(config.admin_key)
 
     def use(self, config: RouterConfig) -> None:
         """The settings have changed."""
@@ -139,6 +141,7 @@ class Keeper:
             config,
             port=self.port,
             admin_port=None,
+            admin_key=self.operator.token,
             exchange="",
             fellows=(),
             connections=-(-config.connections // each),
@@ -240,7 +243,7 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
             stack.push_async_callback(keeper.pool.close)
             await keeper.pool.start()
             if config.admin_port is not None:
-                admin = AdminServer(config, keeper.pool)
+                admin = AdminServer(config, keeper.pool, keeper.operator)
                 stack.push_async_callback(admin.close)
                 await admin.start(config.admin_port)
             if settings is not None:
@@ -260,9 +263,12 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
 
 
 async def _all_listen(keeper: Keeper, config: RouterConfig, port: int) -> None:
+    """Say where the router is, once all workers listen; until cancelled."""
     for child in keeper.children:
         await child.listening.wait()
     say_running(config, port)
+    with keeper.operator.told(config, port):
+        await asyncio.Event().wait()
 
 
 async def _end(keeper: Keeper, tasks: list[asyncio.Task[None]], limit_s: float) -> None:

@@ -18,7 +18,7 @@ def token_ids(body: Mapping[str, Any]) -> list[int]:
     """The ids of the first prompt of a request: those it gives, else one for each 4 bytes of its
     text. Never empty."""
     prompt = prompt_of(body)
-    data = prompt.data[0] if prompt.data else b""
+    data = prompt.data
     if prompt.ids:
         ids = array("q")
         ids.frombytes(data[: len(data) // _ID_BYTES * _ID_BYTES])

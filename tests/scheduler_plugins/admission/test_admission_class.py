@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from scheduler_plugins.middleware import middleware
 from scheduler_plugins.middleware.engine_config import is_half_of_a_pair
-from scheduler_plugins.qos.trust import HEADER, KEY_VARIABLE, signed
+from scheduler_plugins.qos.trust import HEADER, KEY_VARIABLE, class_key, signed
 
 PREMIUM = [("X-Customer-Tier", "premium")]
+SECRET = "a secret that all routers of a test share"
 LATE = {"prompt": list(range(5000))}
 """Takes five seconds to compute, and premium users are promised one."""
 
@@ -154,18 +155,39 @@ def test_a_second_key_does_not_lead_past_the_class(bench: Bench) -> None:
 def test_with_a_routers_key_only_the_routers_word_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "k")
+    monkeypatch.setenv(KEY_VARIABLE, SECRET + "\n")
     bench = Bench(tmp_path)
     bench.board.write()
-    given = [("X-Request-Id", "r1"), (HEADER, signed("premium", "r1", b"k"))]
+    given = [("X-Request-Id", "r1"), (HEADER, signed("premium", "r1", class_key(SECRET)))]
     assert bench.post(LATE, headers=given).status == 200, "the router has judged it"
     assert bench.server.last_body["vllm_xargs"] == {"qos": "premium"}
-    for headers in (PREMIUM, [*PREMIUM, (HEADER, signed("premium", "r1", b"x"))]):
+    for headers in (
+        PREMIUM,
+        [
+            *PREMIUM,
+            (
+                HEADER,
+                signed(
+                    "premium", "r1", class_key("another secret that all routers of a test share")
+                ),
+            ),
+        ],
+    ):
         bench.post({"prompt": "a"}, headers=headers)
         assert bench.server.last_body["vllm_xargs"] == {"qos": "free"}, "the default class"
-    unknown = [("X-Request-Id", "r1"), (HEADER, signed("gold", "r1", b"k"))]
+    unknown = [("X-Request-Id", "r1"), (HEADER, signed("gold", "r1", class_key(SECRET)))]
     bench.post({"prompt": "a"}, headers=unknown)
     assert bench.server.last_body["vllm_xargs"] == {"qos": "free"}
+
+
+def test_an_engine_does_not_start_with_a_secret_that_can_be_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    bench = Bench(tmp_path)
+    bench.board.write()
+    with pytest.raises(ValueError, match="PD_ROUTER_KEY: a key of 6 characters"):
+        bench.post({"prompt": "a"})  # of a server that ignores the failed start
 
 
 def test_without_a_key_the_routers_header_is_nothing(bench: Bench) -> None:

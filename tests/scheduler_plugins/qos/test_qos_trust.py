@@ -3,9 +3,19 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
-from scheduler_plugins.qos.trust import BELIEVED_S, HEADER, signed, signed_class
+from pd_connector.control.keys import CurveKeys
+from scheduler_plugins.qos.trust import (
+    BELIEVED_S,
+    HEADER,
+    checked_key,
+    class_key,
+    signed,
+    signed_class,
+)
 
 KEY = b"secret of the cluster"
 
@@ -43,3 +53,37 @@ def test_a_signature_ends() -> None:
     assert signed_class(headers(value), KEY, 1000.0 + BELIEVED_S - 1) == "premium"
     assert signed_class(headers(value), KEY, 1000.0 + BELIEVED_S + 1) is None
     assert signed_class(headers(value), KEY, 1000.0 - BELIEVED_S - 1) is None
+
+
+def test_a_secret_is_stretched_and_each_use_of_it_has_a_key_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signature that anybody reads must not be a fast way to try phrases."""
+    phrase, stretched = "a phrase that someone chose", []
+    scrypt = hashlib.scrypt
+
+    def counted(*given: object, **named: object) -> bytes:
+        stretched.append(named["n"])
+        return scrypt(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hashlib, "scrypt", counted)
+    classes = class_key(phrase)
+    assert stretched == [1 << 15]
+    fellows, connector = CurveKeys.derive(phrase, b"pd-router"), CurveKeys.derive(phrase)
+    assert len({classes, *fellows, *connector}) == 9
+    assert class_key("") == b"", "no secret is no key"
+
+
+@pytest.mark.parametrize("weak", ["a", "secret", "aaaaaaaaaaaaaaaaaaaaaaaa", "01234567" * 5])
+def test_a_secret_that_can_be_guessed_is_refused_and_not_repeated(weak: str) -> None:
+    with pytest.raises(ValueError, match=r"PD_ROUTER_KEY: a key .*pd-connector key") as caught:
+        checked_key("PD_ROUTER_KEY", weak)
+    assert f"key {weak}:" not in str(caught.value)
+
+
+def test_the_end_of_a_line_is_no_part_of_a_secret() -> None:
+    assert (
+        checked_key("PD_ROUTER_KEY", " a secret that all routers of a test share\n")
+        == "a secret that all routers of a test share"
+    )
+    assert checked_key("PD_ROUTER_KEY", "\n") == ""

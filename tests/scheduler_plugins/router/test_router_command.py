@@ -54,6 +54,8 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"exchange": "tcp://127.0.0.1:99999"}, "exchange 'tcp://127.0.0.1:99999'"),
         ({"fellows": ("tcp://127.0.0.1:0",)}, "fellows 'tcp://127.0.0.1:0'"),
         ({"otlp": "localhost:4318"}, "otlp 'localhost:4318': must look like http://"),
+        ({"router_key": "a"}, "PD_ROUTER_KEY: a key of 1 characters"),
+        ({"admin_key": "secret"}, "PD_ROUTER_ADMIN_KEY: a key of 6 characters"),
         ({"tokenizer": "/no/such/folder"}, "tokenizer /no/such/folder: no folder"),
     ],
 )
@@ -82,7 +84,9 @@ def test_keys_are_not_in_the_help_and_not_in_what_the_settings_look_like() -> No
     assert "--api-key" in ended.stdout
     assert "hunter2" not in ended.stdout
     keys = ("api_key", "admin_key", "client_key", "router_key")
-    assert "hunter2" not in repr(config(**dict.fromkeys(keys, "hunter2")))
+    assert "hunter2" not in repr(
+        config(**dict.fromkeys(keys, "hunter2 of some length that is enough"))
+    )
 
 
 def assert_ends(said: str, *options: str) -> None:

@@ -80,7 +80,9 @@ def test_a_header_that_is_given_twice_gives_no_class(order: tuple[str, str]) -> 
             QosClass(name="free", reserved_fraction=0.1, priority=1),
         )
         routes = (ClassRule(match=Match(header="x-tier: premium"), qos="premium"),)
-        async with World(classes=classes, routes=routes, router_key="k") as world:
+        async with World(
+            classes=classes, routes=routes, router_key="a secret that all routers of a test share"
+        ) as world:
             twice = [("X-Tier", tier) for tier in order]
             body = {"model": "m", "prompt": "hi"}
             async with world.client.post(COMPLETIONS, json=body, headers=twice) as response:

@@ -21,7 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from router_fakes import FAST, FakeEngine, World, run, until
 
-from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.client.doors import MOST_ID_CHARACTERS
+from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings import members as members_module
@@ -187,7 +188,11 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
             assert up() == at(1, 2)
             admin = f"http://127.0.0.1:{server.admin_port}/engines/role"
             moved = {"url": f"http://127.0.0.1:{port}", "role": "prefill"}
-            async with aiohttp.ClientSession() as client, client.post(admin, json=moved) as answer:
+            token = {"Authorization": f"Bearer {server.app[OPERATOR].token}"}
+            async with (
+                aiohttp.ClientSession(headers=token) as client,
+                client.post(admin, json=moved) as answer,
+            ):
                 assert answer.status == 400, "the name would bring it back to its old side"
             known[:] = ["127.0.0.2", "127.0.0.3"]
             await until(lambda: up() == at(2, 3), "the name is followed")
@@ -301,5 +306,43 @@ def test_pods_with_a_label_are_engines(monkeypatch: pytest.MonkeyPatch, tmp_path
             with pytest.raises(members_module.MembersError, match="403: forbidden"):
                 await members_module.members(url, session)
         await runner.cleanup()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/version", "/v1/models", "/v1/models/m"])
+def test_nothing_of_an_engine_is_told_without_the_clients_key(path: str) -> None:
+    async def scenario() -> None:
+        async with World(client_key="front") as world:
+            assert (await world.get(path)).status == 401
+            key = {"Authorization": "Bearer front"}
+            async with world.client.get(path, headers=key) as answer:
+                assert answer.status != 401
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("r\u2028WARNING forged", r"r\u2028WARNING forged"),
+        ("r\u0085x\u202ey", r"r\u0085x\u202ey"),
+        ("x" * 8000, "x" * MOST_ID_CHARACTERS),
+        ("\u2028" * 8000, (r"\u2028" * MOST_ID_CHARACTERS)[:MOST_ID_CHARACTERS]),
+        ("é日 1", "é日 1"),
+    ],
+)
+def test_an_id_is_one_short_line_wherever_it_comes(given: str, shown: str) -> None:
+    async def scenario() -> None:
+        async with World() as world:
+            raw = (
+                b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\nContent-Length: 15\r\n"
+                b'X-Request-Id: %b\r\n\r\n{"prompt": "a"}' % given.encode()[:8000]
+            )
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+            writer.write(raw)
+            assert b" 200 " in (await reader.read()).split(b"\r\n")[0]
+            writer.close()
+            assert world.d[0].headers[-1]["X-Request-Id"] == shown
 
     run(scenario())

@@ -78,13 +78,62 @@ def test_all_origins() -> None:
     run(scenario())
 
 
-def test_without_the_option_nothing_is_said_of_origins() -> None:
+PAGES_REQUESTS = (
+    ("POST", CHAT, {"Origin": OTHER, "Content-Type": "text/plain"}),
+    ("POST", CHAT, {"Origin": "null", "Content-Type": "text/plain"}),
+    ("POST", "/ping", {"Origin": OTHER}),
+    ("OPTIONS", CHAT, {"Origin": OTHER, **ASKED}),
+    ("GET", "/live", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}),
+    ("GET", "/v1/models", {"Origin": OTHER}),
+)
+"""What a browser sends for any page that a user visits, without asking first."""
+
+
+@pytest.mark.parametrize(("method", "path", "headers"), PAGES_REQUESTS)
+def test_no_page_that_nobody_allowed_reaches_an_engine_or_takes_a_seat(
+    method: str, path: str, headers: dict[str, str]
+) -> None:
     async def scenario() -> None:
         async with World() as world:
-            async with world.client.options(CHAT, headers={"Origin": PAGE, **ASKED}) as found:
-                assert (found.status, found.headers["Allow"]) == (405, "POST")
-            found = await world.post(CHAT, {"model": "m", "messages": []}, Origin=PAGE)
-            assert ALLOWED not in found.headers
+            body = b'{"model": "m", "messages": []}' if method == "POST" else None
+            async with world.client.request(method, path, data=body, headers=headers) as found:
+                assert found.status == 403
+                assert "--allowed-origins" in await found.text()
+            assert not world.p[0].bodies + world.d[0].bodies
+            assert (await world.post(CHAT, body or b'{"messages": []}')).status == 200
+
+    run(scenario())
+
+
+def test_a_page_that_a_front_serves_under_the_same_name_may_ask() -> None:
+    async def scenario() -> None:
+        async with World(host="0.0.0.0") as world:
+            body = {"model": "m", "messages": []}
+            same = {"Origin": PAGE, "Host": "chat.example.org"}
+            assert (await world.post(CHAT, body, **same)).status == 200
+            assert (await world.post(CHAT, body, **{**same, "Origin": OTHER})).status == 403
+        async with World() as world:  # on loopback the name may have been made to lead here
+            assert (await world.post(CHAT, body, **same)).status == 403
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/", "/live", "/health", "/metrics"])
+def test_a_name_that_was_made_to_lead_to_this_machine_reads_nothing_of_the_engines(
+    path: str,
+) -> None:
+    async def scenario() -> None:
+        async with World(allowed_origins=(PAGE,)) as world:
+            statuses = {}
+            for host in ("evil.example.org", "localhost:1", "[::1]:1", "chat.example.org"):
+                async with world.client.get(path, headers={"Host": host}) as found:
+                    statuses[host] = found.status
+            assert statuses == {
+                "evil.example.org": 403,
+                "localhost:1": 200,
+                "[::1]:1": 200,
+                "chat.example.org": 200,
+            }
 
     run(scenario())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from router_fakes import World, run, until
 
 from scheduler_plugins.router.endpoints import page
+from scheduler_plugins.router.endpoints.app_keys import OPERATOR
 from scheduler_plugins.router.metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[4] / "docs" / "router-grafana.json"
@@ -23,7 +24,7 @@ def test_the_page_needs_nothing_else_and_is_kept_up_to_date() -> None:
             assert shown.status == 200
             assert "http://" not in shown.text
             assert "https://" not in shown.text, "no other host is asked for anything"
-            assert 'EventSource("live")' in shown.text
+            assert 'fetch("live"' in shown.text
             async with world.client.get("/live") as response:
                 told = []
                 while len(told) < 2:
@@ -65,6 +66,23 @@ def test_only_so_many_pages_are_served() -> None:
 
             task = asyncio.create_task(asking())
             await until(task.done, "pages that were closed make room")
+
+    run(scenario())
+
+
+def test_strangers_take_no_seat_of_the_operators() -> None:
+    async def scenario() -> None:
+        async with World() as world:
+            opened = [await world.client.get("/live") for _ in range(page.MOST_WATCHERS)]
+            wrong = {"Authorization": "Bearer guessed"}
+            async with world.client.get("/live", headers=wrong) as response:
+                assert response.status == 503, "a wrong token is a stranger's"
+            right = {"Authorization": f"Bearer {world.app[OPERATOR].token}"}
+            for _ in range(page.MOST_WATCHERS):
+                opened.append(await world.client.get("/live", headers=right))
+                assert opened[-1].status == 200
+            for one in opened:
+                one.close()
 
     run(scenario())
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from math import inf, nan
 
 import msgspec
 import pytest
-from router_fakes import FAST, FakeEngine, run, slow, until
+from router_fakes import FAST, FakeEngine, run, until
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -16,6 +17,7 @@ from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
 from scheduler_plugins.router.fellows.exchange_of_load import (
     FORGOTTEN_S,
+    MOST_REMEMBERED,
     SILENT_S,
     Fellows,
     InFlight,
@@ -82,16 +84,11 @@ def test_a_router_says_nothing_twice_but_that_it_lives() -> None:
     assert one.saying(11.0) is not None
 
 
-def test_only_routers_with_the_key_are_believed_and_no_message_twice() -> None:
-    (one, its), (other, theirs) = router("k"), router("k")
-    stranger, work = router("x")
-    work.load.decode_sent("a", 5, 5)
+def test_no_message_is_believed_twice_even_of_a_router_that_has_ended() -> None:
+    (one, its), (other, theirs) = router(), router()
     its.load.decode_sent("a", 7, 7)
-    for message in (stranger.saying(1.0), b"", b"short", bytes(400)):
-        assert message is not None
+    for message in (b"", b"short", bytes(400)):
         other.heard(message, 1.0)
-    other.show(1.0)
-    assert theirs.context == 0
     first = one.saying(1.0)
     its.load.decode_sent("b", 7, 7)
     second = one.saying(1.1)
@@ -104,6 +101,21 @@ def test_only_routers_with_the_key_are_believed_and_no_message_twice() -> None:
     one.heard(second, 1.2)
     one.show(1.2)
     assert its.context == 14, "nobody counts own work twice"
+    ended_s = 1.2 + FORGOTTEN_S + 0.1
+    other.show(ended_s)
+    for message in (first, second):
+        other.heard(message, ended_s)
+        other.show(ended_s)
+        assert theirs.context == 0, "its messages ended with it"
+
+
+def test_what_is_known_of_routers_that_have_ended_is_bounded() -> None:
+    other, _ = router()
+    for n in range(MOST_REMEMBERED + 10):
+        told = InFlight(f"router {n}", 1, {})
+        other.heard(msgspec.msgpack.encode(told), 10.0 * n)
+        other.show(10.0 * n)
+    assert len(other._numbers) == MOST_REMEMBERED
 
 
 def test_an_engine_that_another_router_uses_for_another_side_is_the_same_engine() -> None:
@@ -128,8 +140,7 @@ def test_a_fellow_that_lies_about_its_counts_is_not_believed() -> None:
         name = its.url
         for liar in ("liar", "another"):  # their sum must be a number, too
             told = InFlight(liar, 1, {name: [lie] * len(Count)})
-            content = msgspec.msgpack.encode(told)
-            other.heard(other._mac(content) + content, 1.0)
+            other.heard(msgspec.msgpack.encode(told), 1.0)
         other.show(1.0)
         assert (theirs.context, theirs.open_requests) == (5, 1), lie
         one, its = router()
@@ -157,21 +168,28 @@ def test_a_router_that_was_named_and_is_not_heard_is_missed(
     assert one._gauge.collect()[0].samples[0].value == 1
 
 
-def test_two_routers_over_the_network() -> None:
+def free_address() -> str:
+    """A socket that is bound and closed names a port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+SECRET, ANOTHER = (
+    "a secret that all routers of a test share",
+    "a secret that other routers of a test share",
+)
+
+
+@pytest.mark.parametrize("key", ["", SECRET])
+def test_two_routers_over_the_network(key: str) -> None:
     async def scenario() -> None:
         fakes = [FakeEngine("p", "engine-p"), FakeEngine("d")]
         for fake in fakes:
             await fake.start()
-        fakes[1].behave = slow(0.5)
         sides = {"prefill": (fakes[0].url,), "decode": (fakes[1].url,)}
-        # A socket that is bound and closed names a port that is free.
-        server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        server.close()
-        await server.wait_closed()
-        address = f"tcp://127.0.0.1:{port}"
-        tells = RouterConfig(**sides, **FAST, exchange=address, router_key="k")
-        hears = RouterConfig(**sides, **FAST, fellows=(address,), router_key="k")
+        address = free_address()
+        tells = RouterConfig(**sides, **FAST, exchange=address, router_key=key)
+        hears = RouterConfig(**sides, **FAST, fellows=(address,), router_key=key)
         async with RouterServer(tells) as one, RouterServer(hears) as other:
             own, seen = (
                 next(e for e in s.app[SHARED].pool.engines if e.role is Role.DECODE)
@@ -183,5 +201,38 @@ def test_two_routers_over_the_network() -> None:
             await until(lambda: seen.context == 0, "and that it has ended")
         for fake in fakes:
             await fake.die()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("strangers", ["", ANOTHER])
+def test_a_stranger_neither_hears_routers_with_a_secret_nor_is_heard_by_them(
+    strangers: str,
+) -> None:
+    """A recording of what fellows say is of no use either: each connection has keys of its own."""
+
+    async def scenario() -> None:
+        theirs, own = free_address(), free_address()
+        (one, engine), (other, seen), (stranger, its) = router(SECRET), router(SECRET), router()
+        spy, spied = router(strangers)
+        liar, lied = router(strangers)
+        engine.load.decode_sent("a", 7, 7)
+        lied.load.decode_sent("a", 1000, 5)
+        tasks = [
+            asyncio.create_task(one.run(own, ())),
+            asyncio.create_task(spy.run("", (own,))),
+            asyncio.create_task(liar.run(theirs, ())),
+            asyncio.create_task(other.run("", (own, theirs))),
+        ]
+        await until(lambda: seen.context == 7, "the fellow is heard")
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+            assert (seen.context, spied.context) == (7, 0)
+        if not strangers:  # they hear each other
+            tasks.append(asyncio.create_task(stranger.run("", (theirs,))))
+            await until(lambda: its.context == 1000, "the liar does speak")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     run(scenario())

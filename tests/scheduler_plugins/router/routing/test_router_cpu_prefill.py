@@ -16,6 +16,7 @@ from router_fakes import FakeEngine, World, answer, hang, run, status, until
 
 from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.qos.rules import ClassRule, Match
+from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.endpoints.admin import create_admin
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.policies.base import Role
@@ -139,8 +140,10 @@ def test_such_engines_come_by_file_and_by_the_admin_api() -> None:
 def test_an_engine_becomes_one_by_the_admin_api() -> None:
     async def scenario() -> None:
         async with World(prefill=2, policy="length:round_robin", **CLASSED) as world:
-            admin = TestClient(TestServer(create_admin(world.app[SHARED].pool, "")))
-            async with admin:
+            operator = Operator("")
+            app = create_admin(world.app[SHARED].pool, operator, "127.0.0.1")
+            token = {"Authorization": f"Bearer {operator.token}"}
+            async with TestClient(TestServer(app), headers=token) as admin:
                 asked = {"url": world.p[1].url, "role": "cpu_prefill"}
                 answer = await admin.post("/engines/role", json=asked)
                 assert answer.status == 200, await answer.text()

@@ -10,10 +10,12 @@ from router_fakes import World, run, until
 
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.qos.rules import ClassRule, Match
-from scheduler_plugins.qos.trust import HEADER, signed_class
+from scheduler_plugins.qos.trust import HEADER, class_key, signed_class
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.routing.front import FrontQueue, QueueFullError, Turn
 from scheduler_plugins.router.settings.config import RouterConfig
+
+SECRET = "a secret that all routers of a test share"
 
 CLASSES = (
     QosClass(name="premium", reserved_fraction=0.5, priority=2),
@@ -124,7 +126,7 @@ def test_a_wait_that_would_break_the_promise_is_refused_before_it_begins() -> No
 def test_both_engines_get_the_signed_class_and_never_the_clients() -> None:
     async def scenario() -> None:
         settings = {"classes": CLASSES, "routes": ROUTES}
-        async with World(**settings, router_key="k") as world:
+        async with World(**settings, router_key=SECRET) as world:
             await world.post(
                 "/v1/completions",
                 {"model": "m", "prompt": "a"},
@@ -132,7 +134,7 @@ def test_both_engines_get_the_signed_class_and_never_the_clients() -> None:
             )
             for fake in (world.p[0], world.d[0]):
                 got = {name.lower(): value for name, value in fake.headers[0].items()}
-                assert signed_class(got, b"k") == "premium"
+                assert signed_class(got, class_key(SECRET)) == "premium"
         async with World(**settings) as world:
             await world.post(
                 "/v1/completions", {"model": "m", "prompt": "a"}, **{HEADER: "1.free.00"}

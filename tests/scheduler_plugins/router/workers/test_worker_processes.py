@@ -19,6 +19,9 @@ from router_fakes import FakeEngine
 
 LIMIT_S = 120.0
 
+ADMIN_KEY = "0123456789abcdef0123-administrator"
+TOKEN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
 
 class Processes:
     """A router in several processes, and its engines."""
@@ -37,7 +40,7 @@ class Processes:
         """One request on a connection of its own, so that the system chooses a worker anew."""
         async with (
             aiohttp.ClientSession() as session,
-            session.request(method, url, json=body) as response,
+            session.request(method, url, json=body, headers=TOKEN) as response,
         ):
             text = await response.text()
             return await response.json() if text.startswith("{") else text
@@ -70,7 +73,11 @@ async def router(*engines: str) -> AsyncIterator[Processes]:
     command = [sys.executable, "-m", "scheduler_plugins.router", "--workers", "2", *engines]
     command += ["--port", "0", "--admin-port", "0", "--health-interval-s", "0.1"]
     command += ["--policy", "round_robin", "--shutdown-timeout-s", "1"]
-    keeper = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    keeper = await asyncio.create_subprocess_exec(
+        *command,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PD_ROUTER_ADMIN_KEY": ADMIN_KEY},
+    )
     assert keeper.stderr is not None
     found: dict[str, int] = {}
     said = asyncio.create_task(asyncio.sleep(0))

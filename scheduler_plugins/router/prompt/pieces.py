@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A large JSON object, decoded in pieces, so that everything else goes on between them.
+
+The decoder itself never releases the interpreter's lock, so another thread would not help. Values of up to `PIECE_BYTES` are decoded
+at once; larger ones are cut between their elements, and a text between its characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import Any
+
+PIECE_BYTES = 64 << 10
+"""Decoded at once: 10 ms at most, however many values it holds."""
+MOST_PARTS = 100_000
+"""Objects, lists and texts in a body. Whoever describes a request walks through them; a chat of 10,000 messages has 60,000."""
+MOST_VALUES = 4_000_000
+"""Token ids, say: no model has a context of so many. What separates values is counted in short texts, too."""
+MOST_FIELDS = 1_000
+"""Fields of the object itself."""
+_MOST_DEPTH = 32
+"""Levels of values that are larger than a piece: an image in a chat lies in the seventh."""
+_COMMA_BYTES, _LIST_BYTES, _OBJECT_BYTES = 40, 72, 240
+"""What a value, a list and an object take in memory beside their text, at most."""
+
+_SPACE = re.compile(rb"[ \t\n\r]*+")
+_STRUCTURE = re.compile(rb'[\[\]{}"]')
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
+_TEXT = re.compile(rb'[^"\\]*+(?:\\(?:u[0-9a-fA-F]{4}|[^u])[^"\\]*+)*+')
+_LEAF = re.compile(rb'[^,\]}\[{"\s]++')
+
+Steps = Generator[int, None, Any]
+"""Yields the bytes that the next piece takes in memory; returns the value."""
+
+
+class TooComplexError(ValueError):
+    """More parts, fields or levels than any request has."""
+
+
+class RawField:
+    """A large field of the body, and its JSON, which engines are sent. Nobody changes the value."""
+
+    raw: memoryview
+
+
+class _Text(RawField, str): ...
+
+
+class _List(RawField, list[Any]): ...
+
+
+class _Object(RawField, dict[str, Any]): ...
+
+
+_WITH_RAW: dict[type, type[RawField]] = {str: _Text, list: _List, dict: _Object}
+
+
+def memory_of(piece: bytes) -> int:
+    """Bytes that a JSON text takes once it is decoded, at most."""
+    commas, lists, objects = map(piece.count, (b",", b"[", b"{"))
+    return len(piece) + _COMMA_BYTES * commas + _LIST_BYTES * lists + _OBJECT_BYTES * objects
+
+
+class PieceDecoder:
+    """Decodes one JSON object. Used once."""
+
+    def __init__(self, raw: bytes, decode: Callable[[bytes], Any]) -> None:
+        """`decode`: reads a small JSON text. Raises ValueError."""
+        self._raw, self._decode = raw, decode
+        self._at = 0
+        self._parts = self._values = 0
+
+    def steps(self) -> Steps:
+        """The object, piece by piece. Its large fields have their JSON with them.
+
+        Raises:
+            ValueError: it is no JSON object.
+            TooComplexError: it is one that no engine would want.
+        """
+        found: dict[str, Any] = {}
+        self._expect(b"{")
+        if self._peek() == b"}":
+            self._expect(b"}")
+        else:
+            yield from self._fields(found)
+        if self._peek():
+            raise ValueError(f"trailing characters (byte {self._at})")
+        return found
+
+    def _fields(self, found: dict[str, Any]) -> Steps:
+        view = memoryview(self._raw)
+        while True:
+            name = self._name()
+            self._space()
+            start = self._at
+            value = yield from self._value(0)
+            with_raw = _WITH_RAW.get(type(value))
+            if with_raw is not None and self._at - start > PIECE_BYTES // 16:
+                yield 0
+                value = with_raw(value)  # type: ignore[call-arg]
+                value.raw = view[start : self._at]
+            found[name] = value
+            if len(found) > MOST_FIELDS:
+                raise TooComplexError(f"it has too many fields: {MOST_FIELDS:,} at most")
+            if self._ends(b"}"):
+                return
+
+    def _value(self, depth: int) -> Steps:
+        """The value that begins here."""
+        start = self._at
+        end = self._end_of_value(start)
+        if end:
+            value = yield from self._piece(start, end)
+            return value
+        if depth >= _MOST_DEPTH:
+            raise TooComplexError(
+                f"it is nested too deeply: its large parts in {_MOST_DEPTH} levels"
+            )
+        yield 0  # a window was looked through
+        first = self._peek()
+        if first == b'"':
+            return (yield from self._long_text())
+        self._part()
+        if first == b"[":
+            return (yield from self._long_list(depth + 1))
+        if first == b"{":
+            return (yield from self._long_object(depth + 1))
+        raise ValueError(f"a value is no JSON (byte {start})")
+
+    def _piece(self, start: int, end: int, form: bytes = b"%b") -> Steps:
+        """The values from `start` to `end`, counted before there are any."""
+        piece = self._raw[start:end]
+        if not piece.strip():
+            raise ValueError(f"a value is missing (byte {start})")
+        self._values += 1 + piece.count(b",")
+        if self._values > MOST_VALUES:
+            raise TooComplexError(f"it has too many values: {MOST_VALUES:,} at most")
+        yield memory_of(piece)
+        self._at = end
+        return self._decode(form % piece)
+
+    def _long_list(self, depth: int) -> Steps:
+        found: list[Any] = []
+        self._expect(b"[")
+        if self._peek() == b"]":
+            self._expect(b"]")
+            return found
+        while True:
+            self._space()
+            start, cut = self._at, self._last_comma(self._at)
+            if cut:
+                found += yield from self._piece(start, cut, b"[%b]")
+            else:
+                found.append((yield from self._value(depth)))
+            if self._ends(b"]"):
+                return found
+
+    def _long_object(self, depth: int) -> Steps:
+        found: dict[str, Any] = {}
+        self._expect(b"{")
+        if self._peek() == b"}":
+            self._expect(b"}")
+            return found
+        while True:
+            name = self._name()
+            self._space()
+            found[name] = yield from self._value(depth)
+            if self._ends(b"}"):
+                return found
+
+    def _long_text(self) -> Steps:
+        self._expect(b'"')
+        self._part()
+        parts: list[str] = []
+        while True:
+            start = self._at
+            found = _TEXT.match(self._raw, start, start + PIECE_BYTES)
+            assert found is not None
+            end = found.end()
+            while end > start and end < len(self._raw) and self._raw[end] & 0xC0 == 0x80:
+                end -= 1  # not inside a character
+            ended = self._raw[end : end + 1] == b'"'
+            if end == start and not ended:
+                raise ValueError(f"a text does not end, or is no text (byte {start})")
+            yield end - start
+            part = self._decode(b'"' + self._raw[start:end] + b'"')
+            if parts and _is_half(parts[-1][-1:], 0xD800) and _is_half(part[:1], 0xDC00):
+                pair = (parts[-1][-1] + part[0]).encode("utf-16-le", "surrogatepass")
+                parts[-1], part = parts[-1][:-1], pair.decode("utf-16-le") + part[1:]
+            parts.append(part)
+            self._at = end
+            if ended:
+                self._at += 1
+                return "".join(parts)
+
+    def _end_of_value(self, start: int) -> int:
+        """Where the value that begins here ends; 0: not within a piece."""
+        first = self._raw[start : start + 1]
+        if first not in (b"[", b"{", b'"'):
+            leaf = _LEAF.match(self._raw, start, start + PIECE_BYTES)
+            if leaf is None:
+                raise ValueError(f"a value is missing (byte {start})")
+            return leaf.end() if leaf.end() - start < PIECE_BYTES else 0
+        depth, parts = 0, 0
+        for found in _TOKEN.finditer(self._raw, start, start + PIECE_BYTES):
+            token = found[0]
+            if token == b'"':
+                return 0  # a text that goes on
+            if token != b",":
+                parts += token not in (b"]", b"}")
+                depth += (token in (b"[", b"{")) - (token in (b"]", b"}"))
+            if depth == 0:
+                self._part(parts)
+                return found.end()
+        return 0
+
+    def _last_comma(self, start: int) -> int:
+        """The last place within a piece where the elements of a list that begin here can be cut; 0: there is none."""
+        end = start + PIECE_BYTES
+        first = _STRUCTURE.search(self._raw, start, end)
+        if first is None or first[0] == b"]":  # numbers: most of what is large and no text
+            if first is not None:
+                return first.start()
+            return max(0, self._raw.rfind(b",", start, end))
+        depth, cut, parts, cut_parts = 0, 0, 0, 0
+        for found in _TOKEN.finditer(self._raw, start, end):
+            token = found[0]
+            if token == b'"':
+                break
+            if token == b",":
+                if depth == 0:
+                    cut, cut_parts = found.start(), parts
+            elif token in (b"]", b"}"):
+                depth -= 1
+                if depth < 0:
+                    cut, cut_parts = found.start(), parts
+                    break
+            else:
+                parts += 1
+                depth += token in (b"[", b"{")
+        self._part(cut_parts)
+        return cut
+
+    def _name(self) -> str:
+        """The name of a member, and the colon behind it."""
+        self._space()
+        start = self._at
+        found = _TEXT.match(self._raw, start + 1, start + PIECE_BYTES)
+        if self._raw[start : start + 1] != b'"' or found is None:
+            raise ValueError(f"the name of a field is missing (byte {start})")
+        self._at = found.end()
+        self._expect(b'"')
+        name: str = self._decode(self._raw[start : self._at])
+        self._expect(b":")
+        self._part()
+        return name
+
+    def _ends(self, mark: bytes) -> bool:
+        """Whether the list or the object ends here; else a comma is passed."""
+        if self._peek() == mark:
+            self._expect(mark)
+            return True
+        self._expect(b",")
+        return False
+
+    def _part(self, count: int = 1) -> None:
+        self._parts += count
+        if self._parts > MOST_PARTS:
+            raise TooComplexError(
+                f"it has too many values: {MOST_PARTS:,} objects, lists and texts at most"
+            )
+
+    def _space(self) -> None:
+        found = _SPACE.match(self._raw, self._at)
+        assert found is not None
+        self._at = found.end()
+
+    def _peek(self) -> bytes:
+        self._space()
+        return self._raw[self._at : self._at + 1]
+
+    def _expect(self, mark: bytes) -> None:
+        if self._peek() != mark:
+            found = self._raw[self._at : self._at + 1]
+            raise ValueError(f"{found!r} where {mark!r} is wanted (byte {self._at})")
+        self._at += 1
+
+
+def _is_half(character: str, first: int) -> bool:
+    """Whether a character is half of one beyond U+FFFF: the first (0xD800) or the second (0xDC00)."""
+    return bool(character) and first <= ord(character) < first + 0x400
