@@ -100,6 +100,7 @@ class ConsumerSide:
             self._outage,
             act=self._act,
             read=self._read,
+            unlike=self._unlike,
         )
         self._auditor = Auditor(
             resources, self._sessions, self._keeper, self._consumer, self._outage, report
@@ -161,6 +162,23 @@ class ConsumerSide:
         must be compared with again."""
         self._auditor.change_model(facts)
         self._keeper.change_model(facts, now)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of this engine's weights were read."""
+        self._keeper.know_weights(full)
+
+    def _unlike(self, source: Source, problem: str) -> None:
+        """A producer whose samples were those of this engine's weights serves others all the same."""
+        engines = {one.engine_id for one in self._consumer.producers() if one.source == source}
+        for engine in engines:
+            logger.error(
+                "engine %s at %s:%d does not serve the weights of this one, although samples of both are the same: "
+                "%s. Prompts for it are computed here until one of the two engines starts anew "
+                "(docs/configuration.md#which-model)",
+                *(engine, *source[:2], problem),
+            )
+            self._telemetry.count("failed_transfers", cause=Cause.MODEL)
+            self._auditor.distrust(Distrust(engine, problem))
 
     def distrust(self, command: Distrust) -> None:
         """An audit on another rank has found that a producer's KV is wrong."""

@@ -15,6 +15,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.vllm import owners, worker_side
 from pd_connector.vllm.messages import StepCommands
 from pd_connector.vllm.model import loaded_weights
+from pd_connector.vllm.model_watch import ModelWatch
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.windows import Windows
 
@@ -66,14 +67,19 @@ def config(model):
 def worker(config):
     made = worker_side.WorkerSide(config, None, Config())
     made._agent = Recorder()
-    loaded = made._loaded = made._at_start = loaded_weights(config)
-    made._facts = ModelFacts(b"config", loaded=loaded.sampled, loaded_fine=loaded.fine)
-    made._next_compare = float("inf")
+    start(made, config)
     return made
 
 
+def start(worker, config, files=None, **facts):
+    """The worker has told these facts of its model."""
+    loaded = loaded_weights(config)
+    told = ModelFacts(b"config", loaded=loaded.sampled, loaded_fine=loaded.fine, **facts)
+    worker._model = ModelWatch(config, told, loaded, files, worker._agent.submit)
+
+
 def step(scheduled, scheduler):
-    output = SimpleNamespace(total_num_scheduled_tokens=scheduled)
+    output = SimpleNamespace(total_num_scheduled_tokens=scheduled, scheduled_new_reqs=[])
     return scheduler.take_step(output)
 
 
@@ -115,7 +121,7 @@ def test_weights_are_looked_at_now_and_then_without_a_reset(worker, model):
         model.projection.bias.add_(1)
     worker.begin(StepCommands())
     assert worker._agent.commands == []
-    worker._next_compare = 0.0
+    worker._model._next_compare = 0.0
     worker.begin(StepCommands(idle=True))
     assert worker._agent.commands == [], "an engine that computes nothing has time"
     worker.begin(StepCommands())
@@ -145,7 +151,7 @@ def test_weights_that_only_a_kernel_holds_are_looked_at_when_they_are_loaded_ane
     worker, config, model
 ):
     packed(model)
-    worker._loaded = worker._at_start = loaded_weights(config)
+    start(worker, config)
     worker.begin(StepCommands(compare_weights=True))
     assert worker._agent.commands == []
     model.projection.weight = nn.Parameter(torch.ones(8, 8))
@@ -161,7 +167,7 @@ def test_weights_that_only_a_kernel_holds_are_looked_at_when_they_are_loaded_ane
 
 def test_where_those_stayed_the_others_are_compared(worker, config, model):
     packed(model)
-    worker._loaded = worker._at_start = loaded_weights(config)
+    start(worker, config)
     with torch.no_grad():
         model.projection.bias.add_(1)
     worker.begin(StepCommands(compare_weights=True))
