@@ -378,3 +378,45 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, folder: 
     blocked.write_text("")
     found = read_weights(folder, full=True, cache=blocked / "weights.json")
     assert found == read_weights(folder, full=True)
+
+
+@pytest.mark.parametrize("kind", ["a token's embedding", "a row of a fused expert"])
+def test_one_row_that_differs_is_seen_by_all_bytes_and_not_by_samples(
+    tmp_path: Path, kind: str
+) -> None:
+    made = {**tensors(), "embed": np.zeros((40_000, 64), np.float32)}
+    made["experts.gate_up_proj"] = np.zeros((64, 2048, 64), np.float32)
+    ours = read_weights(save(tmp_path / "model", made), full=True)
+    row = (
+        made["embed"][10] if kind == "a token's embedding" else made["experts.gate_up_proj"][3, 701]
+    )
+    row += 1
+    theirs = read_weights(save(tmp_path / "other", made), full=True)
+    assert ours is not None
+    assert theirs is not None
+    assert ours[:3] == theirs[:3], "so that the test tests what it says"
+    assert ours.full != theirs.full
+
+
+def test_all_bytes_of_an_archive_or_of_gguf_are_those_of_its_tensors(tmp_path: Path) -> None:
+    entries = {"data.pkl": b"names", "data/0": os.urandom(1 << 16)}
+    found = []
+    for name, content in (
+        ("a.bin", archive(entries)),
+        ("b.bin", archive(entries, "other name")),
+        ("c.bin", archive({**entries, "data/0": bytes(1 << 16)})),
+    ):
+        (tmp_path / name).write_bytes(content)
+        found.append(read_weights(tmp_path / name, full=True))
+    assert found[0] == found[1], "the archive's own name says nothing"
+    assert found[0] is not None
+    assert found[2] is not None
+    assert found[0].full != found[2].full
+
+
+def test_reading_all_bytes_can_be_stopped(folder: Path, tmp_path: Path) -> None:
+    files = CheckpointFiles.open(folder)
+    assert files is not None
+    cache = tmp_path / "weights.json"
+    assert module.full_fingerprint(files.files, cache, lambda: True) == b""
+    assert not cache.exists()
