@@ -89,6 +89,7 @@ class ConsumerSide:
         self._inbox = Inbox(cache, gate, resources.telemetry)
         for transport in resources.transports:
             transport.destinations = self._destination
+        self._found_unlike: set[tuple[Source, int]] = set()
         self._outage = OutageWatch()
         self._ends = LoadEnds(self._telemetry, self._outage, report)
         self._keeper = SessionKeeper(
@@ -150,7 +151,7 @@ class ConsumerSide:
             "incoming_transfers": self._consumer.transfers,
             "producer_sessions": len(self._sessions),
             FAILING_GAUGE: float(self._outage.failing),
-            "distrusted_producers": self._auditor.distrusted,
+            "distrusted_producers": max(self._auditor.distrusted, len(self._found_unlike)),
         }
 
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
@@ -169,8 +170,9 @@ class ConsumerSide:
 
     def _unlike(self, source: Source, problem: str) -> None:
         """A producer whose samples were those of this engine's weights serves others all the same."""
-        engines = {one.engine_id for one in self._consumer.producers() if one.source == source}
-        for engine in engines:
+        known = [one for one in self._consumer.producers() if one.source == source]
+        self._found_unlike.update((source, one.epoch) for one in known)
+        for engine in {one.engine_id for one in known}:
             logger.error(
                 "engine %s at %s:%d does not serve the weights of this one, although samples of both are the same: "
                 "%s. Prompts for it are computed here until one of the two engines starts anew "

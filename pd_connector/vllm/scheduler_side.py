@@ -221,6 +221,7 @@ class SchedulerSide:
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
         self._gauges.update(activity.gauges)
+        self.stale.distrusted(activity.gauges)
         if self.stale.changed(activity.weight_changes):
             self._commands += [*self.offers.weights_changed(), *self._audits.weights_changed()]
         for stage, requests in (

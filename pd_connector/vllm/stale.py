@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that hold KV of other weights than the present ones.
+"""Pages that hold KV of other weights than the present ones: of those before, or of a producer that has others.
 
 vLLM keeps its prefix cache when weights change in place, unless it is told to reset it. So all pages are taken out of
 it. Requests that run meanwhile have KV of both kinds; vLLM goes on to cache their pages, which are taken out as well.
@@ -24,6 +24,7 @@ class StalePages:
         self.changes: dict[int, int] = {}
         self._evict: Callable[[set[int]], None] = lambda _: None
         self._pages = 0
+        self._distrusted: dict[int, float] = {}  # by rank
         self._running: set[str] = set()
         self._mixed: dict[str, set[int]] = {}  # pages of requests that ran when weights changed
 
@@ -36,9 +37,20 @@ class StalePages:
         if not changes or self.changes | dict(changes) == self.changes:
             return False
         self.changes |= changes
+        self._evict_all()
+        return True
+
+    def distrusted(self, gauges: Mapping[int, Mapping[str, float]]) -> None:
+        """How many producers ranks distrust. KV that came of one before it was, is as wrong."""
+        for rank, told in gauges.items():
+            producers = told.get("distrusted_producers", 0.0)
+            if producers > self._distrusted.get(rank, 0.0):
+                self._evict_all()
+            self._distrusted[rank] = producers
+
+    def _evict_all(self) -> None:
         self._evict(set(range(self._pages)))
         self._mixed = {request: self._mixed.get(request, set()) for request in self._running}
-        return True
 
     def step(self, output: "SchedulerOutput") -> None:
         """A step was scheduled: vLLM has cached pages that it will fill."""

@@ -143,6 +143,7 @@ def test_weights_that_differ_between_samples_end_the_pair_once_all_bytes_are_rea
     assert fetched(producer, consumer, "half") is None, "only one side has read its own"
     know(*both.popitem()[1])
     until(lambda: consumer.count("lost_sessions", cause="audit"))
+    until(lambda: consumer.gauge("distrusted_producers"))
     assert fetched(producer, consumer, "after") is Cause.MODEL
     assert fetched(producer, consumer, "later") is Cause.MODEL
 

@@ -68,3 +68,17 @@ def test_pages_of_requests_that_ran_meanwhile_are_taken_out_whenever_vllm_caches
     assert pool.cached == {3}
     stale.step(step(running=[]))
     assert pool.cached == {3}
+
+
+def test_what_a_producer_sent_leaves_the_prefix_cache_when_it_is_not_trusted_any_more(made):
+    stale, pool = made
+    stale.step(step(new=["running"]))
+    stale.distrusted({0: {"distrusted_producers": 0.0}, 1: {}})
+    assert pool.cached
+    stale.distrusted({1: {"distrusted_producers": 1.0}})
+    assert not pool.cached
+    pool.cached = {1, 2}
+    stale.distrusted({1: {"distrusted_producers": 1.0}})
+    assert pool.cached == {1, 2}
+    stale.finished("running", ([2],))
+    assert pool.cached == {1}, "it had used what came"
