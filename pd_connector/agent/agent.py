@@ -10,8 +10,17 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from pd_connector.agent.at_exit import close_at_exit
-from pd_connector.agent.commands import ChangeModel, Command, CommandQueue, Computed, Revoke
+from pd_connector.agent.commands import (
+    ChangeModel,
+    Command,
+    CommandQueue,
+    Computed,
+    KnowWeights,
+    Revoke,
+)
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
@@ -174,6 +183,8 @@ class Agent:
         with self._submitting:
             if isinstance(command, ChangeModel):
                 self._facts = command.facts  # also of an agent that is started again
+            if isinstance(command, KnowWeights) and self._facts is not None:
+                self._facts = msgspec.structs.replace(self._facts, weights_full=command.full)
             self._owed.expect(command)
             self._commands.put(command, fence)
 

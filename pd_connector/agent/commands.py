@@ -78,8 +78,24 @@ class ChangeModel(NamedTuple):
     facts: ModelFacts
 
 
+class KnowWeights(NamedTuple):
+    """All bytes of the weights that the engine serves have been read now: their fingerprint."""
+
+    full: bytes
+
+
 Command = (
-    Expect | Offer | Computed | Revoke | Withdraw | Hold | Load | Drop | Distrust | ChangeModel
+    Expect
+    | Offer
+    | Computed
+    | Revoke
+    | Withdraw
+    | Hold
+    | Load
+    | Drop
+    | Distrust
+    | ChangeModel
+    | KnowWeights
 )
 
 

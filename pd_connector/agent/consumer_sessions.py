@@ -123,6 +123,10 @@ class ConsumerSessions:
         """The engine serves other weights; sessions that exist are left to the caller."""
         self._identity = self._identity._replace(facts=facts)
 
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of the engine's weights were read."""
+        self._identity = self._identity.knowing(full)
+
     def pop(self, sender: bytes) -> ConsumerSession | None:
         """Forget a session."""
         self._compiling.discard(sender)

@@ -89,6 +89,7 @@ class ConsumerSide:
         self._inbox = Inbox(cache, gate, resources.telemetry)
         for transport in resources.transports:
             transport.destinations = self._destination
+        self._found_unlike: set[tuple[Source, int]] = set()
         self._outage = OutageWatch()
         self._ends = LoadEnds(self._telemetry, self._outage, report)
         self._keeper = SessionKeeper(
@@ -100,6 +101,7 @@ class ConsumerSide:
             self._outage,
             act=self._act,
             read=self._read,
+            unlike=self._unlike,
         )
         self._auditor = Auditor(
             resources, self._sessions, self._keeper, self._consumer, self._outage, report
@@ -149,7 +151,7 @@ class ConsumerSide:
             "incoming_transfers": self._consumer.transfers,
             "producer_sessions": len(self._sessions),
             FAILING_GAUGE: float(self._outage.failing),
-            "distrusted_producers": self._auditor.distrusted,
+            "distrusted_producers": max(self._auditor.distrusted, len(self._found_unlike)),
         }
 
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
@@ -161,6 +163,24 @@ class ConsumerSide:
         must be compared with again."""
         self._auditor.change_model(facts)
         self._keeper.change_model(facts, now)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of this engine's weights were read."""
+        self._keeper.know_weights(full)
+
+    def _unlike(self, source: Source, problem: str) -> None:
+        """A producer whose samples were those of this engine's weights serves others all the same."""
+        known = [one for one in self._consumer.producers() if one.source == source]
+        self._found_unlike.update((source, one.epoch) for one in known)
+        for engine in {one.engine_id for one in known}:
+            logger.error(
+                "engine %s at %s:%d does not serve the weights of this one, although samples of both are the same: "
+                "%s. Prompts for it are computed here until one of the two engines starts anew "
+                "(docs/configuration.md#which-model)",
+                *(engine, *source[:2], problem),
+            )
+            self._telemetry.count("failed_transfers", cause=Cause.MODEL)
+            self._auditor.distrust(Distrust(engine, problem))
 
     def distrust(self, command: Distrust) -> None:
         """An audit on another rank has found that a producer's KV is wrong."""

@@ -11,7 +11,7 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
 from pd_connector.kv.coding import RAW, permitted
-from pd_connector.kv.model import ModelFacts, described, model_digest
+from pd_connector.kv.model import ModelFacts, described, model_digest, weights_problem
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import bytes_per_token
 from pd_connector.protocol import messages
@@ -59,6 +59,15 @@ class Dialler:
     def change_model(self, facts: ModelFacts) -> None:
         """The engine serves other weights."""
         self._identity = self._identity._replace(facts=facts)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of the engine's weights were read."""
+        self._identity = self._identity.knowing(full)
+
+    def weights_problem(self, producer: ModelFacts | None) -> str:
+        """Why a producer does not serve the same weights, by all that is known now; empty if it does."""
+        ours = self._identity.facts
+        return weights_problem(producer, ours) if producer and ours else ""
 
     def welcomed(
         self, source: Source, welcome: messages.Welcome

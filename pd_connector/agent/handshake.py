@@ -4,6 +4,8 @@
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from pd_connector.errors import (
     Cause,
     PDConnectorError,
@@ -30,6 +32,17 @@ class RankIdentity(NamedTuple):
     tells: tuple[str, ...] = ()  # kinds of `last_words` that come with its KV
     needs: tuple[str, ...] = ()  # those it cannot go on without
     facts: ModelFacts | None = None
+
+    @property
+    def weights_full(self) -> bytes:
+        """Fingerprint of all bytes of the weights; empty where it is not known yet."""
+        return self.facts.weights_full if self.facts is not None else b""
+
+    def knowing(self, full: bytes) -> "RankIdentity":
+        """The same, since all bytes of its weights were read."""
+        if self.facts is None:
+            return self
+        return self._replace(facts=msgspec.structs.replace(self.facts, weights_full=full))
 
 
 class RefusedError(PDConnectorError):

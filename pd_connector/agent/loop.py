@@ -18,6 +18,7 @@ from pd_connector.agent.commands import (
     Drop,
     Expect,
     Hold,
+    KnowWeights,
     Revoke,
     Withdraw,
 )
@@ -292,6 +293,11 @@ class Loop:
                     producer_side.change_model(facts, now)
                 if consumer_side:
                     consumer_side.change_model(facts, now)
+            case KnowWeights(full):
+                if producer_side:
+                    producer_side.know_weights(full)
+                if consumer_side:
+                    consumer_side.know_weights(full)
 
     def _pollables(self) -> list[Any]:
         """All but those of a consumer's sessions."""

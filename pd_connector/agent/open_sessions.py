@@ -14,6 +14,7 @@ from pd_connector.config import Config
 from pd_connector.control.addresses import readable_among
 from pd_connector.control.sockets import MAX_BATCH, Connection
 from pd_connector.errors import Cause
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol import messages
 from pd_connector.protocol.deadlines import Deadlines
 from pd_connector.protocol.incoming import ProducerSession
@@ -39,6 +40,7 @@ class OpenSession:
     deadline: float  # for `Welcome`, then for the answer to a heartbeat
     last_wanted: float  # when something was last wanted of this producer
     path: ReceivePath | None = None  # since `Welcome`
+    facts: ModelFacts | None = None  # of the producer, as it has told them up to now
     patience_s: float = math.inf  # of the producer, without a heartbeat
     # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
     agreed: ProducerSession | None = None

@@ -137,11 +137,17 @@ class ProducerSide:
         """The engine serves other weights: what was computed with the old ones is not sent any
         more, and every consumer must compare models again."""
         self._commands.resume_all(now)  # their KV is that of the old weights
+        self._identity = self._identity._replace(facts=facts)
         self._sessions.change_model(facts)
         detail = "the engine's weights have changed"
         self._act(self._producer.end_all(Cause.MODEL, detail))
         for sender, _ in self._sessions:
             self._reject(sender, Cause.MODEL, detail, now)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of the engine's weights were read: consumers hear it with the next pulse."""
+        self._identity = self._identity.knowing(full)
+        self._sessions.know_weights(full)
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """Messages that wait, as (sender, bytes), for `handle`."""
@@ -253,7 +259,10 @@ class ProducerSide:
                 self._sessions.speaks_in(self._sessions[sender], message.next_ms)
                 self._producer.heartbeat(sender, message.transfers, now)
                 age_ms = int(1000 * self._steps.age_s())
-                self._say(sender, messages.Pulse(self._identity.epoch, age_ms))
+                self._say(
+                    sender,
+                    messages.Pulse(self._identity.epoch, age_ms, self._identity.weights_full),
+                )
 
     def _greet(self, sender: bytes, hello: messages.Hello, now: float) -> None:
         self._forget(sender, now)

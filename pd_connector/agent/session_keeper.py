@@ -4,6 +4,8 @@
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from pd_connector.agent.confined import confined
 from pd_connector.agent.dialler import Dialler
 from pd_connector.agent.handshake import RefusedError
@@ -36,6 +38,7 @@ class SessionKeeper:
         sessions: those that exist; sessions are added and ended here only.
         act: carries out what the state machine wants done.
         read: fetches a chunk that a producer offers.
+        unlike: told of a producer that was found to serve other weights, and why.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class SessionKeeper:
         outage: OutageWatch,
         act: Callable[[Sequence[Action], float], None],
         read: Callable[[OpenSession, messages.Offered | messages.OfferedPages, float], None],
+        unlike: Callable[[Source, str], None],
     ) -> None:
         self._config = resources.config
         self._cache = resources.cache
@@ -59,6 +63,7 @@ class SessionKeeper:
         self._outage = outage
         self._act = act
         self._read = read
+        self._unlike = unlike
         self._next_heartbeat = 0.0
         self._silences = Silences(resources.config.connect_timeout_s)
         self.only_pulses = False
@@ -80,6 +85,7 @@ class SessionKeeper:
                 return
             if isinstance(message, messages.Pulse):
                 # With many sessions nearly all messages are these, of engines that live.
+                self._hear_weights(session, message.weights)
                 age_s = message.engine_age_ms / 1000
                 if age_s <= self._config.engine_timeout_s:
                     self._sessions.heard(session, now)
@@ -123,6 +129,7 @@ class SessionKeeper:
             session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
         except RefusedError as refused:
             return self.end(session, refused.cause, str(refused), now)
+        session.facts = welcome.facts
         # An older producer does not say: it is taken to be as patient as this side.
         unsaid_s = min(self._config.session_timeout_s, self._config.lease_s)
         session.patience_s = welcome.lease_ms / 1000 or unsaid_s
@@ -138,10 +145,14 @@ class SessionKeeper:
         """Ask for KV once it can be scattered. Until its kernels are compiled, heartbeats keep the
         session alive."""
         agreed = session.agreed
-        if agreed is None:
+        if agreed is None or not self._cache.prepare(
+            (*agreed.routes, *agreed.plain), gathers=False
+        ):
             return
-        if self._cache.prepare((*agreed.routes, *agreed.plain), gathers=False):
-            session.agreed = None
+        session.agreed = None
+        if problem := self._dialler.weights_problem(session.facts):  # found meanwhile
+            self.end(session, Cause.MODEL, problem, now)
+        else:
             self._act(self._consumer.session_up(session.source, agreed, now), now)
 
     def tick(self, now: float, *, hurried: bool = False) -> None:
@@ -227,6 +238,22 @@ class SessionKeeper:
         self._dialler.change_model(facts)
         for session in self._sessions:
             self.end(session, Cause.MODEL, "this engine's weights have changed", now)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of this engine's weights were read: those are compared where both sides have read them."""
+        self._dialler.know_weights(full)
+        for session in self._sessions:
+            self._compare_weights(session)
+
+    def _hear_weights(self, session: OpenSession, full: bytes) -> None:
+        facts = session.facts
+        if full and facts is not None and full != facts.weights_full:
+            session.facts = msgspec.structs.replace(facts, weights_full=full)
+            self._compare_weights(session)
+
+    def _compare_weights(self, session: OpenSession) -> None:
+        if problem := self._dialler.weights_problem(session.facts):
+            self._unlike(session.source, problem)
 
     def stalled(self, source: Source, now: float) -> None:
         """End the session, so that the next transfer gets a new connection: nobody may have told

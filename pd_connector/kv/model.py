@@ -24,7 +24,7 @@ _LOCAL_KEYS = frozenset(
 _QUANTISATION_KEYS = frozenset({"quantization_config", "compression_config"})
 
 _ON_DISK = ("weights_full", "weights_fine", "weights")
-_LOADED = ("loaded_fine", "loaded")
+_LOADED = ("loaded_full", "loaded_fine", "loaded")
 """Fingerprints of weights, the one that sees most first: it decides, if both engines have it."""
 
 _Print = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -56,11 +56,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
     Attributes:
         config: of the model's config, the dtype it computes in, and its quantisation.
         weights: of a few samples of every tensor on disk.
-        weights_full: of all bytes on disk.
+        weights_full: of all bytes on disk. An engine knows them some time after it has started.
         weights_fine: of more samples, which see parts of tensors; decides where both have it.
         loaded: of a few samples of every parameter in memory. Ranks can be compared by it if they hold
             the same part of the model.
         loaded_fine: the same of more samples.
+        loaded_full: of all bytes of every parameter in memory, where files do not say what these are.
         held: which part that is.
         model_id: what the operator calls the model (config key `model_id`).
         updates: how often the weights were found to have changed since the engine started.
@@ -81,6 +82,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     layers: Annotated[tuple[LayerFacts, ...], msgspec.Meta(max_length=4096)] = ()
     weights_fine: _Print = b""
     loaded_fine: _Print = b""
+    loaded_full: _Print = b""
 
 
 def config_fingerprint(config: Mapping[str, Any], **served: str | int | None) -> bytes:
@@ -146,7 +148,7 @@ def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
         ours, theirs = getattr(producer, kind), getattr(consumer, kind)
         if ours == theirs:
             return ""
-        name = "all bytes" if kind == "weights_full" else "samples"
+        name = "all bytes" if kind.endswith("_full") else "samples"
         return (
             f"weights fingerprint ({name}) {_hex(ours)} at the producer, {_hex(theirs)} at the "
             "consumer: both engines must serve the same weights"
@@ -170,8 +172,9 @@ def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
 
 
 def model_digest(facts: ModelFacts) -> bytes:
-    """Digest of everything that a rank says of its model."""
-    text = msgspec.json.encode(facts)
+    """Digest of everything that a rank says of its model when it starts. What it finds out later of the same
+    weights does not make another model of it."""
+    text = msgspec.json.encode(msgspec.structs.replace(facts, weights_full=b""))
     return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, person=b"pd-facts").digest()
 
 

@@ -5,8 +5,9 @@ import json
 import math
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from pd_connector.kv.checkpoint_files import OpenFile
 
 _MOST_HEADER_BYTES = 100 << 20
 _GGUF_MAGIC = b"GGUF"
@@ -20,7 +21,7 @@ _MOST_COUNT = 1 << 24
 class Tensor(NamedTuple):
     """A tensor in a file: bytes [start, stop)."""
 
-    file: Path
+    file: OpenFile
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -32,10 +33,10 @@ class Tensor(NamedTuple):
         return f"{self.name}\0{self.dtype}\0{self.shape}\0".encode()
 
 
-def safetensors(file: Path) -> list[Tensor]:
+def safetensors(file: OpenFile) -> list[Tensor]:
     """The tensors in a safetensors file. Raises ValueError where it is none, or is cut off."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    size = file.size
+    with file.stream() as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > min(_MOST_HEADER_BYTES, size - 8):
@@ -62,14 +63,14 @@ def safetensors(file: Path) -> list[Tensor]:
     return found
 
 
-def gguf(file: Path) -> list[Tensor]:
+def gguf(file: OpenFile) -> list[Tensor]:
     """The tensors in a GGUF file of version 2 or later, little-endian; none where it is another file.
 
     Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
-    size = file.stat().st_size
+    size = file.size
     try:
-        with file.open("rb") as stream:
+        with file.stream() as stream:
             if stream.read(4) != _GGUF_MAGIC or not 2 <= _number(stream, "I") < 1 << 16:
                 return []
             tensors, values = _count(stream), _count(stream)

@@ -9,16 +9,13 @@ that they do not all fall on the same place of a row.
 
 import bisect
 import hashlib
-import os
 import re
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from io import FileIO
-from pathlib import Path
 
+from pd_connector.kv.checkpoint_files import OpenFile, Weights
 from pd_connector.kv.tensor_files import Tensor, gguf, safetensors
 
 FINGERPRINT_BYTES = 16
@@ -41,8 +38,8 @@ _LENGTHS_IN_ENTRY = 26
 the last of the header."""
 
 
-def sampled(files: Iterable[Path]) -> tuple[bytes, bytes]:
-    """The coarse and the fine fingerprint of files of weights.
+def sampled(files: Iterable[OpenFile]) -> Weights:
+    """The fingerprints of files of weights that take samples only.
 
     Raises:
         OSError: a file cannot be read.
@@ -52,20 +49,26 @@ def sampled(files: Iterable[Path]) -> tuple[bytes, bytes]:
     inside: list[Tensor] = []  # GGUF files, which the coarse fingerprint sees as a whole
     coarse: list[int] = []
     fine: list[int] = []
+    forms: list[int] = []
     for file in files:
         if file.suffix == ".safetensors":
             tensors += safetensors(file)
-        elif zipfile.is_zipfile(file):
-            entries = list(_archive(file))
+        elif _is_archive(file):
+            forms += [digest(head) for head, *_ in _entries(file, with_sums=False)]
+            entries = [
+                digest(head, *_evenly(file, start, stop, _SAMPLES_PER_TENSOR))
+                for head, start, stop in _entries(file, with_sums=True)
+            ]
             coarse += entries
             fine += entries
         else:
-            size = file.stat().st_size
+            size = file.size
             whole = digest(str(size).encode(), *_evenly(file, 0, size, _SAMPLES_PER_FILE))
             found = gguf(file)
             coarse.append(whole)
             inside += found
             fine += [] if found else [whole]
+            forms += [] if found else [digest(str(size).encode())]
     few = max(1, min(_SAMPLES_PER_TENSOR, _MOST_SAMPLES // max(1, len(tensors))))
     plans = [*((tensor, few) for tensor in tensors), *((tensor, 0) for tensor in inside)]
     many = _shares([*tensors, *inside])
@@ -75,7 +78,8 @@ def sampled(files: Iterable[Path]) -> tuple[bytes, bytes]:
         for numbers in readers.map(_read_batch, batches):
             coarse += [one for one, _ in numbers if one]
             fine += [one for _, one in numbers]
-    return total(coarse), total(fine)
+    forms += [digest(tensor.head) for tensor in (*tensors, *inside)]
+    return Weights(total(coarse), total(fine), total(forms))
 
 
 def total(parts: Iterable[int]) -> bytes:
@@ -106,57 +110,74 @@ def _shares(tensors: list[Tensor]) -> list[int]:
     return [share(tensor) for tensor in tensors]
 
 
-def _archive(file: Path) -> Iterator[int]:
-    """Of each entry. Its CRC alone does not do: torch can be told to save without."""
-    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+def spans(file: OpenFile) -> list[tuple[bytes, int, int]]:
+    """The parts of a file of weights that count: what each is, and its bytes [start, stop).
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a safetensors file is none.
+    """
+    if file.suffix == ".safetensors":
+        tensors = safetensors(file)
+    elif _is_archive(file):
+        return list(_entries(file, with_sums=False))
+    else:
+        tensors = gguf(file)
+        if not tensors:
+            return [(b"", 0, file.size)]
+    return [(tensor.head, tensor.start, tensor.stop) for tensor in tensors]
+
+
+def _is_archive(file: OpenFile) -> bool:
+    with file.stream() as stream:
+        return zipfile.is_zipfile(stream)
+
+
+def _entries(file: OpenFile, *, with_sums: bool) -> Iterator[tuple[bytes, int, int]]:
+    """The entries of an archive, as `spans` has parts, with their CRC or without. That alone does not do:
+    torch can be told to save without."""
+    with file.stream() as stream, zipfile.ZipFile(stream) as archive:
         for entry in archive.infolist():
             name = entry.filename.partition("/")[2]  # without the archive's own name
-            stream.seek(entry.header_offset + _LENGTHS_IN_ENTRY)
-            lengths: tuple[int, int] = struct.unpack("<HH", stream.read(4))
+            lengths = struct.unpack("<HH", file.read(4, entry.header_offset + _LENGTHS_IN_ENTRY))
             start = entry.header_offset + _LENGTHS_IN_ENTRY + 4 + sum(lengths)
-            samples = _evenly(file, start, start + entry.compress_size, _SAMPLES_PER_TENSOR)
-            yield digest(f"{name}\0{entry.file_size}\0{entry.CRC}".encode(), *samples)
+            head = f"{name}\0{entry.file_size}" + (f"\0{entry.CRC}" if with_sums else "")
+            yield head.encode(), start, start + entry.compress_size
 
 
 def _read_batch(works: Iterable[tuple[Tensor, int, int]]) -> list[tuple[int, int]]:
     """The coarse and the fine number of each tensor, of so many samples. Coarse of none: 0."""
-    with ExitStack() as opened:
-        streams: dict[Path, FileIO] = {}
-        found = []
-        for tensor, few, many in works:
-            if tensor.file not in streams:
-                streams[tensor.file] = opened.enter_context(tensor.file.open("rb", buffering=0))
-            descriptor = streams[tensor.file].fileno()
-            coarse = digest(tensor.head, *_samples(descriptor, tensor, few)) if few else 0
-            found.append((coarse, digest(tensor.head, *_fine(descriptor, tensor, many))))
+    found = []
+    for tensor, few, many in works:
+        coarse = digest(tensor.head, *_samples(tensor, few)) if few else 0
+        found.append((coarse, digest(tensor.head, *_fine(tensor, many))))
     return found
 
 
-def _fine(descriptor: int, tensor: Tensor, samples: int) -> Iterator[bytes]:
+def _fine(tensor: Tensor, samples: int) -> Iterator[bytes]:
     nbytes = tensor.stop - tensor.start
     if samples * _SAMPLE_BYTES < nbytes:
-        return _samples(descriptor, tensor, samples)
-    return _read(descriptor, tensor, range(0, nbytes, _SAMPLE_BYTES))  # all of it
+        return _samples(tensor, samples)
+    return _read(tensor, range(0, nbytes, _SAMPLE_BYTES))  # all of it
 
 
-def _samples(descriptor: int, tensor: Tensor, samples: int) -> Iterator[bytes]:
+def _samples(tensor: Tensor, samples: int) -> Iterator[bytes]:
     """The first, the last and evenly between. One sample alone is at a place that depends on the name, so
     that not all tensors are sampled at their start."""
     room = max(0, tensor.stop - tensor.start - _SAMPLE_BYTES)
     places = [room * (digest(tensor.name.encode()) % 97) // 96]
     if samples > 1:
         places = sorted({room * sample // (samples - 1) for sample in range(samples)})
-    return _read(descriptor, tensor, places)
+    return _read(tensor, places)
 
 
-def _evenly(file: Path, start: int, stop: int, samples: int) -> list[bytes]:
+def _evenly(file: OpenFile, start: int, stop: int, samples: int) -> Iterator[bytes]:
     """Samples of bytes [start, stop) of a file."""
-    with file.open("rb", buffering=0) as stream:
-        return list(_samples(stream.fileno(), Tensor(file, "", "", (), start, stop), samples))
+    return _samples(Tensor(file, "", "", (), start, stop), samples)
 
 
-def _read(descriptor: int, tensor: Tensor, places: Iterable[int]) -> Iterator[bytes]:
+def _read(tensor: Tensor, places: Iterable[int]) -> Iterator[bytes]:
     """A sample of the tensor's bytes from each place."""
     for place in places:
         nbytes = min(_SAMPLE_BYTES, tensor.stop - tensor.start - place)
-        yield os.pread(descriptor, nbytes, tensor.start + place)
+        yield tensor.file.read(nbytes, tensor.start + place)

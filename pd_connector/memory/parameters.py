@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a model's parameters as they are in memory."""
+"""Fingerprints of a model's parameters as they are in memory."""
 
 import hashlib
 import weakref
@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+
+from pd_connector.memory.parameter_hash import full_hash
 
 _SAMPLES = 4
 _SAMPLE_BYTES = 256
@@ -52,6 +54,14 @@ def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
         _add(digest, coarse)
         _add(finer, fine)
     return Loaded(digest.digest(), finer.digest(), _kernels(model))
+
+
+def loaded_full_fingerprint(model: torch.nn.Module) -> bytes:
+    """Fingerprint of all bytes of every parameter. Waits for the device, which reads all of them: seconds for
+    80 GB on a GPU, and for each GB on a CPU. Empty where a kernel keeps weights elsewhere, which nobody sees."""
+    if _kernels(model):
+        return b""
+    return full_hash(sorted(model.named_parameters(), key=lambda pair: pair[0]))
 
 
 def _kernels(model: torch.nn.Module) -> "tuple[weakref.ref[object], ...]":

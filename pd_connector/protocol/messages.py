@@ -229,10 +229,12 @@ class Heartbeat(Message, frozen=True):
 
 class Pulse(Message, frozen=True):
     """Producer: answer to a heartbeat. `engine_age_ms` is how long ago its engine began its
-    last step, in milliseconds."""
+    last step, in milliseconds. `weights` is what `ModelFacts.weights_full` is by now: it may have been
+    unknown when the session began."""
 
     epoch: Count
     engine_age_ms: Count = 0
+    weights: Fingerprint = b""
 
 
 class AskRanks(Message, frozen=True):

@@ -31,7 +31,7 @@ from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
-from pd_connector.sglang.model import kv_scales, model_facts
+from pd_connector.sglang.model import kv_scales, loaded_files, model_facts
 from pd_connector.sglang.outcomes import Outcomes
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
@@ -58,6 +58,7 @@ class Manager(BaseKVManager):
 
     Attributes:
         agent: of this rank.
+        weights: watches those that the model has.
         outcomes: what the agent has told of requests.
         admission: which requests come into SGLang's queues.
         buffers: SGLang's metadata buffers.
@@ -69,6 +70,7 @@ class Manager(BaseKVManager):
     """
 
     agent: Agent
+    weights: WeightsWatch
     outcomes: Outcomes
     admission: Admission
     buffers: Any
@@ -161,7 +163,8 @@ class Manager(BaseKVManager):
         own = _Rank(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
         ranks = [rank for rank in world.all_gather_object(own) if rank.replica == own.replica]
         engine_id = ranks[0].name  # one name for all of them
-        facts = model_facts(self._scheduler, self._config, shard)
+        files = loaded_files(self._scheduler)
+        facts = model_facts(self._scheduler, self._config, shard, files)
         self.agent = Agent(
             self._config,
             engine_id,
@@ -174,8 +177,7 @@ class Manager(BaseKVManager):
             needs=() if self.produces else (FIRST_TOKEN,),
             facts=facts,
         )
-        model = self._scheduler.tp_worker.model_runner.model
-        self._weights = WeightsWatch(model, facts, self.agent.submit)
+        self.weights = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
         self.outcomes = Outcomes(self.agent)
         peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
         peers = [p for p in world.all_gather_object(peer) if p.source.engine_id == engine_id]
@@ -193,13 +195,9 @@ class Manager(BaseKVManager):
         self.agent.engine_steps()
         self._backoff.reset()
         self._adapters.look()
-        self._weights.step()
+        self.weights.step()
         with self._streaming.step(batch) if self._streaming else contextlib.nullcontext():
             yield
-
-    def flushed(self) -> None:
-        """SGLang has flushed its cache, as it does after its weights have changed."""
-        self._weights.flushed()
 
     def idle(self) -> None:
         """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,

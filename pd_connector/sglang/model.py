@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which model a rank of SGLang serves, as it is loaded, told as every engine tells it."""
 
+import inspect
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from pd_connector.config import Config
 from pd_connector.kv.checkpoint import read_config
+from pd_connector.kv.checkpoint_files import CheckpointFiles, LoadedFiles, Weights
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import (
     LayerFacts,
@@ -19,8 +21,8 @@ from pd_connector.kv.model import (
     rotation_fingerprint,
 )
 from pd_connector.kv.rotation_table import Made, rotation_text
-from pd_connector.kv.weights import Weights, read_weights
-from pd_connector.memory.parameters import Loaded, loaded_fingerprint
+from pd_connector.kv.weights import cache_file, read_weights
+from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -38,16 +40,23 @@ _READ_FROM_DISK = frozenset(
 """Load formats with which SGLang reads the files in the model's folder."""
 
 
-def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
+LOADS = LoadedFiles()
+"""The checkpoints that SGLang has loaded in this process, by path and revision."""
+
+
+def model_facts(
+    scheduler: Any, config: Config, shard: Shard, files: CheckpointFiles | None
+) -> ModelFacts:
     """Everything that peers compare of the model of this rank.
 
     Args:
         scheduler: SGLang's, whose model is loaded.
         shard: what this rank holds of the model.
+        files: what it was loaded from (`loaded_files`).
     """
     model = scheduler.model_config
     folder = _folder(model)
-    weights = _weights(scheduler, folder, full=config.weights == "full")
+    weights = _weights(files, full=config.weights == "full")
     if weights is None:
         logger.warning(
             "weights of %s are not files on this disk: parameters in memory are compared between SGLang's "
@@ -57,7 +66,9 @@ def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
         )
         weights = Weights(b"")
     served = _config(scheduler, folder)
-    loaded = _loaded(scheduler)
+    loaded = loaded_weights(scheduler)
+    in_memory = bool(loaded.fine and not weights.sampled)
+    module = scheduler.tp_worker.model_runner.model
     return ModelFacts(
         config=config_fingerprint(
             served,
@@ -69,6 +80,7 @@ def model_facts(scheduler: Any, config: Config, shard: Shard) -> ModelFacts:
         weights_fine=weights.fine,
         loaded=loaded.sampled,
         loaded_fine=loaded.fine,
+        loaded_full=loaded_full_fingerprint(module) if in_memory else b"",
         held=f"SGLang's rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
         layers=_layer_facts(scheduler.tp_worker.model_runner.model, shard),
@@ -107,18 +119,59 @@ def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
     return found
 
 
-def _weights(scheduler: Any, folder: Path | None, *, full: bool) -> Weights | None:
+def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: Any) -> Any:
+    """SGLang's loader finds the files of a checkpoint, or downloads them, and reads them next: they are opened, so
+    that what is told is what was loaded, whatever their names lead to later."""
+    found = original(loader, *args, **options)
+    try:
+        told = inspect.signature(original).bind(loader, *args, **options).arguments
+        load_format = loader.load_config.load_format
+        load_format = str(getattr(load_format, "value", load_format))
+        place = told["model_name_or_path"], told["revision"]
+        LOADS.begin(place, CheckpointFiles.open(Path(found[0]), load_format))
+    except Exception as error:  # it does not keep SGLang from loading
+        logger.warning("the files that are loaded cannot be looked at: %r", error)
+    return found
+
+
+def loads(original: Callable[..., Any], runner: Any, *args: Any, **options: Any) -> Any:
+    """SGLang loads a model."""
+    try:
+        return original(runner, *args, **options)
+    finally:
+        LOADS.end()
+
+
+def loaded_files(scheduler: Any) -> CheckpointFiles | None:
+    """The files that the model was loaded from last; None where they are not known."""
     load_format = str(scheduler.server_args.load_format)
-    if folder is None or load_format not in _READ_FROM_DISK:
+    if load_format not in _READ_FROM_DISK:
+        return None
+    model = scheduler.model_config
+    files = LOADS.files.get((model.model_path, model.revision))
+    folder = _folder(model)
+    try:
+        if files is None and folder is not None:
+            files = CheckpointFiles.open(folder, load_format)
+    except OSError as error:
+        logger.warning("weights in %s cannot be read: %s", folder, error)
+    if files is not None and files.problem:
+        logger.warning("weights of %s are not known: %s", model.model_path, files.problem)
+        return None
+    return files
+
+
+def _weights(files: CheckpointFiles | None, *, full: bool) -> Weights | None:
+    if files is None:
         return None
     try:
-        return read_weights(folder, full=full, load_format=load_format)
+        return read_weights([files], full=full, cache=cache_file())
     except (OSError, ValueError) as error:
-        logger.warning("weights in %s cannot be hashed: %s", folder, error)
+        logger.warning("weights cannot be hashed: %s", error)
         return None
 
 
-def _loaded(scheduler: Any) -> Loaded:
+def loaded_weights(scheduler: Any) -> Loaded:
     """Of the parameters in memory; empty where SGLang moves experts from rank to rank as it serves."""
     if getattr(scheduler.server_args, "enable_eplb", False):
         return Loaded()

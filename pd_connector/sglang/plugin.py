@@ -20,6 +20,7 @@ BACKEND = "pd_connector"
 KNOWN_VERSIONS = ("0.5.23",)
 _DISAGGREGATION = "sglang.srt.disaggregation"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 class _Hook(NamedTuple):
@@ -196,8 +197,36 @@ def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: 
     flushed = original(scheduler, *args, **options)
     manager = _manager_of(scheduler)
     if manager is not None:
-        manager.flushed()
+        manager.weights.flushed(done=bool(flushed))
     return flushed
+
+
+def _changes_weights(**told: bool) -> Callable[..., Any]:
+    """Around a method with which SGLang changes weights in place."""
+
+    def around(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+        manager = _manager_of(updater.scheduler) if updater.scheduler is not None else None
+        if manager is None:
+            return original(updater, recv_req)
+        with manager.weights.change(**told):
+            result = original(updater, recv_req)
+        if not getattr(result, "success", True):
+            manager.weights.failed()
+        return result
+
+    return around
+
+
+def _prepares(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    from pd_connector.sglang.model import prepares
+
+    return prepares(original, *args, **options)
+
+
+def _loads(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    from pd_connector.sglang.model import loads
+
+    return loads(original, *args, **options)
 
 
 def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
@@ -247,5 +276,22 @@ _HOOKS = (
     _Hook(f"{_SCHEDULER}.run_batch", ("self", "batch"), _step),
     _Hook(f"{_SCHEDULER}.on_idle", ("self",), _idle),
     _Hook(f"{_SCHEDULER}.flush_cache", ("self",), _flush),
+    *(
+        _Hook(f"{_UPDATER}.{name}", ("self", "recv_req"), _changes_weights(**told))
+        for name, told in (
+            ("update_weights_from_disk", {"whole": True}),
+            ("update_weights_from_distributed", {}),
+            ("update_weights_from_tensor", {}),
+            ("update_weights_from_ipc", {}),
+            ("begin_weight_update", {"begins": True}),
+            ("end_weight_update", {"ends": True}),
+        )
+    ),
+    _Hook(
+        "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
+        ("self", "model_name_or_path", "revision"),
+        _prepares,
+    ),
+    _Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), _loads),
     _Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), _state),
 )

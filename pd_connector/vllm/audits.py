@@ -180,6 +180,14 @@ class Audits:
             commands += self._drop(report.request, Cause.ABORTED)
         return commands
 
+    def weights_changed(self) -> list[Command]:
+        """This engine's weights have changed: prompts that it computes have KV of before, or of both."""
+        return [
+            command
+            for request_id in list(self._audits)
+            for command in self._drop(request_id, Cause.ABORTED)
+        ]
+
     def refused(self, pair: Pair) -> None:
         """A rank does not believe this producer any more: it has started anew, for instance."""
         self._passed.pop(pair, None)

@@ -5,13 +5,13 @@ repository, a repository and a quantisation (GGUF), or an address of an object s
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_connector.kv.checkpoint import read_config as read_checkpoint_config
-from pd_connector.kv.weights import Weights, read_weights, together, weight_files
+from pd_connector.kv.checkpoint_files import CheckpointFiles, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-_CACHE = "pd-connector/weights.json"
 _MISTRALS_WEIGHTS = "consolidated*.safetensors"
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -124,47 +123,57 @@ def _folder(place: str, revision: str | None) -> Path | None:
     return Path(place) if Path(place).is_dir() else in_cache(place, revision)
 
 
-def read_model_weights(
-    model: "ModelConfig", load: "LoadConfig", *, full: bool, others: Iterable[Any] = ()
-) -> Weights | None:
-    """Fingerprints of the weights on disk; None where they are not there, or cannot be read.
+class Place(NamedTuple):
+    """What vLLM's loader is told of a checkpoint."""
+
+    name: str
+    revision: str | None
+    subfolder: str = ""
+
+
+def model_files(
+    model: "ModelConfig",
+    load: "LoadConfig",
+    others: Iterable[Any] = (),
+    loaded: Mapping[Hashable, CheckpointFiles] = MappingProxyType({}),
+) -> tuple[CheckpointFiles, ...] | None:
+    """The files that a model is loaded from, the checkpoints in order; None where some are not on this disk, or
+    are not what was loaded.
 
     Args:
         others: what else the model is loaded from, such as another model that is a part of it: `Source`s
             of vLLM's loader.
+        loaded: checkpoints that were opened when vLLM loaded them. Others are opened now.
     """
     load_format = str(load.load_format)
     if load_format not in _READ_FROM_DISK:
         logger.info("--load-format %s: files on this disk say nothing of the weights", load_format)
         return None
-    weights = getattr(model, "model_weights", "") or ""
-    found = [_read(model.model, model.revision, load, weights=weights, full=full)]
-    for source in others:
-        place = source.model_or_path, source.revision
-        found.append(_read(*place, load, subfolder=source.subfolder or "", full=full))
-    known = [each for each in found if each is not None]
-    return together(known) if len(known) == len(found) else None
+    places = [Place(getattr(model, "model_weights", "") or model.model, model.revision)]
+    places += [Place(each.model_or_path, each.revision, each.subfolder or "") for each in others]
+    found: list[CheckpointFiles] = []
+    for place in places:
+        files = loaded.get(place)
+        if files is None:
+            path = weights_path(*place[:2], "", load.download_dir, place.subfolder)
+            files = None if path is None else open_files(path, load)
+        if files is None or files.problem:
+            if files is not None:
+                logger.warning("weights of %s are not known: %s", place.name, files.problem)
+            return None
+        found.append(files)
+    return tuple(found)
 
 
-def _read(
-    model: str,
-    revision: str | None,
-    load: "LoadConfig",
-    *,
-    weights: str = "",
-    subfolder: str = "",
-    full: bool,
-) -> Weights | None:
-    path = weights_path(model, revision, weights, load.download_dir, subfolder)
-    if path is None:
-        return None
+def open_files(path: Path, load: "LoadConfig") -> CheckpointFiles | None:
+    """Open the files of weights in a folder that vLLM loads, or one file; None where there are none."""
     load_format = str(load.load_format)
     try:
         if load_format == "auto" and any(path.glob(_MISTRALS_WEIGHTS)):
             load_format = "mistral"  # as vLLM decides
-        return read_weights(path, full=full, cache=_cache_home() / _CACHE, load_format=load_format)
-    except (OSError, ValueError) as error:
-        logger.warning("weights in %s cannot be hashed: %s", path, error)
+        return CheckpointFiles.open(path, load_format)
+    except OSError as error:
+        logger.warning("weights in %s cannot be read: %s", path, error)
         return None
 
 
@@ -192,10 +201,6 @@ def _mistrals(folder: Path, config_format: str) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = json.loads(file.read_text())
     return found
-
-
-def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _overridden(

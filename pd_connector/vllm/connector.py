@@ -32,6 +32,7 @@ from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
 from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
+from pd_connector.vllm.weight_loads import watch_calls
 from pd_connector.vllm.windows import Windows
 from pd_connector.vllm.worker_side import WorkerSide
 
@@ -94,6 +95,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
                 processor=processor_settings(vllm_config),
                 encoded_elsewhere=_gets_embeddings(vllm_config),
             )
+            watch_calls(self._scheduler)
             if vllm_config.lora_config is not None:
                 watch_loads(self._scheduler.identity)
         else:
@@ -117,6 +119,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         self._scheduler.unfilled.evict = gpu_block_pool.evict_blocks
         self._scheduler.recomputed.free_pages = gpu_block_pool.get_num_free_blocks
+        self._scheduler.stale.bind(gpu_block_pool)
 
     def on_new_request(self, request: "Request") -> None:
         assert self._scheduler is not None

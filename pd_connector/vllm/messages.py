@@ -45,6 +45,8 @@ class StepCommands(KVConnectorMetadata):
     compare_weights: bool = False  # they may have changed since the step before
     # Ended requests whose pages were kept to be compared, and may be freed.
     over: list[str] = field(default_factory=list)
+    # How often the weights of a rank have changed, as far as the scheduler knows.
+    weight_changes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -61,14 +63,15 @@ class RankAddress(KVConnectorHandshakeMetadata):
 class WorkerActivity(KVConnectorWorkerMetadata):
     """Worker to scheduler, each step: watched requests whose KV can be
     loaded now (`ready`), and those whose KV will not come (`unavailable`); audits that have ended;
-    requests whose KV was refused because its producer has not passed an audit (`unaudited`); and the
-    gauges of ranks of which one has changed."""
+    requests whose KV was refused because its producer has not passed an audit (`unaudited`); the
+    gauges of ranks of which one has changed; and how often the weights of ranks have changed, if they have."""
 
     ready: frozenset[str] = frozenset()
     unavailable: frozenset[str] = frozenset()
     audits: tuple[AuditReport, ...] = ()
     unaudited: frozenset[str] = frozenset()
     gauges: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    weight_changes: Mapping[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
@@ -78,4 +81,5 @@ class WorkerActivity(KVConnectorWorkerMetadata):
             self.audits + other.audits,
             self.unaudited | other.unaudited,
             {**self.gauges, **other.gauges},
+            {**self.weight_changes, **other.weight_changes},
         )

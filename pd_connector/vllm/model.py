@@ -4,13 +4,14 @@
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pd_connector.config import Config
+from pd_connector.kv.checkpoint_files import CheckpointFiles, Weights
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.identity import schema2_fingerprint
 from pd_connector.kv.model import (
@@ -19,12 +20,13 @@ from pd_connector.kv.model import (
     config_fingerprint,
     rotation_fingerprint,
 )
-from pd_connector.kv.weights import Weights
-from pd_connector.memory.parameters import Loaded, loaded_fingerprint
-from pd_connector.vllm.checkpoint import read_config, read_model_weights, remote_code
+from pd_connector.kv.weights import cache_file, read_weights
+from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
+from pd_connector.vllm.checkpoint import model_files, read_config, remote_code
 from pd_connector.vllm.layers import CacheId, draft_names, identify
 from pd_connector.vllm.owners import model_of, owners
 from pd_connector.vllm.rotary import rotation_text
+from pd_connector.vllm.weight_loads import LOADS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -53,6 +55,7 @@ def model_facts(
     caches: Mapping[str, CacheId],
     shard: Shard,
     loaded: Loaded,
+    files: Sequence[CheckpointFiles] | None,
 ) -> ModelFacts:
     """Everything that peers compare of the model of this rank.
 
@@ -60,26 +63,21 @@ def model_facts(
         caches: of this rank.
         shard: what it holds of the model.
         loaded: its parameters in memory (`loaded_weights`).
+        files: what they were loaded from (`loaded_files`).
     """
     model = vllm_config.model_config
     served = read_config(model)
     dummy = vllm_config.load_config.load_format == "dummy"
     seed = model.seed if dummy else None
-    weights = None
-    if not dummy:
-        weights = read_model_weights(
-            model,
-            vllm_config.load_config,
-            full=config.weights == "full",
-            others=getattr(_model(vllm_config), "secondary_weights", ()),
-        )
-    if dummy:
-        weights = Weights(_made_up(seed))
+    weights = Weights(_made_up(seed)) if dummy else None
+    if files is not None:
+        weights = read_files(files, full=config.weights == "full")
     if weights is None:
         logger.warning(
             "weights of %s are not files on this disk: %s", model.model, _what_then(loaded, config)
         )
         weights = Weights(b"")
+    module = None if weights.sampled or not loaded.fine else loaded_model(vllm_config)
     return ModelFacts(
         config=config_fingerprint(
             served,
@@ -94,6 +92,7 @@ def model_facts(
         weights_fine=weights.fine,
         loaded=loaded.sampled,
         loaded_fine=loaded.fine,
+        loaded_full=b"" if module is None else loaded_full_fingerprint(module),
         held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
         draft=_draft(vllm_config),
@@ -101,12 +100,30 @@ def model_facts(
     )
 
 
+def loaded_files(vllm_config: "VllmConfig") -> tuple[CheckpointFiles, ...] | None:
+    """The files that the model was loaded from last; None where they are not known."""
+    load = vllm_config.load_config
+    if load.load_format == "dummy":
+        return None
+    others = getattr(loaded_model(vllm_config), "secondary_weights", ())
+    return model_files(vllm_config.model_config, load, others, LOADS.files)
+
+
+def read_files(files: Sequence[CheckpointFiles], *, full: bool = False) -> Weights | None:
+    """Fingerprints of a model's files; None where they cannot be read."""
+    try:
+        return read_weights(files, full=full, cache=cache_file())
+    except (OSError, ValueError) as error:
+        logger.warning("weights cannot be hashed: %s", error)
+        return None
+
+
 def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
     """Fingerprints of the parameters in memory; empty where the model cannot be reached, or where the
     engine moves experts from rank to rank as it serves."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         return Loaded()
-    model = _model(vllm_config)
+    model = loaded_model(vllm_config)
     return Loaded() if model is None else loaded_fingerprint(model)
 
 
@@ -129,7 +146,7 @@ def _modules(vllm_config: "VllmConfig") -> dict[str, torch.nn.Module]:
     }
 
 
-def _model(vllm_config: "VllmConfig") -> torch.nn.Module | None:
+def loaded_model(vllm_config: "VllmConfig") -> torch.nn.Module | None:
     """The model itself, if it can be reached."""
     first = next(iter(_modules(vllm_config).values()), None)
     return None if first is None else model_of(first)
@@ -173,7 +190,10 @@ def _draft(vllm_config: "VllmConfig") -> bytes:
         return b""
     try:
         load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-        weights = read_model_weights(draft, load, full=False)
+        files = model_files(draft, load, loaded=LOADS.files)
+        weights = None if files is None else read_files(files)
+        for part in files or ():
+            part.close()
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
         config = config_fingerprint(read_config(draft), **told)
     except Exception as error:  # a draft is optional, whatever it is

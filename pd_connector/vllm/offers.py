@@ -54,6 +54,13 @@ class Offers:
             self._streaming.add(request, transfer, identity)
         return Expect(transfer)
 
+    def weights_changed(self) -> list[Command]:
+        """The weights have changed: what is known by now has KV of before, or of both."""
+        known, self._known = self._known, {}
+        for request_id in known if self._streaming else ():
+            self._streaming.discard(request_id)  # type: ignore[union-attr]
+        return [Withdraw(transfer, request) for request, (transfer, _) in known.items()]
+
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[Prefill]]:
         """Commands for the agents, and what this step computes of prompts that are streamed."""
         return self._streaming.step(output) if self._streaming else ([], [])

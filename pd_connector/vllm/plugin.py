@@ -6,16 +6,17 @@ import logging
 
 def register() -> None:
     """Make `"kv_connector": "PDConnector"` known to vLLM, and AMX usable; note what the model that is
-    built consists of. Harmless to repeat."""
+    built consists of, and which files it is loaded from. Harmless to repeat."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from pd_connector.vllm.owners import watch
+    from pd_connector.vllm import owners, weight_loads
 
     if "PDConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "PDConnector", "pd_connector.vllm.connector", "PDConnector"
         )
-    watch()
+    owners.watch()
+    weight_loads.watch()
     ask_for_amx()
 
 

@@ -27,6 +27,7 @@ from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.offers import Offers
 from pd_connector.vllm.recomputed import Recomputed
+from pd_connector.vllm.stale import StalePages
 from pd_connector.vllm.streaming import kept_pages
 from pd_connector.vllm.uncomputable import Uncomputable
 from pd_connector.vllm.unfilled import UnfilledPages
@@ -46,6 +47,7 @@ class SchedulerSide:
     Attributes:
         offers: the prompts that are computed here for other engines.
         unfilled: pages that other requests must not find in vLLM's prefix cache.
+        stale: pages that hold KV of other weights than the present ones.
         recomputed: requests whose load failed.
 
     Args:
@@ -89,7 +91,9 @@ class SchedulerSide:
         self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
+        self.stale = StalePages()
         self._weights_may_change = False
+        self._workers_called = False
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Where the workers listen, and what each holds."""
@@ -185,6 +189,7 @@ class SchedulerSide:
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
         self.unfilled.scheduled()
+        self.stale.step(output)
         commands, prefills = self.offers.step(output)
         self._commands += commands
         compared, over = self._audits.step(output)
@@ -192,13 +197,18 @@ class SchedulerSide:
         commands, self._commands = self._commands, []
         idle = output.total_num_scheduled_tokens == 0
         # An engine that was paused to change its weights computes nothing until that is done.
-        compare = self._weights_may_change and not idle
+        compare = self._workers_called or (self._weights_may_change and not idle)
+        self._workers_called = False
         self._weights_may_change &= idle
-        return StepCommands(commands, prefills, idle, compare, over)
+        return StepCommands(commands, prefills, idle, compare, over, dict(self.stale.changes))
 
     def reset(self) -> None:
         """vLLM's caches were reset, as they are before weights change."""
         self._weights_may_change = True
+
+    def workers_called(self) -> None:
+        """An operator has called a method of the workers, which may have changed weights."""
+        self._workers_called = True
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """The workers reported the end of a load."""
@@ -211,6 +221,9 @@ class SchedulerSide:
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
         self._gauges.update(activity.gauges)
+        self.stale.distrusted(activity.gauges)
+        if self.stale.changed(activity.weight_changes):
+            self._commands += [*self.offers.weights_changed(), *self._audits.weights_changed()]
         for stage, requests in (
             (Stage.HELD, activity.ready),
             (Stage.OVER, activity.unavailable),
@@ -233,7 +246,8 @@ class SchedulerSide:
     @property
     def pending_work(self) -> bool:
         """Whether steps are needed although no request is: for commands, slots and audits."""
-        return bool(self._commands or self._gauges.slots or self._audits.pending)
+        waits = self._gauges.slots or self._audits.pending or self._workers_called
+        return bool(self._commands or waits)
 
     def request_finished(
         self, request: "Request", pages: tuple[list[int], ...]
@@ -247,6 +261,7 @@ class SchedulerSide:
         request_id = request.request_id
         fetch = self._fetches.pop(request_id, None)
         self.unfilled.settle(request_id)
+        self.stale.finished(request_id, pages)
         self._uncomputable.discard(request_id)
         complete = request.status in _COMPLETE
         compared, commands = self._audits.finished(

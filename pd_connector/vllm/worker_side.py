@@ -2,21 +2,19 @@
 """The connector in a worker: describes the cache to an agent and relays commands and outcomes."""
 
 import logging
-import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from pd_connector.agent.agent import Agent
-from pd_connector.agent.commands import ChangeModel, Computed
+from pd_connector.agent.commands import Command, Computed, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.kv.model import ModelFacts
-from pd_connector.memory.parameters import Loaded
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.last_words import FIRST_TOKEN
+from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache, engine_shards
 from pd_connector.vllm.messages import (
@@ -27,7 +25,14 @@ from pd_connector.vllm.messages import (
     WorkerActivity,
 )
 from pd_connector.vllm.metrics import PDStats
-from pd_connector.vllm.model import identify_caches, loaded_weights, model_facts, schema2_model
+from pd_connector.vllm.model import (
+    identify_caches,
+    loaded_files,
+    loaded_weights,
+    model_facts,
+    schema2_model,
+)
+from pd_connector.vllm.model_watch import ModelWatch
 from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
 
 if TYPE_CHECKING:
@@ -35,10 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("pd_connector.vllm")
-
-_COMPARE_S = 60.0
-"""Time between two looks at the weights in memory, in seconds, where nothing says that they may have
-changed. One takes milliseconds."""
 
 
 class WorkerSide:
@@ -52,9 +53,8 @@ class WorkerSide:
         self._config = config
         self._agent: Agent | None = None
         self._address: RankAddress | None = None
-        self._facts: ModelFacts | None = None
-        self._loaded = self._at_start = Loaded()
-        self._next_compare = 0.0
+        self._model: ModelWatch | None = None
+        self._told_changes = 0
         self._rank = int(vllm_config.parallel_config.rank)
         self._gauges: dict[str, float] = {}  # as the scheduler knows them
         self._prefills: list[Prefill] = []
@@ -85,9 +85,8 @@ class WorkerSide:
         assert transfer is not None
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
-        self._loaded = self._at_start = loaded_weights(self._vllm_config)
-        self._facts = model_facts(self._vllm_config, self._config, caches, shard, self._loaded)
-        self._next_compare = time.monotonic() + _COMPARE_S
+        loaded, files = loaded_weights(self._vllm_config), loaded_files(self._vllm_config)
+        facts = model_facts(self._vllm_config, self._config, caches, shard, loaded, files)
         self._agent = Agent(
             self._config,
             transfer.engine_id,
@@ -97,10 +96,13 @@ class WorkerSide:
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
             tells=(FIRST_TOKEN,) if transfer.is_kv_producer else (),
-            facts=self._facts,
+            facts=facts,
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
         )
+        submit = self._agent.submit
+        self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit)
+        self._told_changes = 0
         self._address = RankAddress(self._agent.host, self._agent.port, shard)
         if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
             source = Source(self._agent.host, self._agent.port, transfer.engine_id)
@@ -123,16 +125,19 @@ class WorkerSide:
         """A step begins: hand its commands to the agent, before anything is computed. Once this
         has returned, no page is read that the step may reuse."""
         assert self._agent is not None or not step.commands
-        if step.compare_weights or (not step.idle and time.monotonic() >= self._next_compare):
-            self._compare_weights()
+        changes = 0
+        if self._model is not None:
+            self._model.step(asked=step.compare_weights, idle=step.idle)
+            changes = self._model.changes
         if self._agent is not None:
             self._agent.engine_steps()
-        for command in step.commands:
+        present = step.weight_changes.get(self._rank, 0) == changes
+        for command in step.commands if present else self._of_before(step.commands):
             if isinstance(command, Load) and command.compares:
                 self._compared.add(command.request)
             self._agent.submit(command)  # type: ignore[union-attr]
         self._over += step.over
-        self._prefills = step.prefills
+        self._prefills = step.prefills if present else []
         self._idle = step.idle
         if step.commands or not step.idle:
             self._backoff.reset()
@@ -194,6 +199,7 @@ class WorkerSide:
             tuple(self._audits),
             frozenset(self._unaudited),
             {self._rank: gauges} if changed else {},
+            self._weights_changed(),
         )
         for told in (self._ready, self._unavailable, self._audits, self._unaudited):
             told.clear()
@@ -206,47 +212,39 @@ class WorkerSide:
         return int(gauges.get("outgoing_transfers", 0))
 
     def close(self) -> None:
+        if self._model is not None:
+            self._model.close()
+            self._model = None
         if self._agent is not None:
             self._agent.close()
             self._agent = None
 
     def change_version(self, version: str) -> None:
         """The operator has changed the weights while the engine served, and calls them so now."""
-        if self._agent is None or self._facts is None:
-            return
-        self._loaded = loaded_weights(self._vllm_config)
-        self._change(self._as_loaded(self._facts, version=version))
+        if self._model is not None:
+            self._model.change_version(version)
 
-    def _compare_weights(self) -> None:
-        """Find out whether the weights are still those that peers were told of."""
-        self._next_compare = time.monotonic() + _COMPARE_S
-        facts = self._facts
-        if facts is None or not self._loaded.fine:
-            return
-        loaded = loaded_weights(self._vllm_config)
-        if loaded == self._loaded:
-            return
-        self._loaded = loaded
-        logger.warning(
-            "the weights have changed while this engine served: until both engines are told the "
-            "version of their weights, KV passes only between ranks that hold the same part of the "
-            "model and the same parameters, if all of these can be seen (docs/configuration.md#weights-that-change)"
-        )
-        self._change(self._as_loaded(facts, updates=facts.updates + 1, version=""))
+    def _of_before(self, commands: Iterable[Command]) -> Iterator[Command]:
+        """The commands of a scheduler that does not know yet that weights have changed: pages that it names may
+        hold KV of before. They are neither offered nor compared."""
+        for command in commands:
+            match command:
+                case Offer(transfer, request):
+                    if command.final:
+                        self._over.append(request)
+                    yield Withdraw(transfer, request)
+                case Load(request=request) if command.compares:
+                    detail = "the weights have changed"
+                    self._audits.append(AuditReport(request, Cause.ABORTED, (), detail))
+                case _:
+                    yield command
 
-    def _as_loaded(self, facts: ModelFacts, **told: Any) -> ModelFacts:
-        """What is told of the model, with its parameters as they are in memory now; nothing of them where some
-        that have no samples were loaded anew: they may be unlike although the others are alike."""
-        as_on_disk = self._loaded.kernels == self._at_start.kernels
-        loaded = self._loaded if as_on_disk else Loaded()
-        return msgspec.structs.replace(
-            facts, loaded=loaded.sampled, loaded_fine=loaded.fine, **told
-        )
-
-    def _change(self, facts: ModelFacts) -> None:
-        assert self._agent is not None
-        self._facts = facts
-        self._agent.submit(ChangeModel(facts))
+    def _weights_changed(self) -> dict[int, int]:
+        """How often they have, if the scheduler has not heard it."""
+        if self._model is None or self._model.changes == self._told_changes:
+            return {}
+        self._told_changes = self._model.changes
+        return {self._rank: self._told_changes}
 
     def _computed(self, stop_layer: int | None) -> None:
         assert self._agent is not None

@@ -8,7 +8,7 @@ import pytest
 from support.agents import LONG, Rank, Ranks, assert_pages, geometry_of, ranks
 from support.waits import until
 
-from pd_connector.agent.commands import ChangeModel
+from pd_connector.agent.commands import ChangeModel, KnowWeights
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.kv.model import LayerFacts, ModelFacts
@@ -123,3 +123,51 @@ def test_weights_that_change_end_what_was_computed_with_the_old_ones(ranks: Rank
     for rank in (producer, consumer):
         rank.agent.submit(ChangeModel(facts(updates=2, loaded=b"newer", version="step 9")))
     assert fetched(producer, consumer, "named") is None
+
+
+READ = {"weights_fine": b"fine"}
+
+
+def know(rank: Rank, full: bytes) -> None:
+    rank.agent.submit(KnowWeights(full))
+
+
+@pytest.mark.parametrize("first", ["producer", "consumer"])
+def test_weights_that_differ_between_samples_end_the_pair_once_all_bytes_are_read(
+    ranks: Ranks, first: str
+):
+    producer, consumer = pair(ranks, {"facts": facts(**READ)}, {"facts": facts(**READ)})
+    assert fetched(producer, consumer) is None, "samples are the same"
+    both = {"producer": (producer, b"one"), "consumer": (consumer, b"other")}
+    know(*both.pop(first))
+    assert fetched(producer, consumer, "half") is None, "only one side has read its own"
+    know(*both.popitem()[1])
+    until(lambda: consumer.count("lost_sessions", cause="audit"))
+    until(lambda: consumer.gauge("distrusted_producers"))
+    assert fetched(producer, consumer, "after") is Cause.MODEL
+    assert fetched(producer, consumer, "later") is Cause.MODEL
+
+
+def test_weights_whose_bytes_are_the_same_go_on_in_their_session(ranks: Ranks):
+    producer, consumer = pair(ranks, {"facts": facts(**READ)}, {"facts": facts(**READ)})
+    assert fetched(producer, consumer) is None
+    for rank in (producer, consumer):
+        know(rank, b"all")
+    assert fetched(producer, consumer, "after") is None
+    assert not consumer.count("lost_sessions", cause="audit")
+    late = ranks(TCP, seed=2, produces=False, facts=facts(**READ, weights_full=b"other"))
+    assert fetched(producer, late, "late") is Cause.MODEL, (
+        "what was found is told in handshakes, too"
+    )
+
+
+def test_weights_that_differ_are_a_producer_that_is_not_trusted(ranks: Ranks):
+    producer, consumer = pair(
+        ranks, {"facts": facts(**READ)}, {"facts": facts(**READ), "audits": True}
+    )
+    producer.offer("audited", [3, 4])
+    consumer.load(producer.source, "audited", [7, 8])
+    assert consumer.loaded("audited").cause is Cause.UNAUDITED
+    know(producer, b"one")
+    know(consumer, b"other")
+    until(lambda: consumer.gauge("distrusted_producers"))

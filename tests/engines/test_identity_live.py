@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -11,6 +12,7 @@ import pytest
 from harness import assert_same_logprobs, completion, fresh_salt, two_step
 from pairs import EnginePool, Pair, Setup
 from recipes import MODEL
+from safetensors.torch import load_file, save_file
 from test_handoff import prompt_of
 from tiny_models import LONG_FROM, build
 from tools import TOLERANCE, delta, probe_all
@@ -72,6 +74,50 @@ def test_weights_that_change_in_place_are_other_weights(engines: EnginePool) -> 
     assert handed_over(), "both have the same again"
     for engine in pair.engines:
         probe_all(engine, "set_weights_version", "step 7")
+    assert handed_over()
+    pair.assert_idle()
+
+
+def retrained(folder: Path) -> Path:
+    """The model with other weights."""
+    shutil.copytree(MODEL, folder)
+    file = folder / "model.safetensors"
+    kept = load_file(file)
+    for name, tensor in kept.items():
+        if "layernorm" in name:
+            tensor.mul_(1.25)
+    save_file(kept, file, {"format": "pt"})
+    return folder
+
+
+def test_weights_that_are_reloaded_without_a_pause_are_those_of_their_files(
+    engines: EnginePool, tmp_path: Path
+) -> None:
+    """Neither KV of before, in the prefix cache, nor KV of other weights is used for a moment."""
+    pair = engines.pair(Setup.of(**TRAINED))
+    prompt = prompt_of(200)
+
+    def handed_over() -> bool:
+        with delta(pair.d, "pd_connector:received_transfers_total") as received:
+            answer = two_step(pair.p, pair.d, prompt)
+        wanted = completion(pair.d, prompt, cache_salt=fresh_salt())
+        assert_same_logprobs(answer, wanted, TOLERANCE)
+        return received.amount == 1
+
+    def reload(engine, folder: Path) -> None:
+        probe_all(engine, "reload_weights", None, str(folder))
+
+    for engine in pair.engines:
+        reload(engine, MODEL)
+    assert handed_over()
+    other = retrained(tmp_path / "other")
+    reload(pair.p, other)
+    assert not handed_over(), "the decode engine has the old ones"
+    assert not handed_over()
+    reload(pair.d, other)
+    assert handed_over(), "both have the same files again"
+    reload(pair.p, MODEL)
+    reload(pair.d, MODEL)
     assert handed_over()
     pair.assert_idle()
 

@@ -15,9 +15,21 @@ import numpy as np
 import pytest
 
 from pd_connector.kv import weights as module
-from pd_connector.kv.weights import read_weights, weight_files
+from pd_connector.kv.checkpoint_files import CheckpointFiles, Weights, weight_files
 
 Tensors = Mapping[str, np.ndarray]
+
+
+def read_weights(
+    path: Path, *, full: bool = False, cache: Path | None = None, load_format: str = "auto"
+) -> Weights | None:
+    files = CheckpointFiles.open(path, load_format)
+    if files is None:
+        return None
+    try:
+        return module.read_weights([files], full=full, cache=cache)
+    finally:
+        files.close()
 
 
 def tensors(layers: int = 12) -> dict[str, np.ndarray]:
@@ -111,7 +123,7 @@ def test_a_bit_between_samples_counts_only_if_all_bytes_are_read(
     ours, theirs = read_weights(folder, full=True), read_weights(other, full=True)
     assert ours is not None
     assert theirs is not None
-    assert ours[::2] == theirs[::2], "samples are the same, so that the test tests what it says"
+    assert ours[:2] == theirs[:2], "samples are the same, so that the test tests what it says"
     assert ours.full != theirs.full
 
 
@@ -120,9 +132,11 @@ def test_whole_files_are_read_once_for_as_long_as_they_stay_as_they_are(
 ) -> None:
     cache = tmp_path / "cache" / "weights.json"
     first = read_weights(folder, full=True, cache=cache)
-    read: list[Path] = []
+    read: list[str] = []
     whole = module._whole
-    monkeypatch.setattr(module, "_whole", lambda file: (read.append(file), whole(file))[1])
+    monkeypatch.setattr(
+        module, "_whole", lambda file, *rest: (read.append(file.name), whole(file, *rest))[1]
+    )
     assert read_weights(folder, full=True, cache=cache) == first
     assert read == []
     moved = folder.rename(tmp_path / "elsewhere")
@@ -135,7 +149,7 @@ def test_whole_files_are_read_once_for_as_long_as_they_stay_as_they_are(
     file.write_bytes(data)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert read_weights(moved, full=True, cache=cache) != first
-    assert read == [file], "although its time of modification was set back"
+    assert read == [file.name], "although its time of modification was set back"
 
 
 @pytest.mark.parametrize("content", ["", "not JSON", "[]", '{"a": 7}'])
@@ -344,8 +358,10 @@ def test_of_ranks_that_begin_together_one_reads_all_bytes(tmp_path: Path, folder
     cache = tmp_path / "cache" / "weights.json"
     code = (
         "import logging, sys; from pathlib import Path; from pd_connector.kv.weights import read_weights\n"
+        "from pd_connector.kv.checkpoint_files import CheckpointFiles\n"
         "logging.basicConfig(level=logging.INFO)\n"
-        "print(read_weights(Path(sys.argv[1]), full=True, cache=Path(sys.argv[2])).full.hex())"
+        "files = CheckpointFiles.open(Path(sys.argv[1]))\n"
+        "print(read_weights([files], full=True, cache=Path(sys.argv[2])).full.hex())"
     )
     command = [sys.executable, "-c", code, str(folder), str(cache)]
     ranks = [
@@ -362,3 +378,45 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, folder: 
     blocked.write_text("")
     found = read_weights(folder, full=True, cache=blocked / "weights.json")
     assert found == read_weights(folder, full=True)
+
+
+@pytest.mark.parametrize("kind", ["a token's embedding", "a row of a fused expert"])
+def test_one_row_that_differs_is_seen_by_all_bytes_and_not_by_samples(
+    tmp_path: Path, kind: str
+) -> None:
+    made = {**tensors(), "embed": np.zeros((40_000, 64), np.float32)}
+    made["experts.gate_up_proj"] = np.zeros((64, 2048, 64), np.float32)
+    ours = read_weights(save(tmp_path / "model", made), full=True)
+    row = (
+        made["embed"][10] if kind == "a token's embedding" else made["experts.gate_up_proj"][3, 701]
+    )
+    row += 1
+    theirs = read_weights(save(tmp_path / "other", made), full=True)
+    assert ours is not None
+    assert theirs is not None
+    assert ours[:3] == theirs[:3], "so that the test tests what it says"
+    assert ours.full != theirs.full
+
+
+def test_all_bytes_of_an_archive_or_of_gguf_are_those_of_its_tensors(tmp_path: Path) -> None:
+    entries = {"data.pkl": b"names", "data/0": os.urandom(1 << 16)}
+    found = []
+    for name, content in (
+        ("a.bin", archive(entries)),
+        ("b.bin", archive(entries, "other name")),
+        ("c.bin", archive({**entries, "data/0": bytes(1 << 16)})),
+    ):
+        (tmp_path / name).write_bytes(content)
+        found.append(read_weights(tmp_path / name, full=True))
+    assert found[0] == found[1], "the archive's own name says nothing"
+    assert found[0] is not None
+    assert found[2] is not None
+    assert found[0].full != found[2].full
+
+
+def test_reading_all_bytes_can_be_stopped(folder: Path, tmp_path: Path) -> None:
+    files = CheckpointFiles.open(folder)
+    assert files is not None
+    cache = tmp_path / "weights.json"
+    assert module.full_fingerprint(files.files, cache, lambda: True) == b""
+    assert not cache.exists()

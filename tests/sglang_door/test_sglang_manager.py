@@ -81,6 +81,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: own.parallel)
     monkeypatch.setattr(manager_module, "register", lambda *args: None)
     monkeypatch.setattr(manager_module, "kv_scales", lambda scheduler: {})
+    monkeypatch.setattr(manager_module, "loaded_files", lambda *_: None)
     monkeypatch.setattr(
         manager_module,
         "model_facts",

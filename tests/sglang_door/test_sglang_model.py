@@ -21,7 +21,7 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.kv.rotation import rotation_of
 from pd_connector.kv.rotation_table import rotation_text
-from pd_connector.sglang.model import _made_with, model_facts
+from pd_connector.sglang.model import _made_with, loaded_files, model_facts
 from pd_connector.tools.demo import MODEL_DIR
 
 SHARD = Shard(0, 4, 0, 1)
@@ -77,7 +77,7 @@ def scheduler(folder: Path = MODEL_DIR, **changes: Any) -> Any:
 
 
 def facts(made: Any, **settings: Any) -> ModelFacts:
-    return model_facts(made, Config(**settings), SHARD)
+    return model_facts(made, Config(**settings), SHARD, loaded_files(made))
 
 
 def blocks(made: Any) -> list[Block]:

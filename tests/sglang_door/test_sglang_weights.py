@@ -27,7 +27,15 @@ def watch(served: torch.nn.Module) -> tuple[WeightsWatch, list[Any]]:
     submitted: list[Any] = []
     loaded = loaded_fingerprint(served)
     facts = ModelFacts(b"c", b"disk", held="all", loaded=loaded.sampled, loaded_fine=loaded.fine)
-    return WeightsWatch(served, facts, submitted.append), submitted
+    return WeightsWatch(scheduler(served), facts, None, submitted.append), submitted
+
+
+def scheduler(served: torch.nn.Module) -> Any:
+    return SimpleNamespace(
+        server_args=SimpleNamespace(load_format="auto"),
+        model_config=SimpleNamespace(model_path="/nowhere", revision=None),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=served)),
+    )
 
 
 def update(served: torch.nn.Module) -> None:
@@ -38,7 +46,7 @@ def update(served: torch.nn.Module) -> None:
 
 def test_a_flush_that_changed_nothing_changes_nothing() -> None:
     watched, submitted = watch(model())
-    watched.flushed()
+    watched.flushed(done=True)
     watched.step()
     assert submitted == []
 
@@ -49,14 +57,14 @@ def test_weights_are_looked_at_in_the_first_step_after_a_flush() -> None:
     update(served)
     watched.step()
     assert submitted == [], "nothing says that they have changed"
-    watched.flushed()
+    watched.flushed(done=True)
     watched.step()
-    watched.flushed()
+    watched.flushed(done=True)
     watched.step()
-    (changed,) = submitted
+    _, changed = submitted
     assert isinstance(changed, ChangeModel)
     assert changed.facts.updates == 1
-    untouched = watch(model())[0]._facts
+    untouched = watch(model())[0]._told.facts
     assert "weights have changed" in model_problem(changed.facts, untouched)
     assert model_problem(changed.facts, changed.facts) == "", "updated alike on both sides"
 
@@ -72,4 +80,44 @@ def test_weights_are_looked_at_now_and_then_without_a_flush(
     assert submitted == []
     now += weights._COMPARE_S
     watched.step()
+    (withdrawn,) = submitted
+    assert model_problem(withdrawn.facts, withdrawn.facts), "the cache has KV of the old ones"
+    watched.flushed(done=False)
+    watched.step()
     assert len(submitted) == 1
+    watched.flushed(done=True)
+    watched.step()
+    assert model_problem(submitted[-1].facts, submitted[-1].facts) == ""
+
+
+def test_an_update_is_told_when_it_begins_and_again_when_the_cache_was_flushed() -> None:
+    served = model()
+    watched, submitted = watch(served)
+    with watched.change():
+        (withdrawn,) = submitted
+        assert model_problem(withdrawn.facts, withdrawn.facts)
+        update(served)
+    watched.step()
+    assert len(submitted) == 1, "SGLang was told not to flush"
+    with watched.change():
+        update(served)
+        watched.flushed(done=True)
+    watched.step()
+    assert submitted[-1].facts.loaded_full
+    assert model_problem(submitted[-1].facts, submitted[-1].facts) == ""
+
+
+def test_an_update_of_several_parts_is_told_when_it_ends() -> None:
+    served = model()
+    watched, submitted = watch(served)
+    with watched.change(begins=True):
+        pass
+    with watched.change():
+        update(served)
+        watched.flushed(done=True)
+    watched.step()
+    assert len(submitted) == 1
+    with watched.change(ends=True):
+        watched.flushed(done=True)
+    watched.step()
+    assert len(submitted) == 2

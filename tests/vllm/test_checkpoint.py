@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
+from pd_connector.kv.weights import read_weights
 from pd_connector.vllm import checkpoint
 
 
@@ -125,8 +126,8 @@ def save(folder, content):
 @pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache", "modelexpress", "of a plugin"])
 def test_files_that_are_not_what_is_loaded_are_not_believed(tmp_path, load_format):
     save(tmp_path, b"1234")
-    assert checkpoint.read_model_weights(model(tmp_path), load(), full=False) is not None
-    assert checkpoint.read_model_weights(model(tmp_path), load(load_format), full=False) is None
+    assert checkpoint.model_files(model(tmp_path), load()) is not None
+    assert checkpoint.model_files(model(tmp_path), load(load_format)) is None
 
 
 def test_all_that_a_model_is_loaded_from_counts(tmp_path):
@@ -136,7 +137,8 @@ def test_all_that_a_model_is_loaded_from_counts(tmp_path):
 
     def read(others=(source,), full=False):
         made = model(tmp_path / "model")
-        return checkpoint.read_model_weights(made, load(), full=full, others=others)
+        files = checkpoint.model_files(made, load(), others)
+        return None if files is None else read_weights(files, full=full)
 
     assert read() is None, "a part of it is not on this disk"
     save(tmp_path / "text", b"1234")

@@ -9,13 +9,18 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from pd_connector.agent.commands import ChangeModel
+from pd_connector.agent.commands import ChangeModel, Withdraw
 from pd_connector.config import Config
-from pd_connector.kv.model import ModelFacts
+from pd_connector.kv.model import ModelFacts, model_problem
+from pd_connector.memory.parameters import loaded_full_fingerprint
+from pd_connector.protocol.incoming import Load
+from pd_connector.protocol.outgoing import Offer
 from pd_connector.vllm import owners, worker_side
-from pd_connector.vllm.messages import StepCommands
+from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.model import loaded_weights
+from pd_connector.vllm.model_watch import ModelWatch
 from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.weight_loads import LOADS
 from pd_connector.vllm.windows import Windows
 
 
@@ -58,6 +63,8 @@ def config(model):
         parallel_config=SimpleNamespace(
             rank=0, world_size=1, data_parallel_size=1, enable_eplb=False
         ),
+        model_config=SimpleNamespace(model="/nowhere", revision=None),
+        load_config=SimpleNamespace(load_format="tensorizer"),
         compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": model.attn}),
     )
 
@@ -66,14 +73,19 @@ def config(model):
 def worker(config):
     made = worker_side.WorkerSide(config, None, Config())
     made._agent = Recorder()
-    loaded = made._loaded = made._at_start = loaded_weights(config)
-    made._facts = ModelFacts(b"config", loaded=loaded.sampled, loaded_fine=loaded.fine)
-    made._next_compare = float("inf")
+    start(made, config)
     return made
 
 
+def start(worker, config, files=None, **facts):
+    """The worker has told these facts of its model."""
+    loaded = loaded_weights(config)
+    told = ModelFacts(b"config", loaded=loaded.sampled, loaded_fine=loaded.fine, **facts)
+    worker._model = ModelWatch(config, told, loaded, files, worker._agent.submit)
+
+
 def step(scheduled, scheduler):
-    output = SimpleNamespace(total_num_scheduled_tokens=scheduled)
+    output = SimpleNamespace(total_num_scheduled_tokens=scheduled, scheduled_new_reqs=[])
     return scheduler.take_step(output)
 
 
@@ -115,7 +127,7 @@ def test_weights_are_looked_at_now_and_then_without_a_reset(worker, model):
         model.projection.bias.add_(1)
     worker.begin(StepCommands())
     assert worker._agent.commands == []
-    worker._next_compare = 0.0
+    worker._model._next_compare = 0.0
     worker.begin(StepCommands(idle=True))
     assert worker._agent.commands == [], "an engine that computes nothing has time"
     worker.begin(StepCommands())
@@ -145,7 +157,7 @@ def test_weights_that_only_a_kernel_holds_are_looked_at_when_they_are_loaded_ane
     worker, config, model
 ):
     packed(model)
-    worker._loaded = worker._at_start = loaded_weights(config)
+    start(worker, config)
     worker.begin(StepCommands(compare_weights=True))
     assert worker._agent.commands == []
     model.projection.weight = nn.Parameter(torch.ones(8, 8))
@@ -161,9 +173,102 @@ def test_weights_that_only_a_kernel_holds_are_looked_at_when_they_are_loaded_ane
 
 def test_where_those_stayed_the_others_are_compared(worker, config, model):
     packed(model)
-    worker._loaded = worker._at_start = loaded_weights(config)
+    start(worker, config)
     with torch.no_grad():
         model.projection.bias.add_(1)
     worker.begin(StepCommands(compare_weights=True))
     (changed,) = worker._agent.commands
     assert changed.facts.loaded_fine
+
+
+def offer(request, final=True):
+    return Offer("t", request, ((1, 2),), b"identity", 32, 32, final=final)
+
+
+def compare(request):
+    return Load(request, "t", (), b"identity", 0, 31, ((1, 2),), False, compares=True)
+
+
+def changed(worker, model):
+    """The weights change in place, without a word to the scheduler."""
+    with torch.no_grad():
+        model.projection.weight.mul_(1.5)
+    worker.begin(StepCommands(compare_weights=True))
+    worker._agent.commands.clear()
+
+
+def test_pages_that_the_scheduler_names_before_it_knows_are_neither_offered_nor_compared(
+    worker, model
+):
+    changed(worker, model)
+    commands = [offer("whole"), offer("part", final=False), compare("audited")]
+    worker.begin(StepCommands(commands, [Prefill("t", "part", 16)]))
+    assert worker._agent.commands == [Withdraw("t", "whole"), Withdraw("t", "part")]
+    worker.end()
+    assert len(worker._agent.commands) == 2, "nor does the rest of a prompt follow"
+    worker._agent.outcomes = list
+    worker._agent.telemetry = SimpleNamespace(gauges=dict)
+    assert worker.outcomes()[0] == {"whole"}, "vLLM keeps its pages until it hears of it"
+    activity = worker.activity()
+    assert activity.weight_changes == {0: 1}
+    assert [report.request for report in activity.audits] == ["audited"]
+    assert worker.activity().weight_changes == {}, "told once"
+
+
+def test_pages_are_offered_again_when_the_scheduler_knows(worker, model):
+    changed(worker, model)
+    worker.begin(StepCommands([offer("new")], weight_changes={0: 1}))
+    assert worker._agent.commands == [offer("new")]
+
+
+def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
+    side, evicted = scheduler(), []
+    side.stale.bind(SimpleNamespace(evict_blocks=evicted.append, num_gpu_blocks=4))
+    old = SimpleNamespace(request_id="old", num_prompt_tokens=32)
+    side.offers.add(old, "t", b"identity")
+    side.workers_reported(WorkerActivity(weight_changes={0: 1}))
+    assert evicted == [{0, 1, 2, 3}]
+    told = step(5, side)
+    assert told.commands == [Withdraw("t", "old")]
+    assert told.weight_changes == {0: 1}
+    assert not side.offers.finished(old, ([1, 2],), complete=True).keeps_pages
+
+
+def test_a_call_of_workers_has_the_weights_looked_at_in_the_next_step_even_an_idle_one():
+    side = scheduler()
+    side.workers_called()
+    assert side.pending_work
+    assert [step(0, side).compare_weights for _ in range(2)] == [True, False]
+
+
+def test_weights_are_withdrawn_when_they_begin_to_change_and_told_when_they_have(worker, model):
+    with LOADS.change(whole=True):
+        (withdrawn,) = worker._agent.commands
+        assert model_problem(withdrawn.facts, withdrawn.facts)
+        with torch.no_grad():
+            model.projection.weight.mul_(1.5)
+    worker.begin(StepCommands())
+    told = worker._agent.commands[-1].facts
+    assert told.loaded_full
+    assert model_problem(told, told) == ""
+
+
+def test_weights_that_come_in_parts_are_told_when_no_more_have_come_for_a_while(worker):
+    with LOADS.change():
+        pass
+    worker.begin(StepCommands())
+    assert len(worker._agent.commands) == 1
+    worker._model._tells_at = 0.0
+    worker.begin(StepCommands())
+    assert len(worker._agent.commands) == 2
+
+
+def test_a_row_that_no_sample_sees_changes_what_is_told_of_parameters_in_memory(config, model):
+    model.table = nn.Embedding(40_000, 64)
+    before = loaded_weights(config), loaded_full_fingerprint(model)
+    with torch.no_grad():
+        model.table.weight[10] += 1
+    assert loaded_weights(config) == before[0], "so that the test tests what it says"
+    assert loaded_full_fingerprint(model) != before[1]
+    packed(model)
+    assert loaded_full_fingerprint(model) == b"", "a kernel has weights that nobody sees"

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a rank of vLLM that change while it serves are told from the moment on when they begin to."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pd_connector.agent.commands import Command
+from pd_connector.agent.told_model import ToldModel
+from pd_connector.kv.checkpoint_files import CheckpointFiles
+from pd_connector.kv.model import ModelFacts
+from pd_connector.memory.parameters import Loaded, loaded_full_fingerprint
+from pd_connector.vllm.model import loaded_files, loaded_model, loaded_weights
+from pd_connector.vllm.weight_loads import LOADS, watch_model
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_COMPARE_S = 60.0
+"""Time between two looks at the weights in memory, in seconds, where nothing says that they may have
+changed. One takes milliseconds."""
+_SETTLE_S = 1.0
+"""Time after weights were loaded, in seconds, in which more of them may follow: a trainer sends them in parts."""
+
+
+class ModelWatch:
+    """Used by the engine's thread of a worker.
+
+    Args:
+        facts: what peers are told when the agent starts.
+        loaded: fingerprints of the parameters in memory, as the facts have them.
+        files: what they were loaded from; None where that is not known. It closes them.
+        submit: hands a command to the agent.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        facts: ModelFacts,
+        loaded: Loaded,
+        files: Sequence[CheckpointFiles] | None,
+        submit: Callable[[Command], None],
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._told = ToldModel(facts, files, submit)
+        self._loaded = self._as_on_disk = loaded
+        self._next_compare = time.monotonic() + _COMPARE_S
+        self._tells_at = 0.0  # when weights that were withdrawn are told again, if no more change
+        self._loading = self._whole = False
+        if (model := loaded_model(vllm_config)) is not None:
+            watch_model(model)
+            LOADS.listen(self)
+
+    @property
+    def changes(self) -> int:
+        """How often the weights have changed. KV that was computed before is not that of the present ones."""
+        return self._told.changes
+
+    def step(self, *, asked: bool, idle: bool) -> None:
+        """A step begins, before its commands are carried out.
+
+        Args:
+            asked: weights may have changed since the step before.
+            idle: the step computes nothing.
+        """
+        now = time.monotonic()
+        if idle and not asked:
+            return
+        if self._told.withdrawn:
+            if not self._loading and now >= self._tells_at:
+                self._tell()
+        elif asked or now >= self._next_compare:
+            self._compare()
+
+    def change_version(self, version: str) -> None:
+        """The operator has changed the weights while the engine served, and calls them so now."""
+        if not self._told.withdrawn:
+            self._told.other_weights()
+        self._loaded = loaded_weights(self._vllm_config)
+        self._tell_memory(version)
+
+    def loading(self) -> None:
+        """Weights begin to change now (`weight_loads.Listener`)."""
+        self._loading, self._whole = True, False
+        self._told.withdraw()
+
+    def loaded(self, *, over: bool, whole: bool) -> None:
+        """Weights have changed (`weight_loads.Listener`)."""
+        self._loading, self._whole = False, whole
+        self._tells_at = time.monotonic() + (0.0 if over else _SETTLE_S)
+
+    def close(self) -> None:
+        """Tell nothing any more."""
+        LOADS.forget(self)
+        self._told.close()
+
+    def _compare(self) -> None:
+        """Find out whether the weights are still those that peers were told of."""
+        self._next_compare = time.monotonic() + _COMPARE_S
+        if self._loaded.fine and loaded_weights(self._vllm_config) != self._loaded:
+            self._told.other_weights()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Weights have changed: tell what they are now."""
+        self._loaded = loaded_weights(self._vllm_config)
+        whole, self._whole = self._whole, False
+        files = loaded_files(self._vllm_config) if whole else None
+        if files and self._told.tell_files(
+            files, loaded=self._loaded.sampled, loaded_fine=self._loaded.fine
+        ):
+            self._as_on_disk = self._loaded
+            return
+        logger.warning(
+            "the weights have changed while this engine served: until both engines are told the "
+            "version of their weights, KV passes only between ranks that hold the same part of the "
+            "model and the same parameters, if all of these can be seen (docs/configuration.md#weights-that-change)"
+        )
+        self._tell_memory()
+
+    def _tell_memory(self, version: str = "") -> None:
+        """Tell the parameters as they are in memory now; nothing of them where some that have no samples were
+        loaded anew: they may be unlike although the others are alike."""
+        loaded = self._loaded
+        if loaded.kernels != self._as_on_disk.kernels:
+            loaded = Loaded()
+        model = loaded_model(self._vllm_config) if loaded.fine and not version else None
+        self._told.tell_memory(
+            loaded=loaded.sampled,
+            loaded_fine=loaded.fine,
+            loaded_full=b"" if model is None else loaded_full_fingerprint(model),
+            version=version,
+        )

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights are what vLLM loads, at the moment when it does.
+
+A connector comes into being seconds after the weights were loaded, and is told nothing when they are loaded anew. So
+vLLM's loaders are watched: the files that they read are opened as well, and later looked at through these. The
+methods with which a worker changes weights in place are watched, too, and the model's own `load_weights`, which
+trainers call.
+"""
+
+import functools
+import inspect
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from pd_connector.kv.checkpoint_files import LoadedFiles
+from pd_connector.vllm.checkpoint import Place, open_files
+from pd_connector.vllm.extension import WorkerExtension
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_LOADERS = "vllm.model_executor.model_loader"
+_WORKER = "vllm.v1.worker.worker_base"
+_WHOLE = ("reload_weights", "load_model")
+_BEGINNINGS = ("start_weight_update", "start_draft_weight_update")
+_PARTS = ("update_weights",)
+_ENDS = ("finish_weight_update",)
+"""Methods of vLLM's worker that change its weights; between a beginning and its end, too, weights are neither."""
+_WATCHED = "_pd_connector_watched"
+
+
+class Listener(Protocol):
+    """Told of weights that change in place."""
+
+    def loading(self) -> None:
+        """Weights begin to change now."""
+
+    def loaded(self, *, over: bool, whole: bool) -> None:
+        """Weights have changed: all of them, if `whole`. If it is not `over`, more may follow soon."""
+
+
+class WeightLoads(LoadedFiles):
+    """The loads of this process; checkpoints are known by their `Place`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._depth = 0
+        self._session = False  # between the beginning and the end of an update
+
+    def listen(self, listener: Listener) -> None:
+        """Tell it of changes from now on."""
+        self._listeners.add(listener)
+
+    def forget(self, listener: Listener) -> None:
+        """Tell it nothing any more."""
+        self._listeners.discard(listener)
+
+    @contextmanager
+    def change(
+        self, *, begins: bool = False, ends: bool = False, whole: bool = False
+    ) -> Iterator[None]:
+        """Within, weights change in place.
+
+        Args:
+            begins: an update of several parts begins.
+            ends: that update ends.
+            whole: all weights are loaded.
+        """
+        self._session |= begins
+        self._depth += 1
+        for listener in list(self._listeners):
+            listener.loading()
+        try:
+            yield
+        except BaseException:
+            whole = False
+            raise
+        finally:
+            self._depth -= 1
+            self._session &= not ends
+            if not self._depth:
+                self.end()
+                for listener in () if self._session else list(self._listeners):
+                    listener.loaded(over=whole or ends, whole=whole)
+
+
+class Caller(Protocol):
+    """Told that methods of workers were called."""
+
+    def workers_called(self) -> None:
+        """One has returned."""
+
+
+LOADS = WeightLoads()
+_callers: "weakref.WeakSet[Caller]" = weakref.WeakSet()
+_watching: list[Any] = []
+
+
+def watch() -> None:
+    """Watch vLLM's loaders from the first model on that is built in this process, or in one that is forked from
+    it. They are not imported before: that takes a second, and most processes need none. Harmless to repeat."""
+    if not _watching:
+        _watching.append(register_module_module_registration_hook(_building))
+
+
+def watch_model(model: torch.nn.Module) -> None:
+    """Watch what loads weights into this model, which is loaded."""
+    _watch_workers()
+    original = getattr(model, "load_weights", None)
+    if original is None or hasattr(original, _WATCHED):
+        return
+
+    @functools.wraps(original)
+    def load_weights(*args: Any, **options: Any) -> Any:
+        with LOADS.change():
+            return original(*args, **options)
+
+    setattr(load_weights, _WATCHED, True)
+    model.load_weights = load_weights
+
+
+def watch_calls(side: Caller) -> None:
+    """Tell it of calls of workers' methods, by which an operator may change weights as he likes."""
+    from vllm.v1.engine.core import EngineCore
+
+    _callers.add(side)
+    original = EngineCore.collective_rpc
+    if hasattr(original, _WATCHED):
+        return
+
+    @functools.wraps(original)
+    def collective_rpc(core: Any, method: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return original(core, method, *args, **options)
+        finally:
+            if method not in vars(WorkerExtension):  # these change nothing that is not told
+                for caller in list(_callers):
+                    caller.workers_called()
+
+    setattr(collective_rpc, _WATCHED, True)
+    EngineCore.collective_rpc = collective_rpc
+
+
+def _building(_owner: torch.nn.Module, _name: str, _part: torch.nn.Module | None) -> None:
+    if len(_watching) == 1 and (module := sys.modules.get(_LOADERS)) is not None:
+        _watching.append(module)
+        for loader in set(getattr(module, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).values()):
+            _watch_loader(loader)
+
+
+def _watch_loader(loader: type) -> None:
+    for name, around in (("load_weights", _loads), ("_prepare_weights", _prepares)):
+        original = getattr(loader, name, None)
+        if original is not None and not hasattr(original, _WATCHED):
+            watched = around(original)
+            setattr(watched, _WATCHED, True)
+            setattr(loader, name, watched)
+
+
+def _loads(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_weights(loader: Any, model: Any, model_config: Any, *args: Any, **options: Any) -> Any:
+        with _quiet("the files that are loaded"):
+            name = getattr(model_config, "model_weights", "") or model_config.model
+            if Path(name).exists():  # a loader may read it without more ado
+                place = Place(name, model_config.revision)
+                LOADS.begin(place, open_files(Path(name), loader.load_config))
+        try:
+            return original(loader, model, model_config, *args, **options)
+        finally:
+            LOADS.end()
+
+    return load_weights
+
+
+def _prepares(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The loader finds the files, or downloads them, and reads them next."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def prepare(loader: Any, *args: Any, **options: Any) -> Any:
+        found = original(loader, *args, **options)
+        with _quiet("the files that are loaded"):
+            told = signature.bind(loader, *args, **options).arguments
+            place = Place(
+                told["model_name_or_path"], told.get("revision"), told.get("subfolder") or ""
+            )
+            if (folder := _folder(found)) is not None:
+                LOADS.begin(place, open_files(folder, loader.load_config))
+        return found
+
+    return prepare
+
+
+def _folder(prepared: Any) -> Path | None:
+    """Where the files lie that a loader has prepared: it tells the folder, that and more, or the files."""
+    first = prepared[0] if isinstance(prepared, tuple | list) and prepared else prepared
+    if not isinstance(first, str) or "://" in first:
+        return None
+    path = Path(first)
+    return path.parent if isinstance(prepared, list) else path
+
+
+def _watch_workers() -> None:
+    module = sys.modules.get(_WORKER)
+    classes = [module.WorkerBase] if module is not None else []
+    while classes:
+        worker = classes.pop()
+        classes += worker.__subclasses__()
+        for names, told in (
+            (_WHOLE, {"whole": True}),
+            (_BEGINNINGS, {"begins": True}),
+            (_PARTS, {}),
+            (_ENDS, {"ends": True}),
+        ):
+            for name in names:
+                original = vars(worker).get(name)
+                if original is not None and not hasattr(original, _WATCHED):
+                    setattr(worker, name, _changes(original, told))
+
+
+def _changes(original: Callable[..., Any], told: dict[str, bool]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def changes(*args: Any, **options: Any) -> Any:
+        with LOADS.change(**told):
+            return original(*args, **options)
+
+    setattr(changes, _WATCHED, True)
+    return changes
+
+
+@contextmanager
+def _quiet(what: str) -> Iterator[None]:
+    """Whatever goes wrong here does not keep the engine from loading; then nothing is known."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s cannot be looked at: %r", what, error)

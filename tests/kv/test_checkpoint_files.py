@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that an engine loads are those that were opened then, whatever their names lead to later."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv.test_weights import save, tensors
+
+from pd_connector.kv.checkpoint_files import CheckpointFiles, LoadedFiles
+from pd_connector.kv.weights import read_weights
+
+
+def opened(path: Path) -> CheckpointFiles:
+    found = CheckpointFiles.open(path)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Path:
+    """A name that leads to the first of two checkpoints, as deployments have it."""
+    save(tmp_path / "one", tensors())
+    save(tmp_path / "other", {**tensors(), "embed": np.zeros((1000, 64), np.float32)})
+    (tmp_path / "current").symlink_to("one")
+    return tmp_path / "current"
+
+
+def switch(link: Path) -> None:
+    (link.parent / "next").symlink_to("other")
+    (link.parent / "next").rename(link)
+
+
+def test_a_link_that_is_switched_after_the_load_leads_to_what_was_loaded(link: Path) -> None:
+    files = opened(link)
+    files.loaded()
+    switch(link)
+    assert read_weights([files], full=True) == read_weights(
+        [opened(link.parent / "one")], full=True
+    )
+    assert files.problem == ""
+    assert read_weights([opened(link)]) != read_weights([files])
+
+
+def test_a_link_that_is_switched_during_the_load_leaves_the_weights_unknown(link: Path) -> None:
+    files = opened(link)
+    switch(link)
+    files.loaded()
+    assert "model.safetensors was exchanged" in files.problem
+
+
+def test_a_checkpoint_that_is_moved_away_after_the_load_is_still_read(link: Path) -> None:
+    files = opened(link)
+    files.loaded()
+    before = read_weights([opened(link)], full=True)
+    (link.parent / "one" / "model.safetensors").unlink()
+    assert read_weights([files], full=True) == before
+
+
+def test_a_file_that_is_written_to_is_not_what_was_loaded(link: Path) -> None:
+    file = link / "model.safetensors"
+    files, before = opened(link), file.stat()
+    files.loaded()
+    with file.open("r+b") as stream:
+        stream.seek(-8, os.SEEK_END)
+        stream.write(bytes(8))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    files.look()
+    assert "model.safetensors was written to" in files.problem, "although its time was set back"
+
+
+def test_what_was_read_is_known_when_the_files_are_closed(link: Path) -> None:
+    files = opened(link)
+    before = read_weights([files], full=True)
+    files.close()
+    assert read_weights([files], full=True) == before
+
+
+def test_each_load_of_a_place_is_known_by_its_own_files(link: Path) -> None:
+    loads = LoadedFiles()
+    looked_at, first = opened(link), opened(link)
+    loads.begin("place", looked_at)
+    loads.begin("place", first)
+    loads.end()
+    switch(link)
+    second = opened(link)
+    loads.begin("place", second)
+    loads.end()
+    assert loads.files["place"] is second
+    assert first.problem == second.problem == ""
+
+
+def test_what_is_opened_is_closed_where_a_file_cannot_be(link: Path) -> None:
+    (link / "broken.safetensors").symlink_to("nowhere")
+    with pytest.raises(OSError, match=r"broken\.safetensors"):
+        CheckpointFiles.open(link)
