@@ -36,6 +36,7 @@ class _Audit:
 
     fetch: Fetch
     prompt_tokens: int
+    unchanged: Callable[[], bool]  # whether its adapter is still what it was when the request came
     pages: list[list[int]] = field(default_factory=list)  # by table, as vLLM allocates them
     computed: int = 0  # tokens, before the step that was scheduled last
     scheduled: int = 0  # and after it
@@ -99,12 +100,18 @@ class Audits:
             self._chosen[request_id] = self._share > 0 and self._chance() < self._share
         return self._chosen[request_id] and self._eligible(fetch.pair, missing)
 
-    def begin(self, request_id: str, fetch: Fetch, prompt_tokens: int) -> bool:
-        """vLLM has allocated pages to compute a prompt; returns whether it will be audited."""
+    def begin(
+        self, request_id: str, fetch: Fetch, prompt_tokens: int, unchanged: Callable[[], bool]
+    ) -> bool:
+        """vLLM has allocated pages to compute a prompt; returns whether it will be audited.
+
+        Args:
+            unchanged: asked when the prompt has been computed: with the adapter that the fetch names?
+        """
         missing = prompt_tokens - 1 - fetch.computed_tokens
         if not self.computes(request_id, fetch, missing) or not self._eligible(fetch.pair, missing):
             return False
-        self._audits[request_id] = _Audit(fetch, prompt_tokens)
+        self._audits[request_id] = _Audit(fetch, prompt_tokens, unchanged)
         return True
 
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[str]]:
@@ -129,7 +136,10 @@ class Audits:
             if audit.keep_until is not None and audit.keep_until <= now:
                 commands += self._drop(request_id, Cause.STALLED)
             elif not audit.listed and audit.scheduled >= audit.prompt_tokens:
-                commands.append(self._load(request_id, audit))  # computed with the step before
+                if audit.unchanged():
+                    commands.append(self._load(request_id, audit))  # computed with the step before
+                else:
+                    commands += self._drop(request_id, Cause.MODEL)
             tokens = output.num_scheduled_tokens.get(request_id, 0)
             audit.scheduled = max(audit.scheduled, audit.computed + tokens if tokens else 0)
         over, self._over = self._over, []
@@ -176,7 +186,8 @@ class Audits:
             if report.cause is Cause.AUDIT:
                 self._passed.pop(pair, None)
                 self._retry[pair] = self._clock() + self._retry_s
-                commands += [Distrust(engine, report.detail) for engine in report.engines]
+                adapter = audit.fetch.adapter
+                commands += [Distrust(engine, report.detail, adapter) for engine in report.engines]
             commands += self._drop(report.request, Cause.ABORTED)
         return commands
 

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.protocol.peers import Peer, Source
-from pd_connector.vllm.adapter_loads import watch_loads
+from pd_connector.vllm.adapters import watch
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
@@ -95,7 +95,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
                 encoded_elsewhere=_gets_embeddings(vllm_config),
             )
             if vllm_config.lora_config is not None:
-                watch_loads(self._scheduler.identity)
+                watch(self._scheduler.identity.adapters)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, config)
 

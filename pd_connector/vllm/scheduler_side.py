@@ -176,7 +176,12 @@ class SchedulerSide:
             tables = blocks.get_block_ids()
             self.unfilled.load(request.request_id, self._windows.unfilled(tables, first, stop))
             self._commands.append(fetch.load(request.request_id, stop, kept_pages(tables)))
-        elif self._audits.begin(request.request_id, fetch, request.num_prompt_tokens):
+        elif self._audits.begin(
+            request.request_id,
+            fetch,
+            request.num_prompt_tokens,
+            lambda: self.identity.adapters.unchanged(request),
+        ):
             fetch.stage = Stage.AUDITED
         else:
             fetch.stage = Stage.OVER
@@ -248,7 +253,7 @@ class SchedulerSide:
         fetch = self._fetches.pop(request_id, None)
         self.unfilled.settle(request_id)
         self._uncomputable.discard(request_id)
-        complete = request.status in _COMPLETE
+        complete = request.status in _COMPLETE and self.identity.adapters.unchanged(request)
         compared, commands = self._audits.finished(
             request_id, request.num_computed_tokens, complete=complete
         )
@@ -288,7 +293,7 @@ class SchedulerSide:
         """What its KV depends on, and its adapter; None where that is not known, and the request is
         computed here."""
         try:
-            return self.identity.of(request), self.identity.adapter(request)
+            return self.identity.of(request), self.identity.adapters.name(request)
         except OSError as error:
             detail = f"its adapter cannot be told by content: {error}"
             self._ignore(request, Cause.MODEL, detail)
