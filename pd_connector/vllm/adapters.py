@@ -30,6 +30,8 @@ _State = tuple[int, int, int, int]
 """Inode, size, and times of the last modification and the last change of a file. The latter cannot be
 set back."""
 _USES = "_pd_connector_adapters"
+_KEYS = "_gen_lora_extra_hash_keys"
+"""vLLM's function that says what an adapter adds to the hash of a page."""
 _WATCHED = "_pd_connector_watched"
 
 
@@ -73,7 +75,9 @@ class Adapters:
         self.problem = ""
         self._settings = settings
         self._loaded: dict[int, _Loaded] = {}  # by vLLM's number
-        self._doubts: dict[str, int] = {}  # by fingerprint: how often its pages may have been others
+        self._doubts: dict[
+            str, int
+        ] = {}  # by fingerprint: how often its pages may have been others
         self._readings = 0
         self._lock = threading.Lock()
 
@@ -132,7 +136,9 @@ class Adapters:
             loaded = _load(path)
             files = loaded.files
             if before and files and files.folder == before.folder and files != before:
-                loaded = loaded._replace(problem=f"{path} has changed while it was loaded; load it again")
+                loaded = loaded._replace(
+                    problem=f"{path} has changed while it was loaded; load it again"
+                )
             self._note(number, loaded)
 
     def _use(self, request: "Request") -> _Use:
@@ -162,7 +168,9 @@ class Adapters:
         if known is None or (in_place and known.path != path):
             return self._note(number, _load(path))
         if known.path != path:
-            problem = f"adapter {number} is loaded from {known.path}: {path} needs a number of its own"
+            problem = (
+                f"adapter {number} is loaded from {known.path}: {path} needs a number of its own"
+            )
             return known._replace(problem=problem)
         return self._refresh(number, known, in_place=in_place)
 
@@ -247,7 +255,7 @@ def watch(adapters: Adapters) -> None:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
 
-    keys = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
+    keys = getattr(kv_cache_utils, _KEYS, None)
     if keys is None:
         adapters.problem = (
             "this version of vLLM does not let pages be told by an adapter's content: KV of adapters is not "
@@ -256,7 +264,7 @@ def watch(adapters: Adapters) -> None:
         return
     _watching.add(adapters)
     if not hasattr(keys, _WATCHED):
-        kv_cache_utils._gen_lora_extra_hash_keys = _by_content(keys)
+        setattr(kv_cache_utils, _KEYS, _by_content(keys))
     if not hasattr(EngineCore.add_lora, _WATCHED):
         EngineCore.add_lora = _watched(EngineCore.add_lora)
 
