@@ -79,16 +79,22 @@ class RequestIdentity:
         self._processor = processor
         self._inputs: OrderedDict[str, str] = OrderedDict()
 
-    def of(self, request: "Request") -> bytes:
+    def of(self, request: "Request", tokens: int | None = None) -> bytes:
         """Fingerprint of everything that the KV of a request's prompt depends on.
+
+        Args:
+            tokens: of the prompt's beginning that is meant; all of it by default.
 
         Raises:
             OSError: the content of its adapter is not known.
         """
         assert request.prompt_token_ids is not None
-        features = request.mm_features or []
+        known, features = request.prompt_token_ids, request.mm_features or []
+        if tokens is not None and tokens < len(known):
+            known = known[:tokens]
+            features = [one for one in features if one.mm_position.offset < tokens]
         return token_fingerprint(
-            request.prompt_token_ids,
+            known,
             salt=request.cache_salt or "",
             adapter=self.adapters.name(request),
             inputs=[f"{self._input(feature)}@{feature.mm_position.offset}" for feature in features],
