@@ -235,8 +235,9 @@ class SchedulerSide:
 
     @property
     def pending_work(self) -> bool:
-        """Whether steps are needed although no request is: for commands, slots and audits."""
-        return bool(self._commands or self._gauges.slots or self._audits.pending)
+        """Whether steps are needed although no request is: for commands, audits, and until all ranks have told that
+        no transfer is under way. vLLM tells metrics with steps only."""
+        return bool(self._commands or self._gauges.under_way or self._audits.pending)
 
     def request_finished(
         self, request: "Request", pages: tuple[list[int], ...]
