@@ -24,6 +24,7 @@ from pd_connector.agent.commands import (
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
+from pd_connector.agent.metrics import UNDER_WAY
 from pd_connector.agent.owed import Outcome, OwedOutcomes
 from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.taken_back import TakenBack
@@ -52,8 +53,6 @@ _CLOSE_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 """An agent that died starts again after a pause. It doubles with every attempt that fails."""
-_UNDER_WAY = ("landing_slots", "send_slots", "incoming_transfers", "outgoing_transfers")
-"""Gauges that are above zero while transfers are under way."""
 
 
 class Agent:
@@ -223,7 +222,7 @@ class Agent:
             Whether it returned early: there is an outcome, or no transfer is under way.
         """
         gauges = self.telemetry.gauges()
-        under_way = any(gauges.get(name) for name in _UNDER_WAY)
+        under_way = any(gauges.get(name) for name in UNDER_WAY)
         return not under_way or self._owed.wait(timeout_s)
 
     def close(self) -> None:
@@ -252,7 +251,7 @@ class Agent:
                 self._config.agent_timeout_s,
             )
             self.telemetry.count("agent_failures")
-            self.telemetry.gauge(**dict.fromkeys(_UNDER_WAY, 0.0))
+            self.telemetry.gauge(**dict.fromkeys(UNDER_WAY, 0.0))
         touched = self._gate.abandon()
         self._owed.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
 

@@ -92,7 +92,8 @@ class Auditor:
     def distrust(self, command: Distrust) -> None:
         """Another rank of this engine has found that a producer's KV is wrong."""
         every = self._consumer.producers()
-        self._distrust((one for one in every if one.engine_id == command.engine_id), command.why)
+        known = (one for one in every if one.engine_id == command.engine_id)
+        self._distrust(known, command.adapter, command.why)
 
     def _conclude(self, finished: Finished, now: float) -> None:
         comparison, cause = finished.comparison, finished.cause
@@ -112,14 +113,18 @@ class Auditor:
             self._telemetry.count("failed_transfers", cause=cause)
             self._outage.failed(cause, detail, now)
             names = ", ".join(sorted({one.engine_id for one in comparison.counterparts}))
+            adapter = comparison.adapter
+            name, of_adapter = adapter.partition(" ")[0], ", or the adapter has other content"
             logger.error(
-                "audit: KV of engine %s is wrong: %s (%s). Prompts for it are computed here until one "
-                "of the two engines starts anew (docs/trust.md#audit)",
+                "audit: KV of engine %s%s is wrong: %s (%s). Prompts for it are computed here until one "
+                "of the two engines starts anew%s (docs/trust.md#audit)",
                 names or "(unnamed)",
+                f" with adapter {name}" if adapter else "",
                 detail,
                 comparison,
+                of_adapter if adapter else "",
             )
-            self._distrust(comparison.counterparts, detail)
+            self._distrust(comparison.counterparts, adapter, detail)
         elif cause is not Cause.ABORTED:
             self._telemetry.count("failed_transfers", cause=cause)
             self._outage.failed(cause, finished.detail, now)
@@ -132,8 +137,9 @@ class Auditor:
             )
         self._report(finished)
 
-    def _distrust(self, producers: Iterable[Counterpart], why: str) -> None:
+    def _distrust(self, producers: Iterable[Counterpart], adapter: str, why: str) -> None:
+        """KV is not believed any more. Sessions end, so that what is on its way is not used either."""
         for producer in producers:
             if self._book is not None:
-                self._book.distrust(producer.source, producer.epoch, why)
+                self._book.distrust(producer.source, producer.epoch, adapter, why)
             self._ending.append((producer, why))

@@ -70,6 +70,7 @@ class Distrust(NamedTuple):
 
     engine_id: str  # of the producer
     why: str
+    adapter: str = ""  # that the KV was computed with, by name and content; empty for none
 
 
 class ChangeModel(NamedTuple):

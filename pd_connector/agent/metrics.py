@@ -52,6 +52,8 @@ GAUGES = {
     "distrusted_producers": "Ranks of producers whose KV an audit found wrong (consumer).",
     FAILING_GAUGE: "Ranks that have asked for KV for a minute and more, and none has arrived (consumer).",
 }
+UNDER_WAY = ("landing_slots", "send_slots", "incoming_transfers", "outgoing_transfers")
+"""Gauges that are above zero while transfers are under way."""
 HISTOGRAMS = {
     "transfer_seconds": "From prefill ended and pages allocated to all chunks verified and placed (consumer).",
 }

@@ -19,7 +19,9 @@ _LOCAL_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version"
 _SAMPLE_BYTES = 64 * 1024
 _SAMPLES_PER_FILE = 16
 _BLOCK_BYTES = 8 << 20
-_ADAPTER = ("adapter_config.json", "adapter_model*", "new_embeddings*")
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+_ADAPTER_KINDS = ("*.safetensors", "*.bin", "*.pt")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -46,11 +48,15 @@ def token_fingerprint(
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """Config and weights of an adapter. Raises OSError if there are no weights of one."""
-    files = sorted(file for kind in _ADAPTER for file in folder.glob(kind) if file.is_file())
-    if not any(file.suffix != ".json" for file in files):
+    """Config and weights of an adapter, as engines choose among them: vLLM takes the first of three names, SGLang
+    all files of the first kind. Raises OSError if there are no weights of one."""
+    by_name = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()]
+    by_kind = [found for kind in _ADAPTER_KINDS if (found := sorted(folder.glob(kind)))]
+    weights = {*by_name[:1], *(by_kind[0] if by_kind else ())}
+    if not weights:
         raise FileNotFoundError(f"no adapter's weights in {folder}")
-    return files
+    config = folder / _ADAPTER_CONFIG
+    return sorted({config, *weights} if config.is_file() else weights)
 
 
 def adapter_fingerprint(folder: Path) -> str:

@@ -132,20 +132,21 @@ class AuditBook:
     """What is known of producers. Outlives sessions, and the agent's thread.
 
     A producer is known by its address, the epoch it drew when it started, and its model as the
-    handshake has it; it passes for each adapter by itself. One that was found wrong is distrusted
-    whatever the adapter, until it starts anew.
+    handshake has it; it passes for each adapter by itself. What was found wrong without an adapter is wrong with
+    each; what was found wrong with an adapter says nothing of others. Distrust lasts until the producer starts anew,
+    or the adapter has other content.
     """
 
     _MOST = 65536
 
     def __init__(self) -> None:
         self._passed: dict[tuple[Source, int, bytes, str], None] = {}
-        self._distrusted: dict[tuple[Source, int], str] = {}
+        self._distrusted: dict[tuple[Source, int, str], str] = {}
 
     @property
     def distrusted(self) -> int:
-        """Ranks of producers whose KV was found wrong."""
-        return len(self._distrusted)
+        """Ranks of producers whose KV was found wrong, with whatever adapter."""
+        return len({key[:2] for key in self._distrusted})
 
     def passed(self, producer: Counterpart, adapter: str) -> None:
         """All that was compared of this producer was right."""
@@ -153,10 +154,14 @@ class AuditBook:
         while len(self._passed) > self._MOST:
             del self._passed[next(iter(self._passed))]
 
-    def distrust(self, source: Source, epoch: int, why: str) -> None:
-        """KV of this producer was wrong."""
-        self._distrusted.setdefault((source, epoch), why)
-        self._passed = {key: None for key in self._passed if key[:2] != (source, epoch)}
+    def distrust(self, source: Source, epoch: int, adapter: str, why: str) -> None:
+        """KV of this producer was wrong, computed with this adapter (empty: with none)."""
+        self._distrusted.setdefault((source, epoch, adapter), why)
+        self._passed = {
+            key: None
+            for key in self._passed
+            if key[:2] != (source, epoch) or adapter not in ("", key[3])
+        }
 
     def forget_passed(self) -> None:
         """This engine serves other weights: every producer has to pass again."""
@@ -169,8 +174,9 @@ class AuditBook:
             compares: it will only be compared.
         """
         source, epoch, _, model, _ = producer
-        if why := self._distrusted.get((source, epoch)):
-            return Cause.AUDIT, f"an earlier audit found: {why}"
+        for distrusted in ("", adapter):
+            if why := self._distrusted.get((source, epoch, distrusted)):
+                return Cause.AUDIT, f"an earlier audit found: {why}"
         if compares or (source, epoch, model, adapter) in self._passed:
             return None
         return Cause.UNAUDITED, "no audit of this producer has passed since it started"

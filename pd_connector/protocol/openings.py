@@ -98,7 +98,7 @@ class Openings:
             slot_bytes = self._config.slot_bytes
             problem = offer.problem(stream.message, stream.routes, slot_bytes) or stream.prepare()
             if problem is not None:
-                # The pages stay leased: who asked was not the consumer they are meant for.
+                # The pages stay leased for a moment (`cancel`): they may be meant for another consumer.
                 del outgoing.streams[session]
                 outgoing.refused.add(session)
                 return [_refusal(session, transfer, *problem)]
@@ -150,6 +150,10 @@ class Openings:
         outgoing.watchers.discard(session)
         if session not in outgoing.streams:
             known = session in outgoing.refused or session in outgoing.finished
+            if session in outgoing.refused and outgoing.final and outgoing.waits:
+                # As a rule no other consumer comes; one that waits says so with each heartbeat.
+                outgoing.expires = min(outgoing.expires, now + 2 * self._config.heartbeat_s)
+                self._transfers.schedule(outgoing)
             if known or outgoing.full(readers):
                 outgoing.refused.discard(session)
                 return self._draining.confirm(session, transfer)

@@ -52,6 +52,8 @@ class TransferParams(msgspec.Struct, frozen=True):
     """Tensor-parallel size of the producer."""
     remote_block_ids: Any = None
     """Null where the prefill may not have finished; its value is not used otherwise."""
+    remote_num_tokens: _Count | None = None
+    """Tokens of the prompt that the producer has computed: a proxy may append its first token."""
     remote_seal: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")] = ""
     """The producer's proof that the address is its own (`control.seal`)."""
     transfer_id: _Id | None = None

@@ -35,13 +35,18 @@ class _Audit:
     """One request that is audited."""
 
     fetch: Fetch
-    prompt_tokens: int
+    unchanged: Callable[[], bool]  # whether its adapter is still what it was when the request came
     pages: list[list[int]] = field(default_factory=list)  # by table, as vLLM allocates them
     computed: int = 0  # tokens, before the step that was scheduled last
     scheduled: int = 0  # and after it
     listed: tuple[int, ...] = ()  # first page of each table that is compared; empty before that
     keep_until: float | None = None  # the request has ended, and its pages are kept
     reports: int = 0  # of ranks for which the comparison is over
+
+    @property
+    def last(self) -> int:
+        """Tokens that are computed when the comparison begins: all that is wanted, and one more."""
+        return self.fetch.tokens + 1
 
 
 class Audits:
@@ -99,12 +104,16 @@ class Audits:
             self._chosen[request_id] = self._share > 0 and self._chance() < self._share
         return self._chosen[request_id] and self._eligible(fetch.pair, missing)
 
-    def begin(self, request_id: str, fetch: Fetch, prompt_tokens: int) -> bool:
-        """vLLM has allocated pages to compute a prompt; returns whether it will be audited."""
-        missing = prompt_tokens - 1 - fetch.computed_tokens
+    def begin(self, request_id: str, fetch: Fetch, unchanged: Callable[[], bool]) -> bool:
+        """vLLM has allocated pages to compute a prompt; returns whether it will be audited.
+
+        Args:
+            unchanged: asked when the prompt has been computed: with the adapter that the fetch names?
+        """
+        missing = fetch.tokens - fetch.computed_tokens
         if not self.computes(request_id, fetch, missing) or not self._eligible(fetch.pair, missing):
             return False
-        self._audits[request_id] = _Audit(fetch, prompt_tokens)
+        self._audits[request_id] = _Audit(fetch, unchanged)
         return True
 
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[str]]:
@@ -128,8 +137,11 @@ class Audits:
         for request_id, audit in list(self._audits.items()):
             if audit.keep_until is not None and audit.keep_until <= now:
                 commands += self._drop(request_id, Cause.STALLED)
-            elif not audit.listed and audit.scheduled >= audit.prompt_tokens:
-                commands.append(self._load(request_id, audit))  # computed with the step before
+            elif not audit.listed and audit.scheduled >= audit.last:
+                if audit.unchanged():
+                    commands.append(self._load(request_id, audit))  # computed with the step before
+                else:
+                    commands += self._drop(request_id, Cause.MODEL)
             tokens = output.num_scheduled_tokens.get(request_id, 0)
             audit.scheduled = max(audit.scheduled, audit.computed + tokens if tokens else 0)
         over, self._over = self._over, []
@@ -153,7 +165,7 @@ class Audits:
             return False, []
         audit.computed = max(audit.computed, computed)
         lost = zip(audit.listed, self._windows.first_kept(audit.computed), strict=False)
-        whole = complete and audit.scheduled >= audit.prompt_tokens
+        whole = complete and audit.scheduled >= audit.last
         if not whole or any(first < kept for first, kept in lost):
             return False, self._drop(request_id, Cause.ABORTED)
         audit.keep_until = self._clock() + self._keep_s
@@ -176,7 +188,8 @@ class Audits:
             if report.cause is Cause.AUDIT:
                 self._passed.pop(pair, None)
                 self._retry[pair] = self._clock() + self._retry_s
-                commands += [Distrust(engine, report.detail) for engine in report.engines]
+                adapter = audit.fetch.adapter
+                commands += [Distrust(engine, report.detail, adapter) for engine in report.engines]
             commands += self._drop(report.request, Cause.ABORTED)
         return commands
 
@@ -200,8 +213,8 @@ class Audits:
 
     def _load(self, request_id: str, audit: _Audit) -> Command:
         """Begin to compare. Of a window only its later half: vLLM goes on to free the earlier one."""
-        stop = audit.prompt_tokens - 1
-        kept = self._windows.first_kept(max(audit.computed, audit.prompt_tokens))
+        stop = audit.fetch.tokens
+        kept = self._windows.first_kept(max(audit.computed, audit.last))
         listed, tables = [], []
         for pages, first, (page_size, window) in zip(
             audit.pages, kept, self._windows.tables, strict=True

@@ -198,9 +198,12 @@ def _kind(layer: _Layer) -> tuple[Kind, int]:
         return "latent", 0
     if type(spec) is kv.FullAttentionSpec:
         return "attention", 0
+    mend = "serve this model without disaggregation"
+    if isinstance(spec, kv.ChunkedLocalAttentionSpec):  # Llama 4's; as full attention, all is kept
+        mend = "start both engines with --disable-hybrid-kv-cache-manager"
     raise UnsupportedGeometryError(
         f"cache of {layer.name} is of kind {type(spec).__name__}: PDConnector moves full and "
-        "sliding-window attention and MLA latents; serve this model without disaggregation"
+        f"sliding-window attention and MLA latents; {mend}"
     )
 
 

@@ -11,9 +11,11 @@ get_kv_connector_stats, shutdown.
 vLLM 0.31 to 0.33 call these hooks in the same way. Versions that do not know a hook do not call it.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -26,12 +28,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.protocol.peers import Peer, Source
-from pd_connector.vllm.adapter_loads import watch_loads
+from pd_connector.vllm.adapters import watch
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
 from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
+from pd_connector.vllm.versions import advice
 from pd_connector.vllm.weight_loads import watch_calls
 from pd_connector.vllm.windows import Windows
 from pd_connector.vllm.worker_side import WorkerSide
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger("pd_connector.vllm")
 
 HOST_VARIABLE = "VLLM_HOST_IP"
 """vLLM's own variable for the address of this host."""
@@ -83,6 +87,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            if what := advice(vllm.__version__):
+                logger.warning("vLLM %s: %s", vllm.__version__, what)
             groups = kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(
                 config,
@@ -97,7 +103,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             )
             watch_calls(self._scheduler)
             if vllm_config.lora_config is not None:
-                watch_loads(self._scheduler.identity)
+                watch(self._scheduler.identity.adapters)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, config)
 

@@ -31,6 +31,9 @@ class Fetch:
     adapter: str  # name and content; empty for none
     peers: tuple[Peer, ...]
     wait: bool
+    tokens: (
+        int  # that are wanted at most: the last one of a prompt is computed here, for its logits
+    )
     stage: Stage
     computed_tokens: int = 0  # found in the prefix cache when vLLM asked last
     failed: bool = False  # its load has failed: it is computed here

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the KV of a prompt depends on beside its tokens: adapters, and images and the like, by content."""
+"""What the KV of a prompt depends on beside its tokens: images and the like by content, and what an engine is told of
+them and of adapters (`adapters`)."""
 
 import hashlib
 import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from pd_connector.kv.identity import adapter_files, adapter_fingerprint, token_fingerprint
-from pd_connector.vllm.checkpoint import in_cache, read_processor_files
+from pd_connector.kv.identity import token_fingerprint
+from pd_connector.vllm.adapters import Adapters
+from pd_connector.vllm.checkpoint import read_processor_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,17 +25,6 @@ _MOST_INPUTS = 4096
 LEAST_ELEMENTS = 256
 """Of the largest tensor of an image or the like. One with less is told by its size only, as where an encode
 engine has the rest."""
-
-
-_State = tuple[int, int, int, int]
-"""Inode, size, and times of the last modification and the last change of a file. The latter cannot be
-set back."""
-
-
-class _Adapter(NamedTuple):
-    fingerprint: str
-    files: dict[Path, _State | None]  # as they were when they were read last
-    changed: bool = False  # since it was loaded
 
 
 def adapter_settings(vllm_config: "VllmConfig") -> str:
@@ -76,64 +66,39 @@ def _under(settings: Mapping[str, Any]) -> str:
 class RequestIdentity:
     """Fingerprints of requests' prompts. Used by one thread.
 
+    Attributes:
+        adapters: what is known of the engine's adapters.
+
     Args:
         settings: what the engine is told of adapters (`adapter_settings`).
         processor: how it processes images and the like (`processor_settings`).
     """
 
     def __init__(self, settings: str = "", processor: str = "") -> None:
-        self._settings = settings
+        self.adapters = Adapters(settings)
         self._processor = processor
-        self._adapters: dict[tuple[int, str], _Adapter] = {}
         self._inputs: OrderedDict[str, str] = OrderedDict()
 
-    def of(self, request: "Request") -> bytes:
+    def of(self, request: "Request", tokens: int | None = None) -> bytes:
         """Fingerprint of everything that the KV of a request's prompt depends on.
 
+        Args:
+            tokens: of the prompt's beginning that is meant; all of it by default.
+
         Raises:
-            OSError: the files of its adapter cannot be read.
+            OSError: the content of its adapter is not known.
         """
         assert request.prompt_token_ids is not None
-        features = request.mm_features or []
+        known, features = request.prompt_token_ids, request.mm_features or []
+        if tokens is not None and tokens < len(known):
+            known = known[:tokens]
+            features = [one for one in features if one.mm_position.offset < tokens]
         return token_fingerprint(
-            request.prompt_token_ids,
+            known,
             salt=request.cache_salt or "",
-            adapter=self.adapter(request),
+            adapter=self.adapters.name(request),
             inputs=[f"{self._input(feature)}@{feature.mm_position.offset}" for feature in features],
         )
-
-    def adapter(self, request: "Request") -> str:
-        """Name and content of a request's adapter; empty for none. Raises as `of`."""
-        return self._adapter(request.lora_request) if request.lora_request else ""
-
-    def load(self, lora: Any) -> None:
-        """vLLM is about to load an adapter: take note of its content now. Raises as `of`."""
-        self._adapter(lora)
-
-    def _adapter(self, lora: Any) -> str:
-        """Name and content of an adapter. Its files are read once, unless vLLM is told to load it
-        again under its number.
-
-        vLLM itself reads them again where it had no room to keep the adapter. If they have changed
-        by then, nobody knows which of the two contents a worker has.
-        """
-        key = int(lora.lora_int_id), str(lora.lora_path)
-        known = self._adapters.get(key)
-        if known is None or getattr(lora, "load_inplace", False):
-            path = Path(lora.lora_path).expanduser()
-            folder = path if path.is_dir() else in_cache(str(lora.lora_path), None) or path
-            files = {file: _state(file) for file in adapter_files(folder)}
-            known = self._adapters[key] = _Adapter(adapter_fingerprint(folder), files)
-        elif not (known.changed or _untouched(known)):
-            files = {file: _state(file) for file in known.files}
-            changed = adapter_fingerprint(next(iter(files)).parent) != known.fingerprint
-            known = self._adapters[key] = known._replace(files=files, changed=changed)
-        if known.changed:
-            raise OSError(
-                f"{lora.lora_path} has changed since the adapter was loaded; unload the adapter, and "
-                "load it again"
-            )
-        return f"{lora.lora_name} {known.fingerprint} {self._settings}".rstrip()
 
     def _input(self, feature: Any) -> str:
         """Hash of what the model is given for an image or the like: of what the engine's processor
@@ -188,20 +153,6 @@ def _arrays(value: object) -> "Iterator[torch.Tensor | np.ndarray]":
             yield from _arrays(one)
     elif hasattr(value, "data"):
         yield from _arrays(value.data)
-
-
-def _untouched(adapter: _Adapter) -> bool:
-    """Whether its files are untouched. One that is gone cannot be read again either."""
-    return all(_state(file) in (state, None) for file, state in adapter.files.items())
-
-
-def _state(file: Path) -> _State | None:
-    """None for a file that is not there."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _content(data: Mapping[str, Any]) -> str:

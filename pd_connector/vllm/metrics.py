@@ -20,6 +20,7 @@ from pd_connector.agent.metrics import (
     HISTOGRAMS,
     LABEL,
     PREFIX,
+    UNDER_WAY,
 )
 from pd_connector.telemetry import Telemetry
 
@@ -92,9 +93,9 @@ class RankGauges:
         self._changed |= bool(told)
 
     @property
-    def slots(self) -> int:
-        """Slots of all ranks that are not free."""
-        return int(sum(self._sum(name) for name in ("landing_slots", "send_slots")))
+    def under_way(self) -> bool:
+        """Whether some rank has told last that transfers are under way."""
+        return any(gauges.get(name) for gauges in self._by_rank.values() for name in UNDER_WAY)
 
     def changed(self) -> dict[str, float] | None:
         """The sum of each gauge over all ranks; None if none has changed since the last call."""

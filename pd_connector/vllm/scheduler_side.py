@@ -142,18 +142,17 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         """Tokens to fetch beyond what is cached here; None: ask again. May be asked often."""
         request_id = request.request_id
-        # The last token is computed here in any case, for its logits.
-        wanted = request.num_prompt_tokens - 1
         fetch = self._fetches.get(request_id)
         fetches = fetch is not None and fetch.waiting
-        if self._uncomputable.waits(request_id, wanted if fetches else num_computed_tokens):
+        there = fetch.tokens if fetch is not None and fetches else num_computed_tokens
+        if self._uncomputable.waits(request_id, there):
             return None, False
         if fetch is None or not fetches:
             if fetch is not None and fetch.failed and request_id not in self._uncomputable:
                 self.recomputed.asked(request, fetch)
             return 0, False
         fetch.computed_tokens = num_computed_tokens
-        missing = wanted - num_computed_tokens
+        missing = fetch.tokens - num_computed_tokens
         audited = request_id not in self._uncomputable and self._audits.computes(
             request_id, fetch, missing
         )
@@ -180,7 +179,11 @@ class SchedulerSide:
             tables = blocks.get_block_ids()
             self.unfilled.load(request.request_id, self._windows.unfilled(tables, first, stop))
             self._commands.append(fetch.load(request.request_id, stop, kept_pages(tables)))
-        elif self._audits.begin(request.request_id, fetch, request.num_prompt_tokens):
+        elif self._audits.begin(
+            request.request_id,
+            fetch,
+            lambda: self.identity.adapters.unchanged(request),
+        ):
             fetch.stage = Stage.AUDITED
         else:
             fetch.stage = Stage.OVER
@@ -245,8 +248,9 @@ class SchedulerSide:
 
     @property
     def pending_work(self) -> bool:
-        """Whether steps are needed although no request is: for commands, slots and audits."""
-        waits = self._gauges.slots or self._audits.pending or self._workers_called
+        """Whether steps are needed although no request is: for commands, audits, weights that may have changed, and until
+        all ranks have told that no transfer is under way. vLLM tells metrics with steps only."""
+        waits = self._gauges.under_way or self._audits.pending or self._workers_called
         return bool(self._commands or waits)
 
     def request_finished(
@@ -263,7 +267,7 @@ class SchedulerSide:
         self.unfilled.settle(request_id)
         self.stale.finished(request_id, pages)
         self._uncomputable.discard(request_id)
-        complete = request.status in _COMPLETE
+        complete = request.status in _COMPLETE and self.identity.adapters.unchanged(request)
         compared, commands = self._audits.finished(
             request_id, request.num_computed_tokens, complete=complete
         )
@@ -290,20 +294,28 @@ class SchedulerSide:
         except UntrustedAddressError as error:
             self._ignore(request, Cause.UNTRUSTED_ADDRESS, str(error))
             return
-        identity = self._identity_of(request)
-        if identity is None:
-            return
         watch = parsed.wait and self._config.defer_pages
-        stage = Stage.WATCHED if watch else Stage.HELD
-        fetch = Fetch(transfer, *identity, peers, parsed.wait, stage)
-        self._fetches[request.request_id] = fetch
+        # A prompt may go on after the producer's: a proxy has appended its first token, for instance.
+        computed = request.num_prompt_tokens
+        if parsed.remote_num_tokens is not None:
+            computed = parsed.remote_num_tokens
+        identity = self._identity_of(request, computed)
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
+        if identity is None:  # its pages are not needed
+            self._commands.append(Drop(request.request_id, Cause.MODEL))
+            return
+        tokens = min(computed, request.num_prompt_tokens - 1)
+        stage = Stage.WATCHED if watch else Stage.HELD
+        fetch = Fetch(transfer, *identity, peers, parsed.wait, tokens, stage)
+        self._fetches[request.request_id] = fetch
 
-    def _identity_of(self, request: "Request") -> tuple[bytes, str] | None:
-        """What its KV depends on, and its adapter; None where that is not known, and the request is
-        computed here."""
+    def _identity_of(
+        self, request: "Request", tokens: int | None = None
+    ) -> tuple[bytes, str] | None:
+        """What KV of its first tokens (all by default) depends on, and its adapter; None where that is not known, and
+        the request is computed here."""
         try:
-            return self.identity.of(request), self.identity.adapter(request)
+            return self.identity.of(request, tokens), self.identity.adapters.name(request)
         except OSError as error:
             detail = f"its adapter cannot be told by content: {error}"
             self._ignore(request, Cause.MODEL, detail)

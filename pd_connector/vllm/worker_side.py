@@ -56,7 +56,8 @@ class WorkerSide:
         self._model: ModelWatch | None = None
         self._told_changes = 0
         self._rank = int(vllm_config.parallel_config.rank)
-        self._gauges: dict[str, float] = {}  # as the scheduler knows them
+        self._gauges: dict[str, float] = {}  # before the last outcomes were taken
+        self._told: dict[str, float] = {}  # as the scheduler knows them
         self._prefills: list[Prefill] = []
         self._idle = False
         self._backoff = IdleBackoff(alone=vllm_config.parallel_config.world_size == 1)
@@ -163,6 +164,8 @@ class WorkerSide:
         """Requests whose pages may be freed, whose load has ended, and whose load failed."""
         if self._idle and self._agent and not self._lockstep:
             self._backoff.pause(self._agent.wait_for_outcome)
+        # Gauges that are at rest here were so when all that is taken below had been counted.
+        self._gauges = self._agent.telemetry.gauges() if self._agent else {}
         sent, self._over = set(self._over), []
         received: set[str] = set()
         failed: set[str] = set()
@@ -191,14 +194,13 @@ class WorkerSide:
 
     def activity(self) -> WorkerActivity:
         """What has ended or changed since the last call."""
-        gauges = self._agent.telemetry.gauges() if self._agent else {}
-        changed, self._gauges = gauges != self._gauges, gauges
+        changed, self._told = self._gauges != self._told, self._gauges
         activity = WorkerActivity(
             frozenset(self._ready),
             frozenset(self._unavailable),
             tuple(self._audits),
             frozenset(self._unaudited),
-            {self._rank: gauges} if changed else {},
+            {self._rank: self._gauges} if changed else {},
             self._weights_changed(),
         )
         for told in (self._ready, self._unavailable, self._audits, self._unaudited):

@@ -167,7 +167,7 @@ def test_the_message_names_both_models(start: Any, ranks: Ranks) -> None:
     assert f"{ours}; at the producer: config 07070707 weights 01010101" in found.detail
 
 
-def test_each_adapter_passes_by_itself_and_a_mismatch_counts_for_all(start: Any) -> None:
+def test_each_adapter_passes_by_itself_and_a_mismatch_counts_for_that_one(start: Any) -> None:
     producer, consumer = start()
     offer(producer, "a", "b", "c", "d", "e")
     assert load(consumer, producer, "a", compares=True, adapter="one").cause is None
@@ -176,7 +176,12 @@ def test_each_adapter_passes_by_itself_and_a_mismatch_counts_for_all(start: Any)
     assert load(consumer, producer, "c", compares=False, adapter="two").cause == Cause.UNAUDITED
     producer.layers[0] *= 2
     assert load(consumer, producer, "d", compares=True, adapter="two").cause == Cause.AUDIT
-    assert load(consumer, producer, "e", compares=False, adapter="one").cause == Cause.AUDIT
+    assert load(consumer, producer, "e", compares=False, adapter="two").cause == Cause.AUDIT
+    offer(producer, "f", "g", "h")
+    assert load(consumer, producer, "f", compares=False, adapter="one").cause is None
+    computed([producer], consumer)
+    assert load(consumer, producer, "g", compares=True).cause == Cause.AUDIT
+    assert load(consumer, producer, "h", compares=False, adapter="one").cause == Cause.AUDIT
 
 
 def test_who_starts_anew_has_to_pass_again(start: Any, ranks: Ranks) -> None:
@@ -316,10 +321,10 @@ def test_every_pipeline_stage_compares_its_layers(
         else:
             assert one.cause is None
     # Until the scheduler has told the others, only these refuse: a load needs all ranks.
-    found = load_by_all(producers, consumers, "d", compares=False)
+    found = load_by_all(producers, consumers, "d", compares=False, adapter="one")
     assert [one.cause == Cause.AUDIT for one in found] == [1 in c.layers for c in consumers]
     for consumer in consumers:
-        consumer.agent.submit(Distrust("engine", "a rank found it"))
+        consumer.agent.submit(Distrust("engine", "a rank found it", "one"))
         until(lambda: consumer.gauge("distrusted_producers"), "every rank to follow")  # noqa: B023
 
 

@@ -20,6 +20,7 @@ NAME_ARGS = ("--served-model-name", "tiny")  # one for all: a port may be taken 
 PROBE_ARGS = ("--worker-extension-cls", "probe.Probe")
 PROBE_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # for the route /collective_rpc
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "PYTHONPATH": str(Path(__file__).parent),
 }
 # --enforce-eager leaves vLLM's helpers compiled, each at its first use: the one that ranks logprobs

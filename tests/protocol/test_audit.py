@@ -114,10 +114,29 @@ def test_who_has_passed_is_believed_for_that_adapter_and_model_until_it_starts_a
     assert refused(epoch=6) == Cause.UNAUDITED
     assert refused(model=b"other") == Cause.UNAUDITED
     book.passed(PRODUCER, "adapter")
-    book.distrust(SOURCE, 5, "it")
+    book.distrust(SOURCE, 5, "", "it")
     assert [refused(), refused("adapter"), refused(compares=True)] == [Cause.AUDIT] * 3
     assert refused(epoch=6) == Cause.UNAUDITED
     assert book.distrusted == 1
+
+
+def test_what_is_wrong_with_one_adapter_is_distrusted_with_that_adapter_only() -> None:
+    book = AuditBook()
+
+    def refused(adapter: str, *, compares: bool = False) -> object:
+        found = book.problem(PRODUCER, adapter, compares=compares)
+        return found and found[0]
+
+    for adapter in ("", "sql 1", "law 1"):
+        book.passed(PRODUCER, adapter)
+    book.distrust(SOURCE, 5, "sql 1", "it")
+    assert [refused("sql 1"), refused("sql 1", compares=True)] == [Cause.AUDIT] * 2
+    assert [refused(""), refused("law 1")] == [None, None], "others are right"
+    assert refused("sql 2") == Cause.UNAUDITED, "other content under its name may pass"
+    assert refused("sql 2", compares=True) is None
+    assert book.distrusted == 1, "one producer, whatever is wrong with it"
+    book.distrust(SOURCE, 5, "", "the model")
+    assert [refused(adapter) for adapter in ("", "law 1", "sql 2")] == [Cause.AUDIT] * 3
 
 
 def test_a_load_is_refused_before_anything_is_asked_for() -> None:

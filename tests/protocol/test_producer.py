@@ -138,6 +138,21 @@ def test_what_cannot_be_sent_is_refused_and_the_lease_stands(
     assert producer.open(TWO, opening(), ROUTES, 0.0) == [Reply(TWO, ACCEPT)]
 
 
+def test_what_was_refused_is_kept_for_a_moment_unless_another_consumer_waits(producer: Producer):
+    """The proxy named one consumer, and sent it another prompt."""
+    moment_s = 2 * CONFIG.heartbeat_s
+    assert moment_s < CONFIG.lease_s
+    producer.offer(OFFER, 0.0)
+    assert producer.tick(moment_s) == []
+    assert refused(producer.open(ONE, opening(tokens="others"), ROUTES, moment_s), Cause.TOKENS)
+    producer.cancel(ONE, "t", Cause.TOKENS, moment_s)
+    producer.heartbeat(TWO, ["t"], 1.5 * moment_s)
+    assert producer.tick(2 * moment_s) == []
+    producer.open(ONE, opening(tokens="others"), ROUTES, 2 * moment_s)
+    producer.cancel(ONE, "t", Cause.TOKENS, 2 * moment_s)
+    assert producer.tick(3 * moment_s) == [Free("request", Cause.LEASE_EXPIRED)]
+
+
 def test_a_transfer_is_opened_once(producer: Producer):
     producer.offer(OFFER, 0.0)
     producer.open(ONE, opening(), ROUTES, 0.0)

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import KVTransferConfig
+from vllm.config.lora import LoRAConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -43,6 +45,7 @@ class SteppedEngine:
         additional: vLLM's `additional_config`.
         blocks: of the cache.
         budget: tokens in a step.
+        adapters: whether it is started with LoRA.
         extra: the connector's config.
     """
 
@@ -55,6 +58,7 @@ class SteppedEngine:
         additional: dict[str, Any] | None = None,
         blocks: int = 200,
         budget: int = 64,
+        adapters: bool = False,
         **extra: Any,
     ) -> None:
         config = config_of(
@@ -66,6 +70,8 @@ class SteppedEngine:
             kv_role=role,
             kv_connector_extra_config=extra,
         )
+        if adapters:
+            config.lora_config = LoRAConfig(max_loras=2)
         accepts = SimpleNamespace(accept_tokens=lambda *_: True)
         self.scheduler = scheduler_of(scheduler, config, accepts, blocks=blocks, specs=specs)
         self.commands: list[Command] = []
@@ -82,6 +88,7 @@ class SteppedEngine:
         seed: int = 0,
         *,
         qos: str = "",
+        lora: LoRARequest | None = None,
         **kv: Any,
     ) -> Request:
         """A request arrives; prompts of one seed begin alike."""
@@ -96,6 +103,7 @@ class SteppedEngine:
                 max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
             ),
             pooling_params=None,
+            lora_request=lora,
             block_hasher=_hasher,
         )
         self.scheduler.add_request(request)

@@ -212,12 +212,16 @@ def test_it_can_be_switched_off() -> None:
 def test_each_adapter_is_audited_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SteppedEngine()
     passed(engine)
-    monkeypatch.setattr(engine.side.identity, "adapter", lambda request: "an adapter")
+    monkeypatch.setattr(engine.side.identity.adapters, "name", lambda request: "an adapter")
     engine.fetch("a", 40, seed=1)
     engine.step()
     engine.step()
     (load,) = loads(engine)
     assert (load.compares, load.adapter) == (True, "an adapter")
+    engine.step(report("a", Cause.AUDIT))
+    engine.step()
+    told = [command for command in engine.commands if isinstance(command, Distrust)]
+    assert told == [Distrust("producer", "why", "an adapter")], "for all ranks"
 
 
 def test_what_is_cached_here_is_not_compared() -> None:

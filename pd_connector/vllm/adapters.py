@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters (LoRA) by content: for peers, and for vLLM's own prefix cache.
+
+vLLM keys the pages of its prefix cache by an adapter's name and path. Another adapter that is loaded under both
+would find the pages of the one before, and they would be handed over as its own. So pages are keyed by content,
+too. Tiers that other connectors keep by vLLM's block hashes follow.
+
+A request keeps what its adapter was when it came. Its KV is handed over only if the files are untouched when it ends:
+vLLM reads an adapter again that it had no room for, also while a request for it runs.
+"""
+
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pd_connector.kv.identity import adapter_files, adapter_fingerprint
+from pd_connector.vllm.checkpoint import in_cache
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_State = tuple[int, int, int, int]
+"""Inode, size, and times of the last modification and the last change of a file. The latter cannot be
+set back."""
+_USES = "_pd_connector_adapters"
+_KEYS = "_gen_lora_extra_hash_keys"
+"""vLLM's function that says what an adapter adds to the hash of a page."""
+_WATCHED = "_pd_connector_watched"
+
+
+class _Files(NamedTuple):
+    """An adapter's files as they were read."""
+
+    fingerprint: str
+    folder: Path
+    states: dict[Path, _State]
+
+
+class _Loaded(NamedTuple):
+    """An adapter that vLLM was told to load."""
+
+    path: str
+    files: _Files | None  # None where they could not be read
+    problem: str = ""  # why its content is not known
+    reading: int = 0  # another number wherever its files may have been others
+
+
+class _Use(NamedTuple):
+    """The adapter of one request, as it was when the request came."""
+
+    name: str  # and content
+    pages: str  # what its pages are kept under, beside the adapter's name and path
+    problem: str
+    reading: int
+
+
+class Adapters:
+    """What is known of an engine's adapters. Any thread may ask.
+
+    Attributes:
+        problem: why no adapter is believed; empty as a rule.
+
+    Args:
+        settings: what the engine is told of adapters (`inputs.adapter_settings`).
+    """
+
+    def __init__(self, settings: str = "") -> None:
+        self.problem = ""
+        self._settings = settings
+        self._loaded: dict[int, _Loaded] = {}  # by vLLM's number
+        self._doubts: dict[
+            str, int
+        ] = {}  # by fingerprint: how often its pages may have been others
+        self._readings = 0
+        self._lock = threading.Lock()
+
+    def name(self, request: "Request") -> str:
+        """Name and content of a request's adapter; empty for none.
+
+        Raises:
+            OSError: the content is not known.
+        """
+        if not request.lora_request:
+            return ""
+        use = self._use(request)
+        if use.problem:
+            raise OSError(use.problem)
+        return use.name
+
+    def pages(self, request: "Request") -> str:
+        """What pages of a request are kept under, beside the name and the path of its adapter."""
+        return self._use(request).pages
+
+    def unchanged(self, request: "Request") -> bool:
+        """Whether all that was computed for a request was computed with the adapter that `name` told."""
+        if not request.lora_request:
+            return True
+        use = self._use(request)
+        with self._lock:
+            now = self._look(request.lora_request)
+        return now.reading == use.reading and not use.problem
+
+    def before_load(self, lora: Any) -> _Files | None:
+        """vLLM is told to load an adapter. Returns its files for `load`; None where they are not here."""
+        if int(lora.lora_int_id) in self._loaded and not _in_place(lora):
+            return None  # vLLM has it
+        try:
+            return _read(str(lora.lora_path))
+        except OSError as error:
+            logger.debug("adapter %s cannot be read before it is loaded: %r", lora, error)
+            return None
+
+    def load(self, lora: Any, before: _Files | None) -> None:
+        """vLLM has loaded an adapter.
+
+        Args:
+            before: its files when it began. If they lie in another folder now, vLLM has downloaded them.
+        """
+        number, path = int(lora.lora_int_id), str(lora.lora_path)
+        with self._lock:
+            for other, known in list(self._loaded.items()):
+                if known.path == path:
+                    self._refresh(other, known)
+            replaced = self._loaded.get(number)
+            if replaced is not None and not _in_place(lora):
+                return  # vLLM had it already
+            if replaced is not None and replaced.files is not None:
+                self._doubt(replaced.files)
+            loaded = _load(path)
+            files = loaded.files
+            if before and files and files.folder == before.folder and files != before:
+                loaded = loaded._replace(
+                    problem=f"{path} has changed while it was loaded; load it again"
+                )
+            self._note(number, loaded)
+
+    def _use(self, request: "Request") -> _Use:
+        uses = vars(request).setdefault(_USES, {})
+        if self not in uses:
+            with self._lock:
+                uses[self] = self._begin(request.lora_request)
+        return uses[self]  # type: ignore[no-any-return]
+
+    def _begin(self, lora: Any) -> _Use:
+        """A request comes for an adapter."""
+        loaded = self._look(lora)
+        problem = loaded.problem or self.problem
+        if problem or loaded.files is None:
+            pages = f"unknown {lora.lora_int_id}.{loaded.reading}"
+            return _Use("", pages, problem, loaded.reading)
+        content = loaded.files.fingerprint
+        layout = "3d" if getattr(lora, "is_3d_lora_weight", False) else ""
+        told = " ".join(part for part in (content, layout, self._settings) if part)
+        pages = f"{told}.{self._doubts.get(content, 0)}"
+        return _Use(f"{lora.lora_name} {told}", pages, "", loaded.reading)
+
+    def _look(self, lora: Any) -> _Loaded:
+        """An adapter as it is now."""
+        number, path, in_place = int(lora.lora_int_id), str(lora.lora_path), _in_place(lora)
+        known = self._loaded.get(number)
+        if known is None or (in_place and known.path != path):
+            return self._note(number, _load(path))
+        if known.path != path:
+            problem = (
+                f"adapter {number} is loaded from {known.path}: {path} needs a number of its own"
+            )
+            return known._replace(problem=problem)
+        return self._refresh(number, known, in_place=in_place)
+
+    def _refresh(self, number: int, known: _Loaded, *, in_place: bool = False) -> _Loaded:
+        """Look whether the files of an adapter are untouched. If not, pages that it has computed may be of either
+        content, and are found no more.
+
+        Args:
+            in_place: vLLM reads the files again for every step, and has what they have.
+        """
+        if (known.problem and not in_place) or _untouched(known):
+            return known
+        loaded = _load(known.path)
+        if known.files is not None:
+            self._doubt(known.files)
+            same = loaded.files is not None and loaded.files.fingerprint == known.files.fingerprint
+            if not same and not in_place:
+                changed = f"{known.path} has changed since the adapter was loaded; unload the adapter, and load it again"
+                loaded = loaded._replace(problem=changed)
+        return self._note(number, loaded)
+
+    def _note(self, number: int, loaded: _Loaded) -> _Loaded:
+        self._readings += 1
+        self._loaded[number] = loaded._replace(reading=self._readings)
+        return self._loaded[number]
+
+    def _doubt(self, files: _Files) -> None:
+        self._doubts[files.fingerprint] = self._doubts.get(files.fingerprint, 0) + 1
+
+
+def _in_place(lora: Any) -> bool:
+    return bool(getattr(lora, "load_inplace", False))
+
+
+def _load(path: str) -> _Loaded:
+    try:
+        return _Loaded(path, _read(path))
+    except OSError as error:
+        return _Loaded(path, None, str(error))
+
+
+def _read(path: str) -> _Files:
+    """Raises OSError: there are no weights of an adapter, or they cannot be read."""
+    folder = _folder(path)
+    states = _states(folder)
+    files = _Files(adapter_fingerprint(folder), folder, states)
+    if _states(folder) != states:
+        raise OSError(f"{path} has changed while it was read; load the adapter again")
+    return files
+
+
+def _folder(path: str) -> Path:
+    """Where vLLM would read an adapter now."""
+    local = Path(os.path.expanduser(path))  # Path's own raises where there is no such user
+    return local if local.is_dir() else in_cache(path, None) or local
+
+
+def _states(folder: Path) -> dict[Path, _State]:
+    """Raises OSError if there are no weights of an adapter."""
+    found = {file: file.stat() for file in adapter_files(folder)}
+    return {
+        file: (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        for file, state in found.items()
+    }
+
+
+def _untouched(known: _Loaded) -> bool:
+    """Whether vLLM would read again what it has read. Files that are gone cannot be read."""
+    if known.files is None or _folder(known.path) != known.files.folder:
+        return False
+    try:
+        return _states(known.files.folder) == known.files.states
+    except OSError:
+        return True
+
+
+_watching: "weakref.WeakSet[Adapters]" = weakref.WeakSet()
+
+
+def watch(adapters: Adapters) -> None:
+    """Tell it of each adapter that the engine of this process loads, and key vLLM's pages by what it says."""
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine.core import EngineCore
+
+    keys = getattr(kv_cache_utils, _KEYS, None)
+    if keys is None:
+        adapters.problem = (
+            "this version of vLLM does not let pages be told by an adapter's content: KV of adapters is not "
+            "handed over; take a version that pd-connector knows"
+        )
+        return
+    _watching.add(adapters)
+    if not hasattr(keys, _WATCHED):
+        setattr(kv_cache_utils, _KEYS, _by_content(keys))
+    if not hasattr(EngineCore.add_lora, _WATCHED):
+        EngineCore.add_lora = _watched(EngineCore.add_lora)
+
+
+def _by_content(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    @functools.wraps(original)
+    def extra_keys(request: Any) -> list[Any]:
+        found = original(request)
+        if not found:
+            return found
+        told = sorted({adapters.pages(request) for adapters in list(_watching)})
+        return [(*key[:-1], " ".join((key[-1], *told))) for key in found]
+
+    setattr(extra_keys, _WATCHED, True)
+    return extra_keys
+
+
+def _watched(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def add_lora(core: Any, lora_request: Any) -> bool:
+        before = [(adapters, adapters.before_load(lora_request)) for adapters in list(_watching)]
+        loaded = original(core, lora_request)
+        for adapters, files in before:
+            adapters.load(lora_request, files)
+        return loaded
+
+    setattr(add_lora, _WATCHED, True)
+    return add_lora
