@@ -96,6 +96,7 @@ async def health(request: web.Request) -> web.StreamResponse:
         "status": "ok" if serves else "unavailable",
         "disaggregates": bool(decode) and any(engine.address for engine in prefill),
         "tokens": request.app[SHARED].tokens.source,
+        "token_ids": request.app[SHARED].tokens.why_text or "sent",
         "engines": pool.describe(),
     }
     return web.json_response(state, status=200 if serves else 503)

@@ -9,6 +9,7 @@ from typing import Any
 from multidict import CIMultiDict
 
 from scheduler_plugins.router.client.answers import REQUEST_ID
+from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.policies.base import Request
@@ -50,6 +51,7 @@ class Asked:
         self.path = path
         self.body = body
         self.ids: list[int] | None = None
+        self._in_tokens: tuple[dict[str, Any], str] | None = None
         self.request = self._described()
 
     @property
@@ -69,14 +71,22 @@ class Asked:
         found = await self._shared.tokens.of(self.body)
         if found.tokens is not None:
             self.request = self._described(found)
-            if found.certain:
-                self.body = with_tokens(self.body, token_list(found.tokens))
+            if found.digest:
+                self._in_tokens = with_tokens(self.body, token_list(found.tokens)), found.digest
+
+    def body_for(self, *engines: BackendEngine) -> dict[str, Any]:
+        """`body` with its tokens for its text, if all these engines are known to make the same tokens of it; else `body`."""
+        if self._in_tokens is None:
+            return self.body
+        body, digest = self._in_tokens
+        known = self._shared.tokens
+        return body if all(known.confirmed(digest, engine) for engine in engines) else self.body
 
     def ask_for_rest(self, rest: dict[str, Any]) -> None:
         """Ask for `StreamRecord.next_body` from now on: a completion, or the client's chat once more."""
         if "messages" in rest:
             return
-        self.body, self.path, self.ids = rest, COMPLETIONS, None
+        self.body, self.path, self.ids, self._in_tokens = rest, COMPLETIONS, None, None
         self.request = self.request._replace(
             tokens=len(rest["prompt"]),
             hashes=PromptKeys((), token_bytes(rest["prompt"])),

@@ -133,10 +133,14 @@ class Dispatch:
         """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
         asked, told = self._asked, as_told(prefill, rank)
         if told.kind is (decode.kind or Kind.VLLM):
-            return engine_bodies.of_one_kind(self._body(decode), asked.path, told)
+            return engine_bodies.of_one_kind(self._body(decode, prefill), asked.path, told)
         if asked.ids is None:
             asked.ids = await prompt_ids(
-                self._shared.connections, decode, asked.body, asked.headers, self._config
+                self._shared.connections,
+                decode,
+                asked.body_for(decode),
+                asked.headers,
+                self._config,
             )
         return engine_bodies.of_two_kinds(self._body(decode), told, asked.ids)
 
@@ -149,11 +153,12 @@ class Dispatch:
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning("request %s: prefill on %s failed: %s", self._asked.id, engine.url, failure)
 
-    def _body(self, engine: BackendEngine) -> dict[str, Any]:
-        """What the answering engine is asked, and for the ids that a resumption needs."""
+    def _body(self, engine: BackendEngine, *besides: BackendEngine) -> dict[str, Any]:
+        """What the answering engine is asked, and for the ids that a resumption needs. `besides`: is asked the same."""
+        body = self._asked.body_for(engine, *besides)
         if self._record is None or engine.kind is Kind.SGLANG:
-            return self._asked.body
-        return {**self._asked.body, **self._record.asks}
+            return body
+        return {**body, **self._record.asks}
 
     def _call(
         self, part: str, engine: BackendEngine, path: str, content: dict[str, Any]
