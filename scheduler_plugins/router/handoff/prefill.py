@@ -17,6 +17,7 @@ from scheduler_plugins.router.engines.exchange import (
     EngineCall,
     EngineFailedError,
     OverloadedError,
+    RefusedError,
     ResponseTimeouts,
     ended_early,
     exchange,
@@ -135,12 +136,12 @@ class PrefillCopy:
         A prefill engine that dies takes its session with it, so the decode engine notices, and computes the
         prompt itself unless another prefill engine can do it. A prefill
         engine that lives but never took the copy leaves the decode engine waiting for a transfer that
-        nobody knows. If it said that it is overloaded, there is no reason to wait; otherwise the decode
+        nobody knows. If it said that it is overloaded or takes no such prompt, there is no reason to wait; otherwise the decode
         engine has `refusal_grace_s` to find the KV in its own cache, or to answer all the same.
         """
         if self.failure is None or (self.failure.accepted and not self._elsewhere()):
             return None
-        if isinstance(self.failure, OverloadedError):
+        if isinstance(self.failure, OverloadedError | RefusedError):
             return PrefillRefusedError(self.failure)
         if now - self._failed_at < self._config.refusal_grace_s:
             return None

@@ -51,6 +51,7 @@ class Asked:
         self.path = path
         self.body = body
         self.ids: list[int] | None = None
+        self._counted = False
         self._in_tokens: tuple[dict[str, Any], str] | None = None
         self.request = self._described()
 
@@ -58,6 +59,14 @@ class Asked:
     def one_engine(self) -> bool:
         """Whether one engine serves it, because its endpoint knows no transfers."""
         return self.path in ONE_ENGINE
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's length, where it is known and not only estimated; else 0."""
+        prompt = self.body.get("prompt")
+        if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
+            return len(prompt)
+        return self.request.tokens if self._counted else 0
 
     @property
     def streams(self) -> bool:
@@ -70,7 +79,7 @@ class Asked:
             return
         found = await self._shared.tokens.of(self.body)
         if found.tokens is not None:
-            self.request = self._described(found)
+            self.request, self._counted = self._described(found), True
             if found.digest:
                 self._in_tokens = with_tokens(self.body, token_list(found.tokens)), found.digest
 

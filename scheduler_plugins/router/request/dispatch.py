@@ -14,9 +14,11 @@ from aiohttp import web
 
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
+    REFUSES,
     EngineCall,
     EngineFailedError,
     Exchange,
+    RefusedError,
     ResponseTimeouts,
     exchange,
     raise_for_status,
@@ -25,7 +27,7 @@ from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
 from scheduler_plugins.router.handoff import engine_bodies
 from scheduler_plugins.router.handoff.prefill import PrefillCopy, as_told
-from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, prompt_ids
+from scheduler_plugins.router.handoff.prompt_ids import prompt_ids
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.request.asked import Asked
 from scheduler_plugins.router.request.responder import Responder
@@ -97,7 +99,7 @@ class Dispatch:
         rank = rank_of_prefill(prefill, asked.request, pool.prefixes, asked.headers)
         try:
             plan = await self._handoff(attempt.answering, prefill, rank)
-        except NotTokenizedError as error:
+        except RefusedError as error:
             return await self._responder.refuse(error), "client_error"
         call = self._call("decode", attempt.answering, asked.path, plan.decode)
         copy = PrefillCopy(
@@ -130,7 +132,7 @@ class Dispatch:
     async def _handoff(
         self, decode: BackendEngine, prefill: BackendEngine, rank: int | None
     ) -> engine_bodies.Handoff:
-        """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
+        """What both engines are sent. Raises RefusedError, EngineFailedError."""
         asked, told = self._asked, as_told(prefill, rank)
         if told.kind is (decode.kind or Kind.VLLM):
             return engine_bodies.of_one_kind(self._body(decode, prefill), asked.path, told)
@@ -148,7 +150,7 @@ class Dispatch:
         """A prefill engine failed its copy: the next attempt uses another one."""
         self._candidates.prefill_failed(engine, failure)
         # The answering engine has taken the request: now it counts. The copy could not know that.
-        if failure.blames_request:
+        if failure.blames_request and not isinstance(failure, RefusedError):
             self._shared.pool.report_failure(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning("request %s: prefill on %s failed: %s", self._asked.id, engine.url, failure)
@@ -181,6 +183,8 @@ class Dispatch:
             self._shared.connections, engine, call, timeouts, config, copy
         ) as answer:
             await raise_for_status(answer)
+            if answer.status in REFUSES and self._candidates.longer(engine):
+                raise RefusedError(answer.status, await answer.read_all())
             yield answer
 
     async def _pass_on(

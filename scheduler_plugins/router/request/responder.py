@@ -22,12 +22,12 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     Exchange,
+    RefusedError,
     ended_early,
     excerpt,
 )
 from scheduler_plugins.router.handoff.first_token import FirstTokenPatch
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
-from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.resume import StreamRecord
 
@@ -111,7 +111,7 @@ class Responder:
             await self._client.write(events)
         return await self._client.finish()
 
-    async def refuse(self, error: NotTokenizedError) -> web.StreamResponse:
+    async def refuse(self, error: RefusedError) -> web.StreamResponse:
         """Hand on the engine's own words on what is wrong with the request."""
         returned = headers_to_client({"Content-Type": "application/json"}, self._request_id)
         response = web.StreamResponse(status=error.status, headers=returned)
