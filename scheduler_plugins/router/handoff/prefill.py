@@ -27,11 +27,15 @@ from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import sent_to
 from scheduler_plugins.router.handoff.engine_bodies import Prefill
 from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
+from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
+
+USAGE_S = 1.0
+"""Longest wait for a prefill engine to tell what it had cached, once the decode engine has told its own."""
 
 
 def as_told(engine: BackendEngine, rank: int | None) -> Prefill:
@@ -83,6 +87,7 @@ class PrefillCopy:
         """Called when the engine has answered, or has failed."""
         self._failed_at = 0.0
         self._answer: FirstLogprobs | None = None
+        self._usage: PromptUsage | None = None
         self._id = uuid.uuid4().hex
         self._call = call if rank is None else sent_to(call, rank)
         self._rank = rank or 0
@@ -123,12 +128,27 @@ class PrefillCopy:
             # The decode engine has answered, so the prompt was computed, whether or not it was said yet.
             self._prefilled()
 
+    @property
+    def lends(self) -> bool:
+        """Whether the decode engine's answer lacks `first_logprobs`."""
+        return self.top_logprobs >= 0
+
     async def first_logprobs(self) -> FirstLogprobs:
         """Log probabilities of the first token, from the prefill engine's answer. Raises EngineFailedError where it has none."""
         await self._task
         if self._answer is None:
             raise EngineFailedError("no_logprobs", "the prefill engine told no log probabilities")
         return self._answer
+
+    async def usage_patch(self, decode: Kind | None) -> UsagePatch | None:
+        """What corrects the decode engine's count of cached tokens; None where that is right."""
+        await asyncio.wait({self._task}, timeout=USAGE_S)
+        if self.failure is not None and not self.failure.accepted:
+            return None  # it computed nothing, so nothing was handed over
+        told = self._usage or PromptUsage()
+        if told.cached is None and decode is Kind.SGLANG:
+            return None  # its prefill engine tells it with the KV
+        return UsagePatch(told)
 
     def refused(self, now: float) -> EngineFailedError | None:
         """Why a decode engine that still waits for the KV waits in vain; None if it may not.
@@ -181,7 +201,8 @@ class PrefillCopy:
         if ABORTED in raw:
             raise ended_early()
         self._answer = first_logprobs(answer, max(0, self.top_logprobs))
-        self._count_hits(answer)
+        self._usage = prompt_usage(answer)
+        self._count_hits(self._usage.cached)
         self.engine.circuit.succeeded()
         seen = body.address_in(answer)
         if seen is not None and self.engine.moved(self._rank, seen):
@@ -194,9 +215,8 @@ class PrefillCopy:
             self._pool.learnt(self.engine, self._tokens, cached, took_s)
         self._prefilled()
 
-    def _count_hits(self, answer: object) -> None:
+    def _count_hits(self, told: int | None) -> None:
         """Compare what the index expected to be cached with what the engine says was."""
-        told = body.cached_tokens_in(answer)
         if told is not None:
             known = self.engine.metrics
             known.cached_tokens.labels("expected").inc(max(0, self._tokens - self._fresh_tokens))

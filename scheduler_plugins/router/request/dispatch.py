@@ -118,12 +118,11 @@ class Dispatch:
             "prefill", "" if failure is None else failure.cause
         )
         copy.top_logprobs = plan.lends_logprobs
-        lender = copy if plan.lends_logprobs >= 0 else None
         client_error = False
         try:
             async with copy, self._answer(attempt.answering, call, copy) as answer:
                 client_error = 400 <= answer.status < 500
-                return await self._pass_on(answer, attempt, lender)
+                return await self._pass_on(answer, attempt, copy)
         finally:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
@@ -188,7 +187,7 @@ class Dispatch:
             yield answer
 
     async def _pass_on(
-        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
+        self, answer: Exchange, attempt: Attempt, copy: PrefillCopy | None = None
     ) -> tuple[web.StreamResponse, str]:
         asked = self._asked
         if self._record is not None and not self._record.resumed:
@@ -201,4 +200,4 @@ class Dispatch:
             if asked.streams and attempt.expected_s is not None:
                 self._shared.came(asked.request, attempt.expected_s, asked.arrived)
 
-        return await self._responder.pass_on(answer, attempt.flow, lender, self._record, served)
+        return await self._responder.pass_on(answer, attempt.flow, copy, self._record, served)
