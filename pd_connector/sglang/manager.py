@@ -73,6 +73,8 @@ class Manager(BaseKVManager):
     buffers: Any
     page_size: int
     page_limit: int
+    _leads = True
+    """Whether this is the first of the ranks that have parts of the same requests."""
     vocabulary: int = sys.maxsize
     """The first number that is no token of the model's."""
 
@@ -279,6 +281,11 @@ class Manager(BaseKVManager):
         """Have the prefill engine at this address compute the prompt of a retracted request, and the answer so far. One rank asks
         for all; None at the others."""
         return self._second_prefills.send(body, address) if self._leads else None
+
+    def count_handoff(self, outcome: str) -> None:
+        """A request of this decode engine has its KV, or will not get it. One rank counts for all."""
+        if self._leads:
+            self.agent.telemetry.count("handoffs", cause=outcome)
 
     def turned_away(self, req: Any) -> None:
         """SGLang has refused a request of this prefill engine before it came into a queue, such as one

@@ -167,6 +167,7 @@ class Receiver(BaseKVReceiver):
     def failure_exception(self) -> None:
         """Tell why it failed. Other ranks may have failed and not this one: it stops here, too."""
         self._drop()
+        self.kv_mgr.count_handoff(self._failure[0] if self._failure else Cause.ABORTED)
         raise TransferError(self.bootstrap_room, self._failure)
 
     def abort(self) -> None:
@@ -209,6 +210,7 @@ class Receiver(BaseKVReceiver):
             return
         write_row(self.kv_mgr.buffers, self._row, finished.words, self.bootstrap_room)
         self._state = KVPoll.Success
+        self.kv_mgr.count_handoff("handed_over")
 
     def _ask(self) -> None:
         """Have the agent wait for the transfer, or fetch it where there are pages for it."""

@@ -28,7 +28,7 @@ def room_after_retraction(req: Any) -> int:
     setattr(req, _RETRACTIONS, count)
     name = f"{req.bootstrap_room}/{count}".encode()
     drawn = int.from_bytes(blake2b(name, digest_size=8).digest()) >> 2
-    room = drawn - drawn % _MOST_REPLICAS + req.bootstrap_room % _MOST_REPLICAS
+    room: int = drawn - drawn % _MOST_REPLICAS + req.bootstrap_room % _MOST_REPLICAS
     return max(1, room)
 
 

@@ -61,14 +61,15 @@ class RankAddress(KVConnectorHandshakeMetadata):
 class WorkerActivity(KVConnectorWorkerMetadata):
     """Worker to scheduler, each step: watched requests whose KV can be
     loaded now (`ready`), and those whose KV will not come (`unavailable`); audits that have ended;
-    requests whose KV was refused because its producer has not passed an audit (`unaudited`); and the
-    gauges of ranks of which one has changed."""
+    requests whose KV was refused because its producer has not passed an audit (`unaudited`); the
+    gauges of ranks of which one has changed; and why KV of requests has not come."""
 
     ready: frozenset[str] = frozenset()
     unavailable: frozenset[str] = frozenset()
     audits: tuple[AuditReport, ...] = ()
     unaudited: frozenset[str] = frozenset()
     gauges: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    causes: Mapping[str, Cause] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
@@ -78,4 +79,5 @@ class WorkerActivity(KVConnectorWorkerMetadata):
             self.audits + other.audits,
             self.unaudited | other.unaudited,
             {**self.gauges, **other.gauges},
+            {**self.causes, **other.causes},
         )

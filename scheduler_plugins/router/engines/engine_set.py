@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -84,3 +85,11 @@ def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Met
         metrics.circuit_opened.labels(engine.url, failure.cause).inc()
         engine.paused_for.add(failure.cause)
         logger.warning("%s gets a pause: it failed again and again: %s", engine.url, failure)
+
+
+def handoffs_of(pool: Pool) -> dict[str, int]:
+    """What became of requests that were sent to pairs, as all decode engines tell, since the start of each."""
+    found = Counter[str]()
+    for engine in pool.engines:
+        found.update(engine.handoffs)
+    return dict(found)

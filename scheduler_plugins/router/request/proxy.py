@@ -110,6 +110,8 @@ class ClientRequest:
     async def _served(self) -> tuple[web.StreamResponse, str]:
         while (attempt := await self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
+            if attempt.prefill is None:
+                self._shared.metrics.handoffs.labels("alone", attempt.cause).inc()
             try:
                 return await self._dispatch.make(attempt)
             except EngineFailedError as failure:

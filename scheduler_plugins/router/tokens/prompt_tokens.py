@@ -200,10 +200,10 @@ class PromptTokens:
                 found = await asyncio.gather(
                     *(difference(self._probe, key[0], examined, model) for key in new)
                 )
-                told = zip(new, found, strict=True)
+                compared = zip(new, found, strict=True)
                 self._verdicts |= {
                     (engine, starts, examined.digest): one
-                    for (engine, starts, _), one in told
+                    for (engine, starts, _), one in compared
                     if one is not None
                 }
                 digest = examined.digest

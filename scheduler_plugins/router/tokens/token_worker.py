@@ -151,7 +151,9 @@ def _declared(folder: str, tokenizer: Any) -> list[str]:
 def _vocabulary(tokenizer: Any) -> list[str]:
     """The text of every token. One that an engine takes for an added token shows by the letters around it."""
     ids = sorted(tokenizer.get_vocab().values())
-    return tokenizer.batch_decode([[one] for one in ids], clean_up_tokenization_spaces=False)
+    options = {"clean_up_tokenization_spaces": False}
+    texts: list[str] = tokenizer.batch_decode([[one] for one in ids], **options)
+    return texts
 
 
 def _batches(pieces: list[str]) -> Iterator[str]:
