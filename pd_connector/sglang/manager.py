@@ -117,9 +117,9 @@ class Manager(BaseKVManager):
         self._adapters = Adapters(scheduler.tp_worker.model_runner)
         self._adapters.look()
         self._ranks = parallel.attn_tp_size * parallel.pp_size
-        self._leads = parallel.attn_tp_rank == 0 and parallel.pp_rank == 0
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
+        self._leads = parallel.attn_tp_rank == 0 and shard.first_layer == 0
         cache = describe_cache(
             pool,
             scheduler.model_config.get_total_num_kv_heads(),
