@@ -91,6 +91,16 @@ def staged_in(metrics: str) -> str:
     return "; ".join(told)
 
 
+def handoffs_in(metrics: str) -> dict[str, int]:
+    """What has become of requests whose prompts another engine computed, since a decode engine's start, by its `/metrics`."""
+    found = Counter[str]()
+    for name, labels, value in _SAMPLE.findall(metrics):
+        outcome = _CAUSE.search(labels) if name == "handoffs" else None
+        if outcome:
+            found[outcome[1]] += int(float(value))
+    return dict(found)
+
+
 def outage_in(metrics: str) -> Outage | None:
     """What is wrong at a decode engine, by its `/metrics` (Prometheus' text); None if KV arrives there, if
     none was asked for, or if the engine has no connector of ours."""

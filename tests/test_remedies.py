@@ -2,7 +2,7 @@
 """What is advised where no KV arrives."""
 
 from pd_connector.errors import Cause
-from pd_connector.remedies import HARMLESS, outage_in, remedy
+from pd_connector.remedies import HARMLESS, handoffs_in, outage_in, remedy
 
 METRICS = """
 pd_connector:failing_ranks{engine="0"} 1.0
@@ -31,3 +31,16 @@ def test_without_any_other_cause_the_table_is_named() -> None:
 
 def test_an_engine_at_which_kv_arrives_has_no_outage() -> None:
     assert outage_in(METRICS.replace("} 1.0", "} 0.0")) is None
+
+
+def test_handoffs_are_summed_over_an_engines_ranks() -> None:
+    metrics = (
+        METRICS
+        + """
+pd_connector:handoffs_total{cause="handed_over",engine="0"} 5.0
+pd_connector:handoffs_total{cause="handed_over",engine="1"} 2.0
+pd_connector:handoffs_total{cause="stalled",engine="0"} 1.0
+pd_connector:handoffs_created{cause="stalled",engine="0"} 1.7e+09
+"""
+    )
+    assert handoffs_in(metrics) == {"handed_over": 7, "stalled": 1}

@@ -22,6 +22,7 @@ COUNTERS = {
 }
 COUNTERS_BY_CAUSE = {
     "audits": "Prompts that were computed here, and compared with KV received, by each rank; cause `passed` is the good one (consumer).",
+    "handoffs": "Requests that named a prefill engine and have ended, by what became of them: `handed_over`; computed here because the producer has not passed an audit (`audited`, `unaudited`), because all was `cached` here, or for a cause of `failed_transfers` (consumer).",
     "failed_transfers": "Transfers that did not arrive, counted by each rank; their requests were recomputed (consumer).",
     "second_prefills": "Prompts that a prefill engine was asked for again (consumer).",
     "slower_sessions": "Sessions over tcp where nixl would be faster, by why not: `device`, `library`, `insecure_data`, `setup`, or `peer`, which does not offer it (producer, `transports: auto`).",

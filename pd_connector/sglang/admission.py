@@ -2,6 +2,7 @@
 """Which requests come into SGLang's queues: those that end neither the engine nor another request."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ class Admission:
         self._in_step = in_step
         self._vocabulary = vocabulary
         self._most_logprobs = most_logprobs
+        self.page_size = 1
+        self.most_prompt_tokens: float = inf
+        """The longest prompt for which SGLang's queue of a decode engine ever finds room."""
         self._rooms: set[int] = set()  # of requests that are in SGLang's queues
 
     def enter(self, room: int) -> None:
@@ -51,13 +55,24 @@ class Admission:
             "all answers of a request one room: send the request n times, with n 1)"
         )
 
+    def length_problem(self, tokens: int) -> str:
+        """Why there is never room for a prompt of so many tokens; empty where there is. SGLang would let it wait for ever, and
+        all that come after it."""
+        if -(-tokens // self.page_size) * self.page_size <= self.most_prompt_tokens:
+            return ""
+        return (
+            f"a prompt of {tokens} tokens: this engine's cache has room for {self.most_prompt_tokens} beside what SGLang keeps "
+            "for an answer (--num-reserved-decode-tokens); raise --max-total-tokens, or --mem-fraction-static"
+        )
+
     def request_problem(self, req: Any) -> str:
         """Why a request cannot be served, beside its room; empty where it can."""
         problem = "" if self._produces else host_problem(req.bootstrap_host)
         # In place of images SGLang has put numbers of its own.
         if req.multimodal_inputs is None:
             problem = problem or tokens_problem(req.origin_input_ids, self._vocabulary)
-        return problem or logprobs_problem(req, self._most_logprobs)
+        problem = problem or logprobs_problem(req, self._most_logprobs)
+        return problem or self.length_problem(len(req.origin_input_ids))
 
 
 def room_problem(room: Any) -> str:

@@ -8,7 +8,6 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -76,8 +75,8 @@ class Manager(BaseKVManager):
     buffers: Any
     page_size: int
     page_limit: int
-    most_prompt_tokens: float = inf
-    """The longest prompt for which SGLang's queue of a decode engine ever finds room."""
+    _leads = True
+    """Whether this is the first of the ranks that have parts of the same requests."""
     vocabulary: int = sys.maxsize
     """The first number that is no token of the model's."""
 
@@ -122,6 +121,7 @@ class Manager(BaseKVManager):
         self._ranks = parallel.attn_tp_size * parallel.pp_size
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
+        self._leads = parallel.attn_tp_rank == 0 and shard.first_layer == 0
         cache = describe_cache(
             pool,
             scheduler.model_config.get_total_num_kv_heads(),
@@ -155,7 +155,9 @@ class Manager(BaseKVManager):
             self.register_to_bootstrap()
         else:
             look_up_often(queue)
-            self.most_prompt_tokens = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
+            self.admission.page_size = self.page_size
+            most = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
+            self.admission.most_prompt_tokens = most
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
@@ -271,9 +273,17 @@ class Manager(BaseKVManager):
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """SGLang wants a prompt computed again by the prefill engine, because its weights have changed
         (`pause_generation` with mode `retract`)."""
-        kv_receiver.fail(
-            Cause.ROLE, "a retracted request is not computed again by a prefill engine"
-        )
+        kv_receiver.compute_again(payload)
+
+    def resume(self, body: dict[str, Any], address: str) -> SecondPrefill | None:
+        """Have the prefill engine at this address compute the prompt of a retracted request, and the answer so far. One rank asks
+        for all; None at the others."""
+        return self._second_prefills.send(body, address) if self._leads else None
+
+    def count_handoff(self, outcome: str) -> None:
+        """A request of this decode engine has its KV, or will not get it. One rank counts for all."""
+        if self._leads:
+            self.agent.telemetry.count("handoffs", cause=outcome)
 
     def turned_away(self, req: Any) -> None:
         """SGLang has refused a request of this prefill engine before it came into a queue, such as one
@@ -306,13 +316,13 @@ class Manager(BaseKVManager):
         stream = getattr(self._scheduler, "forward_stream", None)
         return stream.record_event() if isinstance(stream, torch.cuda.Stream) else None
 
-    def identity(self, req: Any) -> bytes:
-        """What the KV of this request's prompt depends on.
+    def identity(self, req: Any, tokens: Sequence[int]) -> bytes:
+        """What the KV of these tokens of a request depends on.
 
         Raises:
             PDConnectorError: its adapter cannot be told by content.
         """
-        return fingerprint(req, self._adapters.name(req.lora_id))
+        return fingerprint(req, tokens, self._adapters.name(req.lora_id))
 
     @staticmethod
     def request_name(rid: str, room: int) -> str:

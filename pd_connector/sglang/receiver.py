@@ -19,7 +19,7 @@ from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.peers import Peer
 from pd_connector.sglang.failure import TransferError, contained
 from pd_connector.sglang.recompute import SecondPrefill
-from pd_connector.sglang.requests import transfer_of
+from pd_connector.sglang.requests import room_after_retraction, transfer_of
 from pd_connector.sglang.words import write_row
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Receiver(BaseKVReceiver):
         self._tables: tuple[tuple[int, ...], ...] | None = None  # its pages here, once it has any
         self._asked = False  # the agent works for this request
         self._again: SecondPrefill | None = None
+        self._resumed: SecondPrefill | None = None
         self._first_failure: tuple[Cause, str] | None = None  # of the first attempt
 
     @property
@@ -65,23 +66,18 @@ class Receiver(BaseKVReceiver):
         """The request, which a receiver is not told when it is made."""
         self.kv_mgr.admission.enter(self.bootstrap_room)
         self._req = req
-        self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = self.kv_mgr.identity(req)
-        self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
+        tokens, room = req.origin_input_ids, self.bootstrap_room
+        # SGLang has retracted it because its weights change (`pause_generation`, mode `retract`).
+        self._retracted = bool(getattr(req, "pd_rebootstrap_in_progress", False))
+        if self._retracted:
+            tokens, room = [*tokens, *req.output_ids], room_after_retraction(req)
+            self._transfer = transfer_of(room)
+        self._prompt_tokens = len(tokens)
+        self._identity = self.kv_mgr.identity(req, tokens)
+        self._request = self.kv_mgr.request_name(req.rid, room)
         self.kv_mgr.outcomes.watch(self._request)
-        if getattr(req, "pd_rebootstrap_in_progress", False):
-            # SGLang has retracted it because its weights change (`pause_generation`, mode `retract`).
-            self.fail(Cause.ROLE, "a retracted request is not computed again by a prefill engine")
-            return
-        size, most = self.kv_mgr.page_size, self.kv_mgr.most_prompt_tokens
-        if -(-self._prompt_tokens // size) * size > most:
-            # SGLang would let it wait for ever, and all that come after it.
-            self.fail(
-                Cause.NO_ROOM,
-                f"a prompt of {self._prompt_tokens} tokens: this engine's cache has room for {most} beside what "
-                "SGLang keeps for an answer (--num-reserved-decode-tokens); raise --max-total-tokens, or "
-                "--mem-fraction-static",
-            )
+        if problem := self.kv_mgr.admission.length_problem(len(tokens)):
+            self.fail(Cause.NO_ROOM, problem)
 
     @contained
     def init(self, prefill_dp_rank: int) -> None:
@@ -101,7 +97,28 @@ class Receiver(BaseKVReceiver):
             )
             return
         self._peers = found.replicas[prefill_dp_rank]
+        if self._retracted:
+            self._state = KVPoll.WaitingForInput  # the prefill engine is asked once there are pages
+            return
         self._ask()
+
+    @contained
+    def compute_again(self, payload: dict[str, Any]) -> None:
+        """SGLang has retracted the request: the prefill engine is asked for the KV of its prompt and of the answer so far.
+
+        Args:
+            payload: what SGLang would send to it.
+        """
+        if self._failure is not None:
+            return
+        if self._req.multimodal_inputs is not None or self._req.lora_id is not None:
+            wanted = "a retracted request with images or an adapter"
+            self.fail(Cause.ROLE, f"{wanted} is not computed again by a prefill engine")
+            return
+        body = {name: value for name, value in payload.items() if value is not None}
+        body.pop("rid", None)  # the prefill engine may still know it
+        body["bootstrap_room"] = int(self._transfer)
+        self._resumed = self.kv_mgr.resume(body, self.bootstrap_addr)
 
     @contained
     def send_metadata(
@@ -139,6 +156,9 @@ class Receiver(BaseKVReceiver):
             self._look_again(self._again)
         if self.conclude_state is None and self._asked:
             self._look()
+        if self.conclude_state is None and self._resumed is not None and self._resumed.problem:
+            problem = self._resumed.problem
+            self.fail(Cause.PREFILL_ENDED, f"retracted, and not computed again: {problem}")
         return int(KVPoll.Failed if self._failure else self._state)
 
     def poll_pp_consensus(self) -> int:
@@ -147,6 +167,7 @@ class Receiver(BaseKVReceiver):
     def failure_exception(self) -> None:
         """Tell why it failed. Other ranks may have failed and not this one: it stops here, too."""
         self._drop()
+        self.kv_mgr.count_handoff(self._failure[0] if self._failure else Cause.ABORTED)
         raise TransferError(self.bootstrap_room, self._failure)
 
     def abort(self) -> None:
@@ -189,6 +210,7 @@ class Receiver(BaseKVReceiver):
             return
         write_row(self.kv_mgr.buffers, self._row, finished.words, self.bootstrap_room)
         self._state = KVPoll.Success
+        self.kv_mgr.count_handoff("handed_over")
 
     def _ask(self) -> None:
         """Have the agent wait for the transfer, or fetch it where there are pages for it."""

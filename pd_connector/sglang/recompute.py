@@ -103,7 +103,11 @@ class SecondPrefills:
         body = request_body(req, room)
         if body is None:
             return None
-        return SecondPrefill(room, self._threads.submit(self._ask, address, body))
+        return self.send(body, address)
+
+    def send(self, body: dict[str, Any], address: str) -> SecondPrefill:
+        """Send this to the prefill engine's `/generate`."""
+        return SecondPrefill(body["bootstrap_room"], self._threads.submit(self._ask, address, body))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

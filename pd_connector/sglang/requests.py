@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's requests in our terms: which transfer, and whose KV."""
 
+from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 from pd_connector.errors import PDConnectorError
@@ -15,8 +17,23 @@ def transfer_of(room: int) -> str:
     return str(room)
 
 
-def fingerprint(req: Any, adapter: str) -> bytes:
-    """What the KV of a request's prompt depends on. SGLang's `extra_key` says the same of its own
+_RETRACTIONS = "pd_connector_retractions"
+_MOST_REPLICAS = 720720  # a multiple of all numbers up to 16
+
+
+def room_after_retraction(req: Any) -> int:
+    """The room for the KV of a request that SGLang has retracted: the old one's transfer has ended. All ranks find the same one, and
+    the same replica of a prefill engine has it, which SGLang chooses by the room."""
+    count = getattr(req, _RETRACTIONS, 0) + 1
+    setattr(req, _RETRACTIONS, count)
+    name = f"{req.bootstrap_room}/{count}".encode()
+    drawn = int.from_bytes(blake2b(name, digest_size=8).digest()) >> 2
+    room: int = drawn - drawn % _MOST_REPLICAS + req.bootstrap_room % _MOST_REPLICAS
+    return max(1, room)
+
+
+def fingerprint(req: Any, tokens: Sequence[int], adapter: str) -> bytes:
+    """What the KV of these tokens of a request depends on. SGLang's `extra_key` says the same of its own
     radix cache, but with ids that only this process has.
 
     Args:
@@ -27,4 +44,4 @@ def fingerprint(req: Any, adapter: str) -> bytes:
     """
     if told := [name for name in _BESIDE_TOKENS if getattr(req, name, None) is not None]:
         raise PDConnectorError(f"a prompt with {told[0]}: only token prompts are moved")
-    return token_fingerprint(req.origin_input_ids, salt=req.cache_salt or "", adapter=adapter)
+    return token_fingerprint(tokens, salt=req.cache_salt or "", adapter=adapter)

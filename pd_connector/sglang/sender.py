@@ -52,7 +52,7 @@ class Sender(BaseKVSender):
         self.kv_mgr.admission.enter(self.bootstrap_room)
         self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = self.kv_mgr.identity(req)
+        self._identity = self.kv_mgr.identity(req, req.origin_input_ids)
         self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
         self.kv_mgr.outcomes.watch(self._request)
         self.kv_mgr.agent.submit(Expect(self._transfer))

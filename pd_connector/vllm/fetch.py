@@ -37,6 +37,7 @@ class Fetch:
     stage: Stage
     computed_tokens: int = 0  # found in the prefix cache when vLLM asked last
     failed: bool = False  # its load has failed: it is computed here
+    outcome: str = ""  # what has become of it, as the counter `handoffs` names it
     had_room: bool = False  # there was room for it when vLLM asked last, after its load had failed
 
     @property

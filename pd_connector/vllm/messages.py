@@ -64,7 +64,8 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     """Worker to scheduler, each step: watched requests whose KV can be
     loaded now (`ready`), and those whose KV will not come (`unavailable`); audits that have ended;
     requests whose KV was refused because its producer has not passed an audit (`unaudited`); the
-    gauges of ranks of which one has changed; and how often the weights of ranks have changed, if they have."""
+    gauges of ranks of which one has changed; how often the weights of ranks have changed, if they have; and why KV of
+    requests has not come."""
 
     ready: frozenset[str] = frozenset()
     unavailable: frozenset[str] = frozenset()
@@ -72,6 +73,7 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     unaudited: frozenset[str] = frozenset()
     gauges: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     weight_changes: Mapping[int, int] = field(default_factory=dict)
+    causes: Mapping[str, Cause] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
@@ -82,4 +84,5 @@ class WorkerActivity(KVConnectorWorkerMetadata):
             self.unaudited | other.unaudited,
             {**self.gauges, **other.gauges},
             {**self.weight_changes, **other.weight_changes},
+            {**self.causes, **other.causes},
         )

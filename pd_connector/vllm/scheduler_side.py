@@ -180,12 +180,12 @@ class SchedulerSide:
             self.unfilled.load(request.request_id, self._windows.unfilled(tables, first, stop))
             self._commands.append(fetch.load(request.request_id, stop, kept_pages(tables)))
         elif self._audits.begin(
-            request.request_id,
-            fetch,
-            lambda: self.identity.adapters.unchanged(request),
+            request.request_id, fetch, lambda: self.identity.adapters.unchanged(request)
         ):
-            fetch.stage = Stage.AUDITED
+            fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
         else:
+            missing = request.num_prompt_tokens - 1 - fetch.computed_tokens
+            fetch.outcome = "unaudited" if missing > 0 else "cached"
             fetch.stage = Stage.OVER
             self._commands.append(Drop(request.request_id, Cause.NOT_NEEDED))
 
@@ -219,6 +219,7 @@ class SchedulerSide:
         if fetch is not None:
             fetch.stage = Stage.OVER
             fetch.failed = failed
+            fetch.outcome = fetch.outcome or ("recomputed" if failed else "handed_over")
             self.unfilled.load_ended(request_id, failed=failed)
 
     def workers_reported(self, activity: WorkerActivity) -> None:
@@ -227,6 +228,9 @@ class SchedulerSide:
         self.stale.distrusted(activity.gauges)
         if self.stale.changed(activity.weight_changes):
             self._commands += [*self.offers.weights_changed(), *self._audits.weights_changed()]
+        for request_id, cause in activity.causes.items():
+            if fetch := self._fetches.get(request_id):
+                fetch.outcome = cause
         for stage, requests in (
             (Stage.HELD, activity.ready),
             (Stage.OVER, activity.unavailable),
@@ -264,6 +268,8 @@ class SchedulerSide:
         """
         request_id = request.request_id
         fetch = self._fetches.pop(request_id, None)
+        if fetch is not None:
+            self.telemetry.count("handoffs", cause=fetch.outcome or Cause.ABORTED)
         self.unfilled.settle(request_id)
         self.stale.finished(request_id, pages)
         self._uncomputable.discard(request_id)
@@ -323,6 +329,9 @@ class SchedulerSide:
 
     def _ignore(self, request: "Request", cause: Cause, detail: str) -> None:
         self._ignored.note(request.request_id, cause, detail)
+        asked = request.kv_transfer_params
+        if isinstance(asked, dict) and asked.get("do_remote_prefill"):
+            self.telemetry.count("handoffs", cause=cause)
 
 
 def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:

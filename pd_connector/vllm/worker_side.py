@@ -66,6 +66,7 @@ class WorkerSide:
         self._layers: dict[str, int] = {}
         self._ready: set[str] = set()
         self._unavailable: set[str] = set()
+        self._causes: dict[str, Cause] = {}
         self._compared: set[str] = set()  # requests of loads that compare
         self._audits: list[AuditReport] = []
         self._unaudited: set[str] = set()
@@ -180,10 +181,13 @@ class WorkerSide:
                     received.add(outcome.request)
                     if outcome.cause is not None:
                         failed.add(outcome.request)
+                        self._causes[outcome.request] = outcome.cause
                 case Held():
-                    (self._ready if outcome.cause is None else self._unavailable).add(
-                        outcome.request
-                    )
+                    if outcome.cause is None:
+                        self._ready.add(outcome.request)
+                    else:
+                        self._unavailable.add(outcome.request)
+                        self._causes[outcome.request] = outcome.cause
                 case _:
                     sent.add(outcome.request)
         return sent, received, failed
@@ -202,8 +206,9 @@ class WorkerSide:
             frozenset(self._unaudited),
             {self._rank: self._gauges} if changed else {},
             self._weights_changed(),
+            dict(self._causes),
         )
-        for told in (self._ready, self._unavailable, self._audits, self._unaudited):
+        for told in (self._ready, self._unavailable, self._audits, self._unaudited, self._causes):
             told.clear()
         return activity
 

@@ -26,6 +26,9 @@ FIRST_TOKEN_BUCKETS_S = (
     300.0,
 )  # fmt: skip
 
+OUTCOMES = ("handed_over", "audited", "unaudited", "cached", "aborted")
+"""What can become of a request that was sent to a pair, as decode engines count it; anything else is why its prompt was recomputed."""
+
 
 class Metrics:
     """One router's metrics, in a registry of their own."""
@@ -43,6 +46,13 @@ class Metrics:
             "Attempts sent to engines, by flow (disaggregated, decode_alone, prefill_alone) "
             "and, where not disaggregated, why.",
             ["flow", "cause"],
+            registry=self.registry,
+        )
+        self.handoffs = Counter(
+            "pd_router:handoffs",
+            "Requests by what became of their KV, as decode engines tell: handed_over, audited, unaudited, cached, aborted, "
+            "recomputed (with its cause); and alone: sent to one engine (with its cause).",
+            ["outcome", "cause"],
             registry=self.registry,
         )
         self.retries = Counter(

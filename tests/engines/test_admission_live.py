@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zmq.asyncio
@@ -28,12 +29,13 @@ from scheduler_plugins.profile.client import Timed, connect
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_reports import Told, from_report
 from scheduler_plugins.router.index.follower import EventFollower
-from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes, token_list
+from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes
 from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.prompt.body import CHAT
 from scheduler_plugins.router.request.resume import StreamRecord
-from scheduler_plugins.router.tokens.token_worker import tokenize
+from scheduler_plugins.router.tokens.agreement import difference
+from scheduler_plugins.router.tokens.token_worker import examine
 
 KEY = "engine-test-key"
 ARGS = ("--api-key", KEY, "--max-num-batched-tokens", "512")
@@ -257,15 +259,28 @@ def test_events_of_the_engine_say_what_it_has_cached(engine: VllmEngine) -> None
     asyncio.run(scenario())
 
 
-def test_the_routers_tokens_are_the_engines(engine: VllmEngine) -> None:
-    for prompt in ("The 3 Émigrés paid 1,024 €", "def f(x):\n    return x"):
+def test_the_routers_tokens_are_the_engines(engine: VllmEngine, tmp_path: Path) -> None:
+    """Files that read special tokens otherwise are seen, so that no ids are sent then."""
+
+    async def ask(_: Any, path: str, asked: dict[str, Any]) -> object:
         connection = HTTPConnection(engine.host, engine.port, timeout=60)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-        body = {"model": "tiny", "prompt": prompt}
-        connection.request("POST", "/tokenize", json.dumps(body), headers)
-        theirs = json.loads(connection.getresponse().read())["tokens"]
+        connection.request("POST", path, json.dumps(asked), headers)
+        answer = json.loads(connection.getresponse().read())
         connection.close()
-        assert token_list(tokenize(str(MODEL), {"prompt": prompt})) == theirs
+        return answer
+
+    def found(folder: Path) -> str | None:
+        examined = examine(str(folder))
+        return asyncio.run(difference(ask, cast(Any, None), examined, "tiny"))
+
+    assert found(MODEL) == ""
+    ignored = shutil.ignore_patterns("*.safetensors")
+    folder = shutil.copytree(MODEL, tmp_path / "model", ignore=ignored)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["split_special_tokens"] = False
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "it makes the tokens" in str(found(folder))
 
 
 def streamed(

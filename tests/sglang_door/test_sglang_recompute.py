@@ -25,6 +25,7 @@ from pd_connector.sglang.manager import Manager
 from pd_connector.sglang.prefill_engines import Found
 from pd_connector.sglang.receiver import Receiver
 from pd_connector.sglang.recompute import SecondPrefill, SecondPrefills, request_body
+from pd_connector.sglang.requests import room_after_retraction
 from pd_connector.sglang.sender import Sender
 
 
@@ -33,6 +34,7 @@ class Recomputing(Engine):
 
     on_failure = "recompute"
     ranks = 1
+    leads = True
 
     def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
         self._config = msgspec.structs.replace(CONFIG, on_failure=self.on_failure)
@@ -40,6 +42,14 @@ class Recomputing(Engine):
         if not hasattr(self, "_second_prefills"):
             self._second_prefills = SecondPrefills("secret", 20.0)
         return Manager.compute_again(self, req, address, cause)
+
+    def submit_prefill_recompute(self, receiver: Any, payload: dict[str, Any]) -> None:
+        Manager.submit_prefill_recompute(self, receiver, payload)
+
+    def resume(self, body: dict[str, Any], address: str) -> SecondPrefill | None:
+        self._leads = self.leads
+        self._second_prefills = SecondPrefills("secret", 20.0)
+        return Manager.resume(self, body, address)
 
     def look_up(self, address: str) -> Found | None:
         return self.found
@@ -218,3 +228,74 @@ def test_requests_that_ids_do_not_describe_are_not_asked_for_again(
     assert request_body(req, 5) is not None
     spoil(req)
     assert request_body(req, 5) is None
+
+
+def retracted(pair: Recomputed) -> tuple[Receiver, dict[str, Any]]:
+    """A request whose answer was begun when SGLang retracted it, and what SGLang would send to the prefill engine."""
+    req = pair.request(range(TOKENS - 2))
+    vars(req).update({"pd_rebootstrap_in_progress": True, "output_ids": [TOKENS - 2, TOKENS - 1]})
+    tokens = [*req.origin_input_ids, *req.output_ids]
+    payload = {"input_ids": tokens, "bootstrap_room": ROOM, "rid": "r", "priority": None}
+    return pair.receiver(req), payload
+
+
+def test_a_request_that_is_retracted_for_new_weights_goes_on(pair: Recomputed) -> None:
+    """`pause_generation` with mode `retract`. Its first transfer has long ended, so this one has a room of its own."""
+    receiver, payload = retracted(pair)
+    assert receiver.poll() == KVPoll.WaitingForInput, "SGLang asks once the request has pages"
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    pair.d.submit_prefill_recompute(receiver, payload)
+    reach(receiver.poll, KVPoll.Success)
+    (asked,) = pair.asked
+    assert asked["input_ids"] == list(range(TOKENS)), "the answer so far is a part of the prompt"
+    assert asked.keys() == {"input_ids", "bootstrap_room"}
+    assert asked["bootstrap_room"] != ROOM
+    assert int(pair.d.buffers.bootstrap_room[1, 0]) == ROOM, "SGLang looks for its own room"
+    receiver.clear()
+    for sender in pair.senders:
+        reach(sender.poll, KVPoll.Success)
+        sender.clear()
+    until(pair.idle, "nothing is left")
+
+
+def test_a_retracted_request_that_the_prefill_engine_refuses_says_so(pair: Recomputed) -> None:
+    pair.status = 400
+    receiver, payload = retracted(pair)
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    pair.d.submit_prefill_recompute(receiver, payload)
+    assert "retracted, and not computed again: status 400" in reason(receiver)
+    until(pair.idle, "nothing is left")
+
+
+@pytest.mark.parametrize("more", [{"lora_id": "a"}, {"multimodal_inputs": object()}])
+def test_what_token_ids_do_not_tell_is_not_computed_again(
+    pair: Recomputed, more: dict[str, Any]
+) -> None:
+    receiver, payload = retracted(pair)
+    vars(receiver._req).update(more)
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    pair.d.submit_prefill_recompute(receiver, payload)
+    assert "images or an adapter" in reason(receiver)
+    assert not pair.asked
+
+
+def test_one_rank_asks_for_all(pair: Recomputed) -> None:
+    pair.d.leads = False
+    receiver, payload = retracted(pair)
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    pair.d.submit_prefill_recompute(receiver, payload)
+    assert receiver.poll() == KVPoll.Transferring
+    assert not pair.asked
+    receiver.abort()
+    receiver.clear()
+
+
+def test_each_retraction_has_a_room_that_all_ranks_find_and_the_same_replica_has() -> None:
+    ranks = [SimpleNamespace(bootstrap_room=ROOM) for _ in range(2)]
+    rooms = [[room_after_retraction(rank) for _ in range(3)] for rank in ranks]
+    assert rooms[0] == rooms[1]
+    assert len({ROOM, *rooms[0]}) == 4
+    assert {room % replicas for room in rooms[0] for replicas in (2, 3, 8)} == {
+        ROOM % replicas for replicas in (2, 3, 8)
+    }
+    assert all(0 < room < 1 << 63 for room in rooms[0])

@@ -24,11 +24,11 @@ def req(**changes: Any) -> Any:
 
 
 def test_tokens_and_salt_are_who_the_kv_is_and_this_process_own_ids_are_not() -> None:
-    assert fingerprint(req(), "") == token_fingerprint([1, 2, 3])
-    assert fingerprint(req(extra_key="d2f1"), "") == fingerprint(req(), "")
-    assert fingerprint(req(cache_salt="a"), "") == token_fingerprint([1, 2, 3], salt="a")
-    assert fingerprint(req(origin_input_ids=[1, 2, 4]), "") != fingerprint(req(), "")
-    assert fingerprint(req(), "a 7f") == token_fingerprint([1, 2, 3], adapter="a 7f")
+    assert fingerprint(req(), [1, 2, 3], "") == token_fingerprint([1, 2, 3])
+    assert fingerprint(req(extra_key="d2f1"), [1, 2, 3], "") == fingerprint(req(), [1, 2, 3], "")
+    assert fingerprint(req(cache_salt="a"), [1, 2, 3], "") == token_fingerprint([1, 2, 3], salt="a")
+    assert fingerprint(req(), [1, 2, 4], "") != fingerprint(req(), [1, 2, 3], "")
+    assert fingerprint(req(), [1, 2, 3], "a 7f") == token_fingerprint([1, 2, 3], adapter="a 7f")
 
 
 @pytest.mark.parametrize("name", ["input_embeds", "positional_embed_overrides"])
@@ -36,7 +36,7 @@ def test_a_prompt_of_embeddings_is_not_told_by_the_token_ids_that_sglang_makes_u
     name: str,
 ) -> None:
     with pytest.raises(PDConnectorError, match=name):
-        fingerprint(req(**{name: [[0.5]]}), "")
+        fingerprint(req(**{name: [[0.5]]}), [1, 2, 3], "")
 
 
 def loaded(**folders: Path | str) -> Adapters:

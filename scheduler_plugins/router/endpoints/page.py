@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from scheduler_plugins.router.engines.engine_set import handoffs_of
 from scheduler_plugins.router.request.shared import Shared
 
 EVENTS = "/live"
@@ -88,5 +89,6 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
     return {
         "policy": shared.config.policy,
         "waiting": shared.front.waiting,
+        "handoffs": handoffs_of(shared.pool),
         "engines": engines,
     }

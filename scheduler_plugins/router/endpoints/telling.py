@@ -13,7 +13,7 @@ from scheduler_plugins.router.client.doors import id_of, passed_headers
 from scheduler_plugins.router.endpoints.app_keys import BACKEND, LIVE, METRICS, OPERATOR, SHARED
 from scheduler_plugins.router.endpoints.refusals import error_response, unavailable
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.engines.engine_set import Pool, handoffs_of
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
     EngineFailedError,
@@ -96,6 +96,8 @@ async def health(request: web.Request) -> web.StreamResponse:
         "status": "ok" if serves else "unavailable",
         "disaggregates": bool(decode) and any(engine.address for engine in prefill),
         "tokens": request.app[SHARED].tokens.source,
+        "token_ids": request.app[SHARED].tokens.why_text or "sent",
+        "handoffs": handoffs_of(pool),
         "engines": pool.describe(),
     }
     return web.json_response(state, status=200 if serves else 503)

@@ -15,7 +15,7 @@ from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.engines.circuit import Circuit
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.metrics import OUTCOMES, Metrics
 from scheduler_plugins.router.policies.base import Role as Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 
@@ -48,6 +48,8 @@ class BackendEngine(Loaded):
     """Where each of its data-parallel ranks hands over KV; empty on the decode side, and for an engine without our connector."""
     warning: str = ""
     """What is wrong although it serves: no KV arrives there."""
+    handoffs: dict[str, int] = field(default_factory=dict)
+    """What became of requests whose prompts were computed for it, since its start, as it told last."""
     kind: Kind | None = None
     """Which engine it is; None until it has been asked."""
     was_vllm: bool = False
@@ -152,6 +154,15 @@ class BackendEngine(Loaded):
         prefill = replace(self._fit.model, a=mean.a, b=mean.b, c=mean.c)
         self.costs = replace(prefill, chunk_tokens=mean.chunk_tokens)
 
+    def told_handoffs(self, handoffs: dict[str, int]) -> None:
+        """It has told what became of requests since its start. What is new is counted."""
+        for outcome, count in handoffs.items():
+            before = self.handoffs.get(outcome, 0)
+            new = count - before if count >= before else count  # it has started anew
+            labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
+            self.metrics.handoffs.labels(*labels).inc(new)
+        self.handoffs = handoffs
+
     @property
     def computes_prompts(self) -> bool:
         """Whether it answers a request without another engine: SGLang's engines of a pair do not."""
@@ -241,6 +252,8 @@ class BackendEngine(Loaded):
             state["role"] = "unknown"
         if self.hands_over:
             state["hands_over_kv"] = self.address is not None
+        if self.handoffs:
+            state["handoffs"] = self.handoffs
         if self.draining:
             state["draining"] = True
         if self.circuit.cause:

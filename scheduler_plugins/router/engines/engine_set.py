@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -101,3 +102,11 @@ def assume_costs(engine: BackendEngine, engines: Iterable[BackendEngine]) -> Non
     ]
     if peers:
         engine.assume(peers)
+
+
+def handoffs_of(pool: Pool) -> dict[str, int]:
+    """What became of requests that were sent to pairs, as all decode engines tell, since the start of each."""
+    found = Counter[str]()
+    for engine in pool.engines:
+        found.update(engine.handoffs)
+    return dict(found)

@@ -18,6 +18,8 @@ from scheduler_plugins.router.settings.config import RouterConfig
 EXCERPT_BYTES = 300
 OVERLOADED = (429, 503)
 """Statuses that mean "ask another engine"."""
+REFUSES = (400, 413, 422)
+"""Statuses that mean that the request is wrong, or more than this engine takes."""
 
 
 class EngineFailedError(Exception):
@@ -57,6 +59,21 @@ class OverloadedError(EngineFailedError):
         super().__init__(f"status_{status}", f"{status}: {message}", accepted=False)
         self.retry_after_s = retry_after_s
         """When to come back."""
+
+
+class RefusedError(EngineFailedError):
+    """The engine says that the request is wrong, or more than it takes. That never counts against the engine: another one may
+    have a longer context, a parser or an adapter that this one lacks.
+
+    Attributes:
+        status, content: its answer, for the client.
+    """
+
+    def __init__(self, status: int, content: bytes) -> None:
+        said = " ".join(content[:EXCERPT_BYTES].decode("utf-8", "replace").split())
+        super().__init__(f"status_{status}", f"{status}: {said}", accepted=False)
+        self.status = status
+        self.content = content
 
 
 class Companion(Protocol):
@@ -264,6 +281,8 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
     status = answer.status
     if status in OVERLOADED:
         raise OverloadedError(status, await excerpt(answer), retry_after_s(answer.headers))
+    if status in REFUSES and wanted not in (None, status):
+        raise RefusedError(status, await answer.read_all())
     if status // 100 not in (2, 4) or wanted not in (None, status):
         accepted = wanted is None
         message = f"{status}: {await excerpt(answer)}"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from pd_connector.protocol.params import ProducerAddress
-from pd_connector.remedies import outage_in
+from pd_connector.remedies import handoffs_in, outage_in
 from scheduler_plugins.admission import report
 from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
@@ -41,6 +41,13 @@ class Models(NamedTuple):
 
     names: frozenset[str]  # of its models and adapters
     context_tokens: int  # most tokens of a prompt and its answer together; 0: it does not tell
+
+
+class Arrivals(NamedTuple):
+    """What a decode engine says of the KV that it was to get."""
+
+    outage: str  # what is wrong where none arrives, and what to do; empty if it does
+    handoffs: dict[str, int]  # what became of requests since its start
 
 
 class Inquiry:
@@ -83,11 +90,13 @@ class Inquiry:
         """Its load, as its metrics tell it; None if they do not."""
         return from_metrics(await self._ask(EngineCall("GET", "/metrics", {}), BRIEF_S))
 
-    async def outage(self) -> str:
-        """What is wrong with a decode engine at which no KV arrives, and what to do; empty if KV arrives."""
+    async def arrivals(self) -> Arrivals:
+        """Whether KV arrives at a decode engine."""
         raw = await self._ask(EngineCall("GET", "/metrics", {}), self._config().health_timeout_s)
-        outage = outage_in(raw.decode("utf-8", "replace"))
-        return f"{outage.found}. What to do: {outage.advice}" if outage else ""
+        text = raw.decode("utf-8", "replace")
+        outage = outage_in(text)
+        told = f"{outage.found}. What to do: {outage.advice}" if outage else ""
+        return Arrivals(told, handoffs_in(text))
 
     async def vllm_handover(self, ranks: int) -> Handover:
         """How a vLLM engine hands KV over.

@@ -182,17 +182,18 @@ class EngineWatch:
             logger.debug("%s: no list of models: %s", self.engine.url, failure)
 
     async def _look_for_outage(self) -> None:
-        """Learn from a decode engine's metrics whether KV arrives there."""
+        """Learn from a decode engine's metrics whether KV arrives there, and what became of requests."""
         now = asyncio.get_running_loop().time()
         if now < self.look_at:
             return
         self.look_at = now + OUTAGE_LOOK_S
         engine = self.engine
         try:
-            warning = await self._ask.outage()
+            warning, handoffs = await self._ask.arrivals()
         except EngineFailedError as failure:
             logger.debug("%s: no metrics: %s", engine.url, failure)
             return
+        engine.told_handoffs(handoffs)
         if warning and not engine.warning:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning

@@ -151,7 +151,12 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
         )
     both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
     alone = {name: value for name, value in both.items() if name != "stream_options"}
-    return Handoff(path, {**alone, "stream": False}, both)
+    # It generates one token in any case; the rest of the answer need not fit into its context.
+    alone |= {"stream": False, "max_tokens": 1}
+    for name in ("max_completion_tokens", "min_tokens"):
+        if alone.get(name):
+            alone[name] = 1
+    return Handoff(path, alone, both)
 
 
 def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int]) -> Handoff:

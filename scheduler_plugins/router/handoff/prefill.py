@@ -18,6 +18,7 @@ from scheduler_plugins.router.engines.exchange import (
     EngineCall,
     EngineFailedError,
     OverloadedError,
+    RefusedError,
     ResponseTimeouts,
     ended_early,
     exchange,
@@ -27,11 +28,15 @@ from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import sent_to
 from scheduler_plugins.router.handoff.engine_bodies import Prefill
 from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
+from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
+
+USAGE_S = 1.0
+"""Longest wait for a prefill engine to tell what it had cached, once the decode engine has told its own."""
 
 
 def as_told(engine: BackendEngine, rank: int | None) -> Prefill:
@@ -83,6 +88,7 @@ class PrefillCopy:
         """Called when the engine has answered, or has failed."""
         self._failed_at = 0.0
         self._answer: FirstLogprobs | None = None
+        self._usage: PromptUsage | None = None
         self._id = uuid.uuid4().hex
         self._call = call if rank is None else sent_to(call, rank)
         self._rank = rank or 0
@@ -123,6 +129,11 @@ class PrefillCopy:
             # The decode engine has answered, so the prompt was computed, whether or not it was said yet.
             self._prefilled()
 
+    @property
+    def lends(self) -> bool:
+        """Whether the decode engine's answer lacks `first_logprobs`."""
+        return self.top_logprobs >= 0
+
     async def first_logprobs(self) -> FirstLogprobs:
         """Log probabilities of the first token, from the prefill engine's answer. Raises EngineFailedError where it has none."""
         await self._task
@@ -130,18 +141,28 @@ class PrefillCopy:
             raise EngineFailedError("no_logprobs", "the prefill engine told no log probabilities")
         return self._answer
 
+    async def usage_patch(self, decode: Kind | None) -> UsagePatch | None:
+        """What corrects the decode engine's count of cached tokens; None where that is right."""
+        await asyncio.wait({self._task}, timeout=USAGE_S)
+        if self.failure is not None and not self.failure.accepted:
+            return None  # it computed nothing, so nothing was handed over
+        told = self._usage or PromptUsage()
+        if told.cached is None and decode is Kind.SGLANG:
+            return None  # its prefill engine tells it with the KV
+        return UsagePatch(told)
+
     def refused(self, now: float) -> EngineFailedError | None:
         """Why a decode engine that still waits for the KV waits in vain; None if it may not.
 
         A prefill engine that dies takes its session with it, so the decode engine notices, and computes the
         prompt itself unless another prefill engine can do it. A prefill
         engine that lives but never took the copy leaves the decode engine waiting for a transfer that
-        nobody knows. If it said that it is overloaded, there is no reason to wait; otherwise the decode
+        nobody knows. If it said that it is overloaded or takes no such prompt, there is no reason to wait; otherwise the decode
         engine has `refusal_grace_s` to find the KV in its own cache, or to answer all the same.
         """
         if self.failure is None or (self.failure.accepted and not self._elsewhere()):
             return None
-        if isinstance(self.failure, OverloadedError):
+        if isinstance(self.failure, OverloadedError | RefusedError):
             return PrefillRefusedError(self.failure)
         if now - self._failed_at < self._config.refusal_grace_s:
             return None
@@ -181,7 +202,8 @@ class PrefillCopy:
         if ABORTED in raw:
             raise ended_early()
         self._answer = first_logprobs(answer, max(0, self.top_logprobs))
-        self._count_hits(answer)
+        self._usage = prompt_usage(answer)
+        self._count_hits(self._usage.cached)
         self.engine.circuit.succeeded()
         seen = body.address_in(answer)
         if seen is not None and self.engine.moved(self._rank, seen):
@@ -194,9 +216,8 @@ class PrefillCopy:
             self._pool.learnt(self.engine, StepLoad.of([(cached, self._tokens)]), took_s)
         self._prefilled()
 
-    def _count_hits(self, answer: object) -> None:
+    def _count_hits(self, told: int | None) -> None:
         """Compare what the index expected to be cached with what the engine says was."""
-        told = body.cached_tokens_in(answer)
         if told is not None:
             known = self.engine.metrics
             known.cached_tokens.labels("expected").inc(max(0, self._tokens - self._fresh_tokens))

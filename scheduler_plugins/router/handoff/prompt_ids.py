@@ -25,22 +25,6 @@ DETOKENIZE_S = 2.0
 """Longest wait for a text: a client's stream stands still meanwhile."""
 
 
-_CLIENT_ERRORS = (400, 413, 422)
-
-
-class NotTokenizedError(Exception):
-    """The request is wrong in itself: the engine says what is wrong.
-
-    Attributes:
-        status, content: its answer, for the client.
-    """
-
-    def __init__(self, status: int, content: bytes) -> None:
-        super().__init__(f"{TOKENIZE} was answered with status {status}")
-        self.status = status
-        self.content = content
-
-
 async def prompt_ids(
     connections: EngineConnections,
     engine: BackendEngine,
@@ -51,7 +35,7 @@ async def prompt_ids(
     """The ids of the request's prompt.
 
     Raises:
-        NotTokenizedError: the engine does not take the prompt.
+        RefusedError: the engine does not take the prompt.
         EngineFailedError: it does not answer, or not with ids.
     """
     prompt = request.get("prompt")
@@ -64,8 +48,6 @@ async def prompt_ids(
     call = EngineCall("POST", TOKENIZE, headers, asked)
     timeouts = ResponseTimeouts(config.first_byte_timeout_s, config.idle_timeout_s)
     async with exchange(connections, engine, call, timeouts, config) as answer:
-        if answer.status in _CLIENT_ERRORS:
-            raise NotTokenizedError(answer.status, await answer.read_all())
         await raise_for_status(answer, wanted=200)
         return _ids(await answer.read_all())
 

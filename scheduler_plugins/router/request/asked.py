@@ -9,6 +9,7 @@ from typing import Any
 from multidict import CIMultiDict
 
 from scheduler_plugins.router.client.answers import REQUEST_ID
+from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.index.prefixes import PromptKeys
 from scheduler_plugins.router.policies.base import Request
@@ -50,12 +51,22 @@ class Asked:
         self.path = path
         self.body = body
         self.ids: list[int] | None = None
+        self._counted = False
+        self._in_tokens: tuple[dict[str, Any], str] | None = None
         self.request = self._described()
 
     @property
     def one_engine(self) -> bool:
         """Whether one engine serves it, because its endpoint knows no transfers."""
         return self.path in ONE_ENGINE
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's length, where it is known and not only estimated; else 0."""
+        prompt = self.body.get("prompt")
+        if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
+            return len(prompt)
+        return self.request.tokens if self._counted else 0
 
     @property
     def streams(self) -> bool:
@@ -68,15 +79,23 @@ class Asked:
             return
         found = await self._shared.tokens.of(self.body)
         if found.tokens is not None:
-            self.request = self._described(found)
-            if found.certain:
-                self.body = with_tokens(self.body, token_list(found.tokens))
+            self.request, self._counted = self._described(found), True
+            if found.digest:
+                self._in_tokens = with_tokens(self.body, token_list(found.tokens)), found.digest
+
+    def body_for(self, *engines: BackendEngine) -> dict[str, Any]:
+        """`body` with its tokens for its text, if all these engines are known to make the same tokens of it; else `body`."""
+        if self._in_tokens is None:
+            return self.body
+        body, digest = self._in_tokens
+        known = self._shared.tokens
+        return body if all(known.confirmed(digest, engine) for engine in engines) else self.body
 
     def ask_for_rest(self, rest: dict[str, Any]) -> None:
         """Ask for `StreamRecord.next_body` from now on: a completion, or the client's chat once more."""
         if "messages" in rest:
             return
-        self.body, self.path, self.ids = rest, COMPLETIONS, None
+        self.body, self.path, self.ids, self._in_tokens = rest, COMPLETIONS, None, None
         self.request = self.request._replace(
             tokens=len(rest["prompt"]),
             hashes=PromptKeys((), token_bytes(rest["prompt"])),

@@ -14,9 +14,11 @@ from aiohttp import web
 
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
+    REFUSES,
     EngineCall,
     EngineFailedError,
     Exchange,
+    RefusedError,
     ResponseTimeouts,
     exchange,
     raise_for_status,
@@ -25,7 +27,7 @@ from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
 from scheduler_plugins.router.handoff import engine_bodies
 from scheduler_plugins.router.handoff.prefill import PrefillCopy, as_told
-from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError, prompt_ids
+from scheduler_plugins.router.handoff.prompt_ids import prompt_ids
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.request.asked import Asked
 from scheduler_plugins.router.request.pace import Pace
@@ -98,7 +100,7 @@ class Dispatch:
         rank = rank_of_prefill(prefill, asked.request, pool.prefixes, asked.headers)
         try:
             plan = await self._handoff(attempt.answering, prefill, rank)
-        except NotTokenizedError as error:
+        except RefusedError as error:
             return await self._responder.refuse(error), "client_error"
         call = self._call("decode", attempt.answering, asked.path, plan.decode)
         copy = PrefillCopy(
@@ -117,12 +119,11 @@ class Dispatch:
             "prefill", "" if failure is None else failure.cause
         )
         copy.top_logprobs = plan.lends_logprobs
-        lender = copy if plan.lends_logprobs >= 0 else None
         client_error = False
         try:
             async with copy, self._answer(attempt.answering, call, copy) as answer:
                 client_error = 400 <= answer.status < 500
-                return await self._pass_on(answer, attempt, lender)
+                return await self._pass_on(answer, attempt, copy)
         finally:
             # A request that is wrong in itself fails on both sides, which says nothing about P.
             if copy.failure is not None and not client_error:
@@ -131,13 +132,17 @@ class Dispatch:
     async def _handoff(
         self, decode: BackendEngine, prefill: BackendEngine, rank: int | None
     ) -> engine_bodies.Handoff:
-        """What both engines are sent. Raises NotTokenizedError, EngineFailedError."""
+        """What both engines are sent. Raises RefusedError, EngineFailedError."""
         asked, told = self._asked, as_told(prefill, rank)
         if told.kind is (decode.kind or Kind.VLLM):
-            return engine_bodies.of_one_kind(self._body(decode), asked.path, told)
+            return engine_bodies.of_one_kind(self._body(decode, prefill), asked.path, told)
         if asked.ids is None:
             asked.ids = await prompt_ids(
-                self._shared.connections, decode, asked.body, asked.headers, self._config
+                self._shared.connections,
+                decode,
+                asked.body_for(decode),
+                asked.headers,
+                self._config,
             )
         return engine_bodies.of_two_kinds(self._body(decode), told, asked.ids)
 
@@ -145,16 +150,17 @@ class Dispatch:
         """A prefill engine failed its copy: the next attempt uses another one."""
         self._candidates.prefill_failed(engine, failure)
         # The answering engine has taken the request: now it counts. The copy could not know that.
-        if failure.blames_request:
+        if failure.blames_request and not isinstance(failure, RefusedError):
             self._shared.pool.report_failure(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning("request %s: prefill on %s failed: %s", self._asked.id, engine.url, failure)
 
-    def _body(self, engine: BackendEngine) -> dict[str, Any]:
-        """What the answering engine is asked, and for the ids that a resumption needs."""
+    def _body(self, engine: BackendEngine, *besides: BackendEngine) -> dict[str, Any]:
+        """What the answering engine is asked, and for the ids that a resumption needs. `besides`: is asked the same."""
+        body = self._asked.body_for(engine, *besides)
         if self._record is None or engine.kind is Kind.SGLANG:
-            return self._asked.body
-        return {**self._asked.body, **self._record.asks}
+            return body
+        return {**body, **self._record.asks}
 
     def _call(
         self, part: str, engine: BackendEngine, path: str, content: dict[str, Any]
@@ -177,10 +183,12 @@ class Dispatch:
             self._shared.connections, engine, call, timeouts, config, copy
         ) as answer:
             await raise_for_status(answer)
+            if answer.status in REFUSES and self._candidates.longer(engine):
+                raise RefusedError(answer.status, await answer.read_all())
             yield answer
 
     async def _pass_on(
-        self, answer: Exchange, attempt: Attempt, lender: PrefillCopy | None = None
+        self, answer: Exchange, attempt: Attempt, copy: PrefillCopy | None = None
     ) -> tuple[web.StreamResponse, str]:
         asked = self._asked
         if self._record is not None and not self._record.resumed:
@@ -194,6 +202,4 @@ class Dispatch:
                 self._shared.came(asked.request, attempt.expected_s, asked.arrived)
 
         pace = Pace(attempt.answering, self._record, self._shared.pool.learnt)
-        return await self._responder.pass_on(
-            answer, attempt.flow, lender, self._record, served, pace
-        )
+        return await self._responder.pass_on(answer, attempt.flow, copy, self._record, served, pace)

@@ -110,6 +110,8 @@ class ClientRequest:
     async def _served(self) -> tuple[web.StreamResponse, str]:
         while (attempt := await self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
+            if attempt.prefill is None:
+                self._shared.metrics.handoffs.labels("alone", attempt.cause).inc()
             try:
                 return await self._dispatch.make(attempt)
             except EngineFailedError as failure:
@@ -139,12 +141,14 @@ class ClientRequest:
                 if to_blame and failure.accepted and not self._shared.retries.allows(failure.cause):
                     logger.warning("request %s: no retry, the budget is used up", self._asked.id)
                     break
+        if (refusal := self._candidates.refusal) is not None and not self._client.begun:
+            return await self._responder.refuse(refusal), "client_error"
         raise self._candidates.exhausted()
 
     def _to_blame(self, attempt: Attempt, failure: EngineFailedError) -> bool:
-        """Whether the answering engine is; not for lack of room, nor if it only says that it got no KV: a prefill engine dies
-        with that of all its requests."""
-        if isinstance(failure, PrefillRefusedError | OverloadedError):
+        """Whether the answering engine is; not for lack of room or a wrong request, nor if it only says that it got no KV: a
+        prefill engine dies with that of all its requests."""
+        if failure.blames_request or isinstance(failure, PrefillRefusedError | OverloadedError):
             return False
         return not (failure.answered and self._candidates.lost_prefill(attempt))
 
@@ -171,6 +175,7 @@ class ClientRequest:
     async def _next_attempt(self) -> Attempt | None:
         """See `next_attempt`."""
         asked = self._asked
+        self._candidates.knows(asked.prompt_tokens)
         return await next_attempt(
             self._shared, self._candidates, asked.request, asked.arrived, begun=self._client.begun
         )

@@ -22,12 +22,13 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     Exchange,
+    RefusedError,
     ended_early,
     excerpt,
 )
 from scheduler_plugins.router.handoff.first_token import FirstTokenPatch
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
-from scheduler_plugins.router.handoff.prompt_ids import NotTokenizedError
+from scheduler_plugins.router.handoff.usage import DETAILS
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.resume import StreamRecord
@@ -70,7 +71,7 @@ class Responder:
         self,
         answer: Exchange,
         flow: str,
-        lender: PrefillCopy | None = None,
+        copy: PrefillCopy | None = None,
         record: StreamRecord | None = None,
         served: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
@@ -79,7 +80,8 @@ class Responder:
 
         Args:
             flow: the attempt's, as a metric label.
-            lender: whose answer has the first token's log probabilities, if this one has not.
+            copy: the prefill side, whose answer says what was cached, and has the first token's log probabilities if this one
+                has not.
             record: notes what the client is sent of a stream that another engine could go on with.
             served: called once the engine has begun to answer well.
             pace: watches how fast a stream's tokens come.
@@ -90,7 +92,7 @@ class Responder:
         """
         kind = answer.headers.get("Content-Type", "")
         if answer.status == 200 and kind.startswith(EVENT_STREAM):
-            return await self._stream(answer, flow, lender, record, served, pace), "ok"
+            return await self._stream(answer, flow, copy, record, served, pace), "ok"
         if self._client.begun:
             raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
         # Held until it is whole: should the engine die halfway, another one can still answer.
@@ -100,8 +102,11 @@ class Responder:
             if aborted and not await self._wanted_abort(answer.engine):
                 raise ended_early()
             served()
-        if lender is not None and answer.status == 200:
-            content = FirstTokenPatch(await lender.first_logprobs()).whole(content)
+        if copy is not None and answer.status == 200:
+            if copy.lends:
+                content = FirstTokenPatch(await copy.first_logprobs()).whole(content)
+            if DETAILS in content and (usage := await copy.usage_patch(answer.engine.kind)):
+                content = usage.whole(content)
         answer.complete()
         response = web.Response(status=answer.status, headers=self._returned(answer), body=content)
         await self._client.begin(response)
@@ -114,7 +119,7 @@ class Responder:
             await self._client.write(events)
         return await self._client.finish()
 
-    async def refuse(self, error: NotTokenizedError) -> web.StreamResponse:
+    async def refuse(self, error: RefusedError) -> web.StreamResponse:
         """Hand on the engine's own words on what is wrong with the request."""
         returned = headers_to_client({"Content-Type": "application/json"}, self._request_id)
         response = web.StreamResponse(status=error.status, headers=returned)
@@ -126,7 +131,7 @@ class Responder:
         self,
         answer: Exchange,
         flow: str,
-        lender: PrefillCopy | None,
+        copy: PrefillCopy | None,
         record: StreamRecord | None,
         served: Callable[[], None],
         pace: Pace | None,
@@ -147,9 +152,10 @@ class Responder:
                 served()
                 if pace is not None:
                     pace.note(events)
-                if lender is not None:
-                    patch = FirstTokenPatch(await lender.first_logprobs())
+                if copy is not None and copy.lends:
+                    patch = FirstTokenPatch(await copy.first_logprobs())
                     events = patch.events(events)
+                events = await _counted(events, answer, copy)
                 if not client.begun:
                     await client.begin(response)
                     first_s = asyncio.get_running_loop().time() - self._arrived
@@ -174,6 +180,8 @@ class Responder:
                 events = patch.events(events)
             left = events  # not before: what could not be noted is not sent
             self.whole = cutter.finished and not failures
+            if copy is not None and DETAILS in left:
+                return False
             if left and client.write_now(left):
                 left = b""
             return not left and not cutter.finished and not failures
@@ -181,6 +189,7 @@ class Responder:
         while not cutter.finished:
             try:
                 ended = await answer.pass_to(take)
+                left = await _counted(left, answer, copy)
             except BaseException:
                 # Given up between `take` and here. What was noted is not asked for again, so it must not be lost.
                 if left:
@@ -252,3 +261,11 @@ async def _to_its_end(answer: Exchange) -> None:
         async with asyncio.timeout(ENDS_S):
             while await answer.read():
                 pass
+
+
+async def _counted(events: bytes, answer: Exchange, copy: PrefillCopy | None) -> bytes:
+    """Events with the right count of cached tokens, if they have one."""
+    if copy is None or DETAILS not in events:
+        return events
+    usage = await copy.usage_patch(answer.engine.kind)
+    return events if usage is None else usage.events(events)

@@ -10,7 +10,11 @@ from typing import Any
 from scheduler_plugins.router.engines.circuit import DEATHS
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool
-from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
+from scheduler_plugins.router.engines.exchange import (
+    EngineFailedError,
+    OverloadedError,
+    RefusedError,
+)
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.handoff.engine_bodies import sglangs_own, vllms_own
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
@@ -48,7 +52,13 @@ class Candidates:
         self._died = set[BackendEngine]()
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Engines that are overloaded, and when they want to be asked again."""
+        self._refusal: tuple[BackendEngine, RefusedError] | None = None
+        """The prefill engine with the longest context that does not take the request, and its answer."""
         self._accepted = 0
+
+    def knows(self, tokens: int) -> None:
+        """The prompt's length; 0: nobody has counted."""
+        self._pairing.tokens = tokens
 
     def able(self, *, begun: bool = False) -> AbleEngines | None:
         """Engines for the next attempt; None if there are none, or all are overloaded.
@@ -109,10 +119,31 @@ class Candidates:
         able = self.able()
         return able is not None and any(engine is not besides for engine in able.prefill)
 
+    def longer(self, engine: BackendEngine) -> bool:
+        """Whether an engine with a longer context than this one could answer."""
+        able = self.able(begun=True) if engine.context_tokens else None
+        answering = able.decode if able is not None else []
+        return any(one.context_tokens > engine.context_tokens for one in answering)
+
+    @property
+    def refusal(self) -> RefusedError | None:
+        """What to tell the client where prefill engines do not take its request, and nobody answers it without them."""
+        if self._refusal is None:
+            return None
+        prefill, refusal = self._refusal
+        others = self._others()
+        left = [one for one in self._pool.engines if one not in others]
+        longer = any(o.hands_over and o.context_tokens > prefill.context_tokens for o in left)
+        return None if longer or any(one.computes_prompts for one in left) else refusal
+
     def failed(self, attempt: Attempt, failure: EngineFailedError) -> None:
         """An attempt failed."""
         if isinstance(failure, PrefillRefusedError):
             return  # the decode engine may be asked again
+        if isinstance(failure, RefusedError):
+            for engine in self._not_longer(attempt.answering):
+                self._failed[engine] = failure
+            return
         prefill, lost = attempt.prefill, failure.answered and self.lost_prefill(attempt)
         if isinstance(failure, OverloadedError):
             self._lacks_room(attempt.answering, failure)
@@ -129,10 +160,19 @@ class Candidates:
     def prefill_failed(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy: the next attempt uses another one."""
         self._pairing.no_prefill.add(engine)
+        if isinstance(failure, RefusedError):
+            self._pairing.no_prefill.update(self._not_longer(engine))
+            if self._refusal is None or self._refusal[0].context_tokens <= engine.context_tokens:
+                self._refusal = engine, failure
         if failure.cause in DEATHS:
             self._died.add(engine)
         if isinstance(failure, OverloadedError):
             self._lacks_room(engine, failure)
+
+    def _not_longer(self, engine: BackendEngine) -> list[BackendEngine]:
+        """The engines of its side that take no longer prompts than this one: they need not be asked, too."""
+        same = [one for one in self._pool.engines if one.hands_over is engine.hands_over]
+        return [one for one in same if one.context_tokens <= engine.context_tokens]
 
     def lost_prefill(self, attempt: Attempt) -> bool:
         """Whether the attempt's prefill engine is gone, maybe with the KV."""

@@ -18,6 +18,7 @@ class Pairing:
         whole: why one engine should answer the request alone, as a metric label; None if it need not.
         needs_one: what of the request only an engine that computes its prompt answers, as a text for the client; empty
             for nothing.
+        tokens: of the prompt; 0: nobody has counted.
         no_prefill: prefill engines that have failed the request's copy.
         failed: pairs, prefill and decode, whose decode engine has not got the KV.
     """
@@ -27,6 +28,7 @@ class Pairing:
         self._endpoint = endpoint
         self.whole = "endpoint" if endpoint else body.why_not_disaggregated(request)
         self.needs_one = body.needs_one_engine(request, endpoint)
+        self.tokens = 0
         self.no_prefill: set[BackendEngine] = set()
         self.failed: set[tuple[BackendEngine, BackendEngine]] = set()
         self._one_kind = {kind: why_one_kind(request, kind) for kind in Kind}
@@ -45,6 +47,8 @@ class Pairing:
         """
         if self._endpoint:
             decode = [engine for engine in decode if self._answers_alone(engine)]
+        # Where none is long enough, the one that is asked says so.
+        decode = [engine for engine in decode if self._fits(engine)] or decode
         groups: dict[tuple[BackendEngine, ...], AbleEngines] = {}
         for engine in decode:
             able, cause = self._prefills_for(engine, prefill)
@@ -60,6 +64,10 @@ class Pairing:
         alone = [engine for engine in prefill if self._answers_alone(engine)]
         cause = self._prefills_for(decode[0], prefill)[1] if decode else "no_decode"
         return AbleEngines(alone, [], cause) if alone else None
+
+    def _fits(self, engine: BackendEngine) -> bool:
+        """Whether the prompt and one token more fit into its context, as far as is known."""
+        return not engine.context_tokens or self.tokens < engine.context_tokens
 
     def _answers_alone(self, engine: BackendEngine) -> bool:
         return engine.computes_prompts or self._endpoint in body.TOKENIZERS
@@ -85,6 +93,10 @@ class Pairing:
             for engine in known
             if engine not in self.no_prefill and (engine, decode) not in self.failed
         ]
+        long = [engine for engine in left if self._fits(engine)]
+        if left and not long and decode.computes_prompts:
+            return [], "too_long"
+        left = long or left
         kind = decode.kind or Kind.VLLM
         one_kind = self.whole or self._one_kind[kind]
         found = [e for e in left if (e.kind or Kind.VLLM) is kind or one_kind is None]

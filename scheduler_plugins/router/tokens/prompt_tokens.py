@@ -10,9 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,19 +18,18 @@ from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.prompt.body import encode
-from scheduler_plugins.router.tokens.token_worker import TOKENIZER_FILE, TokenizerError, tokenize
+from scheduler_plugins.router.tokens.agreement import TOKENIZE, difference, tokens_in
+from scheduler_plugins.router.tokens.token_worker import TokenizerError
+from scheduler_plugins.router.tokens.worker_pool import LIMIT_S, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 2.0
-"""Longest wait for the tokens of one prompt; it is sent without after that."""
 RETRY_S = 30.0
 """Pause after which engines are asked again about their model, or for tokens that they could not give."""
 AGAIN_S = 1.0
 """Least pause after which they are, where one has come up meanwhile."""
-LOADING_S = 20.0
-"""Longest wait for the first tokens of a tokenizer, which has to be loaded."""
-WORKERS = 2
+PROBE_S = 10.0
+"""Longest wait for an engine to tokenize one of its probes: it starts, and may be busy."""
 MOST_CHARACTERS = 1 << 20
 """A longer prompt is not tokenized: it would take the workers away from all others for seconds."""
 _JSON = {"Content-Type": "application/json"}
@@ -50,10 +46,7 @@ _CHAT_FIELDS = (
 )
 _OWN_TEMPLATE = ("chat_template", "continue_final_message", "documents", "reasoning_effort")
 """Fields that change the prompt in ways that only the engine knows."""
-_PROBES: tuple[dict[str, Any], ...] = (
-    {"prompt": "The 3 Émigrés paid 1,024 €\n\n  for \t<|x|> 日本語."},
-    {"messages": [{"role": "user", "content": "Hello, 3 times!"}]},
-)
+_SAMPLE = {"prompt": "Hello, 3 times!"}
 
 
 class Tokenized(NamedTuple):
@@ -62,8 +55,8 @@ class Tokenized(NamedTuple):
     tokens: bytes | None
     """As `index.hashes.token_bytes`; None: nobody could tell."""
     adapter: str = ""
-    certain: bool = False
-    """Whether an engine would have the same, so that they may be sent to it instead of the text."""
+    digest: str = ""
+    """Of the tokenizer that made them: `confirmed` engines may be sent them instead of the text. Empty: no engine may."""
 
 
 NOT_TOKENIZED = Tokenized(None)
@@ -71,9 +64,8 @@ NOT_TOKENIZED = Tokenized(None)
 
 class _Model(NamedTuple):
     name: str
-    folder: str  # of a tokenizer that may be used; empty: none
-    agrees: bool  # whether the engines' own tokens were the same
-    alike: bool  # whether all engines that serve it are known to make the same tokens of a text
+    folder: str  # of its tokenizer
+    digest: str  # of its files; empty: they are not used
     adapters: frozenset[str]
     aliases: frozenset[str]  # names under which the engine serves the same model
 
@@ -103,18 +95,26 @@ class PromptTokens:
         self._learnt_of = frozenset[tuple[BackendEngine, int]]()
         """The engines of which `_model` was learnt, with how often they had come up: one that starts anew may have another
         model of the same name."""
+        self._verdicts: dict[tuple[BackendEngine, int, str], str] = {}
+        """By engine, how often it had come up, and the digest of the model's files: what differs; empty: nothing."""
+        self._why_text = "no engine publishes KV events, so prompts are not tokenized here"
         self._learning: asyncio.Task[None] | None = None
         self._learn_at_s = 0.0
         self._ask_at_s = 0.0
         self._engines_tell = False
-        self._workers: ProcessPoolExecutor | None = None
+        self._workers = WorkerPool()
 
     @property
     def source(self) -> str:
         """Who tokenizes, for `/health`: `tokenizer`, `engine` or `text` (nobody)."""
-        if self._model is not None and self._model.folder:
+        if self._model is not None and self._model.digest:
             return "tokenizer"
         return "engine" if self._engines_tell else "text"
+
+    @property
+    def why_text(self) -> str:
+        """Why engines are sent no token ids instead of text, for `/health`; empty: they are sent ids."""
+        return self._why_text
 
     async def of(self, body: Mapping[str, Any]) -> Tokenized:
         """The tokens of a request's prompt."""
@@ -138,20 +138,23 @@ class PromptTokens:
             except ValueError:
                 return NOT_TOKENIZED
         own = not any(body.get(name) is not None for name in _OWN_TEMPLATE)
-        if model.folder and own:
-            tokens = await self._by_worker(model.folder, asked)
+        if model.digest and own:
+            tokens = await self._workers.tokens(model.folder, model.digest, asked)
             if tokens is not None:
-                return Tokenized(tokens, adapter, known and model.agrees and not adapter)
-        tokens = await self._by_engine({**asked, "model": named or model.name})
-        return Tokenized(tokens, adapter, known and model.alike and tokens is not None)
+                return Tokenized(tokens, adapter, "" if adapter else model.digest)
+        # Other engines need not read the prompt as this one does, so its ids are for the index alone.
+        return Tokenized(await self._by_engine({**asked, "model": named or model.name}), adapter)
+
+    def confirmed(self, digest: str, engine: BackendEngine) -> bool:
+        """Whether an engine was seen to make the same tokens as this tokenizer (`Tokenized.digest`), since it came up."""
+        return self._verdicts.get((engine, engine.starts, digest)) == ""
 
     async def close(self) -> None:
         """End the worker processes."""
         if self._learning is not None:
             self._learning.cancel()
             await asyncio.gather(self._learning, return_exceptions=True)
-        if self._workers is not None:
-            self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
     def _learn_if_due(self, *, known: bool) -> None:
         now = asyncio.get_running_loop().time()
@@ -176,68 +179,58 @@ class PromptTokens:
         aliases = frozenset(
             one["id"] for one in names if not one.get("parent") and one.get("root") == root
         )
-        known = self._model
-        if known and known.name == base["id"] and known.alike and starts <= self._learnt_of:
-            self._model = known._replace(adapters=adapters, aliases=aliases)
-            return
-        folder = self._tokenizer or str(base.get("root") or "")
-        if not (Path(folder) / TOKENIZER_FILE).is_file():
-            folder = ""
-        folder, agrees, alike = await self._compared(folder, base["id"])
-        self._model = _Model(base["id"], folder, agrees, alike, adapters, aliases)
+        folder = self._tokenizer or str(root or "")
+        digest, why = await self._difference(folder, base["id"])
+        if not digest:
+            sample = {**_SAMPLE, "model": base["id"]}
+            self._engines_tell = tokens_in(await self._ask("POST", TOKENIZE, sample)) is not None
+        self._tell(why)
+        self._model = _Model(base["id"], folder, digest, adapters, aliases)
         self._learnt_of = starts
 
-    async def _compared(self, folder: str, model: str) -> tuple[str, bool, bool]:
-        """The folder, empty if an engine's tokens differ; whether all engines' are the same; whether theirs are alike."""
-        agrees, alike = bool(folder), True
-        engines = [one for one in self._engines() if not one.models or model in one.models]
-        for probe in _PROBES:
-            asked = {**probe, "model": model}
-            answers = [self._ask("POST", "/tokenize", asked, engine) for engine in engines]
-            theirs = set(map(_tokens_in, await asyncio.gather(*answers)))
-            told = theirs - {None}
-            self._engines_tell = bool(told) or ("prompt" not in probe and self._engines_tell)
-            # A model may have no chat template.
-            alike = alike and len(theirs) == 1 and (bool(told) or "prompt" not in probe)
-            if not folder:
-                continue
-            ours = await self._by_worker(folder, probe, LOADING_S)
-            agrees = agrees and ours is not None and theirs == {ours}
-            differs = ours is not None and bool(told - {ours})
-            if differs and (self._model is None or self._model.folder):
-                said = "%s: its tokens are not those of the engines: engines tokenize (setting tokenizer)"
-                logger.warning(said, folder)
-            if differs or (ours is None and "prompt" in probe):
-                folder, agrees = "", False
-        return folder, agrees, alike
-
-    async def _by_worker(
-        self, folder: str, asked: Mapping[str, Any], limit_s: float = LIMIT_S
-    ) -> bytes | None:
-        if self._workers is None:
-            self._workers = ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"))
-        loop = asyncio.get_running_loop()
+    async def _difference(self, folder: str, model: str) -> tuple[str, str]:
+        """The digest of the model's files if they make the engines' tokens, else empty; and why an engine is sent text."""
         try:
-            async with asyncio.timeout(limit_s):
-                return await loop.run_in_executor(self._workers, tokenize, folder, dict(asked))
+            digest = await self._workers.digest(folder)
+            serving = [one for one in self._engines() if not one.models or model in one.models]
+            keys = [(engine, engine.starts, digest) for engine in serving]
+            self._verdicts = {key: self._verdicts[key] for key in keys if key in self._verdicts}
+            if new := [key for key in keys if key not in self._verdicts]:
+                examined = await self._workers.examined(folder)
+                found = await asyncio.gather(
+                    *(difference(self._probe, key[0], examined, model) for key in new)
+                )
+                compared = zip(new, found, strict=True)
+                self._verdicts |= {
+                    (engine, starts, examined.digest): one
+                    for (engine, starts, _), one in compared
+                    if one is not None
+                }
+                digest = examined.digest
         except TokenizerError as error:
-            logger.info("%s", error)
-        except BrokenExecutor as error:
-            logger.warning("a worker process that tokenizes has ended: %s", error)
-            self._workers = None
-        except TimeoutError:
-            logger.warning("a prompt was not tokenized within %g s", limit_s)
-        except Exception as error:
-            # Whatever a client can write into a body has come to the tokenizer: it may say anything.
-            logger.info("a prompt cannot be tokenized here: %s", error)
-        return None
+            return "", str(error)
+        for (engine, *_), differs in self._verdicts.items():
+            if differs:
+                return "", f"{engine.url}: {differs} ({folder})"
+        silent = [one for one in serving if not self.confirmed(digest, one)]
+        told = f"{silent[0].url}: it does not answer {TOKENIZE}" if silent else ""
+        return digest, told
+
+    async def _probe(self, engine: BackendEngine, path: str, content: dict[str, Any]) -> object:
+        return await self._ask("POST", path, content, engine, PROBE_S)
+
+    def _tell(self, why: str) -> None:
+        """Note why engines are sent text, and log it once."""
+        if why and why != self._why_text:
+            logger.warning("engines are sent text, and no token ids: %s (setting tokenizer)", why)
+        self._why_text = why
 
     async def _by_engine(self, asked: Mapping[str, Any]) -> bytes | None:
         now = asyncio.get_running_loop().time()
         if now < self._ask_at_s:
             return None
-        answer = await self._ask("POST", "/tokenize", asked)
-        tokens = _tokens_in(answer)
+        answer = await self._ask("POST", TOKENIZE, asked)
+        tokens = tokens_in(answer)
         self._engines_tell = tokens is not None
         if answer is None:
             self._ask_at_s = now + RETRY_S
@@ -254,6 +247,7 @@ class PromptTokens:
         path: str,
         content: Mapping[str, Any] | None,
         engine: BackendEngine | None = None,
+        limit_s: float = LIMIT_S,
     ) -> object:
         """The engine's answer, or that of any; None if none could be asked or it has no such endpoint."""
         engine = engine or self._least_busy(content.get("model") if content else None)
@@ -261,7 +255,7 @@ class PromptTokens:
             return None
         url = engine.url + path
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 body = None if content is None else encode(content)
                 response = await self._connections.request(method, url, self._headers, body)
                 try:
@@ -276,15 +270,6 @@ class PromptTokens:
             return msgspec.json.decode(raw) if response.status == 200 else {}
         except (ValueError, RecursionError):
             return None
-
-
-def _tokens_in(answer: object) -> bytes | None:
-    """The tokens in an answer of `/tokenize`; None: there are none."""
-    tokens = answer.get("tokens") if isinstance(answer, dict) else None
-    try:
-        return token_bytes(tokens) if isinstance(tokens, list) else None
-    except ValueError:
-        return None
 
 
 def _asked(body: Mapping[str, Any]) -> dict[str, Any] | None:

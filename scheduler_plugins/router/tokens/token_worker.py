@@ -1,120 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in worker processes: a model's tokenizer and chat template, from the files beside its weights.
+"""Runs in worker processes: a model's tokenizer and chat template, loaded as engines load them.
 
 Tokenizing takes about a millisecond of CPU for a thousand tokens. In the router's own process it would hold up every stream.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
-from datetime import datetime
-from functools import cache
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scheduler_plugins.router.index.hashes import token_bytes
 
-TOKENIZER_FILE = "tokenizer.json"
+PROBE_CHARACTERS = 1 << 16
+"""Most characters of one probe: an engine reads that many in a few hundredths of a second."""
+_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_DECLARING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_LONGEST_DECLARED = 256
+"""Longest text in these files that is taken for a token: chat templates are there, too."""
+_TEXTS = (
+    "The 3 Émigrés paid 1,024 €\n\n  for \t<|x|> 日本語.",
+    "x = [0] * 10_000  # 🙂\r\n\tif (a<=b): return '\\u00e9'",
+    "",
+)
+_CHAT = {"messages": [{"role": "user", "content": "Hello, 3 times!"}]}
 
 
 class TokenizerError(ValueError):
     """There is no tokenizer or template that could be used."""
 
 
-class _Loaded(NamedTuple):
-    encode: Callable[[str, bool], list[int]]
-    template: Callable[..., str] | None
+class Examined(NamedTuple):
+    """A model's tokenizer, and what an engine is asked in order to see whether it has the same.
+
+    Attributes:
+        digest: of the files it was loaded from; `tokenize` is to be given it.
+        unknown_id: the first number above all token ids.
+        probes: what `/tokenize` is asked, with the token ids that are right (`index.hashes.token_bytes`).
+    """
+
+    digest: str
+    unknown_id: int
+    probes: tuple[tuple[dict[str, Any], bytes], ...]
 
 
-def tokenize(folder: str, asked: Mapping[str, Any]) -> bytes:
+def without_torch() -> None:
+    """Begin a worker process. Tokenizers need no torch; importing it would take seconds, and 200 MB in each process."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def examine(folder: str) -> Examined:
+    """Load the tokenizer of the files as they are now. Raises TokenizerError."""
+    digest = files_digest(folder)
+    tokenizer = _load(folder, digest)
+    texts = [*_batches(_declared(folder, tokenizer)), *_TEXTS, *_batches(_vocabulary(tokenizer))]
+    asked: list[dict[str, Any]] = [{"prompt": text} for text in texts]
+    asked += [{"prompt": text, "add_special_tokens": False} for text in texts[:1]]
+    probes = [(one, tokenize(folder, digest, one)) for one in asked]
+    with suppress(
+        TokenizerError
+    ):  # a model may have no template, or one that wants more than this chat
+        probes.append((_CHAT, tokenize(folder, digest, _CHAT)))
+    unknown_id = max(tokenizer.get_vocab().values(), default=-1) + 1
+    return Examined(digest, unknown_id, tuple(probes))
+
+
+def tokenize(folder: str, digest: str, asked: Mapping[str, Any]) -> bytes:
     """Token ids of a prompt, as `index.hashes.token_bytes`.
 
     Args:
         folder: where the model's files lie.
+        digest: `Examined.digest`: a process that starts later must not load other files.
         asked: what vLLM's `/tokenize` takes: `prompt`, or `messages` with what the template reads.
 
     Raises:
         TokenizerError: the files cannot be used, or the template refuses the messages.
     """
-    loaded = _load(folder)
+    tokenizer = _load(folder, digest)
     if "messages" not in asked:
-        return token_bytes(loaded.encode(asked["prompt"], asked.get("add_special_tokens", True)))
-    if loaded.template is None:
-        raise TokenizerError(f"{folder}: the model has no chat template")
+        special = asked.get("add_special_tokens", True)
+        return token_bytes(tokenizer.encode(asked["prompt"], add_special_tokens=special))
     try:
-        text = loaded.template(
-            messages=asked["messages"],
+        text = tokenizer.apply_chat_template(
+            asked["messages"],
             tools=asked.get("tools"),
             add_generation_prompt=asked.get("add_generation_prompt", True),
+            tokenize=False,
             **(asked.get("chat_template_kwargs") or {}),
         )
     except Exception as error:
         # The template is the model's own program: anything may come out of it.
         raise TokenizerError(f"{folder}: the chat template failed: {error}") from None
-    return token_bytes(loaded.encode(text, asked.get("add_special_tokens", False)))
+    special = asked.get("add_special_tokens", False)
+    return token_bytes(tokenizer.encode(text, add_special_tokens=special))
 
 
-@cache
-def _load(folder: str) -> _Loaded:
+@lru_cache(maxsize=2)
+def _load(folder: str, digest: str) -> Any:
+    """The tokenizer of these files, as both kinds of engines load it. Tokens are declared in several files, and which of them
+    count depends on the version of transformers: no reader of our own would agree with it for long."""
     try:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(Path(folder) / TOKENIZER_FILE))
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise TokenizerError(f"transformers cannot be imported ({error}): install it") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
-        # The library raises plain `Exception` for a file that it cannot read.
+        # The files are the model's: the libraries below raise whatever they like.
         raise TokenizerError(f"{folder}: no tokenizer can be loaded: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-
-    def encode(text: str, special: bool) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
-        return ids
-
-    return _Loaded(encode, _template(Path(folder)))
+    if files_digest(folder) != digest:
+        raise TokenizerError(f"{folder}: its files have changed")
+    return tokenizer
 
 
-def _template(folder: Path) -> Callable[..., str] | None:
-    """The chat template, as a function of what it reads; None if the model has none."""
-    settings = _settings(folder / "tokenizer_config.json")
-    source = settings.get("chat_template")
-    alone = folder / "chat_template.jinja"
-    if alone.exists():
-        source = alone.read_text()
-    if not isinstance(source, str):
-        return None
+def files_digest(folder: str) -> str:
+    """A digest of all files that a tokenizer may be made of. Raises TokenizerError."""
+    if not folder:
+        raise TokenizerError("no engine says where its model lies")
+    digest = hashlib.sha256()
     try:
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError:
-        return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    special = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if name.endswith("_token") and isinstance(value, str | dict)
-    }
-    compiled = environment.from_string(source)
-    return lambda **read: compiled.render(**special, **read)
+        for path in sorted(Path(folder).iterdir()):
+            if path.suffix in _SUFFIXES and not path.name.endswith(".index.json"):
+                digest.update(
+                    path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest()
+                )
+    except OSError as error:
+        raise TokenizerError(f"{folder}: no tokenizer can be loaded: {error}") from None
+    return digest.hexdigest()
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _declared(folder: str, tokenizer: Any) -> list[str]:
+    """Special and added tokens: those that were loaded, and what else the files declare, which another version may load."""
+    found = dict.fromkeys(str(token) for token in tokenizer.added_tokens_decoder.values())
+    found |= dict.fromkeys(map(str, tokenizer.all_special_tokens))
+    for name in _DECLARING:
+        found |= dict.fromkeys(_texts_in(_read(Path(folder) / name)))
+    whole = _read(Path(folder) / "tokenizer.json")
+    if isinstance(whole, dict):
+        found |= dict.fromkeys(_texts_in(whole.get("added_tokens")))
+    return [text for text in found if text]
+
+
+def _vocabulary(tokenizer: Any) -> list[str]:
+    """The text of every token. One that an engine takes for an added token shows by the letters around it."""
+    ids = sorted(tokenizer.get_vocab().values())
+    options = {"clean_up_tokenization_spaces": False}
+    texts: list[str] = tokenizer.batch_decode([[one] for one in ids], **options)
+    return texts
+
+
+def _batches(pieces: list[str]) -> Iterator[str]:
+    """Texts with all pieces in them, each one between spaces and between letters."""
+    held, characters = list[str](), 0
+    for piece in pieces:
+        held.append(f"{piece} a{piece}b ")
+        characters += len(held[-1])
+        if characters >= PROBE_CHARACTERS:
+            yield "".join(held)
+            held, characters = [], 0
+    if held:
+        yield "".join(held)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """All short texts in decoded JSON, names of fields included."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts_in(name)
+            yield from _texts_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_in(inner)
+    elif isinstance(value, str) and len(value) <= _LONGEST_DECLARED:
+        yield value
+
+
+def _read(path: Path) -> Any:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    """As chat templates expect it: without HTML's escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> None:
-    raise TokenizerError(message)
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None

@@ -52,6 +52,7 @@ class EngineState(msgspec.Struct, frozen=True):
     """Its data-parallel ranks."""
     cache: dict[str, Any]
     """What is known of its cache, for `/health`."""
+    handoffs: dict[str, int]
 
 
 class TableState(msgspec.Struct, frozen=True):

@@ -46,6 +46,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         None if engine.follower is None else engine.follower.block_tokens,
         engine.ranks,
         cache,
+        engine.handoffs,
     )
 
 
@@ -72,5 +73,6 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.draining, engine.free_kv = state.draining, state.free_kv
     engine.told_block_tokens, engine.ranks = state.told_block_tokens, state.ranks
     engine.load.correction = state.correction
+    engine.handoffs = state.handoffs
     followed = state.event_block_tokens
     engine.follower = None if followed is None else FollowedElsewhere(followed)

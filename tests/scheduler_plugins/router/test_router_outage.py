@@ -62,3 +62,43 @@ def test_metrics_that_tell_nothing_are_no_outage(
             assert all(engine.up for engine in world.engines)
 
     run(scenario())
+
+
+HANDOFFS = """
+pd_connector:handoffs_total{cause="handed_over",engine="0",model_name="m"} 2.0
+pd_connector:handoffs_total{cause="unaudited",engine="0",model_name="m"} 7.0
+pd_connector:handoffs_total{cause="stalled",engine="0",model_name="m"} 1.0
+"""
+
+
+def test_what_became_of_requests_is_counted_as_the_decode_engine_tells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten were sent both ways, and KV of two moved."""
+    monkeypatch.setattr(watch, "OUTAGE_LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        async with World() as world:
+            for _ in range(10):
+                assert (await world.complete()).status == 200
+            assert (await world.complete(n=2)).status == 200
+            world.d[0].metrics = HANDOFFS
+            engine = world.known(world.d[0])
+            await until(lambda: bool(engine.handoffs), "the engine was asked")
+            assert await world.metric("flows_total", flow="disaggregated") == 10
+            for outcome, count in {"handed_over": 2, "unaudited": 7, "recomputed": 1}.items():
+                assert await world.metric("handoffs_total", outcome=outcome) == count
+            assert await world.metric("handoffs_total", outcome="recomputed", cause="stalled") == 1
+            alone = {"outcome": "alone", "cause": "several_answers"}
+            assert await world.metric("handoffs_total", **alone) == 1
+            told = (await world.get("/health")).json
+            wanted = {"handed_over": 2, "unaudited": 7, "stalled": 1}
+            assert told["handoffs"] == wanted
+            assert [one.get("handoffs") for one in told["engines"]] == [None, wanted]
+            # It starts anew: its counters begin at 0 again.
+            world.d[0].metrics = HANDOFFS.replace("} 2.0", "} 1.0")
+            await until(lambda: engine.handoffs["handed_over"] == 1, "the engine was asked")
+            assert await world.metric("handoffs_total", outcome="handed_over") == 3
+            assert await world.metric("handoffs_total", outcome="unaudited") == 7
+
+    run(scenario())

@@ -156,9 +156,11 @@ def test_requests_that_are_wrong_in_themselves_say_nothing_of_an_engine() -> Non
             for _ in range(4 * FAILURES):
                 assert (await world.complete()).status == 400
             assert [world.known(engine).circuit.cause for engine in world.p] == ["", ""]
-            world.d[0].behave = slow(0.01)  # now it is the prefill engines that fail
+            world.d[0].behave = slow(
+                0.01
+            )  # it takes what prefill engines refuse: they may have shorter contexts
             for _ in range(2 * FAILURES):
                 assert (await world.complete()).status == 200
-            assert "status_400" in [world.known(engine).circuit.cause for engine in world.p]
+            assert [world.known(engine).circuit.cause for engine in world.p] == ["", ""]
 
     run(scenario())

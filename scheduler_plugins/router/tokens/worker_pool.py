@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes in which `token_worker` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+from scheduler_plugins.router.tokens.token_worker import (
+    Examined,
+    TokenizerError,
+    examine,
+    files_digest,
+    tokenize,
+    without_torch,
+)
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 2
+LIMIT_S = 2.0
+"""Longest wait for the tokens of one prompt; it is sent without after that."""
+LOADING_S = 60.0
+"""Longest wait for a tokenizer to be loaded, and tried on its whole vocabulary."""
+_T = TypeVar("_T")
+
+
+class _Process:
+    """One worker process; it starts with the first question."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        """Questions that it has not answered yet."""
+        self._executor: ProcessPoolExecutor | None = None
+
+    async def do(self, limit_s: float, work: Callable[..., _T], *given: Any) -> _T:
+        """Raises what `work` raises, BrokenExecutor, TimeoutError."""
+        if self._executor is None:
+            context = get_context("spawn")
+            self._executor = ProcessPoolExecutor(1, context, initializer=without_torch)
+        self.asked += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._executor, work, *given)
+        except BrokenExecutor:
+            self._executor = None
+            raise
+        finally:
+            self.asked -= 1
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerPool:
+    """A few processes, all of which load a tokenizer before any of them is asked for tokens."""
+
+    def __init__(self) -> None:
+        self._processes = [_Process() for _ in range(WORKERS)]
+
+    async def tokens(self, folder: str, digest: str, asked: Mapping[str, Any]) -> bytes | None:
+        """See `token_worker.tokenize`. None where it fails, for whatever cause."""
+        process = min(self._processes, key=lambda one: one.asked)
+        try:
+            return await process.do(LIMIT_S, tokenize, folder, digest, dict(asked))
+        except TokenizerError as error:
+            logger.info("%s", error)
+        except BrokenExecutor as error:
+            logger.warning("a worker process that tokenizes has ended: %s", error)
+        except TimeoutError:
+            logger.warning("a prompt was not tokenized within %g s", LIMIT_S)
+        except Exception as error:
+            # Whatever a client can write into a body has come to the tokenizer: it may say anything.
+            logger.info("a prompt cannot be tokenized here: %s", error)
+        return None
+
+    async def digest(self, folder: str) -> str:
+        """See `token_worker.files_digest`. Raises TokenizerError."""
+        return await self._told(self._processes[0], files_digest, folder)
+
+    async def examined(self, folder: str) -> Examined:
+        """See `token_worker.examine`. Raises TokenizerError."""
+        first, *others = self._processes
+        examined = await self._told(first, examine, folder)
+        sample: dict[str, Any] = {"prompt": ""}
+        await asyncio.gather(
+            *(self._told(one, tokenize, folder, examined.digest, sample) for one in others)
+        )
+        return examined
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+
+    async def _told(
+        self, process: _Process, question: Callable[..., _T], folder: str, *given: Any
+    ) -> _T:
+        try:
+            return await process.do(LOADING_S, question, folder, *given)
+        except TimeoutError:
+            found = f"its tokenizer was not loaded within {LOADING_S:g} s"
+        except BrokenExecutor as error:
+            found = f"the process that loads its tokenizer has ended: {error}"
+        raise TokenizerError(f"{folder}: {found}")

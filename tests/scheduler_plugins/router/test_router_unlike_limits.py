@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of which one takes what the other does not: contexts of unlike lengths, and what else is answered with 400."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from aiohttp import web
+from router_fakes import (
+    DEADLINE_S,
+    FakeEngine,
+    World,
+    answer,
+    hang,
+    run,
+    status,
+    until,
+    waits_for_kv,
+)
+from test_router_kinds import world as world_of_kinds
+
+from scheduler_plugins.router.engines.circuit import FAILURES
+
+GRACE = {"refusal_grace_s": DEADLINE_S}
+"""A decode engine that waited for its KV as long would end the test."""
+LONG = list(range(150))
+
+UNLIKE = {
+    "context": "This model's maximum context length is 100 tokens",
+    "batched tokens": "the prompt has more tokens than --max-num-batched-tokens",
+    "adapter": "LoRA is not enabled",
+    "parser": '"auto" tool choice requires --enable-auto-tool-choice',
+    "feature": "prompt_embeds are disabled",
+}
+"""What a prefill engine lacks, and what it answers then (docs/router.md has the table)."""
+
+
+def refuses_from(tokens: int, says: str = "too long") -> Any:
+    """An engine with a context of so many tokens: one token more than a prompt must fit."""
+
+    async def behave(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        if len(body["prompt"]) + 1 > tokens:
+            return web.json_response({"error": {"message": says, "code": 400}}, status=400)
+        return await (waits_for_kv if engine.engine_id is None else answer)(engine, request, body)
+
+    return behave
+
+
+def context(engine: FakeEngine, tokens: int) -> None:
+    engine.context_tokens = tokens
+    engine.behave = refuses_from(tokens, f"{engine.name} takes {tokens} tokens")
+
+
+def test_a_prefill_engine_is_not_asked_for_a_prompt_beyond_its_context() -> None:
+    async def scenario() -> None:
+        made = World(prefill=2)
+        context(made.p[0], 100)
+        async with made as w:
+            for _ in range(4):
+                assert (await w.complete(prompt=LONG)).status == 200
+            assert (len(w.p[0].bodies), len(w.p[1].bodies)) == (0, 4)
+            context(w.p[1], 100)
+            w.known(w.p[1]).context_tokens = 100
+            assert (await w.complete(prompt=LONG)).status == 200
+            assert len(w.p[1].bodies) == 4
+            assert await w.metric("flows_total", cause="too_long") == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("lacks", UNLIKE)
+def test_what_a_prefill_engine_does_not_take_the_decode_engine_answers_at_once(lacks: str) -> None:
+    """And the next prompt finds the prefill engine as it was: a 400 says nothing of it."""
+
+    async def scenario() -> None:
+        async with World(**GRACE) as w:
+            w.d[0].behave = waits_for_kv
+            w.p[0].behave = refuses_from(100, UNLIKE[lacks])
+            for _ in range(2 * FAILURES):
+                assert (await w.complete(prompt="x" * 150)).status == 200
+            assert w.known(w.p[0]).circuit.cause == ""
+            w.d[0].behave = answer
+            before = len(w.p[0].bodies)
+            assert (await w.complete(prompt="short")).status == 200
+            assert len(w.p[0].bodies) == before + 1
+
+    run(scenario())
+
+
+def test_after_a_400_only_prefill_engines_with_a_longer_context_are_asked() -> None:
+    async def scenario() -> None:
+        made = World(prefill=3, **GRACE)
+        for engine, tokens in zip(made.p, (100, 90, 4096), strict=True):
+            context(engine, tokens)
+        async with made as w:
+
+            async def waits(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                await until(lambda: bool(w.p[2].bodies), "an engine has computed the prompt")
+                return await answer(engine, request, body)
+
+            w.d[0].behave = waits
+            assert (await w.complete(prompt="x" * 150)).status == 200
+            assert [len(engine.bodies) for engine in w.p] == [1, 0, 1]
+
+    run(scenario())
+
+
+def test_a_decode_engine_with_a_longer_context_answers_what_another_refuses() -> None:
+    async def scenario() -> None:
+        made = World(prefill=1, decode=3)
+        for engine, tokens in zip(made.d, (100, 90, 4096), strict=True):
+            context(engine, tokens)
+        made.d[2].behave = answer
+        async with made as w:
+            assert (await w.complete(prompt="x" * 150)).json["served_by"] == "d2"
+            assert [len(engine.bodies) for engine in w.d] == [1, 0, 1]
+            for engine in w.d:
+                engine.bodies.clear()
+            for _ in range(3):  # of a prompt that is counted this is known before
+                assert (await w.complete(prompt=LONG)).json["served_by"] == "d2"
+            assert [len(engine.bodies) for engine in w.d] == [0, 0, 3]
+            assert all(w.known(engine).circuit.cause == "" for engine in w.d)
+            reply = await w.complete(prompt="x" * 150, bad=1)
+            assert reply.status == 200
+
+    run(scenario())
+
+
+def test_what_no_engine_takes_is_a_400_after_one_question() -> None:
+    async def scenario() -> None:
+        made = World(prefill=2, decode=2, **GRACE)
+        for engine in (*made.p, *made.d):
+            context(engine, 100)
+        async with made as w:
+            for prompt in ("x" * 150, LONG):
+                reply = await w.complete(prompt=prompt)
+                assert (reply.status, reply.json["error"]["message"][2:]) == (
+                    400,
+                    " takes 100 tokens",
+                )
+            assert await w.metric("requests_total", outcome="client_error") == 2
+            assert sum(len(engine.bodies) for engine in w.d) <= 4
+
+    run(scenario())
+
+
+def test_a_400_of_an_sglang_prefill_engine_is_the_clients_answer() -> None:
+    """Its decode engine computes no prompt: nobody else could answer."""
+
+    async def scenario() -> None:
+        async with world_of_kinds("s", "s", **GRACE) as w:
+            w.d[0].behave = hang
+            w.p[0].behave = refuses_from(100, "Input length exceeds the maximum")
+            for stream in (False, True):
+                reply = await w.complete(prompt="x" * 150, stream=stream)
+                assert reply.status == 400
+                assert reply.json["error"]["message"] == "Input length exceeds the maximum"
+            assert w.known(w.p[0]).circuit.cause == ""
+            await until(lambda: w.d[0].running == 0, "the decode engine waits no more")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("decodes", ["hang", "status 500"])
+def test_a_longer_sglang_prefill_engine_takes_what_another_refuses(decodes: str) -> None:
+    async def scenario() -> None:
+        made = world_of_kinds("ss", "s", **GRACE)
+        context(made.p[0], 100)
+        async with made as w:
+
+            async def behave(
+                engine: FakeEngine, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                if len(engine.bodies) > 1:
+                    await until(lambda: bool(w.p[1].bodies), "the second was asked")
+                    return await answer(engine, request, body)
+                await until(lambda: len(w.p[0].bodies) == 1, "the first was asked")
+                return await (hang if decodes == "hang" else status(500))(engine, request, body)
+
+            w.d[0].behave = behave
+            reply = await w.complete(prompt="x" * 150)
+            assert reply.status == 200
+            assert [len(engine.bodies) for engine in w.p] == [1, 1]
+
+    run(scenario())
+
+
+def test_a_down_engine_with_a_longer_context_makes_it_a_503() -> None:
+    """The client may come back."""
+
+    async def scenario() -> None:
+        made = world_of_kinds("ss", "s", **GRACE)
+        context(made.p[0], 100)
+        async with made as w:
+            w.d[0].behave = hang
+            await w.p[1].die()
+            await w.down(w.p[1])
+            assert (await w.complete(prompt="x" * 150)).status == 503
+
+    run(scenario())
+
+
+def test_the_answer_need_not_fit_into_an_sglang_prefill_engines_context() -> None:
+    async def scenario() -> None:
+        async with world_of_kinds("s", "s") as w:
+            asked = {"max_tokens": 500, "min_tokens": 3}
+            assert (await w.complete(prompt="short", **asked)).status == 200
+            chat = {"model": "m", "messages": [], "max_completion_tokens": 500}
+            assert (await w.post("/v1/chat/completions", chat)).status == 200
+            first, second = w.p[0].bodies
+            assert (first["max_tokens"], first["min_tokens"]) == (1, 1)
+            assert (second["max_tokens"], second["max_completion_tokens"]) == (1, 1)
+            assert [body.get("max_tokens") for body in w.d[0].bodies] == [500, None]
+
+    run(scenario())
