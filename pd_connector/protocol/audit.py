@@ -7,7 +7,8 @@ kept for each producer (`AuditBook`): a producer that has not passed is not beli
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
@@ -15,6 +16,7 @@ from pd_connector.kv.audit_tolerance import Tolerance, tolerance
 from pd_connector.kv.coding import ELEMENT_BYTES, Part
 from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.plan.route import Route
+from pd_connector.protocol.experts import MOST_MOVED, Moved, MovedTokens
 from pd_connector.protocol.peers import Source
 
 Problem = tuple[Cause, str]
@@ -26,16 +28,24 @@ class Distance(NamedTuple):
     Attributes:
         pages: numbers of the prompt's pages that were compared, by the consumer's page size.
         by_page: distance of each of them, as `Tolerance.page` has it: of its worst head.
+        tokens: numbers of the prompt's tokens that are furthest, one of each page.
+        by_token: distance of each of them, as `Tolerance.token` has it: of its worst head.
         apart: sum of squares of the differences.
         own: sum of squares of what was computed here.
+        span: the tokens that were compared.
+        moved: those that are further apart than rounding alone, the furthest first.
     """
 
     layer: int
     part: Part
     pages: Sequence[int]
     by_page: Sequence[float]
+    tokens: Sequence[int]
+    by_token: Sequence[float]
     apart: float
     own: float
+    span: range
+    moved: Sequence[Moved] = ()
 
 
 def can_compare(route: Route) -> bool:
@@ -53,25 +63,36 @@ class Counterpart(NamedTuple):
     told: str  # the same in a few words
 
 
+class _Far(NamedTuple):
+    """A page, or a token, of a layer that is further apart than it may be."""
+
+    tokens: range
+    problem: str
+
+
 class Comparison:
     """What one load has found so far. Nothing is concluded before all has come: chunks that come while
     the prompt is computed may be taken back.
 
     Args:
         adapter: name and content of the adapter that the KV was computed with; empty for none.
+        experts: the model sends tokens to experts, so that rounding can move single ones.
 
     Attributes:
         largest: the largest distance of a page, by K and V.
+        largest_token: the same of a token.
         pages: layers times pages that were compared.
         counterparts: whose KV it is; empty until `judge`.
     """
 
-    def __init__(self, adapter: str = "") -> None:
+    def __init__(self, adapter: str = "", *, experts: bool = False) -> None:
         self.adapter = adapter
         self.largest: dict[Part, float] = {}
+        self.largest_token: dict[Part, float] = {}
         self.pages = 0
         self.counterparts: tuple[Counterpart, ...] = ()
-        self._wrong: dict[int, str] = {}  # by layer
+        self._moved = MovedTokens() if experts else None
+        self._far: dict[int, list[_Far]] = {}  # by layer
         self._sums: dict[tuple[int, Part], tuple[float, float, Tolerance]] = {}
 
     def add(self, route: Route, found: Iterable[Distance]) -> None:
@@ -80,16 +101,21 @@ class Comparison:
         for one in found:
             if one.layer >= DRAFT_LAYERS or not one.pages:
                 continue  # a draft that differs makes no wrong answers
-            worst = max(range(len(one.pages)), key=lambda place: one.by_page[place])
-            distance = one.by_page[worst]
             self.pages += len(one.pages)
-            self.largest[one.part] = max(distance, self.largest.get(one.part, 0.0))
             key = one.layer, one.part
             apart, own, _ = self._sums.get(key, (0.0, 0.0, allowed))
             self._sums[key] = apart + one.apart, own + one.own, allowed
-            if one.layer not in self._wrong and not distance <= allowed.page:
-                where = f"layer {one.layer}, page {one.pages[worst]}, {_name(one.part)}"
-                self._wrong[one.layer] = _differs(where, distance, allowed.page)
+            for known, distances in (
+                (self.largest, one.by_page),
+                (self.largest_token, one.by_token),
+            ):
+                known[one.part] = max(known.get(one.part, 0.0), *distances)
+            if self._moved is not None:
+                self._moved.add(one.layer, one.part, one.span, one.moved)
+            far = self._far.setdefault(one.layer, [])
+            for each in _far(one, route.destination.page_size, allowed):
+                if not far or (self._moved is not None and len(far) < MOST_MOVED):
+                    far.append(each)
 
     def judge(self, counterparts: Iterable[Counterpart], routes: Iterable[Route]) -> Problem | None:
         """All has come: what is wrong with it, or why the comparison says nothing; None if all KV is
@@ -100,13 +126,9 @@ class Comparison:
             routes: of all of them.
         """
         self.counterparts = tuple(counterparts)
-        for (layer, part), (apart, own, allowed) in self._sums.items():
-            distance = relative(apart, own)
-            if layer not in self._wrong and not distance <= allowed.layer:
-                where = f"layer {layer}, all its pages together, {_name(part)}"
-                self._wrong[layer] = _differs(where, distance, allowed.layer)
-        if self._wrong:  # what comes after the first wrong layer may be wrong because of it
-            return Cause.AUDIT, self._wrong[min(self._wrong)]
+        # What comes after the first wrong layer may be wrong because of it.
+        if wrong := min(self._wrong(), key=itemgetter(0), default=None):
+            return Cause.AUDIT, wrong[1]
         compared = {layer for layer, _ in self._sums}
         for route in routes:
             wanted = {n for n in route.layers if n < DRAFT_LAYERS} if can_compare(route) else set()
@@ -115,17 +137,36 @@ class Comparison:
                 return Cause.WINDOW, detail
         return None
 
+    def _wrong(self) -> Iterator[tuple[int, str]]:
+        """What is wrong in each layer, as far as anything is."""
+        for (layer, part), (apart, own, allowed) in self._sums.items():
+            excused = self._moved.excused(layer, allowed.token) if self._moved else set()
+            for far in self._far[layer]:
+                if excused.isdisjoint(far.tokens):
+                    yield layer, far.problem
+                    break
+            else:
+                if self._moved:
+                    apart -= self._moved.apart(layer, part, excused)
+                distance = relative(apart, own)
+                if not distance <= allowed.layer:
+                    where = f"layer {layer}, all its pages together, {_name(part)}"
+                    yield layer, _differs(where, distance, allowed.layer)
+
     def __str__(self) -> str:
         if not self.pages:
             return "nothing was compared"
         layers: dict[Part, float] = {}
         for (_, part), (apart, own, _) in self._sums.items():
             layers[part] = max(relative(apart, own), layers.get(part, 0.0))
-        pages, whole = (
+        pages, tokens, whole = (
             ", ".join(f"{_name(part)} {distance:.2g}" for part, distance in found.items())
-            for found in (self.largest, layers)
+            for found in (self.largest, self.largest_token, layers)
         )
-        return f"{self.pages} pages of layers compared, largest distance {pages}; of a whole layer {whole}"
+        return (
+            f"{self.pages} pages of layers compared, largest distance {pages}; "
+            f"of a token {tokens}; of a whole layer {whole}"
+        )
 
 
 class AuditBook:
@@ -134,11 +175,15 @@ class AuditBook:
     A producer is known by its address, the epoch it drew when it started, and its model as the
     handshake has it; it passes for each adapter by itself. One that was found wrong is distrusted
     whatever the adapter, until it starts anew.
+
+    Args:
+        experts: as `Comparison` has it.
     """
 
     _MOST = 65536
 
-    def __init__(self) -> None:
+    def __init__(self, *, experts: bool = False) -> None:
+        self.experts = experts
         self._passed: dict[tuple[Source, int, bytes, str], None] = {}
         self._distrusted: dict[tuple[Source, int], str] = {}
 
@@ -174,6 +219,21 @@ class AuditBook:
         if compares or (source, epoch, model, adapter) in self._passed:
             return None
         return Cause.UNAUDITED, "no audit of this producer has passed since it started"
+
+
+def _far(one: Distance, page_size: int, allowed: Tolerance) -> Iterator[_Far]:
+    """Pages that are too far, the furthest first; then tokens."""
+    pages = zip(one.pages, one.by_page, strict=True)
+    tokens = one.moved or zip(one.tokens, one.by_token, strict=True)
+    for number, distance in sorted(pages, key=itemgetter(1), reverse=True):
+        if not distance <= allowed.page:
+            where = f"layer {one.layer}, page {number}, {_name(one.part)}"
+            covers = range(number * page_size, (number + 1) * page_size)
+            yield _Far(covers, _differs(where, distance, allowed.page))
+    for number, distance, *_ in sorted(tokens, key=itemgetter(1), reverse=True):
+        if not distance <= allowed.token:
+            where = f"layer {one.layer}, token {number}, {_name(one.part)}"
+            yield _Far(range(number, number + 1), _differs(where, distance, allowed.token))
 
 
 def relative(apart: float, own: float) -> float:

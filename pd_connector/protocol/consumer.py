@@ -63,6 +63,7 @@ class Consumer:
         self._grants = Grants(config, pool)
         self._one_sided = one_sided
         self._needs_words = needs_words
+        self._audits = audits
         self._transfers = IncomingTransfers()
         self._sessions: dict[Source, ProducerSession] = {}
         self._fetches = Fetches(
@@ -142,7 +143,7 @@ class Consumer:
             return [Finished(load.request, Cause.GEOMETRY, self._nothing_of_ours(load.peers))]
         self._transfers.add(incoming)
         incoming.load = load
-        incoming.comparison = Comparison(load.adapter) if load.compares else None
+        incoming.comparison = self._comparison(load) if load.compares else None
         incoming.watched = False
         incoming.deadline = float("inf")
         incoming.began = now
@@ -302,6 +303,9 @@ class Consumer:
     ) -> IncomingTransfer:
         parts = streams(peers, self._geometry, self._shards, waits_for_words=self._needs_words)
         return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
+
+    def _comparison(self, load: Load) -> Comparison:
+        return Comparison(load.adapter, experts=self._audits is not None and self._audits.experts)
 
     def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
         shards = [peer.shard for peer in peers]

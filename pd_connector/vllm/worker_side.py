@@ -100,6 +100,7 @@ class WorkerSide:
             facts=self._facts,
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
+            experts=self._vllm_config.model_config.is_moe,
         )
         self._address = RankAddress(self._agent.host, self._agent.port, shard)
         if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
