@@ -61,6 +61,7 @@ class Counterpart(NamedTuple):
     engine_id: str
     model: bytes  # digest of all that it says of its model
     told: str  # the same in a few words
+    path: str = ""  # how its KV comes: transport, direction and codecs
 
 
 class _Far(NamedTuple):
@@ -173,7 +174,7 @@ class AuditBook:
     """What is known of producers. Outlives sessions, and the agent's thread.
 
     A producer is known by its address, the epoch it drew when it started, and its model as the
-    handshake has it; it passes for each adapter by itself. One that was found wrong is distrusted
+    handshake has it; it passes for each adapter and each path by itself. One that was found wrong is distrusted
     whatever the adapter, until it starts anew.
 
     Args:
@@ -184,7 +185,7 @@ class AuditBook:
 
     def __init__(self, *, experts: bool = False) -> None:
         self.experts = experts
-        self._passed: dict[tuple[Source, int, bytes, str], None] = {}
+        self._passed: dict[tuple[Source, int, bytes, str, str], None] = {}
         self._distrusted: dict[tuple[Source, int], str] = {}
 
     @property
@@ -193,8 +194,8 @@ class AuditBook:
         return len(self._distrusted)
 
     def passed(self, producer: Counterpart, adapter: str) -> None:
-        """All that was compared of this producer was right."""
-        self._passed[producer.source, producer.epoch, producer.model, adapter] = None
+        """All that was compared of this producer was right, as it came by this path."""
+        self._passed[_key(producer, adapter)] = None
         while len(self._passed) > self._MOST:
             del self._passed[next(iter(self._passed))]
 
@@ -213,12 +214,22 @@ class AuditBook:
         Args:
             compares: it will only be compared.
         """
-        source, epoch, _, model, _ = producer
-        if why := self._distrusted.get((source, epoch)):
+        if why := self._distrusted.get((producer.source, producer.epoch)):
             return Cause.AUDIT, f"an earlier audit found: {why}"
-        if compares or (source, epoch, model, adapter) in self._passed:
+        if compares or self.has_passed(producer, adapter):
             return None
-        return Cause.UNAUDITED, "no audit of this producer has passed since it started"
+        detail = (
+            f"since it started, no audit of this producer has passed by this path ({producer.path})"
+        )
+        return Cause.UNAUDITED, detail
+
+    def has_passed(self, producer: Counterpart, adapter: str) -> bool:
+        """Whether an audit of this producer has passed, by this path and with this adapter."""
+        return _key(producer, adapter) in self._passed
+
+
+def _key(producer: Counterpart, adapter: str) -> tuple[Source, int, bytes, str, str]:
+    return producer.source, producer.epoch, producer.model, producer.path, adapter
 
 
 def _far(one: Distance, page_size: int, allowed: Tolerance) -> Iterator[_Far]:

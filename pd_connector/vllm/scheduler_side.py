@@ -178,6 +178,9 @@ class SchedulerSide:
             self._commands.append(fetch.load(request.request_id, stop, kept_pages(tables)))
         elif self._audits.begin(request.request_id, fetch, request.num_prompt_tokens):
             fetch.stage = Stage.AUDITED
+            self._commands.append(
+                Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
+            )
         else:
             fetch.stage = Stage.OVER
             self._commands.append(Drop(request.request_id, Cause.NOT_NEEDED))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a comparison has found something, and who is believed after it: without tensors, engines and sockets."""
 
+import dataclasses
 import math
 
 import msgspec
@@ -13,6 +14,7 @@ from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.audit import AuditBook, Comparison, Counterpart, Distance, relative
+from pd_connector.protocol.codec_choice import CodecChoice
 from pd_connector.protocol.consumer import Consumer
 from pd_connector.protocol.incoming import Dial, Finished, Load, ProducerSession, Tell
 from pd_connector.protocol.peers import Peer, Source
@@ -165,7 +167,7 @@ def test_a_load_is_refused_before_anything_is_asked_for() -> None:
     assert isinstance(tell.message, messages.Open)
 
 
-def test_pages_are_not_read_directly_but_into_slots_to_be_compared() -> None:
+def test_what_is_compared_comes_by_the_path_of_what_is_used() -> None:
     consumer = Consumer(CONFIG, geometry_of(WHOLE), SlotPool(CONFIG.slots), one_sided=True)
     session = ProducerSession(5, CONFIG.slot_bytes, ROUTES, read=True, direct=True)
     consumer.session_up(SOURCE, session, 0.0)
@@ -176,4 +178,46 @@ def test_pages_are_not_read_directly_but_into_slots_to_be_compared() -> None:
         (tell,) = consumer.load(each, 0.0)
         assert isinstance(tell, Tell)
         opened.append(msgspec.structs.asdict(tell.message)["direct"])
-    assert opened == [True, False]
+    assert opened == [True, True]
+
+
+def test_a_path_that_no_audit_has_passed_is_audited_before_it_is_used() -> None:
+    """With `codec: auto` some transfers come coded, and some do not."""
+    book = AuditBook()
+    consumer = Consumer(
+        CONFIG, geometry_of(WHOLE), SlotPool(CONFIG.slots), one_sided=True, audits=book
+    )
+    coded = tuple(dataclasses.replace(route, codec="int8") for route in ROUTES)
+    session = ProducerSession(
+        5, CONFIG.slot_bytes, coded, way="tcp, written", plain=ROUTES, choice=CodecChoice(2.0)
+    )
+    consumer.session_up(SOURCE, session, 0.0)
+
+    def opened(transfer: str, *, compares: bool) -> object:
+        """Whether it is wanted coded; the cause, where it is not asked for."""
+        load = Load(
+            transfer, transfer, (Peer(SOURCE, WHOLE),), identity_of(transfer), 0, 12,
+            (range(20, 26),), False, compares=compares,
+        )  # fmt: skip
+        for action in consumer.load(load, 0.0):
+            if isinstance(action, Tell) and isinstance(action.message, messages.Open):
+                consumer.drop(transfer, Cause.ABORTED, 0.0)
+                return action.message.coded
+            if isinstance(action, Finished):
+                return action.cause
+        raise AssertionError
+
+    by_int8, by_raw = (session.counterpart(SOURCE, coded=coded) for coded in (True, False))
+    assert (by_int8.path, by_raw.path) == ("tcp, written, int8", "tcp, written, raw")
+    assert opened("a", compares=False) == Cause.UNAUDITED
+    assert opened("b", compares=True) is True
+    book.passed(by_int8, "")
+    assert consumer.unaudited(SOURCE, "") == by_raw.path
+    assert opened("c", compares=False) is True
+    assert opened("d", compares=True) is False, "the path that has not passed"
+    assert session.choice is not None
+    session.choice.coded = False
+    assert opened("e", compares=False) == Cause.UNAUDITED
+    book.passed(by_raw, "")
+    assert consumer.unaudited(SOURCE, "") == ""
+    assert opened("f", compares=False) is False
