@@ -208,6 +208,7 @@ class Inbox:
         """
         memory = np.empty(place.header.nbytes, np.uint8)
         whole = Pieces(np.array([memory.ctypes.data], np.uint64), memory.nbytes)
+        self._telemetry.count("pulled_pieces", len(theirs.addresses))
         found = path.transport.pull(path.expected, theirs, whole)
         payload = memoryview(memory).toreadonly()
         where = place.route, place.chunk, place.pages, payload, fence
