@@ -21,7 +21,7 @@ from pd_connector.tools.missing import named_if_missing
 
 COMMANDS = "pd_connector.commands"
 """The group of entry points."""
-FIRST = ("demo", "doctor", "bench", "profile", "key")
+FIRST = ("demo", "doctor", "audit", "bench", "profile", "key")
 """Their order in the help. Commands that other packages add come after these, by name."""
 FAILED = 1
 
