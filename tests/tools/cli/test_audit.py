@@ -26,7 +26,8 @@ def engine(
         assert body is not None
         params = body.get("kv_transfer_params", {})
         if params.get("describe") or params.get("do_remote_decode"):
-            told = {**PLACE, "describe": True} if hands_over else None
+            described = {"describe": True} if params.get("describe") else {}
+            told = {**PLACE, **described} if hands_over else None
             return json.dumps({"kv_transfer_params": told})
         if params:
             then()
