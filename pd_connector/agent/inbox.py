@@ -210,7 +210,7 @@ class Inbox:
         whole = Pieces(np.array([memory.ctypes.data], np.uint64), memory.nbytes)
         self._telemetry.count("pulled_pieces", len(theirs.addresses))
         found = path.transport.pull(path.expected, theirs, whole)
-        payload = memoryview(memory).toreadonly()
+        payload = memoryview(memory.data).toreadonly()
         where = place.route, place.chunk, place.pages, payload, fence
         return found, self._cache.compare(*where)
 

@@ -235,13 +235,14 @@ def _key(producer: Counterpart, adapter: str) -> tuple[Source, int, bytes, str, 
 def _far(one: Distance, page_size: int, allowed: Tolerance) -> Iterator[_Far]:
     """Pages that are too far, the furthest first; then tokens."""
     pages = zip(one.pages, one.by_page, strict=True)
-    tokens = one.moved or zip(one.tokens, one.by_token, strict=True)
+    worst = zip(one.tokens, one.by_token, strict=True)
+    tokens = [(moved.token, moved.distance) for moved in one.moved] or worst
     for number, distance in sorted(pages, key=itemgetter(1), reverse=True):
         if not distance <= allowed.page:
             where = f"layer {one.layer}, page {number}, {_name(one.part)}"
             covers = range(number * page_size, (number + 1) * page_size)
             yield _Far(covers, _differs(where, distance, allowed.page))
-    for number, distance, *_ in sorted(tokens, key=itemgetter(1), reverse=True):
+    for number, distance in sorted(tokens, key=itemgetter(1), reverse=True):
         if not distance <= allowed.token:
             where = f"layer {one.layer}, token {number}, {_name(one.part)}"
             yield _Far(range(number, number + 1), _differs(where, distance, allowed.token))

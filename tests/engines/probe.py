@@ -43,8 +43,8 @@ class Probe:
                 layer[page].neg_()
 
     def damage_token(self, page: int, token: int) -> None:
-        """Exchange V of a token of a page, in the first layer here, for that of the token after it, scaled down
-        to 0.4 of its size: too little to be seen in the norm of its page."""
+        """Scale V of one token of a page by 0.55, in the first layer here: too little to be seen in the norm of
+        its page."""
         layer = self._layers()[0]
         tokens, dims = layer.shape[2], layer.shape[3] // 2
         context = self.vllm_config.compilation_config.static_forward_context

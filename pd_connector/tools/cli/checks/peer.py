@@ -152,7 +152,7 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect, greet: Greet) 
             ),
         ]
     failure = connect(host, port) if isinstance(port, int) else f"{port!r} is no port"
-    if failure:
+    if failure or not isinstance(port, int):
         return [
             ours,
             Finding(
@@ -164,7 +164,7 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect, greet: Greet) 
                 "Let its TCP ports through the firewall",
             ),
         ]
-    if problem := greet(host, int(port)):
+    if problem := greet(host, port):
         return [ours, Finding(url, name, Status.FAIL, *problem)]
     return [
         ours,
