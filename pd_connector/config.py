@@ -20,6 +20,7 @@ HOST_VARIABLE = "PD_CONNECTOR_HOST"
 CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
 """Where an engine has no argument for config keys: a JSON object of them, or `@` and the path of a
 file that holds one."""
+LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 MIN_KEY_CHARACTERS = 32
 MIN_DISTINCT_CHARACTERS = 8
 MAX_SLOTS = 4096
@@ -52,9 +53,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     key: str = ""
     """Shared secret of all engines, of 32 characters at least; `pd-connector key` makes one. It authenticates and encrypts the
     control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
-    peers: tuple[str, ...] = ("127.0.0.0/8", "::1", "localhost")
+    peers: tuple[str, ...] = LOOPBACK
     """Networks, addresses and names (`*.` stands for any part before a dot) of producers that may be
-    dialled although their address is not sealed with the key."""
+    dialled although their address is not sealed with the key. With a key `load` sets none by default:
+    every engine seals its address, and a client could have the ports of this machine dialled."""
     insecure: bool = False
     """Allow addresses other than loopback without a key: plaintext, open to anyone."""
     transports: tuple[str, ...] = (AUTO,)
@@ -164,6 +166,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             engine_host = environment.get(host_variable, "")
             if open_to_others and not is_wildcard(engine_host):
                 values["host"] = engine_host
+        if values.get("key"):
+            values.setdefault("peers", ())
         try:
             config = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:

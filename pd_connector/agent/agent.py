@@ -73,6 +73,7 @@ class Agent:
             (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
         audits: the engine can compute a prompt whose KV is then compared (`Load.compares`). KV of
             a producer is loaded only once that has passed, since the producer started.
+        experts: the model sends tokens to experts, see `protocol.experts`.
         wrap: what to make of each transport, for tests.
 
     Raises:
@@ -94,6 +95,7 @@ class Agent:
         needs: Sequence[str] = (),
         late_revokes: bool = False,
         audits: bool = False,
+        experts: bool = False,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
         facts: ModelFacts | None = None,
     ) -> None:
@@ -118,7 +120,7 @@ class Agent:
         self._steps = EngineSteps(late_revokes=late_revokes)
         self._taken_back = TakenBack(self._shut_gate)
         self._ranks: tuple[Peer, ...] = ()
-        book = AuditBook() if audits else None  # outlives the thread
+        book = AuditBook(experts=experts) if audits else None  # outlives the thread
 
         def make_loop(port: int) -> Loop:
             return Loop(

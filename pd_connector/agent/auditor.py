@@ -11,7 +11,7 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.agent.session_keeper import SessionKeeper
 from pd_connector.errors import Cause
 from pd_connector.kv.model import ModelFacts, described
-from pd_connector.protocol.audit import Counterpart
+from pd_connector.protocol.audit import Comparison, Counterpart
 from pd_connector.protocol.consumer import Consumer
 from pd_connector.protocol.incoming import Finished
 
@@ -105,6 +105,7 @@ class Auditor:
             self._outage.succeeded()
             names = ", ".join(sorted({one.engine_id for one in comparison.counterparts}))
             logger.info("audit of engine %s passed: %s", names or "(unnamed)", comparison)
+            finished = self._more(finished, comparison)
         elif cause is Cause.AUDIT and comparison.counterparts:
             told = ", ".join(sorted({one.told for one in comparison.counterparts}))
             here = described(self._facts) if self._facts else "not known"
@@ -136,6 +137,14 @@ class Auditor:
                 finished.detail,
             )
         self._report(finished)
+
+    def _more(self, finished: Finished, comparison: Comparison) -> Finished:
+        """Where KV can also come by another path, the next prompt is audited, too."""
+        for producer in comparison.counterparts:
+            if path := self._consumer.unaudited(producer.source, comparison.adapter):
+                detail = f"KV can come by another path ({path}): the next prompt is audited, too"
+                return finished._replace(cause=Cause.UNAUDITED, detail=detail)
+        return finished
 
     def _distrust(self, producers: Iterable[Counterpart], adapter: str, why: str) -> None:
         """KV is not believed any more. Sessions end, so that what is on its way is not used either."""

@@ -49,13 +49,14 @@ class Withdraw(NamedTuple):
 
 class Hold(NamedTuple):
     """A request that will load this transfer waits in this engine. With `watch`, its engine wants
-    to hear (`Held`) when there is KV to load."""
+    to hear (`Held`) when there is KV to load. With `keep`, it is computed here to be compared."""
 
     request: str
     transfer: str
     peers: tuple[Peer, ...]
     watch: bool
     engine_id: str = ""  # the producer must be this engine; "": any
+    keep: bool = False
 
 
 class Drop(NamedTuple):

@@ -76,8 +76,9 @@ class ConsumerCommands:
             case Load():
                 self._inbox.begin(command, fence)
                 self._act(self._consumer.load(command, now), now)
-            case Hold(request, transfer, peers, watch, engine_id):
-                actions = self._consumer.hold(request, transfer, peers, watch, now, engine_id)
+            case Hold(request, transfer, peers, watch, engine_id, keep):
+                hold = self._consumer.hold
+                actions = hold(request, transfer, peers, watch, now, engine_id, keep=keep)
                 self._act(actions, now)
             case Drop(request, why):
                 self._auditor.dropped(request, now)

@@ -94,11 +94,12 @@ class Dialler:
             and transport.direct(path.expected)
         )
         codecs = sorted({route.codec for route in routes})
+        direction = "read from pages" if direct else "read" if welcome.read else "written"
+        way = f"{transport.label or transport.name}, {direction}"
         logger.info(
-            "session with %s:%d: transport %s, %s, codecs %s",
+            "session with %s:%d: transport %s, codecs %s",
             *source[:2],
-            transport.label or transport.name,
-            "read from pages" if direct else "read" if welcome.read else "written",
+            way,
             ",".join(codecs) or "none",
         )
         self._tell_of_codec(source, welcome.codecs, codecs)
@@ -108,6 +109,7 @@ class Dialler:
             routes=routes,
             read=welcome.read,
             direct=direct,
+            way=way,
             engine_id=welcome.engine_id,
             model=model_digest(facts) if facts else welcome.model,
             told=described(facts) if facts else f"model {welcome.model.hex()}",

@@ -131,7 +131,10 @@ class Inbox:
         with self._gate.touching(request):
             if isinstance(place.payload, Pieces):
                 try:
-                    found = self._pull(place, place.payload, path)
+                    if place.comparison is None:
+                        found = self._pull(place, place.payload, path)
+                    else:
+                        found, distances = self._pull_apart(place, place.payload, path, fence)
                 except TransportError as error:
                     return Cause.TRANSPORT, str(error)
             elif isinstance(place.payload, Destination):
@@ -195,6 +198,21 @@ class Inbox:
             )
         self._telemetry.count("pulled_pieces", len(ours.addresses))
         return path.transport.pull(path.expected, theirs, ours)
+
+    def _pull_apart(
+        self, place: PlaceChunk, theirs: Pieces, path: ReceivePath, fence: Any
+    ) -> tuple[bytes, list[Distance]]:
+        """Copy a chunk from the producer's pages into memory of its own, and compare it with ours.
+
+        Raises TransportError if it cannot be copied.
+        """
+        memory = np.empty(place.header.nbytes, np.uint8)
+        whole = Pieces(np.array([memory.ctypes.data], np.uint64), memory.nbytes)
+        self._telemetry.count("pulled_pieces", len(theirs.addresses))
+        found = path.transport.pull(path.expected, theirs, whole)
+        payload = memoryview(memory.data).toreadonly()
+        where = place.route, place.chunk, place.pages, payload, fence
+        return found, self._cache.compare(*where)
 
 
 def _checksum(place: PlaceChunk) -> bytes:

@@ -238,8 +238,8 @@ class ProducerSide:
 
     def _dispatch(self, sender: bytes, message: messages.ConsumerMessage, now: float) -> None:
         match message:
-            case messages.Watch():
-                self._act(self._producer.watch(sender, message.transfer, now))
+            case messages.Watch(transfer, keep):
+                self._act(self._producer.watch(sender, transfer, now, keep=keep))
             case messages.Open():
                 session = self._sessions[sender]
                 routes = session.routes if message.coded else session.plain

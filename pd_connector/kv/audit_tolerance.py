@@ -12,15 +12,18 @@ class Tolerance(NamedTuple):
     Attributes:
         page: of one page. A page that has other content is about 1 apart.
         layer: of all tokens that are compared. What is wrong in every page is wrong here.
+        token: of one token. It is noisier than a page, and finds what a page's other tokens would hide, such as
+            an error at the edge of a chunk. A token that has other content is about 1 apart.
     """
 
     page: float
     layer: float
+    token: float
 
 
-_EXACT = Tolerance(page=0.1, layer=0.05)
+_EXACT = Tolerance(page=0.1, layer=0.05, token=0.3)
 """float32: kernels may multiply in TF32."""
-_HALF = Tolerance(page=0.3, layer=0.15)
+_HALF = Tolerance(page=0.3, layer=0.15, token=0.5)
 """Elements of 16 bits and fewer. Rounding adds up from layer to layer, and may send single tokens to other
 experts."""
 _FP8_ERROR = 0.1
@@ -36,11 +39,11 @@ def tolerance(source: str, destination: str, codec: str) -> Tolerance:
         codec: what the KV was coded with on the wire.
 
     >>> tolerance("bfloat16", "bfloat16", "raw")
-    Tolerance(page=0.3, layer=0.15)
+    Tolerance(page=0.3, layer=0.15, token=0.5)
     >>> tolerance("float32", "float32", "int8")
-    Tolerance(page=0.12000000000000001, layer=0.07)
+    Tolerance(page=0.12000000000000001, layer=0.07, token=0.32)
     """
     dtypes = source, destination
     base = _EXACT if dtypes == ("float32", "float32") else _HALF
     lossy = max(coding(codec).error_bound, _FP8_ERROR if "fp8_e4m3" in dtypes else 0.0)
-    return Tolerance(base.page + lossy, base.layer + lossy)
+    return Tolerance(*(allowed + lossy for allowed in base))

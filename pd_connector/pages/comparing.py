@@ -22,6 +22,7 @@ from pd_connector.plan.chunks import Chunk, blocks
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import parts
 from pd_connector.protocol.audit import Distance
+from pd_connector.protocol.experts import MOST_MOVED, MOVED, Moved
 
 Squares = npt.NDArray[np.float64]
 
@@ -30,6 +31,9 @@ _SEGMENT = 64
 _FLOOR = 1 / 16
 """A head counts as if it had at least this part of the layer's mean square: rounding in the others would look
 large beside one that is almost zero."""
+_TOKEN_FLOOR = 1 / 4
+"""A token counts as if it had at least this part of the usual square of its head, the median of the tokens. The
+median, because the first token of a prompt can be larger than all others together, and would hide them."""
 
 
 def distances(
@@ -58,19 +62,34 @@ def distances(
     if not here.any():
         return []
     present = [max(page, 0) for page in pages]
-    page_of_token = np.arange(chunk.first_token, chunk.stop_token) // size - numbers[0]
+    tokens = np.arange(chunk.first_token, chunk.stop_token)
+    page_of_token = tokens // size - numbers[0]
+    kept = here[page_of_token]
+    tokens, page_of_token = tokens[kept], page_of_token[kept]
+    begins = np.flatnonzero(np.diff(page_of_token, prepend=-1))
     pairs = (_verbatim if chunk.verbatim else _coded)(
         layers, copier, route, chunk, present, payload
     )
     found = []
     for layer, part, ours, theirs in pairs:
-        apart, own = _squares(ours, theirs, page_of_token)
-        apart, own = apart[:, here], own[:, here]
-        tokens = np.bincount(page_of_token, minlength=len(numbers))[here]
-        by_page = _by_page(apart, own, tokens)
+        apart, own = (squares[:, kept] for squares in _squares(ours, theirs))
+        by_token = _by_token(apart, own)
+        worst = [
+            first + int(part_of.argmax())
+            for first, part_of in zip(begins, np.split(by_token, begins[1:]), strict=True)
+        ]
         found.append(
             Distance(
-                layer, part, numbers[here].tolist(), by_page, float(apart.sum()), float(own.sum())
+                layer,
+                part,
+                pages=numbers[here].tolist(),
+                by_page=_by_page(apart, own, begins),
+                tokens=tokens[worst].tolist(),
+                by_token=by_token[worst].tolist(),
+                apart=float(apart.sum()),
+                own=float(own.sum()),
+                span=range(int(tokens[0]), int(tokens[-1]) + 1),
+                moved=_moved(tokens, by_token, apart),
             )
         )
     return found
@@ -158,22 +177,19 @@ def _dense(pages: torch.Tensor) -> torch.Tensor:
     return untiled(pages).permute(1, 0, 2, 3).flatten(1, 2)
 
 
-def _squares(
-    ours: torch.Tensor, theirs: torch.Tensor, page_of_token: Index
-) -> tuple[Squares, Squares]:
-    """Sums of squares of the differences, and of ours: float64 `[head, page, segment]`."""
+def _squares(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[Squares, Squares]:
+    """Sums of squares of the differences, and of ours: float64 `[head, token, segment]`."""
     a, b = ours.float(), theirs.float()
-    apart, own = _by_token(b - a), _by_token(a)
+    apart, own = _summed(b - a), _summed(a)
     if not (np.isfinite(own).all() and np.isfinite(apart).all()):  # seldom
         lost = ~torch.isfinite(a)  # nothing can be held to that
         a, b = a.masked_fill(lost, 0), b.masked_fill(lost, 0)
-        apart = np.nan_to_num(_by_token(b - a), nan=np.inf, posinf=np.inf)
-        own = _by_token(a)
-    begins = np.flatnonzero(np.diff(page_of_token, prepend=-1))
-    return np.add.reduceat(apart, begins, axis=1), np.add.reduceat(own, begins, axis=1)
+        apart = np.nan_to_num(_summed(b - a), nan=np.inf, posinf=np.inf)
+        own = _summed(a)
+    return apart, own
 
 
-def _by_token(x: torch.Tensor) -> Squares:
+def _summed(x: torch.Tensor) -> Squares:
     """Sums of squares of `[head, token, dim]`: float64 `[head, token, segment]`."""
     dims = x.shape[-1]
     segment = _SEGMENT if dims % _SEGMENT == 0 else dims
@@ -182,16 +198,39 @@ def _by_token(x: torch.Tensor) -> Squares:
     return found
 
 
-def _by_page(
-    apart: Squares,
-    own: Squares,
-    tokens: Index,
-) -> list[float]:
-    """Distance of each page, of its worst head and segment."""
+def _by_page(apart: Squares, own: Squares, begins: Index) -> list[float]:
+    """Distance of each page, of its worst head and segment.
+
+    Args:
+        begins: places of the pages' first tokens.
+    """
+    tokens = np.diff(begins, append=own.shape[1])
+    apart, own = (np.add.reduceat(squares, begins, axis=1) for squares in (apart, own))
     a_token = own.sum(1, keepdims=True) / tokens.sum()
-    a_token = np.maximum(a_token, a_token.mean() * _FLOOR)
-    whole = np.maximum(own, a_token * tokens[:, None])
+    least = np.maximum(a_token, a_token.mean() * _FLOOR)
+    worst: list[float] = _worst(apart, np.maximum(own, least * tokens[:, None])).tolist()
+    return worst
+
+
+def _by_token(apart: Squares, own: Squares) -> Squares:
+    """Distance of each token, of its worst head and segment: float64 `[token]`."""
+    usual = np.median(own, axis=1, keepdims=True)
+    least = np.maximum(_TOKEN_FLOOR * usual, _FLOOR * usual.mean())
+    return _worst(apart, np.maximum(own, least))
+
+
+def _moved(tokens: Index, by_token: Squares, apart: Squares) -> list[Moved]:
+    """The tokens that are further apart than rounding alone, the furthest first."""
+    order = np.argsort(-by_token, kind="stable")[:MOST_MOVED]
+    order = order[by_token[order] > MOVED]
+    sums = apart.sum(axis=(0, 2))
+    found = zip(*(each[order].tolist() for each in (tokens, by_token, sums)), strict=True)
+    return [Moved(*one) for one in found]
+
+
+def _worst(apart: Squares, whole: Squares) -> Squares:
+    """The largest distance over heads and segments."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(apart > 0, apart / whole, 0.0)
-    worst: list[float] = np.sqrt(ratio.max(axis=(0, 2))).tolist()
-    return worst
+    found: Squares = np.sqrt(ratio.max(axis=(0, 2)))
+    return found

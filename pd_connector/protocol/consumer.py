@@ -63,6 +63,7 @@ class Consumer:
         self._grants = Grants(config, pool)
         self._one_sided = one_sided
         self._needs_words = needs_words
+        self._audits = audits
         self._transfers = IncomingTransfers()
         self._sessions: dict[Source, ProducerSession] = {}
         self._fetches = Fetches(
@@ -92,8 +93,13 @@ class Consumer:
         return self._transfers.has_source(source)
 
     def producers(self) -> list[Counterpart]:
-        """Ranks of producers with which sessions stand."""
-        return [session.counterpart(source) for source, session in self._sessions.items()]
+        """Ranks of producers with which sessions stand, by each path of their KV."""
+        sessions = self._sessions.items()
+        return [one for source, session in sessions for one in session.counterparts(source)]
+
+    def unaudited(self, source: Source, adapter: str) -> str:
+        """A path of this producer's KV by which no audit has passed; "": none, or no session stands."""
+        return self._fetches.unaudited(source, adapter)
 
     def codec_choice(self, source: Source) -> CodecChoice | None:
         """What decides whether transfers of this producer are coded; None without a choice."""
@@ -108,14 +114,21 @@ class Consumer:
         watch: bool,
         now: float,
         engine_id: str = "",
+        *,
+        keep: bool = False,
     ) -> list[Action]:
         """A request that will load this transfer waits for pages: keep the producer's leased.
 
         Args:
             engine_id: the producer must be this engine; "": any.
             watch: the request asks for pages only when `Held` says that there is KV to load.
+            keep: it will be compared; it may be held already.
         """
-        if transfer in self._transfers:
+        known = self._transfers.get(transfer)
+        if known is not None and keep and known.request == request and known.load is None:
+            known.keep = True
+            return self._fetches.ask_all(known, now)
+        if known is not None:
             return [Held(request, Cause.DUPLICATE, transfer)] if watch else []
         incoming = self._new(request, transfer, peers, engine_id, now)
         if watch and not incoming.streams:
@@ -142,7 +155,7 @@ class Consumer:
             return [Finished(load.request, Cause.GEOMETRY, self._nothing_of_ours(load.peers))]
         self._transfers.add(incoming)
         incoming.load = load
-        incoming.comparison = Comparison(load.adapter) if load.compares else None
+        incoming.comparison = self._comparison(load) if load.compares else None
         incoming.watched = False
         incoming.deadline = float("inf")
         incoming.began = now
@@ -302,6 +315,9 @@ class Consumer:
     ) -> IncomingTransfer:
         parts = streams(peers, self._geometry, self._shards, waits_for_words=self._needs_words)
         return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
+
+    def _comparison(self, load: Load) -> Comparison:
+        return Comparison(load.adapter, experts=self._audits is not None and self._audits.experts)
 
     def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
         shards = [peer.shard for peer in peers]

@@ -61,8 +61,8 @@ class Fetches:
         if incoming.engine_id not in ("", session.engine_id):
             detail = f"engine {session.engine_id} answers, {incoming.engine_id} was wanted"
             return self.finish(incoming, Cause.UNREACHABLE, f"{detail} (restarted since?)", now)
-        if incoming.watched:
-            return [Tell(source, messages.Watch(incoming.transfer))]
+        if incoming.watched or (incoming.keep and incoming.load is None):
+            return [Tell(source, messages.Watch(incoming.transfer, incoming.keep))]
         if incoming.load is None or incoming.streams[source].opened:
             return []
         return self._open(incoming, source, now)
@@ -70,11 +70,15 @@ class Fetches:
     def _open(self, incoming: IncomingTransfer, source: Source, now: float) -> list[Action]:
         load, stream, session = incoming.load, incoming.streams[source], self._sessions[source]
         assert load is not None
+        coded = session.coded
         if self._audits is not None:
-            producer = session.counterpart(source)
+            producer = session.counterpart(source, coded=coded)
             if problem := self._audits.problem(producer, load.adapter, compares=load.compares):
                 return self.finish(incoming, *problem, now)
-        if problem := stream.prepare(load, session, self._config.slot_bytes):
+            if load.compares and self._audits.has_passed(producer, load.adapter):
+                # The other path, if there is one that has not.
+                coded ^= self.unaudited(source, load.adapter) != ""
+        if problem := stream.prepare(load, session, self._config.slot_bytes, coded=coded):
             return self.finish(incoming, *problem, now)
         if pause := self._stalls.pause((source, session.epoch), now):
             return self.finish(incoming, Cause.STALLED, pause, now)
@@ -87,6 +91,15 @@ class Fetches:
         wanted = 0 if load.wait else stream.planned
         slots = self._grants.take(load.transfer, source, stream, wanted)
         return [Tell(source, stream.opening(load, session, slots))]
+
+    def unaudited(self, source: Source, adapter: str) -> str:
+        """A path of this producer's KV by which no audit has passed; "": none, or no session stands."""
+        session = self._sessions.get(source)
+        if self._audits is None or session is None:
+            return ""
+        every = session.counterparts(source)
+        left = (one.path for one in every if not self._audits.has_passed(one, adapter))
+        return next(left, "")
 
     def accept(self, source: Source, message: messages.Accept, now: float) -> list[Action]:
         """See `Consumer.accept`."""
@@ -125,8 +138,10 @@ class Fetches:
             detail = f"no rank of the producer has sent {missing}"
             return self.finish(incoming, Cause.GEOMETRY, detail, now)
         if incoming.comparison is not None:
-            every = {source: self._sessions[source] for source in incoming.streams}
-            producers = [session.counterpart(source) for source, session in every.items()]
+            producers = [
+                self._sessions[source].counterpart(source, coded=stream.coded)
+                for source, stream in incoming.streams.items()
+            ]
             wrong = incoming.comparison.judge(producers, [r for pair in known for r in pair])
             cause, detail = wrong or (None, "")
             return self.finish(incoming, cause, detail, now)

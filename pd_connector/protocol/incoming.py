@@ -125,6 +125,7 @@ class ProducerSession:
     routes: Sequence[Route]  # what passes between its rank and this one
     read: bool = False  # chunks are read from it, not written by it
     direct: bool = False  # and leased pages of it, where they lie
+    way: str = ""  # transport and direction in words
     bytes_per_s: float | None = None
     engine_id: str = ""
     model: bytes = b""  # digest of all that the producer says of its model
@@ -132,9 +133,16 @@ class ProducerSession:
     plain: Sequence[Route] = ()  # the same routes in `raw`, where there is a choice
     choice: CodecChoice | None = None  # between the two
 
-    def counterpart(self, source: Source) -> Counterpart:
-        """What audits know the producer by."""
-        return Counterpart(source, self.epoch, self.engine_id, self.model, self.told)
+    def counterpart(self, source: Source, *, coded: bool) -> Counterpart:
+        """What audits know the producer by, where its KV comes coded or not."""
+        codecs = sorted({route.codec for route in (self.routes if coded else self.plain)})
+        path = ", ".join((self.way, *codecs))
+        return Counterpart(source, self.epoch, self.engine_id, self.model, self.told, path)
+
+    def counterparts(self, source: Source) -> list[Counterpart]:
+        """The same by every path that a transfer of this session can take, that of the next one first."""
+        ways = (self.coded, not self.coded) if self.choice is not None else (self.coded,)
+        return [self.counterpart(source, coded=coded) for coded in ways]
 
     @property
     def coded(self) -> bool:

@@ -48,10 +48,10 @@ class IncomingStream:
         return Cause.STALLED, "no chunk within stall_timeout_s"
 
     def prepare(
-        self, load: Load, session: ProducerSession, slot_bytes: int
+        self, load: Load, session: ProducerSession, slot_bytes: int, *, coded: bool
     ) -> tuple[Cause, str] | None:
         """Plan chunks that fit the slots of both sides; returns why there is no plan, if so."""
-        self.coded = session.coded
+        self.coded = coded
         self.routes = session.routes if self.coded else session.plain
         self.chunk_bytes = chunk_limit(
             self.routes,
@@ -59,7 +59,7 @@ class IncomingStream:
             min(session.slot_bytes, slot_bytes),
             session.bytes_per_s,
             read=session.read,
-            direct=session.direct and not load.compares,
+            direct=session.direct,
         )
         try:
             chunks = plan(
@@ -87,7 +87,7 @@ class IncomingStream:
             chunk_bytes=self.chunk_bytes,
             readers=self.readers,
             bytes_per_s=int(session.bytes_per_s or 0),
-            direct=session.direct and not load.compares,  # it needs them in a slot
+            direct=session.direct,
             provisional=True,
             coded=self.coded,
         )

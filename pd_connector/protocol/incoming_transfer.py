@@ -25,6 +25,7 @@ class IncomingTransfer:
     streams: dict[Source, IncomingStream]
     load: Load | None = None  # None: only held, no pages allocated yet
     watched: bool = False  # the engine wants to hear when there is something to load
+    keep: bool = False  # the producer must keep it until it has been compared
     began: float = 0.0
     deadline: float = float("inf")  # of a watched hold
     engine_id: str = ""  # the engine that must answer; "": any

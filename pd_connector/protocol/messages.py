@@ -95,9 +95,14 @@ class Reject(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Consumer: tell me (`Ready`) when the prefill of this transfer has begun."""
+    """Consumer: tell me (`Ready`) when the prefill of this transfer has begun.
+
+    With `keep` its pages stay leased, however much else is leased: they will be compared with what I compute,
+    which takes a while. It holds for one transfer of a session, the last that was named.
+    """
 
     transfer: Name
+    keep: bool = False
 
 
 class Ready(Message, frozen=True):

@@ -24,6 +24,7 @@ class OutgoingTransfers:
         self._deadlines: Deadlines[str] = Deadlines()
         self._leases: dict[str, int] = {}  # transfer -> pages, in the order in which they began
         self.leased_pages = 0
+        self._kept: dict[SessionId, str] = {}  # the transfer that is not evicted for this session
         self._unannounced: dict[str, SessionId] = {}  # transfer -> who asked for it first
         self._unannounced_of: Counter[SessionId] = Counter()
 
@@ -82,8 +83,13 @@ class OutgoingTransfers:
         outgoing.sessions.add(session)
         self._by_session.setdefault(session, set()).add(outgoing.transfer)
 
+    def keep(self, session: SessionId, transfer: str) -> None:
+        """This session's consumer is going to audit the transfer. It can do so with one at a time."""
+        self._kept[session] = transfer
+
     def lose(self, session: SessionId) -> list[OutgoingTransfer]:
         """A session has ended: what it has touched."""
+        self._kept.pop(session, None)
         touched = [self._transfers[name] for name in self._by_session.pop(session, ())]
         for outgoing in touched:
             outgoing.sessions.discard(session)
@@ -97,10 +103,11 @@ class OutgoingTransfers:
         self.leased_pages += pages
 
     def oldest_waiting(self, but: OutgoingTransfer) -> OutgoingTransfer | None:
-        """The oldest lease whose pages nobody has begun to fetch, other than `but`."""
+        """The oldest lease whose pages nobody has begun to fetch, other than `but` and those that are kept."""
+        kept = set(self._kept.values())
         for transfer in self._leases:
             outgoing = self._transfers[transfer]
-            if outgoing is not but and outgoing.waits:
+            if outgoing is not but and outgoing.waits and transfer not in kept:
                 return outgoing
         return None
 

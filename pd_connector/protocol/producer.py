@@ -155,8 +155,16 @@ class Producer:
         outgoing = self._transfers.get(transfer)
         return self._openings.end(outgoing, Cause.INTERNAL, detail) if outgoing else []
 
-    def watch(self, session: SessionId, transfer: str, now: float) -> list[Action]:
-        """A consumer wants to hear when the prefill has begun."""
+    def watch(
+        self, session: SessionId, transfer: str, now: float, *, keep: bool = False
+    ) -> list[Action]:
+        """A consumer wants to hear when the prefill has begun.
+
+        Args:
+            keep: see `messages.Watch`.
+        """
+        if keep:
+            self._transfers.keep(session, transfer)
         return self._openings.watch(session, transfer, now)
 
     def open(

@@ -4,7 +4,7 @@
 import json
 from pathlib import Path
 
-from pd_connector.config import CONFIG_VARIABLE, Config
+from pd_connector.config import CONFIG_VARIABLE, LOOPBACK, Config
 from pd_connector.errors import ConfigError
 
 HOST_VARIABLE = "SGLANG_HOST_IP"
@@ -14,7 +14,7 @@ HOST_VARIABLE = "SGLANG_HOST_IP"
 def load_config(text: str) -> Config:
     """The config in a variable's text. Raises ConfigError."""
     if not text.strip():
-        return Config.load({}, host_variable=HOST_VARIABLE)
+        return Config.load({"peers": LOOPBACK}, host_variable=HOST_VARIABLE)
     # What stands in the variable itself may have the key in it: it is not repeated.
     source = f"{CONFIG_VARIABLE} {text!r}" if text.startswith("@") else CONFIG_VARIABLE
     try:
@@ -31,4 +31,5 @@ def load_config(text: str) -> Config:
             f"audit {audit!r}: a decode engine of SGLang cannot compute a prompt, and so has nothing to compare KV "
             "with; leave it out (config key audit)"
         )
-    return Config.load(found, host_variable=HOST_VARIABLE)
+    # A request names its prefill engine by an address that nobody has sealed.
+    return Config.load({"peers": LOOPBACK, **found}, host_variable=HOST_VARIABLE)

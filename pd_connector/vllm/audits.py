@@ -25,8 +25,8 @@ from pd_connector.vllm.windows import Windows
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-LEAST_PAGES = 2
-"""Prompts of which fewer pages would be fetched are not audited: they would show little."""
+LEAST_TOKENS = 32
+"""Prompts of which fewer tokens would be fetched are not audited: they would show little."""
 _MOST_PAIRS = 4096
 
 
@@ -42,6 +42,7 @@ class _Audit:
     listed: tuple[int, ...] = ()  # first page of each table that is compared; empty before that
     keep_until: float | None = None  # the request has ended, and its pages are kept
     reports: int = 0  # of ranks for which the comparison is over
+    more: bool = False  # a rank has passed, and can get KV by another path that has not
 
     @property
     def last(self) -> int:
@@ -74,7 +75,6 @@ class Audits:
         # Whether a producer that was found wrong has started anew is known only by asking it.
         self._retry_s = config.session_timeout_s
         self._windows = windows
-        self._least_tokens = LEAST_PAGES * max(windows.page_sizes, default=1)
         self._ranks = ranks
         self._clock = clock
         self._chance = chance
@@ -180,10 +180,12 @@ class Audits:
                 continue
             audit.reports += 1
             pair = audit.fetch.pair
-            if report.cause is None:
+            audit.more |= report.cause is Cause.UNAUDITED
+            if report.cause in (None, Cause.UNAUDITED):
                 if audit.reports >= self._ranks:
                     self._end(report.request)
-                    self._pass(pair)
+                    if not audit.more:
+                        self._pass(pair)
                 continue
             if report.cause is Cause.AUDIT:
                 self._passed.pop(pair, None)
@@ -209,7 +211,7 @@ class Audits:
         """Whether an audit of this producer can begin with a request of so many missing tokens."""
         under_way = any(audit.fetch.pair == pair for audit in self._audits.values())
         early = self._clock() < self._retry.get(pair, 0.0)
-        return missing >= self._least_tokens and not under_way and not early
+        return missing >= LEAST_TOKENS and not under_way and not early
 
     def _load(self, request_id: str, audit: _Audit) -> Command:
         """Begin to compare. Of a window only its later half: vLLM goes on to free the earlier one."""

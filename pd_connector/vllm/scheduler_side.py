@@ -183,6 +183,9 @@ class SchedulerSide:
             request.request_id, fetch, lambda: self.identity.adapters.unchanged(request)
         ):
             fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
+            self._commands.append(
+                Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
+            )
         else:
             missing = request.num_prompt_tokens - 1 - fetch.computed_tokens
             fetch.outcome = "unaudited" if missing > 0 else "cached"

@@ -101,6 +101,7 @@ class WorkerSide:
             facts=facts,
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
+            experts=self._vllm_config.model_config.is_moe,
         )
         submit = self._agent.submit
         self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit)

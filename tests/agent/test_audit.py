@@ -127,6 +127,30 @@ def test_who_passes_is_believed_from_then_on(start: Any, transport: str) -> None
     assert_pages(producer, THEIRS[:3], consumer, [11, 12, 13])
 
 
+def test_pages_that_can_be_read_where_they_lie_are_audited_like_that(start: Any) -> None:
+    producer, consumer = start(TRANSPORTS["shm direct"])
+    producer.layers[1][3, 0, :6] *= -1  # K of one token in one head
+    before = consumer.page(9)
+    offer(producer, "t")
+    found = load(consumer, producer, "t", compares=True)
+    assert found.cause == Cause.AUDIT
+    assert "layer 1, page 2, K" in found.detail
+    assert consumer.count("pulled_pieces") > 0, "by the path of later transfers"
+    assert consumer.page(9) == before, "and not into pages"
+
+
+def test_with_a_choice_of_codecs_each_is_audited(start: Any) -> None:
+    producer, consumer = start(TRANSPORTS["tcp"] | {"codec": "auto"})
+    offer(producer, "a", "b", "c", "d")
+    first = load(consumer, producer, "a", compares=True)
+    assert first.cause == Cause.UNAUDITED
+    assert "raw): the next prompt is audited, too" in first.detail or "int8)" in first.detail
+    assert load(consumer, producer, "b", compares=True).cause is None
+    assert consumer.count("audits", cause="passed") == 2
+    for transfer in ("c", "d"):
+        assert load(consumer, producer, transfer, compares=False).cause is None
+
+
 @pytest.mark.parametrize("transport", list(TRANSPORTS))
 def test_who_fails_loses_its_session_and_is_believed_no_more(start: Any, transport: str) -> None:
     producer, consumer = start(TRANSPORTS[transport])

@@ -87,8 +87,21 @@ def test_without_a_seal_only_peers_are_dialled():
     assert trusted(params, Config(key=KEY, peers=("192.0.2.1",))) == PEERS
 
 
+def test_with_a_key_a_client_cannot_have_local_ports_dialled():
+    """Every engine with the key seals its address, also where all are on one machine."""
+    here = tuple(p._replace(source=p.source._replace(host="127.0.0.1")) for p in PEERS)
+    config = Config.load({"key": KEY}, {})
+    assert trusted(decode_params(sealed(ProducerAddress("engine", here), KEY), "t"), config) == here
+    for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"):
+        local = tuple(p._replace(source=p.source._replace(host=host)) for p in PEERS)
+        with pytest.raises(UntrustedAddressError, match="it has no seal"):
+            trusted(decode_params(ProducerAddress("engine", local), "t"), config)
+        chosen = Config.load({"key": KEY, "peers": [host]}, {})
+        assert trusted(decode_params(ProducerAddress("engine", local), "t"), chosen) == local
+
+
 def test_on_one_machine_nothing_need_be_configured():
     here = tuple(p._replace(source=p.source._replace(host="127.0.0.1")) for p in PEERS)
     address = sealed(ProducerAddress("engine", here), "")
     assert "remote_seal" not in address.fields()
-    assert trusted(decode_params(address, "t"), Config()) == here
+    assert trusted(decode_params(address, "t"), Config.load({}, {})) == here

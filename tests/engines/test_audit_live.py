@@ -80,7 +80,7 @@ def start_anew(pair: Pair) -> None:
 
 
 def test_the_first_prompt_is_computed_and_the_next_is_not(pair: Pair, reference) -> None:
-    short = prompt_of(2 * PAGE - 10, start=3)
+    short = prompt_of(30, start=3)
     with delta(pair.d, RECEIVED) as received:
         answer = two_step(pair.p, pair.d, short)
     assert_same_logprobs(answer, reference(short), TOLERANCE)
@@ -108,7 +108,9 @@ def test_of_many_at_once_one_is_audited_and_none_waits(pair: Pair, reference, ma
     assert used(pair, reference) == 1
 
 
-@pytest.mark.parametrize("kind", ["k_proj of a layer", "layers", "rotation", "a damaged page"])
+@pytest.mark.parametrize(
+    "kind", ["k_proj of a layer", "layers", "rotation", "a damaged page", "a damaged token"]
+)
 def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: str) -> None:
     start_anew(pair)
     probe_all(pair.p, "sabotage", kind)
@@ -118,6 +120,8 @@ def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: s
         params = prefill_step(pair.p, prompt, cache_salt=salt)
         if kind == "a damaged page":
             probe(pair.p, "damage_page", params["remote_block_ids"][0][4])
+        elif kind == "a damaged token":
+            probe(pair.p, "damage_token", params["remote_block_ids"][0][4], 7)
         answer = completion(pair.d, prompt, 32, cache_salt=salt, kv_transfer_params=params)
         assert_same_logprobs(answer, reference(prompt), TOLERANCE)
         if _grown(pair, "audit", before):
@@ -128,6 +132,8 @@ def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: s
     assert "is wrong: layer" in log
     if kind == "a damaged page":
         assert "page 4, K" in log
+    if kind == "a damaged token":
+        assert f"layer 0, token {4 * PAGE + 7}, V" in log
     assert pair.d.metrics().total("pd_connector:distrusted_producers") > 0
     assert used(pair, reference) == 0, "it is believed no more"
     start_anew(pair)

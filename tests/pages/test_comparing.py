@@ -97,6 +97,8 @@ def test_the_same_kv_is_no_distance_apart_between_any_two_layouts(
             for one in found:
                 assert list(one.pages) == list(chunk.pages(size))
                 assert list(one.by_page) == [0.0] * len(one.pages)
+                assert list(one.by_token) == [0.0] * len(one.pages)
+                assert [token // size for token in one.tokens] == list(one.pages)
                 assert one.own > 0
                 seen.setdefault((one.layer, one.part), set()).update(one.pages)
         for layer, group in destination.groups.items():
@@ -119,6 +121,7 @@ def test_what_codecs_and_dtypes_round_is_far_within_the_tolerance(
             allowed = tolerance(route.source.dtype, route.destination.dtype, route.codec)
             for one in found:
                 assert max(one.by_page) < allowed.page / 4
+                assert max(one.by_token) < allowed.token / 4
                 assert relative(one.apart, one.own) < allowed.layer / 3
 
 
@@ -208,6 +211,84 @@ def test_one_page_of_another_request_is_told_by_its_number() -> None:
         if distance > tolerance("bfloat16", "bfloat16", "raw").page
     }
     assert far == {(1, Part.KEY, 2), (1, Part.KEY, 4)}
+
+
+WRONG_TOKEN: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "another token's": lambda x, token: x[..., token + 1, :],
+    "zeros": lambda x, token: torch.zeros_like(x[..., token, :]),
+    "zeros in one head": lambda x, token: torch.cat(
+        (torch.zeros_like(x[..., :1, token, :]), x[..., 1:, token, :]), -2
+    ),
+    "scaled by 1.75": lambda x, token: x[..., token, :] * 1.75,
+}
+
+
+@pytest.mark.parametrize(
+    ("page_size", "theirs", "ours"),
+    [(64, theirs, ours) for theirs in DTYPES for ours in DTYPES]
+    + [(size, "bfloat16", "bfloat16") for size in (16, 32, 128)],
+)
+def test_one_wrong_token_is_named_at_every_page_size_dtype_and_codec(
+    page_size: int, theirs: str, ours: str
+) -> None:
+    """An error at the edge of a chunk looks like that. The other tokens of its page would hide it."""
+    token = 67
+    sources, (destination,) = pair(
+        Setup(dtype=theirs, page_sizes=(page_size,)), Setup(dtype=ours, page_sizes=(page_size,))
+    )
+    (source,) = sources
+    number, inside = divmod(token, page_size)
+    (page,) = source.pages(source.geometry.groups[0], range(number, number + 1))
+    whole = {part: source.cache._layers.part(1, part)[page].clone() for part in Part}
+    for codec, (name, wrong) in itertools.product(CODECS, WRONG_TOKEN.items()):
+        for part, right in whole.items():
+            view = source.cache._layers.part(1, part)
+            view[page] = right
+            view[page, :, inside] = wrong(right.float(), inside).to(view.dtype)
+        for route, chunk, found in compared(sources, destination, codecs=(codec, "raw")):
+            allowed = tolerance(route.source.dtype, route.destination.dtype, route.codec)
+            for one in found:
+                by_token = zip(one.tokens, one.by_token, strict=True)
+                far = {token for token, distance in by_token if not distance <= allowed.token}
+                here = one.layer == 1 and chunk.first_token <= token < chunk.stop_token
+                assert far == ({token} if here else set())
+                if not here:
+                    continue
+                assert one.moved[0].token == token
+                if page_size >= 64 and name == "zeros" and allowed.page > 0.2:
+                    of_page = one.by_page[list(one.pages).index(number)]
+                    assert of_page <= allowed.page, "the harm without it: no page is far"
+
+
+def test_a_token_that_is_larger_than_all_others_together_hides_none() -> None:
+    """The first token of a prompt often is: what is usual is the median, not the mean."""
+    sources, (destination,) = pair(Setup(), Setup())
+    group = destination.geometry.groups[0]
+    for rank in (sources[0], destination):
+        (first,) = rank.pages(group, range(1))
+        rank.cache._layers.part(0, Part.KEY)[first, :, 3] *= 100
+    (last,) = sources[0].pages(group, range(5, 6))
+    sources[0].cache._layers.part(0, Part.KEY)[last, :, 4] = 0
+    far = {
+        token
+        for _, _, found in compared(sources, destination)
+        for one in found
+        for token, distance in zip(one.tokens, one.by_token, strict=True)
+        if distance > tolerance("bfloat16", "bfloat16", "raw").token
+    }
+    assert far == {84}
+
+
+def test_a_token_that_is_almost_zero_does_not_make_rounding_look_large() -> None:
+    sources, (destination,) = pair(Setup(), Setup())
+    group = destination.geometry.groups[0]
+    for rank in (sources[0], destination):
+        (page,) = rank.pages(group, range(5, 6))
+        view = rank.cache._layers.part(0, Part.VALUE)
+        view[page, :, 4] *= 0.001
+        view[page, :, 4] += 0.01 * torch.randn_like(view[page, :, 4].float()).to(view.dtype)
+    found = [one for _, _, all_ in compared(sources, destination) for one in all_]
+    assert max(distance for one in found for distance in one.by_token) < 0.1
 
 
 def test_tokens_behind_the_last_that_is_wanted_do_not_count() -> None:

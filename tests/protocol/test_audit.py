@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a comparison has found something, and who is believed after it: without tensors, engines and sockets."""
 
+import dataclasses
 import math
 
 import msgspec
@@ -13,18 +14,34 @@ from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol import messages
 from pd_connector.protocol.audit import AuditBook, Comparison, Counterpart, Distance, relative
+from pd_connector.protocol.codec_choice import CodecChoice
 from pd_connector.protocol.consumer import Consumer
 from pd_connector.protocol.incoming import Dial, Finished, Load, ProducerSession, Tell
 from pd_connector.protocol.peers import Peer, Source
 
 SOURCE = Source("127.0.0.1", 1, "engine")
-(ROUTE,) = ROUTES  # float32: 0.1 of a page, 0.05 of all pages; two layers
+(ROUTE,) = ROUTES  # float32: 0.1 of a page, 0.3 of a token, 0.05 of all pages; two layers
 PRODUCER = Counterpart(SOURCE, 5, "engine", b"model", "model")
 KEY, VALUE = Part.KEY, Part.VALUE
 
 
+def distance(
+    layer: int,
+    part: Part,
+    by_page: list[float],
+    whole: float,
+    first_page: int = 0,
+    by_token: list[float] | None = None,
+) -> Distance:
+    """Of pages of four tokens; the third of each is the furthest."""
+    pages = list(range(first_page, first_page + len(by_page)))
+    tokens = [4 * page + 2 for page in pages]
+    furthest = by_token or by_page
+    return Distance(layer, part, pages, by_page, tokens, furthest, whole**2, 1.0, range(8))
+
+
 def right(*layers: int) -> list[Distance]:
-    return [Distance(layer, KEY, [0, 1], [0.01, 0.0], 1e-6, 1.0) for layer in layers]
+    return [distance(layer, KEY, [0.01, 0.0], 0.001) for layer in layers]
 
 
 def judged(*found: Distance) -> object:
@@ -38,15 +55,23 @@ def test_all_that_is_near_passes() -> None:
 
 
 def test_a_page_that_is_far_is_named() -> None:
-    far = Distance(1, VALUE, [4, 5], [0.01, 0.7], 0.0, 1.0)
+    far = distance(1, VALUE, [0.01, 0.7], 0.0, 4)
     assert judged(*right(0, 1), far) == (
         Cause.AUDIT,
         "layer 1, page 5, V: KV is 0.7 apart from what this engine computes (at most 0.1)",
     )
 
 
+def test_a_token_that_is_far_is_named_where_its_page_is_near() -> None:
+    far = distance(1, VALUE, [0.01, 0.09], 0.0, 4, by_token=[0.02, 0.9])
+    assert judged(*right(0, 1), far) == (
+        Cause.AUDIT,
+        "layer 1, token 22, V: KV is 0.9 apart from what this engine computes (at most 0.3)",
+    )
+
+
 def test_what_is_a_little_wrong_everywhere_is_named_by_its_layer() -> None:
-    little = Distance(0, KEY, [0, 1], [0.08, 0.08], 0.08**2, 1.0)
+    little = distance(0, KEY, [0.08, 0.08], 0.08)
     cause, detail = judged(little, *right(1))  # type: ignore[misc]
     assert cause == Cause.AUDIT
     assert detail.startswith("layer 0, all its pages together, K: KV is 0.08 apart")
@@ -54,23 +79,28 @@ def test_what_is_a_little_wrong_everywhere_is_named_by_its_layer() -> None:
 
 def test_the_first_wrong_layer_is_named_in_whatever_order_they_come() -> None:
     """Later ones compute from what it gave them."""
-    later = Distance(1, VALUE, [4, 5], [0.01, 0.7], 0.0, 1.0)
-    page = Distance(0, KEY, [4, 5], [0.2, 0.0], 0.0, 1.0)
-    little = Distance(0, KEY, [4, 5], [0.08, 0.08], 0.08**2, 1.0)
+    later = distance(1, VALUE, [0.01, 0.7], 0.0, 4)
+    page = distance(0, KEY, [0.2, 0.0], 0.0, 4)
+    little = distance(0, KEY, [0.08, 0.08], 0.08, 4)
     for first in (page, little):
         _, detail = judged(later, first)  # type: ignore[misc]
         assert detail.startswith("layer 0,")
 
 
-@pytest.mark.parametrize("distance", [math.nan, math.inf])
-def test_what_is_no_distance_is_far(distance: float) -> None:
-    assert judged(*right(0, 1), Distance(0, KEY, [0], [distance], distance, 1.0)) is not None
+@pytest.mark.parametrize("what", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["page", "token", "layer"])
+def test_what_is_no_distance_is_far(what: float, where: str) -> None:
+    page, token, whole = (what if where == each else 0.0 for each in ("page", "token", "layer"))
+    far = distance(0, KEY, [page], whole, by_token=[token])
+    found = judged(*right(0, 1), far)
+    assert found is not None
+    assert f"layer 0, {'all its pages' if where == 'layer' else where}" in found[1]  # type: ignore[index]
 
 
 def test_nothing_is_concluded_before_all_has_come() -> None:
     """A chunk of a running prefill may be taken back; then the load fails, and is not judged."""
     comparison = Comparison()
-    comparison.add(ROUTE, [Distance(0, KEY, [0], [1.0], 1.0, 1.0)])
+    comparison.add(ROUTE, [distance(0, KEY, [1.0], 1.0)])
     assert comparison.counterparts == ()
 
 
@@ -82,14 +112,15 @@ def test_a_layer_of_which_nothing_was_compared_is_not_passed_over() -> None:
 def test_a_comparison_tells_how_far_apart_pages_and_layers_were() -> None:
     comparison = Comparison()
     assert str(comparison) == "nothing was compared"
-    comparison.add(ROUTE, [*right(0, 1), Distance(0, VALUE, [0], [0.02], 0.01**2, 1.0)])
+    comparison.add(ROUTE, [*right(0, 1), distance(0, VALUE, [0.02], 0.01, by_token=[0.05])])
     assert str(comparison) == (
-        "5 pages of layers compared, largest distance K 0.01, V 0.02; of a whole layer K 0.001, V 0.01"
+        "5 pages of layers compared, largest distance K 0.01, V 0.02; of a token K 0.01, V 0.05; "
+        "of a whole layer K 0.001, V 0.01"
     )
 
 
 def test_a_draft_that_differs_makes_no_wrong_answers() -> None:
-    assert judged(*right(0, 1), Distance(DRAFT_LAYERS, KEY, [0], [1.0], 1.0, 1.0)) is None
+    assert judged(*right(0, 1), distance(DRAFT_LAYERS, KEY, [1.0], 1.0)) is None
 
 
 def test_sums_of_squares() -> None:
@@ -155,7 +186,7 @@ def test_a_load_is_refused_before_anything_is_asked_for() -> None:
     assert isinstance(tell.message, messages.Open)
 
 
-def test_pages_are_not_read_directly_but_into_slots_to_be_compared() -> None:
+def test_what_is_compared_comes_by_the_path_of_what_is_used() -> None:
     consumer = Consumer(CONFIG, geometry_of(WHOLE), SlotPool(CONFIG.slots), one_sided=True)
     session = ProducerSession(5, CONFIG.slot_bytes, ROUTES, read=True, direct=True)
     consumer.session_up(SOURCE, session, 0.0)
@@ -166,4 +197,46 @@ def test_pages_are_not_read_directly_but_into_slots_to_be_compared() -> None:
         (tell,) = consumer.load(each, 0.0)
         assert isinstance(tell, Tell)
         opened.append(msgspec.structs.asdict(tell.message)["direct"])
-    assert opened == [True, False]
+    assert opened == [True, True]
+
+
+def test_a_path_that_no_audit_has_passed_is_audited_before_it_is_used() -> None:
+    """With `codec: auto` some transfers come coded, and some do not."""
+    book = AuditBook()
+    consumer = Consumer(
+        CONFIG, geometry_of(WHOLE), SlotPool(CONFIG.slots), one_sided=True, audits=book
+    )
+    coded = tuple(dataclasses.replace(route, codec="int8") for route in ROUTES)
+    session = ProducerSession(
+        5, CONFIG.slot_bytes, coded, way="tcp, written", plain=ROUTES, choice=CodecChoice(2.0)
+    )
+    consumer.session_up(SOURCE, session, 0.0)
+
+    def opened(transfer: str, *, compares: bool) -> object:
+        """Whether it is wanted coded; the cause, where it is not asked for."""
+        load = Load(
+            transfer, transfer, (Peer(SOURCE, WHOLE),), identity_of(transfer), 0, 12,
+            (range(20, 26),), False, compares=compares,
+        )  # fmt: skip
+        for action in consumer.load(load, 0.0):
+            if isinstance(action, Tell) and isinstance(action.message, messages.Open):
+                consumer.drop(transfer, Cause.ABORTED, 0.0)
+                return action.message.coded
+            if isinstance(action, Finished):
+                return action.cause
+        raise AssertionError
+
+    by_int8, by_raw = (session.counterpart(SOURCE, coded=coded) for coded in (True, False))
+    assert (by_int8.path, by_raw.path) == ("tcp, written, int8", "tcp, written, raw")
+    assert opened("a", compares=False) == Cause.UNAUDITED
+    assert opened("b", compares=True) is True
+    book.passed(by_int8, "")
+    assert consumer.unaudited(SOURCE, "") == by_raw.path
+    assert opened("c", compares=False) is True
+    assert opened("d", compares=True) is False, "the path that has not passed"
+    assert session.choice is not None
+    session.choice.coded = False
+    assert opened("e", compares=False) == Cause.UNAUDITED
+    book.passed(by_raw, "")
+    assert consumer.unaudited(SOURCE, "") == ""
+    assert opened("f", compares=False) is False

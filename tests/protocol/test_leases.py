@@ -47,6 +47,19 @@ def test_the_oldest_that_wait_lose_their_leases_when_too_much_is_leased():
     producer.check_integrity()
 
 
+def test_what_is_audited_keeps_its_lease_and_of_each_consumer_one_transfer():
+    """A prompt that is computed on both sides is fetched only when the other side has computed it."""
+    producer = Producer(HALF, pages=20)
+    producer.watch(ONE, "b", 0.0, keep=True)  # before its prefill
+    for transfer in "abc":
+        producer.offer(offer(transfer, 3), 0.0)
+    producer.watch(ONE, "a", 0.0, keep=True)
+    assert freed(producer.offer(offer("d", 3), 0.0)) == [("request b", Cause.LEASE_EVICTED)]
+    producer.session_lost(ONE)
+    assert freed(producer.offer(offer("e", 3), 0.0)) == [("request a", Cause.LEASE_EVICTED)]
+    producer.check_integrity()
+
+
 def test_without_a_limit_nobody_loses_a_lease():
     for producer in (Producer(HALF), Producer(CONFIG, pages=5)):
         assert freed([a for t in "abcd" for a in producer.offer(offer(t, 1), 0.0)]) == []

@@ -166,6 +166,26 @@ def test_with_two_ranks_both_have_to_pass() -> None:
     assert not loads(engine)[-1].compares
 
 
+def test_it_is_believed_when_every_path_of_its_kv_has_passed() -> None:
+    engine = SteppedEngine()
+    engine.side._audits._ranks = 2
+    engine.fetch("a", 40, 30, seed=1)
+    engine.step()
+    engine.step()
+    engine.step(report("a", Cause.UNAUDITED))
+    assert not drops(engine), "the other rank goes on"
+    engine.step(report("a"))
+    engine.fetch("b", 40, 30, seed=2)
+    engine.step()
+    engine.step()
+    assert [load.compares for load in loads(engine)] == [True, True], "by the other path"
+    engine.step(report("b"))
+    engine.step(report("b"))
+    engine.fetch("c", 40, seed=3)
+    engine.step()
+    assert not loads(engine)[-1].compares
+
+
 def test_whom_a_rank_does_not_believe_any_more_is_audited_again() -> None:
     engine = SteppedEngine(budget=512)
     passed(engine)

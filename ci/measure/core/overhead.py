@@ -76,7 +76,7 @@ class _LinkedMachines:
         self._consumer = Consumer(config, geometry, pool, one_sided=False, audits=audits)
         session = ProducerSession(1, config.slot_bytes, self._routes)
         if audits is not None:
-            audits.passed(session.counterpart(_SOURCE), "")
+            audits.passed(session.counterpart(_SOURCE, coded=True), "")
         self._consumer.session_up(_SOURCE, session, _NOW)
         self._spent_ns = {"producer": 0, "consumer": 0}
         self._finished = False

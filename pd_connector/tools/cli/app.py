@@ -23,7 +23,7 @@ COMMANDS = "pd_connector.commands"
 """The group of entry points."""
 BENCHMARKS = "pd_connector.benchmarks"
 """The same for `pd-connector bench`."""
-FIRST = ("demo", "doctor", "bench", "profile", "key")
+FIRST = ("demo", "doctor", "audit", "bench", "profile", "key")
 """Their order in the help. Commands that other packages add come after these, by name."""
 FAILED = 1
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pd_connector.tools.cli.checks import (
     additions,
+    handshake,
     limits,
     network,
     peer,
@@ -66,7 +67,7 @@ def visit(url: str, api_key: str | None = None) -> list[Finding]:
     """All findings about the engine at `url`."""
     if not url.startswith(("http://", "https://")):
         url = f"http://{url}"
-    return peer.check(url, peer.asker(url, api_key), peer.connect)
+    return peer.check(url, peer.asker(url, api_key), peer.connect, handshake.greet)
 
 
 def show(findings: Iterable[Finding], console: Console) -> None:

@@ -21,6 +21,7 @@ from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     UnreachableError,
 )
+from scheduler_plugins.router.engines.pair_audits import PairAudits
 from scheduler_plugins.router.engines.watch import EngineWatch
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.metrics import Metrics
@@ -64,6 +65,8 @@ class EnginePool(Pool):
         self._name_problems: dict[str, str] = {}  # of names, as they were logged
         self._new_name = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._audits = PairAudits(lambda: self.engines, lambda: self._config, session)
+        self._auditing: asyncio.Task[None] | None = None
 
     @property
     def config(self) -> RouterConfig:
@@ -86,6 +89,7 @@ class EnginePool(Pool):
         self._following = asyncio.create_task(self._follow_names(), name="follow names of engines")
         for watch in list(self._watches.values()):
             await watch.checked.wait()
+        self._auditing = asyncio.create_task(self._audits.run(), name="audit pairs of engines")
 
     def use(self, config: RouterConfig) -> None:
         """Settings are these from now on: engines join, leave and change sides as they say.
@@ -235,8 +239,7 @@ class EnginePool(Pool):
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *self._leaving.values()]
-        if self._following is not None:
-            tasks.append(self._following)
+        tasks += [task for task in (self._following, self._auditing) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,7 +16,15 @@ from pd_connector.control.keys import new_key
 from pd_connector.extensions import load_entry_points
 from pd_connector.tools.cli import doctor
 from pd_connector.tools.cli.app import app
-from pd_connector.tools.cli.checks import limits, network, peer, probe, software, transports
+from pd_connector.tools.cli.checks import (
+    handshake,
+    limits,
+    network,
+    peer,
+    probe,
+    software,
+    transports,
+)
 from pd_connector.tools.cli.checks.facts import (
     Addition,
     Facts,
@@ -341,7 +349,7 @@ def visit(answers=None, *, url=URL, params=DESCRIPTION, metrics="", refused=""):
             raise peer.PeerError(f"{path}: Connection refused")
         return known[path]
 
-    return peer.check(url, ask, lambda host, port: refused)
+    return peer.check(url, ask, lambda host, port: refused, lambda host, port: None)
 
 
 def test_a_peer_with_our_connector_is_healthy():
@@ -467,6 +475,7 @@ def engine_url():
 
 def test_a_peer_is_visited_over_http_past_any_proxy(engine_url, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setattr(handshake, "greet", lambda host, port: None)  # no agent is there
     assert worst(doctor.visit(f"{engine_url}/v1/", "secret")) is Status.OK
     assert worst(doctor.visit(engine_url.removeprefix("http://"), "secret")) is Status.OK
 
@@ -553,3 +562,18 @@ def test_an_sglang_engine_that_cannot_hand_over_fails_with_what_to_do(told, said
     assert finding.status is Status.FAIL
     assert said in finding.found
     assert finding.advice
+
+
+def test_a_handshake_that_fails_is_a_failure_of_the_control_port():
+    answers = {"/health": "", "/version": '{"version": "1"}', "/metrics": ""}
+    answers["/v1/models"] = json.dumps({"data": [{"id": "m"}]})
+    answers["/v1/completions"] = json.dumps({"kv_transfer_params": DESCRIPTION})
+    told = ("it has another key", "set it")
+    findings = peer.check(
+        "http://10.0.0.2:8000",
+        lambda path, body: answers.get(path, ""),
+        lambda host, port: "",
+        lambda host, port: told,
+    )
+    finding = only(findings, "control port")
+    assert (finding.status, finding.found, finding.advice) == (Status.FAIL, *told)

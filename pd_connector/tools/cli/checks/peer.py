@@ -24,13 +24,15 @@ Ask = Callable[[str, Mapping[str, Any] | None], str]
 """GET a path of the peer, or POST a body to it; returns the answer's body. Raises PeerError."""
 Connect = Callable[[str, int], str]
 """Open and close a TCP connection; returns why that failed, or an empty string."""
+Greet = Callable[[str, int], tuple[str, str] | None]
+"""Make the handshake of the control channel; returns why that failed, and what to do (`handshake.greet`)."""
 
 
 class PeerError(Exception):
     """No answer, or one that is an error."""
 
 
-def check(url: str, ask: Ask, connect: Connect) -> list[Finding]:
+def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
     """All findings about one peer; each needs the one before it."""
     try:
         ask("/health", None)
@@ -47,7 +49,7 @@ def check(url: str, ask: Ask, connect: Connect) -> list[Finding]:
         ]
     reachable = Finding(url, "reachable", Status.OK, "healthy")
     if (told := _sglang(ask)) is not None:
-        return [reachable, *_sglang_findings(url, told, ask, connect), *_transfers(url, ask)]
+        return [reachable, *_sglang_findings(url, told, ask, connect, greet), *_transfers(url, ask)]
     findings = [reachable, _version(url, ask)]
     try:
         model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
@@ -63,7 +65,7 @@ def check(url: str, ask: Ask, connect: Connect) -> list[Finding]:
         findings.append(Finding(url, "answers", Status.FAIL, repr_short(error), advice))
         return findings
     findings.append(Finding(url, "answers", Status.OK, f"model {model}"))
-    return [*findings, *_connector(url, params, ask, connect), *_transfers(url, ask)]
+    return [*findings, *_connector(url, params, ask, connect, greet), *_transfers(url, ask)]
 
 
 def _sglang(ask: Ask) -> dict[str, Any] | None:
@@ -75,7 +77,9 @@ def _sglang(ask: Ask) -> dict[str, Any] | None:
     return told if isinstance(told, dict) and "disaggregation_mode" in told else None
 
 
-def _sglang_findings(url: str, told: dict[str, Any], ask: Ask, connect: Connect) -> list[Finding]:
+def _sglang_findings(
+    url: str, told: dict[str, Any], ask: Ask, connect: Connect, greet: Greet
+) -> list[Finding]:
     """SGLang is not sent a prompt: one without a bootstrap room would be refused."""
     mode, backend = told["disaggregation_mode"], told.get("disaggregation_transfer_backend")
     engine = Finding(url, "SGLang", Status.OK, f"{told.get('version', '?')}, {mode}")
@@ -97,7 +101,7 @@ def _sglang_findings(url: str, told: dict[str, Any], ask: Ask, connect: Connect)
         advice = "see that engine's log: pd_connector says there why it was not registered"
         found = "its state has no address for KV transfers"
         return [engine, Finding(url, "connector", Status.FAIL, found, advice)]
-    asked = [_connector(url, {**one, "describe": True}, ask, connect) for one in known]
+    asked = [_connector(url, {**one, "describe": True}, ask, connect, greet) for one in known]
     return [engine, *(finding for findings in asked for finding in findings)]
 
 
@@ -130,7 +134,7 @@ def _transfers(url: str, ask: Ask) -> list[Finding]:
     return findings
 
 
-def _connector(url: str, params: Any, ask: Ask, connect: Connect) -> list[Finding]:
+def _connector(url: str, params: Any, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
     if not isinstance(params, dict) or not params.get("describe"):
         return [_without_address(url, params, ask)]
     host, port = str(params.get("remote_host")), params.get("remote_port")
@@ -148,7 +152,7 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect) -> list[Findin
             ),
         ]
     failure = connect(host, port) if isinstance(port, int) else f"{port!r} is no port"
-    if failure:
+    if failure or not isinstance(port, int):
         return [
             ours,
             Finding(
@@ -160,7 +164,12 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect) -> list[Findin
                 "Let its TCP ports through the firewall",
             ),
         ]
-    return [ours, Finding(url, name, Status.OK, f"{host}:{port} accepts connections from here")]
+    if problem := greet(host, port):
+        return [ours, Finding(url, name, Status.FAIL, *problem)]
+    return [
+        ours,
+        Finding(url, name, Status.OK, f"{host}:{port} accepts connections and the key from here"),
+    ]
 
 
 def _without_address(url: str, params: Any, ask: Ask) -> Finding:

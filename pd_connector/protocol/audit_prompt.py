@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt of nobody, with which a pair of engines is audited before users come."""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+_WORDS = (
+    "One engine computes this prompt, and another one computes it as well. The second compares what both have "
+    "computed, layer by layer and token by token, before it believes the first: seven grey herons, 1042 small "
+    "keys, a violin in the rain, quartz, maps of rivers, bread, and nine questions about the weather at sea."
+)
+
+
+def audit_body(model: str, params: Mapping[str, Any], salt: str) -> dict[str, Any]:
+    """A completion of one token.
+
+    Args:
+        model: the name under which this engine serves its model.
+        params: its `kv_transfer_params`.
+        salt: the same for both engines, from `fresh_salt`.
+    """
+    return {
+        "model": model,
+        "prompt": _WORDS,
+        "max_tokens": 1,
+        "temperature": 0,
+        "cache_salt": salt,
+        "kv_transfer_params": dict(params),
+    }
+
+
+def fresh_salt() -> str:
+    """No engine has a prompt with this salt in its prefix cache: it is computed whole, and can be compared."""
+    return uuid.uuid4().hex

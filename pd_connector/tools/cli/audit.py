@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector audit`: have pairs of engines compare a prompt before users come, and say what came of it."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+
+from pd_connector.protocol.audit_prompt import audit_body, fresh_salt
+from pd_connector.protocol.params import describe_params, prefill_params
+from pd_connector.tools.cli.app import fail
+from pd_connector.tools.cli.checks import peer
+from pd_connector.tools.cli.checks.peer import Ask, PeerError
+
+VERDICT_S = 20.0
+"""Longest wait for the end of an audit, in seconds."""
+_ROUNDS = 4
+"""Prompts at most: each path of a pair is audited by itself, and one more shows that KV is used."""
+_LOOK_S = 0.5
+_AUDITS = "pd_connector:audits_total"
+_RECEIVED = "pd_connector:received_transfers_total"
+
+
+class Engine(NamedTuple):
+    """An engine that was named."""
+
+    url: str
+    ask: Ask
+    model: str
+    hands_over: bool
+
+
+class Verdict(NamedTuple):
+    """What came of a pair."""
+
+    good: bool
+    said: str
+
+
+def audit(
+    peers: Annotated[
+        list[str],
+        typer.Option("--peer", metavar="URL", help="A vLLM engine. Name both sides of each pair."),
+    ],
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VLLM_API_KEY", help="Key of the engines' HTTP interface.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Have every pair of these engines compare one prompt, and print the verdict.
+
+    Ends with status 1 if a pair does not pass.
+    """
+    try:
+        engines = [look(url, peer.asker(url, api_key)) for url in map(_full, peers)]
+        pairs = list(pairs_of(engines))
+    except PeerError as error:
+        fail(str(error))
+    if not pairs:
+        fail("no pair among these engines: name one that prefills and one that decodes (--peer)")
+    console, good = Console(soft_wrap=True), True
+    for prefill, decode in pairs:
+        verdict = judge(prefill, decode)
+        good &= verdict.good
+        line = (
+            f"{'pass' if verdict.good else 'fail'}  {prefill.url} to {decode.url}: {verdict.said}"
+        )
+        console.print(line, markup=False, highlight=False)
+    if not good:
+        raise typer.Exit(1)
+
+
+def _full(url: str) -> str:
+    return url if url.startswith(("http://", "https://")) else f"http://{url}"
+
+
+def look(url: str, ask: Ask) -> Engine:
+    """What an engine is. Raises PeerError."""
+    try:
+        model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
+        body = {"model": model, "prompt": "a", "max_tokens": 1}
+        told = _post(ask, {**body, "kv_transfer_params": describe_params()})
+    except (ValueError, LookupError, TypeError) as error:
+        raise PeerError(f"{url} does not answer as a vLLM engine: {error!r}") from None
+    return Engine(url, ask, model, bool((told.get("kv_transfer_params") or {}).get("describe")))
+
+
+def pairs_of(engines: Sequence[Engine]) -> Iterator[tuple[Engine, Engine]]:
+    """Each engine that hands KV over, with each that fetches: those that only fetch, if there are any."""
+    only = [engine for engine in engines if not engine.hands_over]
+    for prefill, decode in permutations(engines, 2):
+        if prefill.hands_over and (decode in only or not only):
+            yield prefill, decode
+
+
+def judge(prefill: Engine, decode: Engine, sleep: Callable[[float], None] = time.sleep) -> Verdict:
+    """Send prompts through a pair until KV is used, or does not match."""
+    try:
+        for _ in range(_ROUNDS):
+            ended = _round(prefill, decode, sleep)
+            if ended == "used":
+                return Verdict(True, "audits have passed, and KV is used")
+            if ended == "audit":
+                return Verdict(
+                    False, "the KV is not what the decode engine computes: its log says where"
+                )
+            if ended != "passed":
+                break
+    except (PeerError, ValueError, TypeError) as error:
+        return Verdict(False, str(error) or repr(error))
+    return Verdict(False, f"no verdict ({ended}): the decode engine's log says why")
+
+
+def _round(prefill: Engine, decode: Engine, sleep: Callable[[float], None]) -> str:
+    """How one prompt ended: `used`, `passed`, or the cause of an audit that did not pass."""
+    before, salt = _counts(decode), fresh_salt()
+    told = _post(prefill.ask, audit_body(prefill.model, prefill_params(), salt))
+    params = told.get("kv_transfer_params")
+    if not isinstance(params, dict):
+        raise PeerError(f"{prefill.url} hands no KV over")
+    _post(decode.ask, audit_body(decode.model, params, salt))
+    for _ in range(int(VERDICT_S / _LOOK_S)):
+        now = _counts(decode)
+        grown = [cause for cause, count in now.items() if count > before.get(cause, 0.0)]
+        for ended in ("audit", "used", "passed", *grown):
+            if ended in grown:
+                return ended
+        sleep(_LOOK_S)
+        # Metrics are told with a step of the engine.
+        _post(decode.ask, {"model": decode.model, "prompt": "a", "max_tokens": 1})
+    return "it neither used the KV nor compared it"
+
+
+def _counts(decode: Engine) -> dict[str, float]:
+    """Ends of audits by cause, and transfers that were used."""
+    found: dict[str, float] = {}
+    for line in decode.ask("/metrics", None).splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith(_AUDITS):
+            cause = name.partition('cause="')[2].partition('"')[0]
+        elif name.startswith(_RECEIVED):
+            cause = "used"
+        else:
+            continue
+        found[cause] = found.get(cause, 0.0) + float(value)
+    return found
+
+
+def _post(ask: Ask, body: Mapping[str, Any]) -> dict[str, Any]:
+    answer = json.loads(ask("/v1/completions", body))
+    return answer if isinstance(answer, dict) else {}

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handshake of the control channel, as a decode engine here would begin it: with the key, or without one."""
+
+import os
+import time
+from collections.abc import Mapping
+
+from pd_connector.agent.discovery import ask_ranks
+from pd_connector.agent.handshake import RefusedError
+from pd_connector.config import KEY_VARIABLE, Config
+from pd_connector.errors import Cause, ConfigError
+
+HANDSHAKE_S = 5.0
+
+Problem = tuple[str, str]
+"""What was found, and what to do about it."""
+
+
+def greet(
+    host: str, port: int, environment: Mapping[str, str] = os.environ, limit_s: float = HANDSHAKE_S
+) -> Problem | None:
+    """Ask an engine for its ranks over its control port; returns why it does not tell them, and on which side the
+    key is wrong.
+
+    Args:
+        limit_s: of each of two tries.
+    """
+    key = environment.get(KEY_VARIABLE, "").strip()
+    try:
+        Config.load({"key": key}, {})
+    except ConfigError as error:
+        return (
+            f"{KEY_VARIABLE} here: {error}",
+            f"set {KEY_VARIABLE} here to the engines' common key",
+        )
+    refused = _refused(host, port, key, limit_s)
+    if refused is None:
+        return None
+    if refused.cause in (Cause.VERSION, Cause.MALFORMED_MESSAGE):
+        return str(refused), "install one version of pd-connector on both sides"
+    if not key:
+        found = f"{host}:{port} answers nobody who shows no key, and {KEY_VARIABLE} is not set here"
+        return found, f"set {KEY_VARIABLE} here to that engine's key, and try again"
+    if _refused(host, port, "", limit_s) is None:
+        found = f"{host}:{port} has no key, and {KEY_VARIABLE} is set here"
+        return found, f"start that engine with {KEY_VARIABLE} set to the key that is set here"
+    found = f"{host}:{port} does not accept the key that is set here ({KEY_VARIABLE})"
+    advice = (
+        "the two keys differ: visit the other engines with the same key (--peer). If they accept it, that "
+        "engine's key is wrong; if none does, the one here is"
+    )
+    return found, advice
+
+
+def _refused(host: str, port: int, key: str, limit_s: float) -> RefusedError | None:
+    config = Config(key=key, insecure=True)  # also over a network: nothing but ranks is asked for
+    try:
+        ask_ranks(config, host, port, time.monotonic() + limit_s)
+    except RefusedError as error:
+        return error
+    return None

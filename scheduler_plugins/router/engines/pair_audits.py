@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audits each pair of engines before users come: one small prompt of nobody, computed on both sides.
+
+A decode engine computes all prompts itself until an audit of their prefill engine has passed (docs/trust.md#audit).
+Without this the first user's prompt would be the audited one, and all that come meanwhile would be computed twice.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from pd_connector.protocol.audit_prompt import audit_body, fresh_salt
+from pd_connector.protocol.params import ProducerAddress, prefill_params
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.exchange import EngineCall
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.ranks import sent_to
+from scheduler_plugins.router.settings.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+_LIMIT_S = 60.0
+"""Longest wait for an answer. The prompt waits behind what the engine computes."""
+_LEAST_CONTEXT = 256
+"""Tokens of the smallest context that the prompt certainly fits in."""
+_OURS = b"pd_connector:"
+"""What the metrics of an engine with our connector begin with."""
+
+Key = tuple[ProducerAddress, int, str, int, int]
+
+
+class _Pair(NamedTuple):
+    """A rank of a prefill engine, and a rank of a decode engine."""
+
+    prefill: BackendEngine
+    rank: int
+    decode: BackendEngine
+    decode_rank: int
+
+    @property
+    def key(self) -> Key:
+        """Another one after either engine has come up anew."""
+        prefill, decode = self.prefill, self.decode
+        address = prefill.addresses[self.rank]
+        return address, prefill.starts, decode.url, self.decode_rank, decode.starts
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.prefill.copies) or any(e.in_flight for e in (self.prefill, self.decode))
+
+
+class PairAudits:
+    """Sends each pair its prompt, one pair after the other, at most once since both engines came up.
+
+    The prompts are no requests of users: they are in no metric and no load of the router.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], list[BackendEngine]],
+        config: Callable[[], RouterConfig],
+        session: aiohttp.ClientSession,
+    ) -> None:
+        """Begin nothing yet. `engines` and `config` tell what they are now."""
+        self._engines = engines
+        self._config = config
+        self._session = session
+        self._done: set[Key] = set()
+
+    async def run(self) -> None:
+        """Audit until cancelled."""
+        while True:
+            pairs = list(self._pairs())
+            self._done &= {pair.key for pair in pairs}
+            for pair in pairs:
+                with suppress(LookupError):  # an address that is gone meanwhile
+                    if pair.key not in self._done and not pair.busy:
+                        await self._try(pair)
+            await asyncio.sleep(self._config().health_interval_s)
+
+    def _pairs(self) -> Iterator[_Pair]:
+        up = [e for e in self._engines() if e.up and not e.draining and e.kind is Kind.VLLM]
+        prefills = [engine for engine in up if engine.hands_over]
+        decodes = [engine for engine in up if engine.role is Role.DECODE]
+        for prefill, decode in itertools.product(prefills, decodes):
+            same = not decode.models or prefill.model in decode.models
+            fits = all(
+                e.context_tokens == 0 or e.context_tokens >= _LEAST_CONTEXT
+                for e in (prefill, decode)
+            )
+            if same and fits and prefill.url != decode.url:
+                places = range(len(prefill.addresses)), range(len(decode.ranks))
+                for rank, decode_rank in itertools.product(*places):
+                    yield _Pair(prefill, rank, decode, decode_rank)
+
+    async def _try(self, pair: _Pair) -> None:
+        """Send the prompt. Whatever comes of it, the pair gets no other one."""
+        key, where = pair.key, f"{pair.prefill.url} to {pair.decode.url}"
+        self._done.add(key)
+        try:
+            async with asyncio.timeout(2 * _LIMIT_S):
+                if await self._is_ours(pair.decode):
+                    await self._send(pair)
+                    logger.info("%s: a prompt of nobody was sent to be audited", where)
+        except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
+            logger.info("%s: no audit before users come: %r", where, error)
+        except Exception:
+            logger.exception("%s: the audit before users come failed", where)
+
+    async def _is_ours(self, decode: BackendEngine) -> bool:
+        """Whether the engine has our connector: no other one compares anything."""
+        async with self._session.get(f"{decode.url}/metrics") as answer:
+            return _OURS in await answer.read()
+
+    async def _send(self, pair: _Pair) -> None:
+        """First to the prefill engine; then to the decode engine, with what that has answered."""
+        model, salt = pair.prefill.model, fresh_salt()
+        told = await self._ask(pair.prefill, pair.rank, audit_body(model, prefill_params(), salt))
+        params = told.get("kv_transfer_params")
+        if not isinstance(params, dict):
+            raise ValueError("the prefill engine hands over no KV")
+        await self._ask(pair.decode, pair.decode_rank, audit_body(model, params, salt))
+
+    async def _ask(
+        self, engine: BackendEngine, rank: int, body: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if key := self._config().api_key:
+            headers["Authorization"] = f"Bearer {key}"
+        call = EngineCall("POST", "/v1/completions", headers, msgspec.json.encode(body))
+        if len(engine.ranks) > 1:
+            call = sent_to(call, rank)
+        timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
+        async with self._session.post(
+            engine.url + call.path, data=call.body, headers=call.headers, timeout=timeout
+        ) as answer:
+            raw = await answer.read()
+            if answer.status != 200:
+                raise ValueError(f"{engine.url} answered {answer.status}")
+        found = msgspec.json.decode(raw)
+        return found if isinstance(found, dict) else {}

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router has each pair of engines compare one prompt before users come, and counts it as nobody's request."""
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from router_fakes import FakeEngine, World, answer, run, until
+
+OURS = "# HELP pd_connector:audits_total Prompts.\n"
+PLACE = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 7000}
+
+
+async def computes(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.Response:
+    """A prefill engine: it tells where the KV is."""
+    params = {**PLACE, "do_remote_prefill": True, "remote_request_id": f"of {engine.name}"}
+    return web.json_response({"id": "c", "kv_transfer_params": params})
+
+
+def ours(prefill: int, decode: int) -> World:
+    """Engines that compare what they compute."""
+    world = World(prefill, decode)
+    for engine in world.d:
+        engine.metrics = OURS
+    for engine in world.p:
+        engine.behave = computes
+    return world
+
+
+def test_each_pair_gets_one_prompt_first_on_the_prefill_side() -> None:
+    async def scenario() -> None:
+        async with ours(2, 2) as pairs:
+            await until(lambda: all(len(e.bodies) == 2 for e in pairs.p + pairs.d), "four prompts")
+            await asyncio.sleep(0.3)
+            assert [len(engine.bodies) for engine in pairs.p + pairs.d] == [2] * 4, (
+                "and no other one"
+            )
+            salts = {
+                engine.name: [body["cache_salt"] for body in engine.bodies] for engine in pairs.p
+            }
+            for engine in pairs.d:
+                sources = {
+                    body["kv_transfer_params"]["remote_request_id"] for body in engine.bodies
+                }
+                assert sources == {"of p0", "of p1"}
+                for body in engine.bodies:
+                    source = body["kv_transfer_params"]["remote_request_id"].removeprefix("of ")
+                    assert body["cache_salt"] in salts[source], "both sides compute the same prompt"
+            assert len({salt for both in salts.values() for salt in both}) == 4, "nothing is cached"
+            assert await pairs.metric("requests_total") == 0
+            assert await pairs.metric("flows_total") == 0
+
+    run(scenario())
+
+
+def test_an_engine_that_comes_up_anew_is_audited_again() -> None:
+    async def scenario() -> None:
+        async with ours(2, 2) as pairs:
+            await until(lambda: all(len(e.bodies) == 2 for e in pairs.p + pairs.d), "four prompts")
+            (gone, stays), decode = pairs.p, pairs.d
+            gone.healthy = False
+            await pairs.down(gone)
+            gone.healthy = True
+            await pairs.up(gone)
+            await until(lambda: len(gone.bodies) == 4, "its pairs again")
+            await asyncio.sleep(0.2)
+            assert len(stays.bodies) == 2, "others are not"
+            assert [len(engine.bodies) for engine in decode] == [3, 3]
+
+    run(scenario())
+
+
+def test_an_engine_that_compares_nothing_is_sent_nothing() -> None:
+    async def scenario() -> None:
+        world = World(1, 1)
+        world.p[0].behave = computes  # the decode engine's metrics do not name our connector
+        async with world:
+            await asyncio.sleep(0.3)
+            assert world.p[0].bodies == world.d[0].bodies == []
+
+    run(scenario())
+
+
+def test_busy_engines_are_left_to_their_users_and_audited_when_they_rest() -> None:
+    async def scenario() -> None:
+        world = World(1, 1)
+        go_on = asyncio.Event()
+
+        async def slowly(
+            engine: FakeEngine, request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            await go_on.wait()
+            return await answer(engine, request, body)
+
+        world.p[0].behave = computes
+        async with world:
+            world.d[0].behave = slowly
+            user = asyncio.create_task(world.complete())
+            await until(lambda: len(world.d[0].bodies) == 1, "the user's request")
+            world.d[0].metrics = OURS
+            world.known(world.d[0]).starts += 1  # as if it came up now
+            await asyncio.sleep(0.3)
+            assert len(world.d[0].bodies) == 1
+            go_on.set()
+            await user
+            await until(lambda: len(world.d[0].bodies) == 2, "the audit")
+            assert "cache_salt" in world.d[0].bodies[1]
+
+    run(scenario())
+
+
+def test_a_failure_is_nobodys_and_is_not_repeated() -> None:
+    async def scenario() -> None:
+        world = World(1, 1)
+        world.d[0].metrics = OURS
+
+        async def refuses(
+            engine: FakeEngine, request: web.Request, body: dict[str, Any]
+        ) -> web.Response:
+            return web.json_response({"error": {"message": "no"}}, status=500)
+
+        world.p[0].behave = refuses
+        async with world:
+            await until(lambda: len(world.p[0].bodies) == 1, "the prompt")
+            await asyncio.sleep(0.3)
+            assert len(world.p[0].bodies) == 1
+            assert world.known(world.p[0]).up
+            assert world.d[0].bodies == []
+
+    run(scenario())

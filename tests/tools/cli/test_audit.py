@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector audit`: which pairs it makes, and its verdict from what the decode engine's metrics tell."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from pd_connector.tools.cli.audit import Engine, judge, look, pairs_of
+from pd_connector.tools.cli.checks.peer import PeerError
+
+PLACE = {"remote_host": "127.0.0.1", "remote_port": 1}
+
+
+def engine(
+    url: str, *, hands_over: bool, then: Callable[[], None] = lambda: None, metrics: Any = ()
+) -> Engine:
+    def ask(path: str, body: Mapping[str, Any] | None) -> str:
+        if path == "/metrics":
+            return "".join(
+                f"pd_connector:{name} {value}\n" for name, value in dict(metrics).items()
+            )
+        if path == "/v1/models":
+            return json.dumps({"data": [{"id": "m"}]})
+        assert body is not None
+        params = body.get("kv_transfer_params", {})
+        if params.get("describe") or params.get("do_remote_decode"):
+            described = {"describe": True} if params.get("describe") else {}
+            told = {**PLACE, **described} if hands_over else None
+            return json.dumps({"kv_transfer_params": told})
+        if params:
+            then()
+        return "{}"
+
+    return look(url, ask)
+
+
+def verdict(*ends: str) -> tuple[bool, str]:
+    """Of a decode engine whose prompts end like that, one after the other; then nothing moves."""
+    metrics: dict[str, float] = {'received_transfers_total{engine="0"}': 0.0}
+    left = list(ends)
+
+    def then() -> None:
+        if left:
+            end = left.pop(0)
+            used = 'received_transfers_total{engine="0"}'
+            name = used if end == "used" else f'audits_total{{cause="{end}",engine="0"}}'
+            metrics[name] = metrics.get(name, 0.0) + 1
+
+    p = engine("p", hands_over=True)
+    d = engine("d", hands_over=False, then=then, metrics=metrics)
+    return judge(p, d, sleep=lambda seconds: None)
+
+
+def test_a_pair_passes_when_its_kv_is_used_after_the_audits() -> None:
+    for ends in (["passed", "used"], ["passed", "passed", "used"], ["used"]):
+        assert verdict(*ends)[0], ends
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (["audit"], "not what the decode engine computes"),
+        (["passed", "audit"], "not what the decode engine computes"),
+        (["prefill_ended"], "no verdict (prefill_ended)"),
+        (["passed"], "neither used the KV nor compared it"),
+        ([], "neither used the KV nor compared it"),
+    ],
+)
+def test_anything_else_is_no_pass(ends: list[str], said: str) -> None:
+    good, told = verdict(*ends)
+    assert not good
+    assert said in told
+
+
+def test_each_that_hands_over_is_paired_with_each_that_only_fetches() -> None:
+    both = [engine(url, hands_over=True) for url in ("a", "b")]
+    fetches = engine("d", hands_over=False)
+    assert [(p.url, d.url) for p, d in pairs_of([*both, fetches])] == [("a", "d"), ("b", "d")]
+    assert [(p.url, d.url) for p, d in pairs_of(both)] == [("a", "b"), ("b", "a")]
+    assert list(pairs_of([fetches])) == []
+
+
+def test_what_is_no_engine_is_named() -> None:
+    with pytest.raises(PeerError, match="http://x does not answer as a vLLM engine"):
+        look("http://x", lambda path, body: "no json")
