@@ -29,6 +29,7 @@ MARKER_BYTES = 400
 def vllm_forks() -> None:
     """Let an engine's processes be forks of its first, as on a GPU. vLLM's CPU build starts each as a new
     interpreter, which imports vLLM."""
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -39,6 +40,8 @@ def vllm_forks() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = staticmethod(check_and_fork)
+    # It looks at a class of models in a new interpreter, so that this one does not touch a GPU.
+    registry._run_in_subprocess = lambda look: look()
 
 
 class Kind(NamedTuple):
