@@ -182,6 +182,7 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_another_model_on_the_other_side_is_refused(engines, other_weights, reference) -> None:
+    """Its own prefill engine, with other weights."""
     pair = engines.pair(Setup.of(prefill_args=["--model", str(other_weights)]))
     prompt = prompt_of(100)
     with (
