@@ -78,7 +78,8 @@ def changed(node: ast.AST) -> ast.AST | None:
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    """All there are of a file. Type hints are no expressions that run."""
+    """All there are of a file, but those of type hints, decorators and arguments of classes (`frozen=True`), which
+    decide nothing that a test could see."""
     source = (ROOT / path).read_text()
     tree = ast.parse(source)
     hints = {id(part) for node in ast.walk(tree) for part in _hints(node)}
@@ -98,9 +99,12 @@ def mutants(path: Path) -> Iterator[Mutant]:
 
 
 def _hints(node: ast.AST) -> Iterator[ast.AST]:
-    for name in ("annotation", "returns"):
-        if (hint := getattr(node, name, None)) is not None:
-            yield from ast.walk(hint)
+    hints = [getattr(node, name, None) for name in ("annotation", "returns")]
+    for hint in [*hints, *getattr(node, "decorator_list", ())]:
+        yield from ast.walk(hint) if hint is not None else ()
+    if isinstance(node, ast.ClassDef):
+        for keyword in node.keywords:
+            yield from ast.walk(keyword)
 
 
 def sample(seed: int, count: int) -> list[tuple[str, Mutant]]:
