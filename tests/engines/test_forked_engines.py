@@ -64,6 +64,14 @@ def test_a_variable_that_imports_read_is_a_reason_not_to_fork() -> None:
     assert forks.unlike(usual) == {"HF_HUB_OFFLINE"}
 
 
+def test_an_engine_with_such_a_variable_is_refused(tmp_path) -> None:
+    """Forked it would not have the variable; started, it would take ten times as long, and nobody would see why."""
+    recipe = Setup().recipe("decode")
+    recipe = recipe._replace(env=(*recipe.env, ("OMP_NUM_THREADS", "2")))
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS"):
+        recipe.engine("unlike", tmp_path / "engine.log").start()
+
+
 def test_what_is_no_engine_of_this_environment_is_started_as_ever(tmp_path) -> None:
     with open(tmp_path / "out", "wb") as out:
         started = fork_engine([sys.executable, "-c", "print(1)"], env=dict(os.environ), stdout=out)

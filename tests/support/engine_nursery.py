@@ -51,6 +51,8 @@ VARIABLES = {
             {
                 "PD_KERNELS_MLA",
                 "PYTHONPATH",
+                # A test that builds a model sets it; nothing is compiled.
+                "TORCHINDUCTOR_CACHE_DIR",
                 "VLLM_ENABLE_V1_MULTIPROCESSING",
                 "VLLM_SERVER_DEV_MODE",
             }
@@ -150,14 +152,19 @@ def nursery(kind: str, python: str) -> Nursery:
 def fork_engine(
     command: Sequence[str], *, env: Mapping[str, str], stdout: IO[bytes], **others: Any
 ) -> Forked | subprocess.Popen[bytes]:
-    """`Service.popen` of engines of tests. One that cannot be forked is started as users start it: one of
-    another environment, one in a network namespace, and one with other variables that an import reads."""
-    if (
-        command[0] == sys.executable
-        and command[2] == engine_forks.KINDS["vllm"].server
-        and on_cpu()
-    ):
-        found = nursery("vllm", sys.executable)
-        if not found.unlike(env):
-            return found.start(command[3:], env, stdout.fileno())
-    return subprocess.Popen(command, env=env, stdout=stdout, **others)
+    """`Service.popen` of engines of tests. vLLM's CPU build in this environment is forked; all else is started.
+
+    Raises:
+        ValueError: an import reads a variable of this engine: it would be ignored in a fork. A test that needs it
+            has an engine that is not forked.
+    """
+    ours = command[0] == sys.executable and command[2] == engine_forks.KINDS["vllm"].server
+    if not (ours and on_cpu()):
+        return subprocess.Popen(command, env=env, stdout=stdout, **others)
+    forks = nursery("vllm", sys.executable)
+    if unlike := forks.unlike(env):
+        raise ValueError(
+            f"variables {sorted(unlike)} differ from those of the process that engines are forked of: name them in "
+            "VARIABLES if only a running engine reads them, else start the engine without `fork_engine`"
+        )
+    return forks.start(command[3:], env, stdout.fileno())
