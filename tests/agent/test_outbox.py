@@ -10,15 +10,31 @@ from pd_connector.agent.in_flight import SendPath
 from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
+from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.memory.slab import Slab
-from pd_connector.plan.chunks import Chunk
-from pd_connector.plan.route import Route
+from pd_connector.plan.chunks import plan
+from pd_connector.plan.route import routes
 from pd_connector.protocol.outgoing import Send
 from pd_connector.transport.base import Transport
 
 SLOTS, SLOT_BYTES = 8, 64
 CONFIG = Config(stall_timeout_s=10.0)
 MOST_WRITES = 3
+GROUP = Group(
+    kind="attention",
+    layers=(0,),
+    heads=1,
+    key_dim=1,
+    value_dim=1,
+    page_size=16,
+    window=0,
+    dtype="bfloat16",
+    layout="NHD",
+    heads_apart=False,
+)
+GEOMETRY = Geometry(Shard(first_layer=0, stop_layer=1, tp_rank=0, tp_size=1), (GROUP,))
+[ROUTE] = routes(GEOMETRY, GEOMETRY, offered=["raw"], accepted=["raw"])
+[CHUNK] = plan([ROUTE], 0, 16, chunk_bytes=SLOT_BYTES)
 
 
 class Cache:
@@ -64,25 +80,13 @@ class Bench:
         self._path = SendPath(cast(Transport, self.wire), 0, read=False)
 
     def post(self, session: bytes, now: float = 0.0) -> None:
-        chunk = cast(Chunk, Fields(sequence=0, route=0))
-        route = cast(Route, Fields(codec="raw", rules=Fields(sums_digest="xxh3")))
-        send = Send("t", "request", session, route, chunk, [0], b"tokens", 0, False, False)
+        send = Send("t", "request", session, ROUTE, CHUNK, [0], b"tokens", 0, False, False)
         assert self.outbox.post(send, self._path, now) is None
         self.outbox.check_integrity()
 
     def arrive(self, token: int) -> None:
         assert self.outbox.ended(("wire", token)) is not None
         self.outbox.check_integrity()
-
-
-class Fields:
-    """Any attribute that was given; every other one is 0."""
-
-    def __init__(self, **given: Any) -> None:
-        self.__dict__.update(given)
-
-    def __getattr__(self, name: str) -> int:
-        return 0
 
 
 def test_a_session_has_three_writes_under_way_at_most():

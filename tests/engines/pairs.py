@@ -51,6 +51,8 @@ class Setup:
     worker_apart: bool = False
     """Each engine's worker in a process of its own, as vLLM's CPU build has it, and not in the
     engine core's. Engines of several ranks have it so in any case."""
+    forked: bool = True
+    """See `Recipe`."""
 
     @classmethod
     def of(
@@ -66,6 +68,7 @@ class Setup:
         model: str | Path = MODEL,
         reference_args: Sequence[str] = (),
         worker_apart: bool = False,
+        forked: bool = True,
         **extra: Any,
     ) -> Setup:
         """PDConnector with these config keys."""
@@ -81,6 +84,7 @@ class Setup:
             model=str(model),
             reference_args=tuple(reference_args),
             worker_apart=worker_apart,
+            forked=forked,
         )
 
     def __str__(self) -> str:
@@ -108,6 +112,7 @@ class Setup:
             self.connector,
             json.dumps(extra, sort_keys=True),
             self.kv_transfer,
+            self.forked,
         )
 
     @property

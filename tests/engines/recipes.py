@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from support.engine_nursery import fork_engine
+
 from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.engine import Role
 
@@ -42,10 +44,12 @@ class Recipe(NamedTuple):
     extra_config: str = "{}"
     """JSON, and so is the next: a recipe can be a key."""
     kv_transfer: str = "{}"
+    forked: bool = True
+    """Started within seconds (`support.engine_nursery`); False for as users start it."""
 
     def engine(self, name: str, log_path: Path) -> VllmEngine:
         """An engine of this recipe, not started."""
-        return VllmEngine(
+        engine = VllmEngine(
             self.model,
             self.role,
             self.connector,
@@ -56,6 +60,9 @@ class Recipe(NamedTuple):
             env=dict(self.env),
             log_path=log_path,
         )
+        if self.forked:
+            engine.popen = fork_engine
+        return engine
 
 
 def frozen(*environments: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

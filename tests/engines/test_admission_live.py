@@ -19,6 +19,7 @@ import pytest
 import zmq.asyncio
 from harness import wait_until
 from recipes import COMPILE_NOTHING, MODEL, NAME_ARGS, WORKER_IN_CORE
+from support.engine_nursery import fork_engine
 from typer.testing import CliRunner
 
 from measure.scheduler.live import MIDDLEWARE, OURS
@@ -70,7 +71,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
         "endpoint": f"tcp://*:{events}",
         "replay_endpoint": f"tcp://*:{replay}",
     }
-    with VllmEngine(
+    engine = VllmEngine(
         MODEL,
         connector=None,
         args=[
@@ -85,8 +86,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
         ],
         env={**COMPILE_NOTHING, **WORKER_IN_CORE},
         log_path=folder / "engine.log",
-    ) as running:
-        yield running.wait_ready()
+    )
+    engine.popen = fork_engine
+    with engine:
+        yield engine.wait_ready()
 
 
 def ask(engine: VllmEngine, prompts: list[list[int]], headers: dict[str, str]) -> list[Timed]:

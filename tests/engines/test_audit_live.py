@@ -142,7 +142,7 @@ def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: s
 
 
 def test_believed_without_an_audit_it_answers_wrongly(engines: EnginePool, reference) -> None:
-    """The harm, with the guard off."""
+    """The harm, with the guard off: its own pair, which is told so when it starts."""
     pair = engines.pair(
         Setup.of(
             audit="off", args=["--worker-extension-cls", "probe.Saboteur", "--block-size", "32"]
@@ -171,6 +171,7 @@ def test_believed_without_an_audit_it_answers_wrongly(engines: EnginePool, refer
     ids=["windows, fp8 on the wire, one rank to two", "MLA"],
 )
 def test_unlike_engines_pass(engines: EnginePool, tmp_path, reference, kind, options) -> None:
+    """Pairs of their own, of other models and ranks."""
     folder = build(kind, tmp_path / kind)
     pair = engines.pair(Setup.of(model=folder, audit="first", **options))
     prompts = [prompt_of(600, start=5), prompt_of(700, start=99)]

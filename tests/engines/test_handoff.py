@@ -30,8 +30,8 @@ from tools import TOLERANCE, delta, probe, streamed_chat
 PAGE = 32
 SHORT_LEASE = {"lease_s": 6}
 """For a producer whose peers refuse what it keeps for them: it keeps it until the lease ends."""
-# Workers are apart, as vLLM's CPU build is used.
-SETUP = Setup.of(worker_apart=True, prefill_extra=SHORT_LEASE)
+# As users start them: new interpreters, and workers apart. What answers are compared with is forked.
+SETUP = Setup.of(worker_apart=True, forked=False, prefill_extra=SHORT_LEASE)
 
 
 @cache
@@ -182,11 +182,8 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_another_model_on_the_other_side_is_refused(engines, other_weights, reference) -> None:
-    setup = Setup.of(
-        worker_apart=True,
-        prefill_args=["--model", str(other_weights)],
-    )
-    pair = engines.pair(setup)
+    """Its own prefill engine, with other weights."""
+    pair = engines.pair(Setup.of(prefill_args=["--model", str(other_weights)]))
     prompt = prompt_of(100)
     with (
         delta(pair.d, "pd_connector:failed_transfers_total", cause="model") as refused,

@@ -28,6 +28,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_rotation_that_depends_on_the_longest_sequence_is_another_one(
     engines: EnginePool, long: Path
 ) -> None:
+    """Its own pair: how long a sequence may be is said when an engine starts, and decides its rotation."""
     pair = engines.pair(
         Setup.of(
             model=long,
@@ -55,6 +56,7 @@ def update(engine, factor: float) -> None:
 
 
 def test_weights_that_change_in_place_are_other_weights(engines: EnginePool) -> None:
+    """Its own pair: its weights are others afterwards."""
     pair = engines.pair(Setup.of(**TRAINED))
     prompt = prompt_of(200)
 
@@ -123,6 +125,7 @@ def test_weights_that_are_reloaded_without_a_pause_are_those_of_their_files(
 
 
 def test_a_draft_model_on_one_side_moves_no_layer(engines: EnginePool, reference) -> None:
+    """Its own decode engine, which has layers that the prefill engine has not."""
     pair: Pair = engines.pair(Setup.of(decode_args=["--speculative-config", json.dumps(DRAFTS)]))
     prompt = prompt_of(200)
     with (

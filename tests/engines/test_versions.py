@@ -26,7 +26,9 @@ class MixedSetup(Setup):
     def recipe(self, side: Side) -> Recipe:
         usual = Setup.of(both=True).recipe(side)
         older = {"PYTHONPATH": f"{OLDER}:{PROBE_ENVIRONMENT['PYTHONPATH']}"}
-        return usual._replace(env=frozen(older, COMPILE_NOTHING)) if side == "prefill" else usual
+        if side == "decode":
+            return usual
+        return usual._replace(env=frozen(older, COMPILE_NOTHING), forked=False)
 
 
 @pytest.fixture

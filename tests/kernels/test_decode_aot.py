@@ -4,14 +4,11 @@
 What is asserted here is what a kernel needs to run at the speed of the memory, not that it does.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_reports import compiled_report
 
 REGISTERS = 65_536  # of a multiprocessor
 SHARED = 227 * 1024  # of a multiprocessor, for all programs, each of which costs 1 KiB more
@@ -49,17 +46,8 @@ computes."""
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    paths = [str(root), str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    done = subprocess.run(
-        [sys.executable, str(COMMAND)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def report(pytestconfig: pytest.Config) -> dict[str, Any]:
+    return compiled_report(pytestconfig, COMMAND)
 
 
 @pytest.fixture(scope="module")

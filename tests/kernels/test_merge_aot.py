@@ -6,14 +6,13 @@ interpreted in the process of the tests.
 """
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_reports import compiled_report
 
 SHAPES = {
     "2 shards of 128": (2, 128),
@@ -27,16 +26,8 @@ ROWS = 100
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[str, dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    paths = [str(root), str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+def kernels(pytestconfig: pytest.Config) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = compiled_report(pytestconfig, Path(__file__))
     return found
 
 

@@ -2,9 +2,6 @@
 """The most telling kernels, compiled by the oldest Triton that they are for: what a newer one
 compiles well, it may refuse, or spill."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import test_decode_aot
 import test_transfer_aot
+from compiled_reports import compiled_report
 from test_decode_aot import REGISTERS, SHARED
 from test_transfer_aot import TILE_BYTES, programs, wide
 
@@ -37,27 +35,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compiled(command: Path, names: list[str]) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(root), str(root / "kernels")])
-    done = subprocess.run(
-        [sys.executable, str(command), *names],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
+def compiled(config: pytest.Config, command: Path, names: list[str]) -> dict[str, Any]:
+    report = compiled_report(config, command, names, FOLDER)
     assert report["triton"] == OLDEST
     assert list(report["kernels"]) == names
     kernels: dict[str, Any] = report["kernels"]
     return kernels
 
 
-def test_decode_kernels_are_as_good_by_the_oldest_triton() -> None:
-    kernels = compiled(test_decode_aot.COMMAND, NAMES)
+def test_decode_kernels_are_as_good_by_the_oldest_triton(pytestconfig: pytest.Config) -> None:
+    kernels = compiled(pytestconfig, test_decode_aot.COMMAND, NAMES)
     for name, kernel in kernels.items():
         assert kernel["stack"] == kernel["spills"] == 0, name
         registers = -(-kernel["registers"] // 8) * 8 * kernel["threads"]
@@ -69,8 +56,8 @@ def test_decode_kernels_are_as_good_by_the_oldest_triton() -> None:
     assert kernels["mla, gluon"]["product waits"] == [0, 0, 0, 0, 1, 1]
 
 
-def test_transfer_kernels_are_as_good_by_the_oldest_triton() -> None:
-    for name, kernel in compiled(test_transfer_aot.COMMAND, TRANSFER_NAMES).items():
+def test_transfer_kernels_are_as_good_by_the_oldest_triton(pytestconfig: pytest.Config) -> None:
+    for name, kernel in compiled(pytestconfig, test_transfer_aot.COMMAND, TRANSFER_NAMES).items():
         assert kernel["stack"] == kernel["flushes"] == 0, name
         assert wide(kernel, "LDG") >= TILE_BYTES[name], name
         assert programs(kernel) >= (PROGRAMS if name.startswith("gather fp8") else 1), name

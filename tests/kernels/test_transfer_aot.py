@@ -6,14 +6,11 @@ No GPU is needed. What is asserted here is what a kernel needs to run at the spe
 not that it does.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_reports import compiled_report
 
 from pd_kernels.transfer.gather_fp8_kernel import PROGRAMS
 
@@ -69,16 +66,8 @@ SLOWER = (
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[str, dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    paths = [str(root), str(root / "kernels"), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    done = subprocess.run(
-        [sys.executable, str(COMMAND)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)["kernels"]
+def kernels(pytestconfig: pytest.Config) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = compiled_report(pytestconfig, COMMAND)["kernels"]
     return found
 
 

@@ -26,6 +26,7 @@ from sglang_engines.sglang_harness import (
     text,
 )
 from sglang_engines.sglang_recipes import DECODE, PREFILL
+from support.engine_nursery import fork_engine
 from tools import probe_all
 
 from pd_connector.tools.demo import MODEL_DIR
@@ -150,6 +151,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
         name="vllm",
         log_path=log,
     )
+    engine.popen = fork_engine
     yield engine.start()
     engine.stop()
 

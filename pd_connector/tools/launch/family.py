@@ -17,7 +17,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,6 +31,8 @@ LINGER_S = 2.0
 """How long what a process leaves behind may take to end after it."""
 POLL_S = 0.05
 
+Popen = Callable[..., "subprocess.Popen[bytes]"]
+
 
 class Family:
     """A process started here, with all its descendants.
@@ -39,6 +41,7 @@ class Family:
         command: program and arguments.
         env: variables added to this process's own.
         log: file that gets everything the family prints, appended; None discards it.
+        popen: starts the process, as `subprocess.Popen` does.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Family:
         *,
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
+        popen: Popen = subprocess.Popen,
     ) -> None:
         self.id = uuid.uuid4().hex
         lineage = [os.environ.get(proc.MARKER, ""), guarded(), self.id]
@@ -60,7 +64,7 @@ class Family:
         }
         self._seen: dict[int, proc.Process] = {}
         with open(log or os.devnull, "ab") as output:
-            self._root = subprocess.Popen(
+            self._root = popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -14,7 +15,7 @@ from typing import Self
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.launch import start_log
 from pd_connector.tools.launch.client import Client, Samples
-from pd_connector.tools.launch.family import POLITE_S, Family, stop_all
+from pd_connector.tools.launch.family import POLITE_S, Family, Popen, stop_all
 from pd_connector.tools.launch.netns import Namespace
 from pd_connector.tools.launch.ports import Port
 
@@ -51,6 +52,7 @@ class Service(ABC):
         self.base_url = f"http://{self.host}:{self.port}"
         self.client = Client(self.base_url)
         self.family: Family | None = None
+        self.popen: Popen = subprocess.Popen
         self.started_at = 0.0
         self._log_from_bytes = 0
 
@@ -92,7 +94,8 @@ class Service(ABC):
         with self.log_path.open("a") as log:
             self._log_from_bytes = log.tell()
             log.write(f"$ {' '.join(command)}\n")
-        self.family = Family(command, env=self.environment(), log=self.log_path)
+        environment = self.environment()
+        self.family = Family(command, env=environment, log=self.log_path, popen=self.popen)
         self.started_at = time.monotonic()
         return self
 

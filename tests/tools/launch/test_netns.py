@@ -75,6 +75,7 @@ def bed(allowed) -> Iterator[Bed]:
         yield made
 
 
+@pytest.mark.quiet
 @pytest.mark.netns
 def test_bytes_between_the_namespaces_pass_at_the_set_rate_in_both_directions(bed):
     for sender, receiver in (bed.namespaces, bed.namespaces[::-1]):
