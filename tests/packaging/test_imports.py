@@ -92,7 +92,6 @@ def test_transformers_does_not_take_our_folder_for_hugging_faces(root, tmp_path)
 @pytest.mark.parametrize(
     ("program", "absent"),
     [
-        ("pd_connector bench wire --local", "torch"),
         ("pd_connector bench handoff --gpu", "torch"),
         ("pd_connector profile --url http://127.0.0.1:1", "aiohttp"),
         ("pd_connector bench router peers trace.jsonl", "aiohttp"),
