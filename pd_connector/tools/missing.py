@@ -13,9 +13,15 @@ _ROUTER = ("aiohttp", "aiohappyeyeballs", "httptools", "prometheus_client", "yam
 
 def what_to_install(module: str) -> str:
     """What brings this module, as an instruction."""
-    if module in _ROUTER:
-        return "pip install 'pd-connector[router]'"
-    return "use the environment of your engine (vLLM or SGLang), which brings it"
+    return (
+        brought_by_the_router(module)
+        or "use the environment of your engine (vLLM or SGLang), which brings it"
+    )
+
+
+def brought_by_the_router(module: str) -> str:
+    """How to install this module, if the extra `router` brings it; else an empty string."""
+    return "pip install 'pd-connector[router]'" if module.partition(".")[0] in _ROUTER else ""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import Extension, load_entry_points
-from pd_connector.tools.missing import named_if_missing
+from pd_connector.tools.missing import brought_by_the_router, named_if_missing
 
 COMMANDS = "pd_connector.commands"
 """The group of entry points."""
@@ -75,7 +75,9 @@ def load(extension: Extension) -> Any:
     try:
         found = extension.load()
     except ConfigError as error:
-        return _unavailable(str(error))
+        missing = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
+        extra = brought_by_the_router(missing or "")
+        return _unavailable(f"{missing} is not installed: {extra}" if extra else str(error))
     if isinstance(found, typer.Typer):
         return get_command(found)
     single = typer.Typer(add_completion=False)
