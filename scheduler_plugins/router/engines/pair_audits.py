@@ -87,7 +87,7 @@ class PairAudits:
     def _pairs(self) -> Iterator[_Pair]:
         up = [e for e in self._engines() if e.up and not e.draining and e.kind is Kind.VLLM]
         prefills = [engine for engine in up if engine.hands_over]
-        decodes = [engine for engine in up if engine.role is Role.DECODE]
+        decodes = [engine for engine in up if engine.serves(Role.DECODE)]
         for prefill, decode in itertools.product(prefills, decodes):
             same = not decode.models or prefill.model in decode.models
             fits = all(

@@ -53,6 +53,21 @@ def test_each_pair_gets_one_prompt_first_on_the_prefill_side() -> None:
     run(scenario())
 
 
+def test_engines_of_both_sides_are_audited_in_both_directions() -> None:
+    async def scenario() -> None:
+        world = World(2, 0, both=True)
+        for engine in world.p:
+            engine.metrics, engine.behave = OURS, computes
+        async with world:
+            await until(lambda: all(len(e.bodies) == 2 for e in world.p), "both directions")
+            decoded = [
+                [b["kv_transfer_params"].get("remote_request_id") for b in e.bodies] for e in world.p
+            ]
+            assert ["of p1" in decoded[0], "of p0" in decoded[1]] == [True, True]
+
+    run(scenario())
+
+
 def test_an_engine_that_comes_up_anew_is_audited_again() -> None:
     async def scenario() -> None:
         async with ours(2, 2) as pairs:
