@@ -61,7 +61,8 @@ def test_engines_of_both_sides_are_audited_in_both_directions() -> None:
         async with world:
             await until(lambda: all(len(e.bodies) == 2 for e in world.p), "both directions")
             decoded = [
-                [b["kv_transfer_params"].get("remote_request_id") for b in e.bodies] for e in world.p
+                [b["kv_transfer_params"].get("remote_request_id") for b in e.bodies]
+                for e in world.p
             ]
             assert ["of p1" in decoded[0], "of p0" in decoded[1]] == [True, True]
 
@@ -107,19 +108,20 @@ def test_busy_engines_are_left_to_their_users_and_audited_when_they_rest() -> No
             await go_on.wait()
             return await answer(engine, request, body)
 
-        world.p[0].behave = computes
+        decode = world.d[0]
+        world.p[0].behave, decode.metrics = computes, OURS
         async with world:
-            world.d[0].behave = slowly
+            await until(lambda: len(decode.bodies) == 1, "the audit of the start")
+            decode.behave = slowly
             user = asyncio.create_task(world.complete())
-            await until(lambda: len(world.d[0].bodies) == 1, "the user's request")
-            world.d[0].metrics = OURS
-            world.known(world.d[0]).starts += 1  # as if it came up now
+            await until(lambda: len(decode.bodies) == 2, "the user's request")
+            world.known(decode).starts += 1  # as if it came up now
             await asyncio.sleep(0.3)
-            assert len(world.d[0].bodies) == 1
+            assert len(decode.bodies) == 2
             go_on.set()
             await user
-            await until(lambda: len(world.d[0].bodies) == 2, "the audit")
-            assert "cache_salt" in world.d[0].bodies[1]
+            await until(lambda: len(decode.bodies) == 3, "the audit")
+            assert "cache_salt" in decode.bodies[2]
 
     run(scenario())
 
