@@ -108,16 +108,17 @@ def test_busy_engines_are_left_to_their_users_and_audited_when_they_rest() -> No
             await go_on.wait()
             return await answer(engine, request, body)
 
-        decode = world.d[0]
-        world.p[0].behave, decode.metrics = computes, OURS
+        prefill, decode = world.p[0], world.d[0]
+        prefill.behave, decode.metrics = computes, OURS
         async with world:
             await until(lambda: len(decode.bodies) == 1, "the audit of the start")
-            decode.behave = slowly
+            prefill.behave, decode.behave = answer, slowly
             user = asyncio.create_task(world.complete())
             await until(lambda: len(decode.bodies) == 2, "the user's request")
             world.known(decode).starts += 1  # as if it came up now
             await asyncio.sleep(0.3)
             assert len(decode.bodies) == 2
+            prefill.behave = computes
             go_on.set()
             await user
             await until(lambda: len(decode.bodies) == 3, "the audit")
