@@ -2,6 +2,7 @@
 """Folders of a run, and the environment in which its steps find this clone."""
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,10 @@ def describe_project(site: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups: dict[str, Mapping[str, str]] = {"console_scripts": project["scripts"]}
     groups |= project["entry-points"]
-    name, version = project["name"], project["version"]
+    name = project["name"]
+    version = re.findall(
+        r'^__version__ = "(.+)"$', (ROOT / "pd_connector" / "__init__.py").read_text(), re.M
+    )[0]
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"

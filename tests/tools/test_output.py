@@ -28,7 +28,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("bench", "overhead", "--json"),
+        ("bench", "wire", "--json"),
         ("bench", "handoff", "--json"),
         ("bench", "serve", "trace.jsonl", "--json"),
         ("profile", "--url", "http://127.0.0.1:1", "--out"),
