@@ -53,6 +53,7 @@ VARIABLES = {
                 "PYTHONPATH",
                 # A test that builds a model sets it; nothing is compiled.
                 "TORCHINDUCTOR_CACHE_DIR",
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
                 "VLLM_ENABLE_V1_MULTIPROCESSING",
                 "VLLM_SERVER_DEV_MODE",
             }
