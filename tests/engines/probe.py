@@ -184,8 +184,9 @@ class Saboteur(Probe):
 
     @staticmethod
     def _swap(layers):
-        first, second = layers[0].self_attn, layers[1].self_attn
-        first.qkv_proj, second.qkv_proj = second.qkv_proj, first.qkv_proj
+        """Exchange what two layers compute. The parameters stay in place: that they changed would be seen."""
+        first, second = layers[0].self_attn.qkv_proj, layers[1].self_attn.qkv_proj
+        first.forward, second.forward = second.forward, first.forward
 
 
 def _scale_keys(module):
