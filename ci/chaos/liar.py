@@ -103,6 +103,6 @@ class Liar:
             model=b"model" if good else b"",
             geometry=self._geometry,
             codecs=["raw"],
-            transports={"tcp": self._random.randbytes(30), "shm": self._random.randbytes(30)},
-            readable=["shm", "tcp", "nixl"],
+            transports={"tcp2": self._random.randbytes(30), "shm": self._random.randbytes(30)},
+            readable=["shm", "tcp2", "nixl"],
         )
