@@ -61,8 +61,7 @@ class Agent:
     Args:
         config: settings.
         engine_id: the engine's name, told to peers.
-        model: fingerprint of the model, for peers of schema 2.
-        facts: which model this is, for all others; compared by `kv.model.model_problem`.
+        facts: which model this is; compared by `kv.model.model_problem`.
         cache: the rank's pages; only the agent's thread touches them, never a peer.
         produces: serve consumers.
         consumes: fetch from producers.
@@ -85,7 +84,7 @@ class Agent:
         self,
         config: Config,
         engine_id: str,
-        model: bytes,
+        facts: ModelFacts,
         cache: PagedCache,
         *,
         produces: bool,
@@ -97,7 +96,6 @@ class Agent:
         audits: bool = False,
         experts: bool = False,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
-        facts: ModelFacts | None = None,
     ) -> None:
         if cache.largest_page_bytes > config.slot_bytes:
             raise ConfigError(
@@ -126,7 +124,7 @@ class Agent:
             return Loop(
                 config,
                 RankIdentity(
-                    engine_id, secrets.randbits(63), model, tuple(tells), tuple(needs), self._facts
+                    engine_id, secrets.randbits(63), self._facts, tuple(tells), tuple(needs)
                 ),
                 cache,
                 self._commands,
@@ -184,7 +182,7 @@ class Agent:
         with self._submitting:
             if isinstance(command, ChangeModel):
                 self._facts = command.facts  # also of an agent that is started again
-            if isinstance(command, KnowWeights) and self._facts is not None:
+            if isinstance(command, KnowWeights):
                 self._facts = msgspec.structs.replace(self._facts, weights_full=command.full)
             self._owed.expect(command)
             self._commands.put(command, fence)

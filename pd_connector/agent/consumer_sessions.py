@@ -113,7 +113,6 @@ class ConsumerSessions:
             slot_bytes=self._config.slot_bytes,
             read=read,
             direct=read and self._config.direction == "auto",
-            model=self._identity.model,
             facts=self._identity.facts,
             plain=True,
             lease_ms=int(1000 * self._config.lease_s),

@@ -217,4 +217,4 @@ class Inbox:
 
 def _checksum(place: PlaceChunk) -> bytes:
     assert isinstance(place.payload, memoryview)  # what lies on a device was summed there
-    return checksum(place.payload, place.route.rules.sums_digest)
+    return checksum(place.payload)

@@ -6,9 +6,7 @@ schema that the two have agreed on, and not to the version of the code: a newer 
 older one's rules. A change of a constant, or of what is done with it, is a new schema with rules of its own.
 """
 
-from dataclasses import dataclass, replace
-
-from pd_connector.kv.checksum import SumsDigest
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +26,6 @@ class PlanRules:
         edge_pieces, edge_cuts: the first chunk of a transfer and its last are cut into
             `edge_pieces` pieces, and the outermost piece again, `edge_cuts` times in all. Nothing
             else runs while the first is gathered and the last is scattered, so they are small.
-        sums_digest: what makes a checksum of a payload's sums (`kv/checksum.py`).
     """
 
     chunk_tokens: int
@@ -38,18 +35,18 @@ class PlanRules:
     spare_bytes: int
     edge_pieces: int
     edge_cuts: int
-    sums_digest: SumsDigest = "blake2b"
 
 
-_SINCE_2 = PlanRules(
-    chunk_tokens=512,
-    min_chunk_tokens=128,
-    streamed_rows=8,
-    min_chunk_bytes=256 * 1024,
-    spare_bytes=256 * 1024,
-    edge_pieces=4,
-    edge_cuts=2,
-)
-RULES: dict[int, PlanRules] = {2: _SINCE_2, 3: replace(_SINCE_2, sums_digest="xxh3")}
+RULES: dict[int, PlanRules] = {
+    3: PlanRules(
+        chunk_tokens=512,
+        min_chunk_tokens=128,
+        streamed_rows=8,
+        min_chunk_bytes=256 * 1024,
+        spare_bytes=256 * 1024,
+        edge_pieces=4,
+        edge_cuts=2,
+    )
+}
 """By schema (`protocol/messages.py`). Rules of a schema that was released are never changed."""
 NEWEST_RULES = RULES[max(RULES)]

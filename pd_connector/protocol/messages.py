@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between a consumer and a producer, and nothing else.
 
-Schema history (a peer one version back is accepted):
-    1  whole pages between like caches; never released
-    2  routes between unlike geometries, codecs, streaming, both directions
-    3  the constants of plans belong to the schema (`plan/rules.py`); leased pages have one kind of checksum;
-       payloads have one that hashes faster
+Schema history. A peer whose schema is one back is accepted, once there is a schema after the first:
+    3  the first that was released, and so the first that is kept
 
 Within a version a struct may gain fields at its end, with defaults; anything else is a new
 version. What both sides compute by themselves and must compute alike is part of the version, too: the
@@ -24,7 +21,7 @@ from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 from pd_connector.protocol.last_words import LastWords
 
 SCHEMA = 3
-OLDEST_SCHEMA = 2
+OLDEST_SCHEMA = 3
 MAX_PIECES = 1 << 14
 """Pieces of a chunk that is read from pages, at most."""
 
@@ -44,21 +41,19 @@ class Hello(Message, frozen=True):
     """Consumer, first message of a session: who I am and what I can take.
 
     `codecs` are those the consumer permits; `readable` the transports over which it can read;
-    `needs` what it must be told with the end of each transfer (`last_words`). `facts` are compared
-    instead of `model`, which schema 2 has.
+    `needs` what it must be told with the end of each transfer (`last_words`).
     """
 
     newest: Count
     oldest: Count
     engine_id: Name
     expected_engine_id: Name
-    model: Fingerprint
+    facts: ModelFacts
     geometry: Geometry
     codecs: Codecs
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
     readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
     needs: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
-    facts: ModelFacts | None = None
 
 
 class Welcome(Message, frozen=True):
@@ -72,6 +67,7 @@ class Welcome(Message, frozen=True):
     schema: Count
     engine_id: Name
     epoch: Count
+    facts: ModelFacts
     geometry: Geometry
     codecs: Codecs
     transport: Name
@@ -79,8 +75,6 @@ class Welcome(Message, frozen=True):
     slot_bytes: Count  # of its send slots
     read: bool = False
     direct: bool = False
-    model: Fingerprint = b""  # empty in versions that did not say it
-    facts: ModelFacts | None = None
     plain: bool = False
     lease_ms: Count = 0
 

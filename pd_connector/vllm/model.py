@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from pd_connector.config import Config
 from pd_connector.kv.checkpoint_files import CheckpointFiles, Weights
 from pd_connector.kv.geometry import Shard
-from pd_connector.kv.identity import schema2_fingerprint
 from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
@@ -267,30 +265,3 @@ def _of_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
         ):
             told[name] = found
     return told
-
-
-def schema2_model(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the model that vLLM serves, for peers of schema 2."""
-    model = vllm_config.model_config
-    config: dict[str, Any] = model.hf_config.to_dict()
-    config["served_dtype"] = str(model.dtype)
-    config["served_quantization"] = str(model.quantization)
-    if vllm_config.load_config.load_format == "dummy":
-        return schema2_fingerprint(config, None, seed=model.seed)
-    folder = _checkpoint_folder(model.model, model.revision)
-    if folder is None:
-        config["served_name"] = f"{model.model}@{model.revision}"
-    return schema2_fingerprint(config, folder)
-
-
-def _checkpoint_folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-    except HFValidationError:  # a file, a repository with a quantisation, an object store
-        return None
-    return Path(found).parent if isinstance(found, str) else None

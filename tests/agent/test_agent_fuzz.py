@@ -114,7 +114,9 @@ def valid_messages() -> list[bytes]:
         messages.Heartbeat(["bait"]),
         messages.Watch("bait"),
         messages.Taken(1),
-        messages.Welcome(messages.SCHEMA, "e", 1, GEOMETRY, ["raw"], "tcp2", b"", 1 << 20, True),
+        messages.Welcome(
+            messages.SCHEMA, "e", 1, MODEL, GEOMETRY, ["raw"], "tcp2", b"", 1 << 20, True
+        ),
         messages.Ready("bait"),
         messages.Offered("bait", 0, 0, 0, 100, b"header"),
         messages.OfferedPages("bait", 0, 0, 8, bytes(16), b"header"),

@@ -62,18 +62,10 @@ def test_no_kv_passes_between_models_that_are_not_known_to_be_the_same(
     assert producer.count("rejected_sessions", cause="model")
 
 
-def test_models_that_are_the_same_exchange_kv_whatever_the_older_fingerprint(ranks: Ranks):
-    producer, consumer = pair(
-        ranks, {"facts": FACTS, "model": b"a"}, {"facts": FACTS, "model": b"b"}
-    )
+def test_models_that_are_the_same_exchange_kv(ranks: Ranks):
+    producer, consumer = pair(ranks, {"facts": FACTS}, {"facts": FACTS})
     assert fetched(producer, consumer) is None
     assert_pages(producer, [3, 4], consumer, [7, 8])
-
-
-@pytest.mark.parametrize("older", [b"model", b"other"])
-def test_with_a_peer_of_an_older_version_the_older_fingerprint_decides(ranks: Ranks, older: bytes):
-    producer, consumer = pair(ranks, {"facts": FACTS, "model": b"model"}, {"model": older})
-    assert fetched(producer, consumer) is (None if older == b"model" else Cause.MODEL)
 
 
 @pytest.mark.parametrize(
