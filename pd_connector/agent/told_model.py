@@ -62,14 +62,12 @@ class ToldModel:
         self.changes += 1
         self.close()
 
-    def tell_files(
-        self, files: Sequence[CheckpointFiles], *, loaded: bytes, loaded_fine: bytes
-    ) -> bool:
+    def tell_files(self, files: Sequence[CheckpointFiles], *, loaded: bytes) -> bool:
         """All weights were loaded from these files since they were withdrawn. Returns whether they are told: files
         that lack tensors of before have left these as they were.
 
         Args:
-            loaded, loaded_fine: as in `ModelFacts`.
+            loaded: as in `ModelFacts`.
         """
         if not self._files or any(part in self._files for part in files):
             return False
@@ -83,10 +81,8 @@ class ToldModel:
         facts = msgspec.structs.replace(
             self._at_start,
             weights=weights.sampled,
-            weights_fine=weights.fine,
             weights_full=weights.full,
             loaded=loaded,
-            loaded_fine=loaded_fine,
             loaded_full=b"",
         )
         self._change(facts)
@@ -94,15 +90,9 @@ class ToldModel:
         logger.info("the weights were loaded anew from files, which are compared from now on")
         return True
 
-    def tell_memory(
-        self, *, loaded: bytes, loaded_fine: bytes, loaded_full: bytes, version: str = ""
-    ) -> None:
+    def tell_memory(self, *, loaded: bytes, loaded_full: bytes, version: str = "") -> None:
         """The weights have changed: tell the parameters in memory, and what the operator calls them."""
-        self._change(
-            self._unknown(
-                loaded=loaded, loaded_fine=loaded_fine, loaded_full=loaded_full, version=version
-            )
-        )
+        self._change(self._unknown(loaded=loaded, loaded_full=loaded_full, version=version))
 
     def close(self) -> None:
         """Nothing more is told of the weights that were told last."""
@@ -126,7 +116,6 @@ class ToldModel:
         self,
         *,
         loaded: bytes = b"",
-        loaded_fine: bytes = b"",
         loaded_full: bytes = b"",
         version: str = "",
     ) -> ModelFacts:
@@ -134,10 +123,8 @@ class ToldModel:
         return msgspec.structs.replace(
             self._at_start,
             weights=b"",
-            weights_fine=b"",
             weights_full=b"",
             loaded=loaded,
-            loaded_fine=loaded_fine,
             loaded_full=loaded_full,
             updates=self.changes,
             version=version,

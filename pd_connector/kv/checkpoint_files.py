@@ -106,14 +106,12 @@ class Weights(NamedTuple):
     """Fingerprints of a checkpoint.
 
     Attributes:
-        sampled: of few samples of its bytes.
-        fine: of more samples, which see parts of fused tensors, and each tensor of a GGUF file.
+        sampled: of samples of its bytes, which see parts of fused tensors.
         forms: of names, dtypes and shapes of its tensors.
         full: of all bytes; empty where only samples were read.
     """
 
     sampled: bytes
-    fine: bytes = b""
     forms: bytes = b""
     full: bytes = b""
 

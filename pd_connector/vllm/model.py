@@ -75,7 +75,7 @@ def model_facts(
             "weights of %s are not files on this disk: %s", model.model, _what_then(loaded, config)
         )
         weights = Weights(b"")
-    module = None if weights.sampled or not loaded.fine else loaded_model(vllm_config)
+    module = None if weights.sampled or not loaded.sampled else loaded_model(vllm_config)
     return ModelFacts(
         config=config_fingerprint(
             served,
@@ -87,9 +87,7 @@ def model_facts(
         ),
         weights=weights.sampled,
         weights_full=weights.full,
-        weights_fine=weights.fine,
         loaded=loaded.sampled,
-        loaded_fine=loaded.fine,
         loaded_full=b"" if module is None else loaded_full_fingerprint(module),
         held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
@@ -128,7 +126,7 @@ def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
 def _what_then(loaded: Loaded, config: Config) -> str:
     if config.model_id:
         return f"engines with model_id {config.model_id!r} are taken for the same"
-    if loaded.fine:
+    if loaded.sampled:
         return (
             "parameters in memory are compared instead, which needs the same parallelism on both "
             "sides, or the same model_id (config key model_id)"

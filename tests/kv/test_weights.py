@@ -254,9 +254,7 @@ def test_keys_of_a_fused_projection_count(tmp_path: Path, heads: int, kv_heads: 
     after = read_weights(save(tmp_path / "other", {**made, "qkv_proj": fused}))
     assert before is not None
     assert after is not None
-    assert before.fine != after.fine
-    if kv_heads == 2 and heads == 32:
-        assert before.sampled == after.sampled, "so that the test tests what it says"
+    assert before.sampled != after.sampled
 
 
 def test_columns_of_a_fused_projection_count(tmp_path: Path) -> None:
@@ -267,8 +265,7 @@ def test_columns_of_a_fused_projection_count(tmp_path: Path) -> None:
     after = read_weights(save(tmp_path / "other", made))
     assert before is not None
     assert after is not None
-    assert before.fine != after.fine
-    assert before.sampled == after.sampled, "so that the test tests what it says"
+    assert before.sampled != after.sampled
 
 
 def test_every_single_expert_of_a_fused_tensor_counts(tmp_path: Path) -> None:
