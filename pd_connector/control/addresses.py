@@ -52,13 +52,6 @@ def bound(host: str, port: int, backlog: int, *, again: bool = False) -> socket.
     return listening
 
 
-def bound_port(bound: zmq.Socket[bytes]) -> int:
-    """The port a socket is bound to."""
-    last = bound.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(last, bytes)
-    return int(last.rstrip(b"\x00").rpartition(b":")[2])
-
-
 def readable(polled: zmq.Socket[bytes]) -> bool:
     """Whether a receive would not wait. (`polled.get(zmq.EVENTS)` takes twice as long.)"""
     return bool(zmq.zmq_poll([(polled, _POLLIN)], 0))
