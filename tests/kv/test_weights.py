@@ -123,7 +123,9 @@ def test_a_bit_between_samples_counts_only_if_all_bytes_are_read(
     ours, theirs = read_weights(folder, full=True), read_weights(other, full=True)
     assert ours is not None
     assert theirs is not None
-    assert ours[:2] == theirs[:2], "samples are the same, so that the test tests what it says"
+    assert ours._replace(full=b"") == theirs._replace(full=b""), (
+        "samples are the same, so that the test tests what it says"
+    )
     assert ours.full != theirs.full
 
 
@@ -391,7 +393,7 @@ def test_one_row_that_differs_is_seen_by_all_bytes_and_not_by_samples(
     theirs = read_weights(save(tmp_path / "other", made), full=True)
     assert ours is not None
     assert theirs is not None
-    assert ours[:3] == theirs[:3], "so that the test tests what it says"
+    assert ours._replace(full=b"") == theirs._replace(full=b""), "samples are the same"
     assert ours.full != theirs.full
 
 
