@@ -4,10 +4,11 @@
 Schema history. A peer whose schema is one back is accepted, once there is a schema after the first:
     3  the first that was released, and so the first that is kept
 
-Within a version a struct may gain fields at its end, with defaults; anything else is a new
-version. What both sides compute by themselves and must compute alike is part of the version, too: the
-routes of a pair, its plan, and the bytes of a payload. Messages are msgpack maps tagged with their type; fields that a peer does not know are
-passed over.
+Within a schema a struct may gain fields at its end, with defaults; anything else is a new schema. What both
+sides compute by themselves and must compute alike is part of the schema, too: the routes of a pair, its plan,
+and the bytes of a payload. `Hello` and `Reject` keep the fields that they have in every schema: a peer of any
+schema must be able to read them, or it is not refused with both versions. Messages are msgpack maps tagged
+with their type. Fields that a peer does not know are passed over.
 """
 
 from typing import Annotated
