@@ -38,7 +38,7 @@ class PlanRules:
 
 
 RULES: dict[int, PlanRules] = {
-    3: PlanRules(
+    1: PlanRules(
         chunk_tokens=512,
         min_chunk_tokens=128,
         streamed_rows=8,

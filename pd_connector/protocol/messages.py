@@ -2,7 +2,7 @@
 """Every message between a consumer and a producer, and nothing else.
 
 Schema history. A peer whose schema is one back is accepted, once there is a schema after the first:
-    3  the first that was released, and so the first that is kept
+    1  the first that was released, and so the first that is kept
 
 Within a schema a struct may gain fields at its end, with defaults; anything else is a new schema. What both
 sides compute by themselves and must compute alike is part of the schema, too: the routes of a pair, its plan,
@@ -21,8 +21,8 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 from pd_connector.protocol.last_words import LastWords
 
-SCHEMA = 3
-OLDEST_SCHEMA = 3
+SCHEMA = 1
+OLDEST_SCHEMA = 1
 MAX_PIECES = 1 << 14
 """Pieces of a chunk that is read from pages, at most."""
 
