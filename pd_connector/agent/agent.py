@@ -188,8 +188,8 @@ class Agent:
             self._commands.put(command, fence)
 
     def introduce(self, ranks: Sequence[Peer]) -> None:
-        """These are all ranks of the engine, this one included: whoever asks any of them is told. The
-        only rank of an engine need not be introduced."""
+        """Name all ranks of the engine, this one included. A peer that asks any of them is told. The only
+        rank of an engine need not be introduced."""
         self._ranks = tuple(ranks)
 
     def take_back(self, commands: Iterable[Command]) -> None:
@@ -303,8 +303,8 @@ class Agent:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _begin_again(self, in_s: float = 0.0) -> None:
-        """Fail everything that is owed. What is submitted later is the next loop's, which is there in
-        so many seconds."""
+        """Fail everything that is owed. What is submitted later is for the next loop, which starts in
+        `in_s` seconds."""
         with self._submitting:
             self._commands.clear()
             self._owed.fail_all(Cause.INTERNAL, "agent died")

@@ -22,7 +22,7 @@ from pd_connector.transport.base import Transport
 
 
 class RankIdentity(NamedTuple):
-    """Who a rank is, as its peers see it. Each start of an agent has another `epoch`."""
+    """A rank, as its peers see it. Each start of an agent has another `epoch`."""
 
     engine_id: str
     epoch: int

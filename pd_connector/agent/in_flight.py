@@ -37,7 +37,7 @@ class Underway:
     """All chunks of a producer that are on their way."""
 
     def __init__(self, stall_timeout_s: float) -> None:
-        """`stall_timeout_s`: a session of which no chunk has arrived for so long is stuck."""
+        """`stall_timeout_s`: a session is stuck after this time without a chunk that arrives."""
         self.chunks: dict[Key, InFlight] = {}
         self._stall_timeout_s = stall_timeout_s
         self._full: set[bytes] = set()
@@ -78,8 +78,8 @@ class Underway:
 
     def timed_out(self, now: float) -> set[bytes]:
         """Sessions with a chunk that was not moved within `stall_timeout_s`. Chunks that arrive in
-        order wait for those before them, and that may take longer over a slow link: they are late if
-        none of their session has arrived for so long."""
+        order wait for those before them, which may take longer over a slow link. They are late if no
+        chunk of their session has arrived within that time."""
         until = now + self._stall_timeout_s
         moving = {s: end for s, end in self._moving_until.items() if end > now}
         self._moving_until = moving | dict.fromkeys(self._arrived, until)

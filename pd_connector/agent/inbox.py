@@ -21,7 +21,7 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
 
 Key = tuple[Source, int]
-"""Who offers a chunk, and the landing slot that was granted for it."""
+"""The producer that offers a chunk, and the landing slot that was granted for it."""
 
 
 class ReceivePath(NamedTuple):

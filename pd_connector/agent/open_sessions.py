@@ -235,8 +235,8 @@ class OpenSessions:
         self._asked, self.answers_due = [], math.inf
 
     def received(self, session: OpenSession) -> list[bytes]:
-        """Messages that wait; more may follow. Of those that have been asked mostly the answer is
-        all that comes: whether there is more is then looked up for all of them together."""
+        """Messages that wait; more may follow. A producer that was asked mostly sends its answer and
+        nothing else, so it is read once. Whether there is more is looked up for all of them together."""
         most = 1 if session.asked else MAX_BATCH
         messages_ = session.connection.receive(most)
         if len(messages_) >= most:

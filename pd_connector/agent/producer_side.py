@@ -185,7 +185,7 @@ class ProducerSide:
         self._say(sender, messages.Ranks(self._identity.engine_id, ranks))
 
     def _say(self, receiver: bytes, message: messages.Message) -> None:
-        """Send a message. Whoever does not take it has lost its session: it would wait in vain."""
+        """Send a message. A consumer that does not take it loses its session: it would wait in vain."""
         if not self._listener.send(receiver, messages.encode(message)):
             self._unheard.add(receiver)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine says is computed while its device still computes it.
 
-An engine queues a step's work on its device and tells at once what will be computed then. Whoever read
-pages for it now would wait for the device, and everything else on the agent's thread with it: other
+An engine queues a step's work on its device and tells at once what will be computed then. If the agent read
+those pages now, its thread would wait for the device. Everything else on that thread would wait, too: other
 transfers, heartbeats, an engine that takes pages back.
 """
 

@@ -28,7 +28,7 @@ class CurveKeys(NamedTuple):
 
     @classmethod
     def derive(cls, shared: str, channel: bytes = b"pd") -> "CurveKeys":
-        """Derive both pairs from the shared secret. Who does not know the secret has neither of them.
+        """Derive both pairs from the shared secret. A peer that does not know the secret has neither of them.
 
         Args:
             channel: at most 9 bytes of text; the keys of one channel are of no use on another.

@@ -51,7 +51,7 @@ class OpenFile:
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, nbytes: int, place: int) -> bytes:
-        """At most so many bytes from a place on."""
+        """At most `nbytes` bytes, from the offset `place` on."""
         return os.pread(self._file.fileno(), nbytes, place)
 
     def stream(self) -> BinaryIO:

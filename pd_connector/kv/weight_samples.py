@@ -21,7 +21,7 @@ FINGERPRINT_BYTES = 16
 MODULUS = 1 << (8 * FINGERPRINT_BYTES)
 _SAMPLE_BYTES = 1024
 _SAMPLES_PER_ENTRY = 4
-"""Of an archive, whose entries have a CRC of all their bytes, too."""
+"""An archive's entry also has a CRC of all its bytes, so a few samples are enough."""
 _SAMPLES_PER_FILE = 4096
 _SHARED_SAMPLES = 16_000
 """Samples that the tensors share evenly, and as many again by their size. Single experts have their size only."""

@@ -68,7 +68,7 @@ def cache_file() -> Path:
 
 
 def _together(parts: Sequence[Weights]) -> Weights:
-    """Of a model that is loaded from several checkpoints, in this order."""
+    """The fingerprints of a model that is loaded from several checkpoints, in this order."""
     if len(parts) == 1:
         return parts[0]
     kinds = zip(*parts, strict=True)

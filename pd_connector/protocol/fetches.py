@@ -170,7 +170,7 @@ class Fetches:
     def stalled(
         self, source: Source, session: ProducerSession, incoming: IncomingTransfer, now: float
     ) -> None:
-        """Of what this producer was asked for no chunk came, whichever side has found it out."""
+        """No chunk of a transfer came from this producer. Either side may have found this out."""
         self._stalls.waited((source, session.epoch), incoming.began, now)
 
     def placed(self, source: Source) -> None:

@@ -73,7 +73,7 @@ class PlaceChunk(NamedTuple):
     comparison: Comparison | None = None  # to which it is added, in place of being written
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
-        """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
+        """Why this is not what the plan wants, or None. The checksum is compared when the chunk is placed."""
         chunk = self.chunk
         nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
         if self.header != wanted or nbytes != wanted.nbytes:

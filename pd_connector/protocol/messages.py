@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """Consumer, first message of a session: who I am and what I can take.
+    """Consumer, first message of a session: its identity, and what it can take.
 
     `codecs` are those the consumer permits; `readable` the transports over which it can read;
     `needs` what it must be told with the end of each transfer (`last_words`).
@@ -62,7 +62,7 @@ class Welcome(Message, frozen=True):
 
     With `read` it does not write chunks: it offers them, and the consumer reads them. With `direct`
     it offers leased pages in the same way. With `plain` it obeys `Open.coded`. Leases end after
-    `lease_ms` milliseconds without a heartbeat; it obeys `Heartbeat.next_ms` then (0: older versions).
+    `lease_ms` milliseconds without a heartbeat; 0 means not told. It obeys `Heartbeat.next_ms`.
     """
 
     schema: Count
@@ -92,8 +92,8 @@ class Reject(Message, frozen=True):
 class Watch(Message, frozen=True):
     """Consumer: tell me (`Ready`) when the prefill of this transfer has begun.
 
-    With `keep` its pages stay leased, however much else is leased: they will be compared with what I compute,
-    which takes a while. It holds for one transfer of a session, the last that was named.
+    With `keep` its pages stay leased, however much else is leased. They will be compared with what I compute,
+    which takes a while. `keep` holds for one transfer of a session: the last that was named.
     """
 
     transfer: Name
@@ -136,8 +136,8 @@ class Accept(Message, frozen=True):
     """Producer: there is KV to send, and `chunks` chunks will follow.
 
     Sent when the first of it has been computed, and again, `complete`, when the prefill has ended.
-    Then it has the engine's `words`, if it has any. What comes while it is `provisional` may still be
-    refused: the consumer uses nothing before all is complete.
+    Then it has the engine's `words`, if there are any. A transfer that is `provisional` may still be
+    refused, so the consumer uses nothing of it before all is complete.
     """
 
     transfer: Name
@@ -219,8 +219,7 @@ class Cancelled(Message, frozen=True):
 class Heartbeat(Message, frozen=True):
     """Consumer: still there, and wants these transfers. Extends their leases.
 
-    The next one comes in `next_ms` milliseconds; 0 in versions that did not say it, which speak more
-    often than sessions end.
+    The next one comes in `next_ms` milliseconds. 0 means not told: it comes before the session ends.
     """
 
     transfers: Transfers
@@ -238,7 +237,7 @@ class Pulse(Message, frozen=True):
 
 
 class AskRanks(Message, frozen=True):
-    """Anybody, without a session: who are the ranks of your engine?"""
+    """Anybody, without a session: asks for the ranks of the engine."""
 
 
 class RankAddress(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ class PastTransfers:
     """Used by one thread."""
 
     def __init__(self) -> None:
-        # Whoever opens one of them need not wait for a prefill that will not come.
+        # A consumer that opens one of them need not wait for a prefill that will not come.
         self._ended: dict[str, Cause | None] = {}
         # Cancelled before their prefill ended: why, and until when that is remembered. The last
         # offer, when it comes, is freed at once.

@@ -305,7 +305,7 @@ def resident_bytes() -> int:
 
 DIALLED = msgspec.msgpack.encode(("127.0.0.1", 9, bytes(16), bytes(32), 1, 1 << 20, True))
 WELCOME = messages.Welcome(
-    messages.SCHEMA, "engine", 5, GEOMETRY, ["raw"], "tcp2", DIALLED, 1 << 20
+    messages.SCHEMA, "engine", 5, MODEL, GEOMETRY, ["raw"], "tcp2", DIALLED, 1 << 20
 )
 LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
     "silence": ([], {Cause.UNREACHABLE}),

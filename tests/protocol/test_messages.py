@@ -23,7 +23,7 @@ GEOMETRY = Geometry(Shard(0, 4, 0, 1), (GROUP,))
 FACTS = ModelFacts(
     b"config", b"weights", layers=(LayerFacts((0, 1), "model/attention", "scale 1", b"rotation"),)
 )
-HELLO = messages.Hello(3, 3, "engine", "", FACTS, GEOMETRY, ["raw"], {"tcp": b"address"}, ["shm"])
+HELLO = messages.Hello(1, 1, "engine", "", FACTS, GEOMETRY, ["raw"], {"tcp": b"address"}, ["shm"])
 HEADER = ChunkHeader("t", 1, 2, b"identity", 0, 0, 4, 0, 8, "raw", 65536, b"checksum")
 OPEN = messages.Open("t", b"i", 0, 4, True, [0, 1], 65536)
 CONSUMER_TYPES = get_args(messages.ConsumerMessage)

@@ -34,8 +34,8 @@ from pd_connector.transport.tcp.sending import BUDGET_BYTES
 _SMALL_BYTES = 16
 """The largest body that a dialler sends."""
 _LOW_WATER_BYTES = RECORD_BYTES + TAG_BYTES + PREFIX_BYTES
-"""Within a chunk, so many bytes wake us, or as many as its end is away. A wake costs the agent's thread
-as much as a copy of some hundred KiB."""
+"""Bytes that wake the agent's thread within a chunk; fewer do if they complete the chunk. A wake costs the
+thread as much as a copy of some hundred KiB."""
 
 
 class _Record(NamedTuple):

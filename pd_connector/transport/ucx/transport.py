@@ -6,9 +6,8 @@ A chunk is one message under the producer's tag. The producer copies it once; it
 slot that it names is only a credit. Messages are sent eagerly (UCX's term): a peer never fetches from our memory,
 so that nothing reads the source of a write that was given up.
 
-UCX neither encrypts nor authenticates, its addresses are parsed by C code, and whoever reaches its
-port can do harm: outside of loopback the network between the engines must be trusted, key or no
-key.
+UCX neither encrypts nor authenticates, and C code parses its addresses. Anything that reaches its port can do
+harm. Outside of loopback the network between the engines must be trusted, with a key or without.
 """
 
 import contextlib
