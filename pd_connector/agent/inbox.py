@@ -120,9 +120,9 @@ class Inbox:
     def place(self, place: PlaceChunk, path: ReceivePath) -> tuple[Cause | None, str]:
         """Scatter, or compare, and verify one chunk; returns what was wrong with it.
 
-        The checksum is formed after the copy: a peer that was given up may still write into the
-        slot, and what it writes before or during the copy is seen in the checksum. Wrong bytes in
-        the load's own pages do no harm: the pages count only when every chunk was right.
+        The checksum is formed after the copy, because a peer that was given up may still write into the
+        slot. The checksum shows what it writes before or during the copy. Wrong bytes in the load's own
+        pages do no harm: the pages count only when every chunk was right.
 
         Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """

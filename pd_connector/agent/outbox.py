@@ -144,8 +144,8 @@ class Outbox:
         return chunk
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless every send slot is free or under way exactly once, and the
-        backpressured sessions are those with as many chunks under way as they may have."""
+        """Raises RuntimeError unless every send slot is free or under way exactly once. A session is
+        backpressured exactly if it has as many chunks under way as it may have."""
         chunks = self.underway.chunks.values()
         in_flight = [c.send_slot for c in chunks if c.send_slot is not None]
         if sorted([*self._free_slots, *in_flight]) != list(range(self._sending.slots)):

@@ -81,8 +81,8 @@ class Transport(abc.ABC):
     prepares: bool = False
     """Whether there are writes that it can `prepare`. These need no checksum either."""
     destinations: Destinations | None = None
-    """Set by the consumer. A transport that `prepares` may call this to learn where a chunk belongs, and copy or
-    decrypt each part of the chunk there as it arrives. The bytes there count only if `Landed` is `verified`."""
+    """Set by the consumer. A transport that `prepares` may call this to learn where a chunk belongs. It may then
+    copy or decrypt each part of the chunk there as it arrives. The bytes there count only if `Landed` is `verified`."""
     sends_from: Slab | None = None
     """Slots that chunks are gathered into for this transport, if these are not the rank's sending slab.
     `verifies` and `prepares` need them: memory that no peer can write. Such a transport delivers the chunks of

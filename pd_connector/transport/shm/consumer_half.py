@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared-memory transport does as a consumer: it takes the chunks that producers have copied into its
-landing slots, looks at chunks in producers' send slots, and copies leased pages out of producers' memory.
+"""The shared-memory transport as a consumer.
+
+It takes the chunks that producers have copied into its landing slots, and looks at chunks in producers' send slots.
+It copies leased pages out of producers' memory.
 """
 
 import itertools

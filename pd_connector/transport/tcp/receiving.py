@@ -59,9 +59,8 @@ class _Record(NamedTuple):
 class Receiving:
     """The receiving half of a connection.
 
-    Parts of chunks go from the socket into landing memory; or, where they are sealed, into a segment
-    that stays in the processor's cache, and are opened from there into landing memory, or into the
-    chunk's `Destination`.
+    Parts of chunks go from the socket into landing memory. Sealed parts go into a segment first, which stays
+    in the processor's cache. From there they are opened into landing memory, or into the chunk's `Destination`.
 
     Args:
         opener: opens every record; None where they have no tags.
