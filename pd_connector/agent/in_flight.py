@@ -47,7 +47,7 @@ class Underway:
 
     @property
     def full(self) -> Collection[bytes]:
-        """Sessions that have as many chunks under way as they may."""
+        """Sessions with the most chunks under way that a session may have."""
         return self._full
 
     def begin(self, key: Key, chunk: InFlight) -> None:
@@ -92,7 +92,7 @@ class Underway:
         }
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless the full sessions are those with as many chunks under way as they may have."""
+        """Raises RuntimeError unless the full sessions are exactly those with the most chunks under way."""
         sessions = {chunk.session for chunk in self.chunks.values()}
         full = {session for session in sessions if self._is_full(session)}
         if full != self._full:

@@ -67,7 +67,7 @@ class Outbox:
 
     @property
     def backpressured(self) -> Collection[bytes]:
-        """Sessions that have as many chunks under way as they may. They get no more until one of them
+        """Sessions with the most chunks under way that a session may have. They get no more until a chunk
         has ended."""
         return self.underway.full
 
@@ -79,7 +79,7 @@ class Outbox:
         self._computed[request] = max(tokens, self.computed(request))
 
     def computed(self, request: str) -> int:
-        """As many of the request's tokens are computed in all layers, as far as is known."""
+        """The number of the request's tokens that are known to be computed in all layers."""
         return self._computed.get(request, 0)
 
     def forget(self, request: str) -> None:
@@ -156,7 +156,7 @@ class Outbox:
         self.underway.check_integrity()
 
     def _checksum(self, send: Send, payload: Payload, path: SendPath) -> bytes:
-        """That of a gathered chunk; empty if its transport verifies every byte."""
+        """The checksum of a gathered chunk; empty if its transport verifies every byte."""
         if path.transport.verifies and not path.read:
             return b""
         assert isinstance(payload, memoryview)  # what lies on a device was summed there

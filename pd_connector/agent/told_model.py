@@ -31,7 +31,8 @@ class ToldModel:
 
     Attributes:
         withdrawn: nothing is told of the weights now.
-        changes: how often the weights have changed. KV that was computed before is not that of the present ones.
+        changes: how often the weights have changed. KV that was computed before a change does not belong to the
+            present weights.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class ToldModel:
         self.close()
 
     def tell_files(self, files: Sequence[CheckpointFiles], *, loaded: bytes) -> bool:
-        """All weights were loaded from these files since they were withdrawn. Returns whether they are told: files
-        that lack tensors of before have left these as they were.
+        """All weights were loaded from these files since they were withdrawn. Returns whether they are told. They
+        are not told if the files lack a tensor, because that tensor stayed as it was.
 
         Args:
             loaded: as in `ModelFacts`.
@@ -119,7 +120,7 @@ class ToldModel:
         loaded_full: bytes = b"",
         version: str = "",
     ) -> ModelFacts:
-        """The model, of whose weights nothing is known but this."""
+        """The model, with nothing known of its weights but the given fingerprints."""
         return msgspec.structs.replace(
             self._at_start,
             weights=b"",

@@ -17,7 +17,7 @@ _Told = tuple[Offer | Computed, Any]  # with its fence
 
 
 class Unfinished:
-    """Commands that wait for the device, in their order by transfer; those of other transfers go ahead.
+    """Commands that wait for the device. Commands of one transfer keep their order; other transfers go ahead.
     Used by the agent's thread only.
 
     Args:
@@ -38,7 +38,7 @@ class Unfinished:
 
     @property
     def transfers(self) -> Container[str]:
-        """Those of which something waits."""
+        """The transfers with a command that waits."""
         return self._waiting.keys()
 
     def keep(self, command: Offer | Computed, fence: Any) -> bool:

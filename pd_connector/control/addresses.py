@@ -58,6 +58,6 @@ def readable(polled: zmq.Socket[bytes]) -> bool:
 
 
 def readable_among(polled: Iterable[zmq.Socket[bytes]]) -> list[zmq.Socket[bytes]]:
-    """Those of which a receive would not wait. Asked together, many cost a third."""
+    """The sockets of which a receive would not wait. One question for many sockets costs a third."""
     found: list[Any] = zmq.zmq_poll([(each, _POLLIN) for each in polled], 0)
     return [polled for polled, _ in found]

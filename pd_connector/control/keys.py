@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of the control channel: CURVE from one shared secret. Those of `tcp` are derived from them."""
+"""Keys of the control channel: CURVE from one shared secret. The keys of `tcp` are derived from them."""
 
 import functools
 import hashlib

@@ -75,7 +75,8 @@ class OpenFile:
         self._file.close()
 
     def _key(self) -> str:
-        """The file and its state. The time of change, beside that of modification: it cannot be set back."""
+        """The file and its state. It has the time of change beside the time of modification, because the time of
+        change cannot be set back."""
         stat = os.fstat(self._file.fileno())
         return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 

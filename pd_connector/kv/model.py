@@ -25,7 +25,7 @@ _QUANTISATION_KEYS = frozenset({"quantization_config", "compression_config"})
 
 _ON_DISK = ("weights_full", "weights")
 _LOADED = ("loaded_full", "loaded")
-"""Fingerprints of weights, the one that sees most first: it decides, if both engines have it."""
+"""Fingerprints of weights. The first that both engines have decides."""
 
 _Print = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
@@ -163,7 +163,7 @@ def _both(producer: ModelFacts, consumer: ModelFacts, kind: str) -> bool:
 
 
 def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
-    """Whether KV of the draft model may pass, too. Where it may not, the consumer drafts without."""
+    """Whether KV of the draft model may pass, too. If not, the consumer drafts without it."""
     return bool(producer.draft) and producer.draft == consumer.draft
 
 

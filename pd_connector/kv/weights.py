@@ -120,7 +120,7 @@ def full_fingerprint(
 
 @contextmanager
 def _locked(cache: Path | None) -> Iterator[None]:
-    """Alone with the cache among all processes, if there is one that can be written."""
+    """Within, no other process uses the cache, if there is a cache that can be written."""
     if cache is None:
         yield
         return

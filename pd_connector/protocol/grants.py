@@ -71,7 +71,7 @@ class Grants:
         cancelled: bool,
     ) -> None:
         """A stream has ended. Its slots are quarantined until `until`, because its producer may still
-        write into them; the producer of one that was `cancelled` says when it has stopped."""
+        write into them. If the stream was `cancelled`, its producer says when it has stopped."""
         self._waiting.pop((transfer, source), None)
         for slot in stream.slots:
             self._pool.quarantine(slot, until)

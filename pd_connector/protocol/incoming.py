@@ -140,7 +140,8 @@ class ProducerSession:
         return Counterpart(source, self.epoch, self.engine_id, self.model, self.told, path)
 
     def counterparts(self, source: Source) -> list[Counterpart]:
-        """The same by every path that a transfer of this session can take, that of the next one first."""
+        """The producer by every path that a transfer of this session can take. The path of the next transfer
+        comes first."""
         ways = (self.coded, not self.coded) if self.choice is not None else (self.coded,)
         return [self.counterpart(source, coded=coded) for coded in ways]
 

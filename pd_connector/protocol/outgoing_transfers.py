@@ -44,8 +44,8 @@ class OutgoingTransfers:
         return self._transfers.get(transfer)
 
     def announced(self, transfer: str) -> OutgoingTransfer:
-        """This transfer, which this engine has queued or computed. The caller says how long one that
-        was not heard of before is kept."""
+        """This transfer, which this engine has queued or computed. The caller says how long a transfer that
+        was unknown before is kept."""
         self._announce(transfer)
         return self._transfers.get(transfer) or self._new(transfer, 0.0)
 

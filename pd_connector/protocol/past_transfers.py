@@ -6,13 +6,13 @@ from pd_connector.protocol.deadlines import Deadlines
 
 _REMEMBERED = 1024
 _MOST_UNWANTED = 1 << 16
-"""That are remembered. KV of one that was forgotten waits for the end of its lease."""
+"""The most unwanted transfers that are remembered. KV of a forgotten one waits for the end of its lease."""
 _TOLD_LATER = {
     Cause.LEASE_EVICTED: "its pages were needed for others while it waited",
     Cause.PREFILL_ENDED: "the prefill request ended early",
     Cause.INTERNAL: "an unexpected error ended it, see the log of the producer",
 }
-"""What is told, in which words, to a consumer that asks for a transfer that has ended so."""
+"""What a consumer is told that asks for a transfer that has ended by this cause."""
 
 
 class PastTransfers:

@@ -237,7 +237,7 @@ class Producer:
         return self._openings.session_lost(session)
 
     def end_all(self, cause: Cause, detail: str) -> list[Action]:
-        """End every transfer: the KV that it is of may not be used any more."""
+        """End every transfer: its KV must not be used any more."""
         actions: list[Action] = []
         for outgoing in list(self._transfers):
             actions += self._openings.end(outgoing, cause, detail)

@@ -112,7 +112,7 @@ class ConsumerHalf:
         self._listener = Listener()
         self._sources: dict[int, bytes] = {}  # the token of each source's producer
         self._producers: dict[bytes, ProducerPeer] = {}  # expected, by token
-        # Those of them that have connected. Most of many producers are elsewhere, and `poll` is
+        # The producers that have connected. Most of many producers are elsewhere, and `poll` is
         # called often.
         self._connected: dict[bytes, ProducerPeer] = {}
         self._numbers = itertools.count(1)  # of sources

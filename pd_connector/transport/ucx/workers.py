@@ -35,7 +35,7 @@ class UcxWorkers:
 
     @property
     def current(self) -> UcxWorker:
-        """The one that dials, and that peers are told of."""
+        """The worker that dials, and that peers are told of."""
         return self._current
 
     def renew_if_spent(self) -> None:
