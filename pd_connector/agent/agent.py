@@ -67,7 +67,7 @@ class Agent:
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included; just this one by default.
         tells: kinds of last words (`protocol.last_words`) that come with final offers.
-        needs: those that this engine cannot go on without: a load is not over before they have come.
+        needs: kinds of last words that this engine cannot go on without. A load is not over before they have come.
         late_revokes: the engine may overwrite pages before it says that it takes them back
             (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
         audits: the engine can compute a prompt whose KV is then compared (`Load.compares`). KV of
@@ -293,7 +293,7 @@ class Agent:
             try:
                 self._loop = self._make_loop(self.port)
             except Exception:
-                logger.exception("agent cannot start again; it tries on")
+                logger.exception("agent cannot start again; it goes on trying")
             else:
                 self._turn.begin()
                 if self._abandoned:  # this took longer than the engine waits for a turn

@@ -131,7 +131,7 @@ class Auditor:
             self._outage.failed(cause, finished.detail, now)
             logger.log(
                 self._outage.level,
-                "audit with request %s came to no end (%s): %s; another request will be audited",
+                "audit with request %s ended without a result (%s): %s; another request will be audited",
                 finished.request,
                 cause,
                 finished.detail,

@@ -28,7 +28,7 @@ class RankIdentity(NamedTuple):
     epoch: int
     facts: ModelFacts
     tells: tuple[str, ...] = ()  # kinds of `last_words` that come with its KV
-    needs: tuple[str, ...] = ()  # those it cannot go on without
+    needs: tuple[str, ...] = ()  # kinds that it cannot go on without
 
     @property
     def weights_full(self) -> bytes:
@@ -99,7 +99,7 @@ def check_hello(
         raise RefusedError(
             Cause.WORDS,
             f"engine {identity.engine_id} does not tell {missing} with its KV, and engine "
-            f"{message.engine_id} cannot go on without",
+            f"{message.engine_id} cannot go on without it",
         )
     source, destination = _shared(geometry, mine, theirs), _shared(message.geometry, mine, theirs)
     return schema, _routes(source, destination, codecs, message.codecs, schema)

@@ -53,7 +53,9 @@ class ToldModel:
     def withdraw(self) -> None:
         """The weights will not be those that peers were told of."""
         if not self.withdrawn:
-            logger.warning("weights change while this engine serves: no KV passes until they have")
+            logger.warning(
+                "weights change while this engine serves: no KV passes until the change is over"
+            )
             self.other_weights()
             self._submit(ChangeModel(self._unknown()))
 
