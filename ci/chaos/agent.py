@@ -25,10 +25,11 @@ from pd_connector.agent import turn_watch
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.transport.base import Transport
 
-ENGINE, MODEL = "chaos", b"model"
+ENGINE, MODEL = "chaos", ModelFacts(b"config", b"weights")
 _SPARE_DESCRIPTORS = 2
 
 

@@ -11,6 +11,7 @@ import zmq
 
 from pd_connector.control.keys import CurveKeys
 from pd_connector.kv.geometry import Geometry
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol import messages
 
 _HUGE = (1 << 63) - 1
@@ -100,9 +101,9 @@ class Liar:
             oldest=messages.OLDEST_SCHEMA if good else 0,
             engine_id="liar",
             expected_engine_id="",
-            model=b"model" if good else b"",
+            facts=ModelFacts(b"config" if good else b"", b"weights"),
             geometry=self._geometry,
             codecs=["raw"],
-            transports={"tcp": self._random.randbytes(30), "shm": self._random.randbytes(30)},
-            readable=["shm", "tcp", "nixl"],
+            transports={"tcp2": self._random.randbytes(30), "shm": self._random.randbytes(30)},
+            readable=["shm", "tcp2", "nixl"],
         )

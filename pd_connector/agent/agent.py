@@ -61,14 +61,13 @@ class Agent:
     Args:
         config: settings.
         engine_id: the engine's name, told to peers.
-        model: fingerprint of the model, for peers of schema 2.
-        facts: which model this is, for all others; compared by `kv.model.model_problem`.
+        facts: which model this is; compared by `kv.model.model_problem`.
         cache: the rank's pages; only the agent's thread touches them, never a peer.
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included; just this one by default.
         tells: kinds of last words (`protocol.last_words`) that come with final offers.
-        needs: those that this engine cannot go on without: a load is not over before they have come.
+        needs: kinds of last words that this engine cannot go on without. A load is not over before they have come.
         late_revokes: the engine may overwrite pages before it says that it takes them back
             (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
         audits: the engine can compute a prompt whose KV is then compared (`Load.compares`). KV of
@@ -85,7 +84,7 @@ class Agent:
         self,
         config: Config,
         engine_id: str,
-        model: bytes,
+        facts: ModelFacts,
         cache: PagedCache,
         *,
         produces: bool,
@@ -97,7 +96,6 @@ class Agent:
         audits: bool = False,
         experts: bool = False,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
-        facts: ModelFacts | None = None,
     ) -> None:
         if cache.largest_page_bytes > config.slot_bytes:
             raise ConfigError(
@@ -126,7 +124,7 @@ class Agent:
             return Loop(
                 config,
                 RankIdentity(
-                    engine_id, secrets.randbits(63), model, tuple(tells), tuple(needs), self._facts
+                    engine_id, secrets.randbits(63), self._facts, tuple(tells), tuple(needs)
                 ),
                 cache,
                 self._commands,
@@ -184,14 +182,14 @@ class Agent:
         with self._submitting:
             if isinstance(command, ChangeModel):
                 self._facts = command.facts  # also of an agent that is started again
-            if isinstance(command, KnowWeights) and self._facts is not None:
+            if isinstance(command, KnowWeights):
                 self._facts = msgspec.structs.replace(self._facts, weights_full=command.full)
             self._owed.expect(command)
             self._commands.put(command, fence)
 
     def introduce(self, ranks: Sequence[Peer]) -> None:
-        """These are all ranks of the engine, this one included: whoever asks any of them is told. The
-        only rank of an engine need not be introduced."""
+        """Name all ranks of the engine, this one included. A peer that asks any of them is told. The only
+        rank of an engine need not be introduced."""
         self._ranks = tuple(ranks)
 
     def take_back(self, commands: Iterable[Command]) -> None:
@@ -295,7 +293,7 @@ class Agent:
             try:
                 self._loop = self._make_loop(self.port)
             except Exception:
-                logger.exception("agent cannot start again; it tries on")
+                logger.exception("agent cannot start again; it goes on trying")
             else:
                 self._turn.begin()
                 if self._abandoned:  # this took longer than the engine waits for a turn
@@ -305,8 +303,8 @@ class Agent:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _begin_again(self, in_s: float = 0.0) -> None:
-        """Fail everything that is owed. What is submitted later is the next loop's, which is there in
-        so many seconds."""
+        """Fail everything that is owed. What is submitted later is for the next loop, which starts in
+        `in_s` seconds."""
         with self._submitting:
             self._commands.clear()
             self._owed.fail_all(Cause.INTERNAL, "agent died")

@@ -14,7 +14,8 @@ class Closable(Protocol):
 
 
 _open: "weakref.WeakKeyDictionary[Closable, int]" = weakref.WeakKeyDictionary()
-"""And the processes that have made them: the thread of one is not in a process that is forked later."""
+"""What is to be closed, with the id of the process that made it. A process that is forked later does not
+have its thread."""
 
 
 def close_at_exit(made: Closable) -> None:

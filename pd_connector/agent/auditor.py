@@ -108,7 +108,7 @@ class Auditor:
             finished = self._more(finished, comparison)
         elif cause is Cause.AUDIT and comparison.counterparts:
             told = ", ".join(sorted({one.told for one in comparison.counterparts}))
-            here = described(self._facts) if self._facts else "not known"
+            here = described(self._facts)
             detail = f"{finished.detail}; the model here: {here}; at the producer: {told}"
             finished = finished._replace(detail=detail)
             self._telemetry.count("failed_transfers", cause=cause)
@@ -131,7 +131,7 @@ class Auditor:
             self._outage.failed(cause, finished.detail, now)
             logger.log(
                 self._outage.level,
-                "audit with request %s came to no end (%s): %s; another request will be audited",
+                "audit with request %s ended without a result (%s): %s; another request will be audited",
                 finished.request,
                 cause,
                 finished.detail,

@@ -115,7 +115,7 @@ class CommandQueue:
         self.wake()
 
     def wake(self) -> None:
-        """Let whoever polls `wakes` look again."""
+        """Let the thread that polls `wakes` look again."""
         os.eventfd_write(self.wakes, 1)
 
     def take(self) -> Iterator[tuple[Command, Any]]:

@@ -17,9 +17,9 @@ from pd_connector.transport.base import Transport
 
 MOST_SESSIONS = 1024
 LAST_MESSAGES_S = 0.2
-"""After the end of its connection, until all has been handled that a consumer had said before."""
+"""A consumer's connection has ended: within this time all that it said before is handled."""
 _LATE = 1.5
-"""A consumer that has not spoken for so many times what it has said is late enough to be lost."""
+"""A consumer says when its next heartbeat comes. After this multiple of that time in silence it is lost."""
 _READ_FIRST = frozenset({"shm"})
 """Transports over which reading costs one copy less than writing."""
 
@@ -113,7 +113,6 @@ class ConsumerSessions:
             slot_bytes=self._config.slot_bytes,
             read=read,
             direct=read and self._config.direction == "auto",
-            model=self._identity.model,
             facts=self._identity.facts,
             plain=True,
             lease_ms=int(1000 * self._config.lease_s),

@@ -169,12 +169,12 @@ class ConsumerSide:
         self._keeper.know_weights(full)
 
     def _unlike(self, source: Source, problem: str) -> None:
-        """A producer whose samples were those of this engine's weights serves others all the same."""
+        """A producer serves other weights than this engine, although samples of both are the same."""
         known = [one for one in self._consumer.producers() if one.source == source]
         self._found_unlike.update((source, one.epoch) for one in known)
         for engine in {one.engine_id for one in known}:
             logger.error(
-                "engine %s at %s:%d does not serve the weights of this one, although samples of both are the same: "
+                "engine %s at %s:%d does not serve the weights of this engine, although samples of both are the same: "
                 "%s. Prompts for it are computed here until one of the two engines starts anew "
                 "(docs/configuration.md#which-model)",
                 *(engine, *source[:2], problem),

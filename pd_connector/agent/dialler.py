@@ -67,7 +67,7 @@ class Dialler:
     def weights_problem(self, producer: ModelFacts | None) -> str:
         """Why a producer does not serve the same weights, by all that is known now; empty if it does."""
         ours = self._identity.facts
-        return weights_problem(producer, ours) if producer and ours else ""
+        return weights_problem(producer, ours) if producer else ""
 
     def welcomed(
         self, source: Source, welcome: messages.Welcome
@@ -111,8 +111,8 @@ class Dialler:
             direct=direct,
             way=way,
             engine_id=welcome.engine_id,
-            model=model_digest(facts) if facts else welcome.model,
-            told=described(facts) if facts else f"model {welcome.model.hex()}",
+            model=model_digest(facts),
+            told=described(facts),
             plain=plain,
             choice=CodecChoice(bytes_per_token(plain) / bytes_per_token(routes)) if plain else None,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who the ranks of an engine are: any one of them tells, so that one host and port are enough."""
+"""Find the ranks of an engine. Any of them names all of them, so one host and port are enough."""
 
 import time
 

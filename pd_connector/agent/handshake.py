@@ -20,28 +20,23 @@ from pd_connector.protocol import messages
 from pd_connector.protocol.last_words import untold
 from pd_connector.transport.base import Transport
 
-_OUR_SCHEMAS = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
-
 
 class RankIdentity(NamedTuple):
-    """Who a rank is, as its peers see it. Each start of an agent has another `epoch`."""
+    """A rank, as its peers see it. Each start of an agent has another `epoch`."""
 
     engine_id: str
     epoch: int
-    model: bytes  # as schema 2 has it
+    facts: ModelFacts
     tells: tuple[str, ...] = ()  # kinds of `last_words` that come with its KV
-    needs: tuple[str, ...] = ()  # those it cannot go on without
-    facts: ModelFacts | None = None
+    needs: tuple[str, ...] = ()  # kinds that it cannot go on without
 
     @property
     def weights_full(self) -> bytes:
         """Fingerprint of all bytes of the weights; empty where it is not known yet."""
-        return self.facts.weights_full if self.facts is not None else b""
+        return self.facts.weights_full
 
     def knowing(self, full: bytes) -> "RankIdentity":
         """The same, since all bytes of its weights were read."""
-        if self.facts is None:
-            return self
         return self._replace(facts=msgspec.structs.replace(self.facts, weights_full=full))
 
 
@@ -66,13 +61,12 @@ def hello(
         oldest=messages.OLDEST_SCHEMA,
         engine_id=identity.engine_id,
         expected_engine_id="",
-        model=identity.model,
+        facts=identity.facts,
         geometry=geometry,
         codecs=list(codecs),
         transports={transport.name: transport.address() for transport in transports},
         readable=[transport.name for transport in transports if transport.readable],
         needs=list(identity.needs),
-        facts=identity.facts,
     )
 
 
@@ -89,9 +83,9 @@ def check_hello(
     """
     schema = messages.common_schema(message.newest, message.oldest)
     if schema is None:
-        theirs = f"{message.oldest}-{message.newest}"
+        spoken = f"{message.oldest}-{message.newest}"
         raise RefusedError(
-            Cause.VERSION, f"wire schema: producer speaks {_OUR_SCHEMAS}, consumer {theirs}"
+            Cause.VERSION, f"wire schema: producer speaks {_our_schemas()}, consumer {spoken}"
         )
     if message.expected_engine_id not in ("", identity.engine_id):
         raise RefusedError(
@@ -99,18 +93,15 @@ def check_hello(
             f"engine {identity.engine_id} answers here, {message.expected_engine_id} was wanted "
             "(restarted since?)",
         )
-    mine, facts = identity.facts, message.facts
-    if mine is not None and facts is not None:
-        _check_model(mine, facts)
-    elif message.model != identity.model:
-        raise _other_model(identity.model, message.model)
+    mine, theirs = identity.facts, message.facts
+    _check_model(mine, theirs)
     if missing := untold(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
             f"engine {identity.engine_id} does not tell {missing} with its KV, and engine "
-            f"{message.engine_id} cannot go on without",
+            f"{message.engine_id} cannot go on without it",
         )
-    source, destination = _shared(geometry, mine, facts), _shared(message.geometry, mine, facts)
+    source, destination = _shared(geometry, mine, theirs), _shared(message.geometry, mine, theirs)
     return schema, _routes(source, destination, codecs, message.codecs, schema)
 
 
@@ -125,17 +116,14 @@ def check_welcome(
     if not messages.OLDEST_SCHEMA <= message.schema <= messages.SCHEMA:
         raise RefusedError(
             Cause.VERSION,
-            f"wire schema: producer chose {message.schema}, consumer speaks {_OUR_SCHEMAS}",
+            f"wire schema: producer chose {message.schema}, consumer speaks {_our_schemas()}",
         )
     if message.slot_bytes < (least := RULES[message.schema].min_chunk_bytes):
         detail = f"the producer's slots have {message.slot_bytes} bytes, must have {least} at least"
         raise RefusedError(Cause.GEOMETRY, detail)  # a plan would have millions of chunks
-    mine, facts = identity.facts, message.facts
-    if mine is not None and facts is not None:
-        _check_model(facts, mine)
-    elif message.model not in (b"", identity.model):
-        raise _other_model(identity.model, message.model)
-    source, destination = _shared(message.geometry, mine, facts), _shared(geometry, mine, facts)
+    mine, theirs = identity.facts, message.facts
+    _check_model(theirs, mine)
+    source, destination = _shared(message.geometry, mine, theirs), _shared(geometry, mine, theirs)
     return _routes(source, destination, message.codecs, codecs, message.schema)
 
 
@@ -162,24 +150,18 @@ def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[T
     raise RefusedError(Cause.NO_TRANSPORT, f"consumer offers {offered}; here {'; '.join(problems)}")
 
 
+def _our_schemas() -> str:
+    return f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
+
+
 def _check_model(producer: ModelFacts, consumer: ModelFacts) -> None:
     if problem := model_problem(producer, consumer):
         raise RefusedError(Cause.MODEL, problem)
 
 
-def _shared(geometry: Geometry, ours: ModelFacts | None, theirs: ModelFacts | None) -> Geometry:
+def _shared(geometry: Geometry, ours: ModelFacts, theirs: ModelFacts) -> Geometry:
     """What may pass of a cache: not the draft model's layers, unless both have the same draft."""
-    if ours is not None and theirs is not None and drafts_alike(ours, theirs):
-        return geometry
-    return without_drafts(geometry)
-
-
-def _other_model(ours: bytes, theirs: bytes) -> RefusedError:
-    return RefusedError(
-        Cause.MODEL,
-        f"model fingerprint {ours.hex()} here, {theirs.hex()} there: "
-        "both engines must serve the same weights and config",
-    )
+    return geometry if drafts_alike(ours, theirs) else without_drafts(geometry)
 
 
 def _routes(

@@ -35,7 +35,7 @@ class IdleBackoff:
         """Pause once.
 
         Args:
-            wait: waits for an outcome, at most so many seconds; returns whether it ended early.
+            wait: waits for an outcome, for the given number of seconds at most; returns whether it ended early.
         """
         if wait(self._next_s):
             self.reset()

@@ -37,7 +37,7 @@ class Underway:
     """All chunks of a producer that are on their way."""
 
     def __init__(self, stall_timeout_s: float) -> None:
-        """`stall_timeout_s`: a session of which no chunk has arrived for so long is stuck."""
+        """`stall_timeout_s`: a session is stuck after this time without a chunk that arrives."""
         self.chunks: dict[Key, InFlight] = {}
         self._stall_timeout_s = stall_timeout_s
         self._full: set[bytes] = set()
@@ -47,7 +47,7 @@ class Underway:
 
     @property
     def full(self) -> Collection[bytes]:
-        """Sessions that have as many chunks under way as they may."""
+        """Sessions with the most chunks under way that a session may have."""
         return self._full
 
     def begin(self, key: Key, chunk: InFlight) -> None:
@@ -78,8 +78,8 @@ class Underway:
 
     def timed_out(self, now: float) -> set[bytes]:
         """Sessions with a chunk that was not moved within `stall_timeout_s`. Chunks that arrive in
-        order wait for those before them, and that may take longer over a slow link: they are late if
-        none of their session has arrived for so long."""
+        order wait for those before them, which may take longer over a slow link. They are late if no
+        chunk of their session has arrived within that time."""
         until = now + self._stall_timeout_s
         moving = {s: end for s, end in self._moving_until.items() if end > now}
         self._moving_until = moving | dict.fromkeys(self._arrived, until)
@@ -92,7 +92,7 @@ class Underway:
         }
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless the full sessions are those with as many chunks under way as they may have."""
+        """Raises RuntimeError unless the full sessions are exactly those with the most chunks under way."""
         sessions = {chunk.session for chunk in self.chunks.values()}
         full = {session for session in sessions if self._is_full(session)}
         if full != self._full:

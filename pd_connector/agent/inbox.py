@@ -21,7 +21,7 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
 
 Key = tuple[Source, int]
-"""Who offers a chunk, and the landing slot that was granted for it."""
+"""The producer that offers a chunk, and the landing slot that was granted for it."""
 
 
 class ReceivePath(NamedTuple):
@@ -120,9 +120,9 @@ class Inbox:
     def place(self, place: PlaceChunk, path: ReceivePath) -> tuple[Cause | None, str]:
         """Scatter, or compare, and verify one chunk; returns what was wrong with it.
 
-        The checksum is formed after the copy: a peer that was given up may still write into the
-        slot, and what it writes before or during the copy is seen in the checksum. Wrong bytes in
-        the load's own pages do no harm: the pages count only when every chunk was right.
+        The checksum is formed after the copy, because a peer that was given up may still write into the
+        slot. The checksum shows what it writes before or during the copy. Wrong bytes in the load's own
+        pages do no harm: the pages count only when every chunk was right.
 
         Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """
@@ -217,4 +217,4 @@ class Inbox:
 
 def _checksum(place: PlaceChunk) -> bytes:
     assert isinstance(place.payload, memoryview)  # what lies on a device was summed there
-    return checksum(place.payload, place.route.rules.sums_digest)
+    return checksum(place.payload)

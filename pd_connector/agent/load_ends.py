@@ -13,7 +13,7 @@ logger = logging.getLogger("pd_connector.agent.load_ends")
 
 
 class LoadEnds:
-    """Told every end but those of audits. Used by the agent's thread only.
+    """Is told the end of every load that is not an audit. Used by the agent's thread only.
 
     Args:
         outage: notices that nothing arrives any more.

@@ -240,7 +240,7 @@ class Loop:
         if self._gatekeeper:
             self._gatekeeper.answer()
         messages = producer_side.receive() if producer_side else []
-        # Before the commands are taken: those of later steps may be missed.
+        # This is noted before commands are taken, because commands of later steps may be missed.
         self._steps.told = self._steps.count
         # Commands before these messages: an offer is known when what was sent after it is handled.
         for command, fence in self._commands.take():
@@ -300,7 +300,7 @@ class Loop:
                     consumer_side.know_weights(full)
 
     def _pollables(self) -> list[Any]:
-        """All but those of a consumer's sessions."""
+        """All pollables but those of the consumer's sessions."""
         found: list[Any] = [self._commands.wakes]
         for owner in (self.producer_side, *self._transports):
             if owner:

@@ -24,9 +24,9 @@ MOST_SESSIONS = 512
 MOST_HANDSHAKES = 64
 """Sessions that are being opened at a time; others are dialled when one of these has ended."""
 _MANY_ADDRESSES = 16
-"""Transfers with more addresses share half of these places: they do not keep others waiting."""
+"""Transfers with more addresses than this share half of the places, so they do not keep others waiting."""
 _ANSWERS_S = 0.03
-"""By when most answers to a heartbeat have come; who has not answered then is looked after."""
+"""Most answers to a heartbeat have come by then. The sessions without an answer are looked at."""
 _TRANSFERS_PER_HEARTBEAT = 256
 """Keeps heartbeats below `messages.MAX_MESSAGE_BYTES`; there are several if more are wanted."""
 
@@ -224,8 +224,8 @@ class OpenSessions:
         self.answers_due = now + _ANSWERS_S
 
     def look_for_answers(self, now: float) -> None:
-        """Look at those that have been asked and are not known to have answered: ZeroMQ's
-        descriptor may not have told of it. Those that are silent are lost at their deadline."""
+        """Look at the sessions that were asked and are not known to have answered, because ZeroMQ's
+        descriptor may not have told of an answer. Silent sessions are lost at their deadline."""
         if now < self.answers_due:
             return
         for session in self._asked:
@@ -235,8 +235,8 @@ class OpenSessions:
         self._asked, self.answers_due = [], math.inf
 
     def received(self, session: OpenSession) -> list[bytes]:
-        """Messages that wait; more may follow. Of those that have been asked mostly the answer is
-        all that comes: whether there is more is then looked up for all of them together."""
+        """Messages that wait; more may follow. A producer that was asked mostly sends its answer and
+        nothing else, so it is read once. Whether there is more is looked up for all of them together."""
         most = 1 if session.asked else MAX_BATCH
         messages_ = session.connection.receive(most)
         if len(messages_) >= most:
@@ -276,8 +276,7 @@ class OpenSessions:
         return session.connection.lost()
 
     def oldest_idle(self, wants: Callable[[Source], bool]) -> OpenSession | None:
-        """Among the sessions of producers of which nothing is wanted, the one that has been idle
-        longest."""
+        """The session that has been idle longest, among those whose producers nothing is wanted of."""
         idle = (s for s in self._sessions.values() if s.path and not wants(s.source))
         return min(idle, key=lambda session: session.last_wanted, default=None)
 

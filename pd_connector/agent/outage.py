@@ -11,7 +11,7 @@ from pd_connector.remedies import HARMLESS, remedy, told
 logger = logging.getLogger("pd_connector.agent.outage")
 
 OUTAGE_S = 60.0
-"""Failures over so many seconds, and no success between them, are an outage."""
+"""Failures over this time, and no success between them, are an outage."""
 
 
 class OutageWatch:

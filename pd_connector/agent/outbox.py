@@ -67,7 +67,7 @@ class Outbox:
 
     @property
     def backpressured(self) -> Collection[bytes]:
-        """Sessions that have as many chunks under way as they may. They get no more until one of them
+        """Sessions with the most chunks under way that a session may have. They get no more until a chunk
         has ended."""
         return self.underway.full
 
@@ -79,7 +79,7 @@ class Outbox:
         self._computed[request] = max(tokens, self.computed(request))
 
     def computed(self, request: str) -> int:
-        """As many of the request's tokens are computed in all layers, as far as is known."""
+        """The number of the request's tokens that are known to be computed in all layers."""
         return self._computed.get(request, 0)
 
     def forget(self, request: str) -> None:
@@ -102,7 +102,7 @@ class Outbox:
             if path.transport.copies and not path.read:
                 in_place = self._cache.in_place(send.route, send.chunk, send.pages)
             if in_place is not None:
-                found = checksum(in_place, send.route.rules.sums_digest)
+                found = checksum(in_place)
                 confirm()  # if the pages change from here on, the checksum tells
                 start = self._start(send, path, in_place, found)
                 self._write(start, send, path, len(in_place), None, now)
@@ -144,8 +144,8 @@ class Outbox:
         return chunk
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless every send slot is free or under way exactly once, and the
-        backpressured sessions are those with as many chunks under way as they may have."""
+        """Raises RuntimeError unless every send slot is free or under way exactly once. A session is
+        backpressured exactly if it has as many chunks under way as it may have."""
         chunks = self.underway.chunks.values()
         in_flight = [c.send_slot for c in chunks if c.send_slot is not None]
         if sorted([*self._free_slots, *in_flight]) != list(range(self._sending.slots)):
@@ -156,11 +156,11 @@ class Outbox:
         self.underway.check_integrity()
 
     def _checksum(self, send: Send, payload: Payload, path: SendPath) -> bytes:
-        """That of a gathered chunk; empty if its transport verifies every byte."""
+        """The checksum of a gathered chunk; empty if its transport verifies every byte."""
         if path.transport.verifies and not path.read:
             return b""
         assert isinstance(payload, memoryview)  # what lies on a device was summed there
-        return checksum(payload, send.route.rules.sums_digest)
+        return checksum(payload)
 
     def _fill(
         self, send: Send, path: SendPath, confirm: Callable[[], None]

@@ -104,8 +104,8 @@ class ProducerCommands:
         return self._told_before(command) or self._cache.happened(fence)
 
     def _told_before(self, command: Offer | Computed) -> bool:
-        """Whether it says of no more tokens that they are computed than was said already. Its own fence is
-        that of a later step then, which may have hardly begun."""
+        """Whether the command tells of no more computed tokens than were told before. If so, its own fence
+        belongs to a later step, which may have hardly begun."""
         is_offer = isinstance(command, Offer)
         return is_offer and command.tokens <= self._outbox.computed(command.request)
 

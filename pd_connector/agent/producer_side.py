@@ -134,8 +134,8 @@ class ProducerSide:
         self._commands.resume(now)
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
-        """The engine serves other weights: what was computed with the old ones is not sent any
-        more, and every consumer must compare models again."""
+        """The engine serves other weights. KV of the old weights is not sent any more, and every consumer
+        must compare models again."""
         self._commands.resume_all(now)  # their KV is that of the old weights
         self._identity = self._identity._replace(facts=facts)
         self._sessions.change_model(facts)
@@ -185,7 +185,7 @@ class ProducerSide:
         self._say(sender, messages.Ranks(self._identity.engine_id, ranks))
 
     def _say(self, receiver: bytes, message: messages.Message) -> None:
-        """Send a message. Whoever does not take it has lost its session: it would wait in vain."""
+        """Send a message. A consumer that does not take it loses its session: it would wait in vain."""
         if not self._listener.send(receiver, messages.encode(message)):
             self._unheard.add(receiver)
 

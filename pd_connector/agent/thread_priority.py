@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks Linux and Python to favour the threads that move KV over engine threads that poll without pause, and to
-let work that can wait go behind them."""
+"""Asks Linux and Python to favour the threads that move KV over engine threads that poll without pause. Work
+that can wait goes behind both."""
 
 import contextlib
 import ctypes
@@ -36,8 +36,8 @@ def prefer_short_slices() -> bool:
     """Give the calling thread short time slices; returns whether the kernel agreed.
 
     An engine's processes poll shared memory for a second after each step. Since Linux 6.12 a waking
-    thread with a shorter slice goes before one that is running with a longer one, so that a chunk is
-    not kept waiting for milliseconds. It gets no larger share of the processor. Older kernels
+    thread goes before a running one that has a longer slice. So a chunk does not wait for
+    milliseconds. The thread gets no larger share of the processor. Older kernels
     ignore or refuse the request, and nothing else changes.
     """
     number = _SYSCALL.get(platform.machine())

@@ -31,7 +31,8 @@ class ToldModel:
 
     Attributes:
         withdrawn: nothing is told of the weights now.
-        changes: how often the weights have changed. KV that was computed before is not that of the present ones.
+        changes: how often the weights have changed. KV that was computed before a change does not belong to the
+            present weights.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class ToldModel:
     def withdraw(self) -> None:
         """The weights will not be those that peers were told of."""
         if not self.withdrawn:
-            logger.warning("weights change while this engine serves: no KV passes until they have")
+            logger.warning(
+                "weights change while this engine serves: no KV passes until the change is over"
+            )
             self.other_weights()
             self._submit(ChangeModel(self._unknown()))
 
@@ -62,14 +65,12 @@ class ToldModel:
         self.changes += 1
         self.close()
 
-    def tell_files(
-        self, files: Sequence[CheckpointFiles], *, loaded: bytes, loaded_fine: bytes
-    ) -> bool:
-        """All weights were loaded from these files since they were withdrawn. Returns whether they are told: files
-        that lack tensors of before have left these as they were.
+    def tell_files(self, files: Sequence[CheckpointFiles], *, loaded: bytes) -> bool:
+        """All weights were loaded from these files since they were withdrawn. Returns whether they are told. They
+        are not told if the files lack a tensor, because that tensor stayed as it was.
 
         Args:
-            loaded, loaded_fine: as in `ModelFacts`.
+            loaded: as in `ModelFacts`.
         """
         if not self._files or any(part in self._files for part in files):
             return False
@@ -83,10 +84,8 @@ class ToldModel:
         facts = msgspec.structs.replace(
             self._at_start,
             weights=weights.sampled,
-            weights_fine=weights.fine,
             weights_full=weights.full,
             loaded=loaded,
-            loaded_fine=loaded_fine,
             loaded_full=b"",
         )
         self._change(facts)
@@ -94,15 +93,9 @@ class ToldModel:
         logger.info("the weights were loaded anew from files, which are compared from now on")
         return True
 
-    def tell_memory(
-        self, *, loaded: bytes, loaded_fine: bytes, loaded_full: bytes, version: str = ""
-    ) -> None:
+    def tell_memory(self, *, loaded: bytes, loaded_full: bytes, version: str = "") -> None:
         """The weights have changed: tell the parameters in memory, and what the operator calls them."""
-        self._change(
-            self._unknown(
-                loaded=loaded, loaded_fine=loaded_fine, loaded_full=loaded_full, version=version
-            )
-        )
+        self._change(self._unknown(loaded=loaded, loaded_full=loaded_full, version=version))
 
     def close(self) -> None:
         """Nothing more is told of the weights that were told last."""
@@ -126,18 +119,15 @@ class ToldModel:
         self,
         *,
         loaded: bytes = b"",
-        loaded_fine: bytes = b"",
         loaded_full: bytes = b"",
         version: str = "",
     ) -> ModelFacts:
-        """The model, of whose weights nothing is known but this."""
+        """The model, with nothing known of its weights but the given fingerprints."""
         return msgspec.structs.replace(
             self._at_start,
             weights=b"",
-            weights_fine=b"",
             weights_full=b"",
             loaded=loaded,
-            loaded_fine=loaded_fine,
             loaded_full=loaded_full,
             updates=self.changes,
             version=version,

@@ -25,7 +25,7 @@ class TurnWatch:
         )  # a turn, by its begin, and when that was found
 
     def begin(self, in_s: float = 0.0) -> float:
-        """A turn begins, now or in so many seconds. Returns the time now, in seconds, monotonic."""
+        """A turn begins, in `in_s` seconds. Returns the time now, in seconds, monotonic."""
         now = time.monotonic()
         self._began = now + in_s
         return now

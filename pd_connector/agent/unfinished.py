@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine says is computed while its device still computes it.
 
-An engine queues a step's work on its device and tells at once what will be computed then. Whoever read
-pages for it now would wait for the device, and everything else on the agent's thread with it: other
+An engine queues a step's work on its device and tells at once what will be computed then. If the agent read
+those pages now, its thread would wait for the device. Everything else on that thread would wait, too: other
 transfers, heartbeats, an engine that takes pages back.
 """
 
@@ -17,7 +17,7 @@ _Told = tuple[Offer | Computed, Any]  # with its fence
 
 
 class Unfinished:
-    """Commands that wait for the device, in their order by transfer; those of other transfers go ahead.
+    """Commands that wait for the device. Commands of one transfer keep their order; other transfers go ahead.
     Used by the agent's thread only.
 
     Args:
@@ -38,7 +38,7 @@ class Unfinished:
 
     @property
     def transfers(self) -> Container[str]:
-        """Those of which something waits."""
+        """The transfers with a command that waits."""
         return self._waiting.keys()
 
     def keep(self, command: Offer | Computed, fence: Any) -> bool:

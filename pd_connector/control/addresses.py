@@ -52,19 +52,12 @@ def bound(host: str, port: int, backlog: int, *, again: bool = False) -> socket.
     return listening
 
 
-def bound_port(bound: zmq.Socket[bytes]) -> int:
-    """The port a socket is bound to."""
-    last = bound.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(last, bytes)
-    return int(last.rstrip(b"\x00").rpartition(b":")[2])
-
-
 def readable(polled: zmq.Socket[bytes]) -> bool:
     """Whether a receive would not wait. (`polled.get(zmq.EVENTS)` takes twice as long.)"""
     return bool(zmq.zmq_poll([(polled, _POLLIN)], 0))
 
 
 def readable_among(polled: Iterable[zmq.Socket[bytes]]) -> list[zmq.Socket[bytes]]:
-    """Those of which a receive would not wait. Asked together, many cost a third."""
+    """The sockets of which a receive would not wait. One question for many sockets costs a third."""
     found: list[Any] = zmq.zmq_poll([(each, _POLLIN) for each in polled], 0)
     return [polled for polled, _ in found]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is connected to a listening socket, so that connections without a session can be closed.
+"""The connections of a listening socket. Those without a session can be closed.
 
-libzmq accepts every connection and keeps it. Each takes a descriptor, and somebody who opens
-thousands and says nothing would take the engine's last one.
+libzmq accepts every connection and keeps it. Each takes a descriptor. A peer that opens thousands of them
+and says nothing would take the engine's last descriptor.
 """
 
 import resource
@@ -18,7 +18,7 @@ from pd_connector.control.addresses import readable
 
 _MOST_CONNECTIONS = 4096
 _SHARE_OF_DESCRIPTORS = 4
-"""At most one in so many of the process' descriptors is a connection here."""
+"""Connections take one descriptor of the process in this many, at most."""
 _MOST_EVENTS = 1024  # handled at a time
 
 

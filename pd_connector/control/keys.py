@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of the control channel: CURVE from one shared secret. Those of `tcp` are derived from them."""
+"""Keys of the control channel: CURVE from one shared secret. The keys of `tcp` are derived from them."""
 
 import functools
 import hashlib
@@ -28,7 +28,7 @@ class CurveKeys(NamedTuple):
 
     @classmethod
     def derive(cls, shared: str, channel: bytes = b"pd") -> "CurveKeys":
-        """Derive both pairs from the shared secret. Who does not know the secret has neither of them.
+        """Derive both pairs from the shared secret. A peer that does not know the secret has neither of them.
 
         Args:
             channel: at most 9 bytes of text; the keys of one channel are of no use on another.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon the system finds out that the other end of a TCP connection has gone without a word."""
+"""The system finds out that the other end of a TCP connection has gone without a word."""
 
 import zmq
 
 IDLE_S, INTERVAL_S, PROBES = 5, 2, 3
-"""After so long without a byte the system asks, so often, and then ends the connection."""
+"""After `IDLE_S` seconds without a byte the system asks, `PROBES` times, each `INTERVAL_S` seconds apart. Then
+it ends the connection."""
 
 
 def keep_alive(control: "zmq.Socket[bytes]") -> None:

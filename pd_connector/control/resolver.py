@@ -20,7 +20,7 @@ _HUNG_S = 30.0
 """A lookup that takes longer does not count: the name is looked up anew, and others go on."""
 _MOST_THREADS = 32
 _ASKED_S = 30.0
-"""A name that waits for its lookup is forgotten when nobody has asked for it for so long."""
+"""A name that waits for its lookup is forgotten when nobody has asked for it within this time."""
 _KEEP_S = 60.0
 _KEEP_FAILURE_S = 5.0
 _MOST_KEPT = 1024

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses in `kv_transfer_params` may be dialled.
+"""Decides whether an address in `kv_transfer_params` may be dialled.
 
-Clients can put any address there. A producer therefore seals its own with the shared key, and a
-consumer dials an address that is sealed, or lies within `peers` of its config.
+Clients can put any address there. So a producer seals its own address with the shared key. A consumer dials an
+address only if it is sealed, or lies within `peers` of the consumer's config.
 """
 
 import hashlib

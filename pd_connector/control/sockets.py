@@ -124,8 +124,8 @@ class Listener:
             descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:  # libzmq does not tell, such as of a connection that has gone
             return
-        # Who had this number before has lost its connection, even if its session still stands: when
-        # that ends, the connection is not its own any more.
+        # The sender that had this number before has lost its connection, even if its session still
+        # stands. When that session ends, this connection must stay.
         self._descriptors.pop(self._senders.get(descriptor, b""), None)
         self._descriptors[sender], self._senders[descriptor] = descriptor, sender
         if len(self._descriptors) > _MOST_SENDERS:  # of those that never had a session, most
@@ -185,7 +185,7 @@ class Connection:
             undo.pop_all()
 
     def receive(self, most: int = MAX_BATCH) -> list[bytes]:
-        """Messages that wait, at most so many. If there are so many, more may wait; otherwise ZeroMQ's
+        """Messages that wait, at most `most`. If `most` are returned, more may wait; otherwise ZeroMQ's
         descriptor tells of the next one."""
         arrived: list[bytes] = []
         try:  # mostly there is just one, so that nobody asks first whether there is one

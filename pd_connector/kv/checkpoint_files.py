@@ -51,7 +51,7 @@ class OpenFile:
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, nbytes: int, place: int) -> bytes:
-        """At most so many bytes from a place on."""
+        """At most `nbytes` bytes, from the offset `place` on."""
         return os.pread(self._file.fileno(), nbytes, place)
 
     def stream(self) -> BinaryIO:
@@ -75,7 +75,8 @@ class OpenFile:
         self._file.close()
 
     def _key(self) -> str:
-        """The file and its state. The time of change, beside that of modification: it cannot be set back."""
+        """The file and its state. It has the time of change beside the time of modification, because the time of
+        change cannot be set back."""
         stat = os.fstat(self._file.fileno())
         return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
@@ -106,14 +107,12 @@ class Weights(NamedTuple):
     """Fingerprints of a checkpoint.
 
     Attributes:
-        sampled: of few samples of its bytes.
-        fine: of more samples, which see parts of fused tensors, and each tensor of a GGUF file.
+        sampled: of samples of its bytes, which see parts of fused tensors.
         forms: of names, dtypes and shapes of its tensors.
         full: of all bytes; empty where only samples were read.
     """
 
     sampled: bytes
-    fine: bytes = b""
     forms: bytes = b""
     full: bytes = b""
 

@@ -7,22 +7,15 @@ neither depends on paths, ranks, versions or the time.
 """
 
 import hashlib
-import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 FINGERPRINT_BYTES = 16
-# Where an engine put the checkpoint, and what it wrote on reading it, say nothing of the KV.
-_LOCAL_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype"})
-_SAMPLE_BYTES = 64 * 1024
-_SAMPLES_PER_FILE = 16
 _BLOCK_BYTES = 8 << 20
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _ADAPTER_KINDS = ("*.safetensors", "*.bin", "*.pt")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def token_fingerprint(
@@ -73,38 +66,3 @@ def adapter_fingerprint(folder: Path) -> str:
                 content.update(block)
         digest.update(file.name.encode() + content.digest())
     return digest.hexdigest()
-
-
-def schema2_fingerprint(
-    config: Mapping[str, Any], weights: Path | None, *, seed: int | None = None
-) -> bytes:
-    """Fingerprint of a model as schema 2 has it, for peers that speak no later one. It does not see
-    every tensor; `kv.model` has what replaced it.
-
-    Args:
-        config: the model's config as plain data.
-        weights: folder of the checkpoint; None when weights are made up at random.
-        seed: seed of made-up weights.
-    """
-    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-model")
-    kept = {name: value for name, value in config.items() if name not in _LOCAL_KEYS}
-    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
-    digest.update(f"seed {seed}".encode())
-    for file in _weight_files(weights):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            for sample in range(_SAMPLES_PER_FILE):
-                last = max(0, size - _SAMPLE_BYTES)
-                stream.seek(last * sample // (_SAMPLES_PER_FILE - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.digest()
-
-
-def _weight_files(folder: Path | None) -> list[Path]:
-    if folder is None or not folder.is_dir():
-        return []
-    for pattern in _WEIGHTS:
-        if found := sorted(folder.glob(pattern)):
-            return found
-    return []

@@ -23,9 +23,9 @@ _LOCAL_KEYS = frozenset(
 # In them `dtype` says how numbers are quantised, and not what an engine computes in.
 _QUANTISATION_KEYS = frozenset({"quantization_config", "compression_config"})
 
-_ON_DISK = ("weights_full", "weights_fine", "weights")
-_LOADED = ("loaded_full", "loaded_fine", "loaded")
-"""Fingerprints of weights, the one that sees most first: it decides, if both engines have it."""
+_ON_DISK = ("weights_full", "weights")
+_LOADED = ("loaded_full", "loaded")
+"""Fingerprints of weights. The first that both engines have decides."""
 
 _Print = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
@@ -55,12 +55,10 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         config: of the model's config, the dtype it computes in, and its quantisation.
-        weights: of a few samples of every tensor on disk.
+        weights: of samples of every tensor on disk.
         weights_full: of all bytes on disk. An engine knows them some time after it has started.
-        weights_fine: of more samples, which see parts of tensors; decides where both have it.
-        loaded: of a few samples of every parameter in memory. Ranks can be compared by it if they hold
+        loaded: of samples of every parameter in memory. Ranks can be compared by it if they hold
             the same part of the model.
-        loaded_fine: the same of more samples.
         loaded_full: of all bytes of every parameter in memory, where files do not say what these are.
         held: which part that is.
         model_id: what the operator calls the model (config key `model_id`).
@@ -80,8 +78,6 @@ class ModelFacts(msgspec.Struct, frozen=True):
     version: _Name = ""
     draft: _Print = b""
     layers: Annotated[tuple[LayerFacts, ...], msgspec.Meta(max_length=4096)] = ()
-    weights_fine: _Print = b""
-    loaded_fine: _Print = b""
     loaded_full: _Print = b""
 
 
@@ -167,7 +163,7 @@ def _both(producer: ModelFacts, consumer: ModelFacts, kind: str) -> bool:
 
 
 def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
-    """Whether KV of the draft model may pass, too. Where it may not, the consumer drafts without."""
+    """Whether KV of the draft model may pass, too. If not, the consumer drafts without it."""
     return bool(producer.draft) and producer.draft == consumer.draft
 
 

@@ -45,7 +45,7 @@ def padded(nbytes: int) -> int:
 
 
 def super_pages(tokens: int) -> int:
-    """How many super-pages so many tokens fill; the last one may be partly filled."""
+    """The number of super-pages that `tokens` tokens fill; the last one may be partly filled."""
     return -(-tokens // SUPER_PAGE)
 
 

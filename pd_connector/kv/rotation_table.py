@@ -81,8 +81,8 @@ def rotation_text(module: Any, made: Made | None, row: Row | None = None) -> str
 
 
 def table_row(table: Any, first: int = 0, stop: int | None = None) -> Row:
-    """Rows of a tensor [position, cosines and sines], of which those from `first` to `stop` are in use.
-    None for a tensor: there is no table."""
+    """Rows of a tensor [position, cosines and sines]; rows `first` to `stop` are in use. If the tensor is
+    None, there is no table."""
 
     def row(position: int) -> Sequence[float] | None:
         if table is None or table.dim() != 2:
@@ -96,7 +96,7 @@ def table_row(table: Any, first: int = 0, stop: int | None = None) -> Row:
 
 
 def agrees(rotation: Rotation, row: Row) -> bool:
-    """Whether a table is the one that this rotation says; True where there is none."""
+    """Whether a table has the values of this rotation; True if there is no table."""
     if row(0) is None:
         return True
     pairs = len(rotation.frequencies)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of a checkpoint from samples of its files: a coarse one, as releases before had it alone, and a
-fine one.
+"""The fingerprint of a checkpoint from samples of its files.
 
-Fine samples of a tensor are so many, and lie so, that a part of it shows: the keys of a fused `qkv_proj`, a
-single expert of a fused `experts`, the columns of one third of each row. Their number less one is a prime, so
-that they do not all fall on the same place of a row.
+The samples of a tensor are dense enough that a part of it shows: the keys of a fused `qkv_proj`, a single
+expert of a fused `experts`, the columns of one third of each row. Their number less one is a prime, so that
+they do not all fall on the same place of a row.
 """
 
 import bisect
@@ -21,12 +20,11 @@ from pd_connector.kv.tensor_files import Tensor, gguf, safetensors
 FINGERPRINT_BYTES = 16
 MODULUS = 1 << (8 * FINGERPRINT_BYTES)
 _SAMPLE_BYTES = 1024
-_SAMPLES_PER_TENSOR = 4
-_MOST_SAMPLES = 40_000
-"""Coarse samples of a whole checkpoint. If four a tensor would be more than this, each tensor has fewer, but at least one."""
+_SAMPLES_PER_ENTRY = 4
+"""An archive's entry also has a CRC of all its bytes, so a few samples are enough."""
 _SAMPLES_PER_FILE = 4096
-_FINE_SHARED = 16_000
-"""Fine samples that the tensors share evenly, and as many again by their size. Single experts have their size only."""
+_SHARED_SAMPLES = 16_000
+"""Samples that the tensors share evenly, and as many again by their size. Single experts have their size only."""
 _MOST_EVENLY = 128
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _PRIMES = (0, 1, 2, 3, 5, 7, 13, 31, 61, 79, 127, 163, 211, 251, 383, 509, 1021, 2039)
@@ -39,47 +37,37 @@ the last of the header."""
 
 
 def sampled(files: Iterable[OpenFile]) -> Weights:
-    """The fingerprints of files of weights that take samples only.
+    """The fingerprints of files of weights, without the one that takes all bytes.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a safetensors file is none.
     """
     tensors: list[Tensor] = []
-    inside: list[Tensor] = []  # GGUF files, which the coarse fingerprint sees as a whole
-    coarse: list[int] = []
-    fine: list[int] = []
+    parts: list[int] = []
     forms: list[int] = []
     for file in files:
         if file.suffix == ".safetensors":
             tensors += safetensors(file)
         elif _is_archive(file):
             forms += [digest(head) for head, *_ in _entries(file, with_sums=False)]
-            entries = [
-                digest(head, *_evenly(file, start, stop, _SAMPLES_PER_TENSOR))
+            parts += [
+                digest(head, *_evenly(file, start, stop, _SAMPLES_PER_ENTRY))
                 for head, start, stop in _entries(file, with_sums=True)
             ]
-            coarse += entries
-            fine += entries
+        elif found := gguf(file):
+            tensors += found
         else:
-            size = file.size
-            whole = digest(str(size).encode(), *_evenly(file, 0, size, _SAMPLES_PER_FILE))
-            found = gguf(file)
-            coarse.append(whole)
-            inside += found
-            fine += [] if found else [whole]
-            forms += [] if found else [digest(str(size).encode())]
-    few = max(1, min(_SAMPLES_PER_TENSOR, _MOST_SAMPLES // max(1, len(tensors))))
-    plans = [*((tensor, few) for tensor in tensors), *((tensor, 0) for tensor in inside)]
-    many = _shares([*tensors, *inside])
-    works = [(tensor, few, each) for (tensor, few), each in zip(plans, many, strict=True)]
+            size = str(file.size).encode()
+            parts.append(digest(size, *_evenly(file, 0, file.size, _SAMPLES_PER_FILE)))
+            forms.append(digest(size))
+    works = list(zip(tensors, _shares(tensors), strict=True))
     batches = [works[first : first + _BATCH] for first in range(0, len(works), _BATCH)]
     with ThreadPoolExecutor(_READERS, "pd-weights") as readers:
         for numbers in readers.map(_read_batch, batches):
-            coarse += [one for one, _ in numbers if one]
-            fine += [one for _, one in numbers]
-    forms += [digest(tensor.head) for tensor in (*tensors, *inside)]
-    return Weights(total(coarse), total(fine), total(forms))
+            parts += numbers
+    forms += [digest(tensor.head) for tensor in tensors]
+    return Weights(total(parts), total(forms))
 
 
 def total(parts: Iterable[int]) -> bytes:
@@ -96,13 +84,13 @@ def digest(*parts: bytes) -> int:
 
 
 def _shares(tensors: list[Tensor]) -> list[int]:
-    """How many fine samples each tensor has. Depends on the tensors, and not on their files."""
+    """How many samples each tensor has. Depends on the tensors, and not on their files."""
     ordinary = sum(_EXPERT.search(tensor.name) is None for tensor in tensors)
-    evenly = min(_MOST_EVENLY, _FINE_SHARED // max(1, ordinary))
+    evenly = min(_MOST_EVENLY, _SHARED_SAMPLES // max(1, ordinary))
     nbytes = max(1, sum(tensor.stop - tensor.start for tensor in tensors))
 
     def share(tensor: Tensor) -> int:
-        wanted = _FINE_SHARED * (tensor.stop - tensor.start) // nbytes
+        wanted = _SHARED_SAMPLES * (tensor.stop - tensor.start) // nbytes
         if not _EXPERT.search(tensor.name):
             wanted += evenly
         return 1 + _PRIMES[bisect.bisect_left(_PRIMES, max(1, wanted)) - 1]
@@ -145,16 +133,12 @@ def _entries(file: OpenFile, *, with_sums: bool) -> Iterator[tuple[bytes, int, i
             yield head.encode(), start, start + entry.compress_size
 
 
-def _read_batch(works: Iterable[tuple[Tensor, int, int]]) -> list[tuple[int, int]]:
-    """The coarse and the fine number of each tensor, of so many samples. Coarse of none: 0."""
-    found = []
-    for tensor, few, many in works:
-        coarse = digest(tensor.head, *_samples(tensor, few)) if few else 0
-        found.append((coarse, digest(tensor.head, *_fine(tensor, many))))
-    return found
+def _read_batch(works: Iterable[tuple[Tensor, int]]) -> list[int]:
+    """The number of each tensor, with how many samples are taken of it."""
+    return [digest(tensor.head, *_dense(tensor, samples)) for tensor, samples in works]
 
 
-def _fine(tensor: Tensor, samples: int) -> Iterator[bytes]:
+def _dense(tensor: Tensor, samples: int) -> Iterator[bytes]:
     nbytes = tensor.stop - tensor.start
     if samples * _SAMPLE_BYTES < nbytes:
         return _samples(tensor, samples)

@@ -68,7 +68,7 @@ def cache_file() -> Path:
 
 
 def _together(parts: Sequence[Weights]) -> Weights:
-    """Of a model that is loaded from several checkpoints, in this order."""
+    """The fingerprints of a model that is loaded from several checkpoints, in this order."""
     if len(parts) == 1:
         return parts[0]
     kinds = zip(*parts, strict=True)
@@ -120,7 +120,7 @@ def full_fingerprint(
 
 @contextmanager
 def _locked(cache: Path | None) -> Iterator[None]:
-    """Alone with the cache among all processes, if there is one that can be written."""
+    """Within, no other process uses the cache, if there is a cache that can be written."""
     if cache is None:
         yield
         return

@@ -3,18 +3,15 @@
 
 import hashlib
 import weakref
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from pd_connector.memory.parameter_hash import full_hash
 
-_SAMPLES = 4
-_SAMPLE_BYTES = 256
-_FINE_SAMPLE_BYTES = 8
+_SAMPLE_BYTES = 8
 _PRIMES = (127, 251, 509, 1021, 2039)
-"""Numbers of fine samples. A prime: they do not all fall on the same place of a row."""
+"""Numbers of samples. A prime: they do not all fall on the same place of a row."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -22,14 +19,12 @@ class Loaded(NamedTuple):
     """Fingerprints of parameters in memory, 16 bytes each; empty where they are not known.
 
     Attributes:
-        sampled: of few samples, as releases before have it.
-        fine: of more samples, which see parts of fused parameters: keys of a `qkv_proj`, single experts.
+        sampled: of samples that see parts of fused parameters: keys of a `qkv_proj`, single experts.
         kernels: what multiplies by weights that are no parameters any more and have no samples: vLLM on a CPU
             packs them for a kernel. Loaded anew, they have another one.
     """
 
     sampled: bytes = b""
-    fine: bytes = b""
     kernels: "tuple[weakref.ref[object], ...]" = ()
 
 
@@ -40,20 +35,16 @@ def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
     Ranks of engines of one version that hold the same part of one model have the same.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"pd-loaded")
-    coarse: dict[torch.device, list[torch.Tensor]] = {}
-    fine: dict[torch.device, list[torch.Tensor]] = {}
+    samples: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters(), key=lambda pair: pair[0]):
             form = parameter.dtype, tuple(parameter.shape), tuple(parameter.stride())
             digest.update(f"{name}\0{form}\0".encode())
             if parameter.numel() and parameter.device.type != "meta":
-                seen = parameter.detach()
-                coarse.setdefault(parameter.device, []).extend(_samples(seen))
-                fine.setdefault(parameter.device, []).extend(_fine_samples(seen))
-        finer = digest.copy()
-        _add(digest, coarse)
-        _add(finer, fine)
-    return Loaded(digest.digest(), finer.digest(), _kernels(model))
+                samples.setdefault(parameter.device, []).append(_samples(parameter.detach()))
+        for device in sorted(samples, key=str):
+            digest.update(torch.cat(samples[device]).cpu().numpy().tobytes())
+    return Loaded(digest.digest(), _kernels(model))
 
 
 def loaded_full_fingerprint(model: torch.nn.Module) -> bytes:
@@ -74,27 +65,8 @@ def _kernels(model: torch.nn.Module) -> "tuple[weakref.ref[object], ...]":
     )
 
 
-def _add(digest: "hashlib.blake2b", samples: dict[torch.device, list[torch.Tensor]]) -> None:
-    for device in sorted(samples, key=str):
-        digest.update(torch.cat(samples[device]).cpu().numpy().tobytes())
-
-
-def _samples(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Bytes `[n]` of a parameter: its first, its last, and some between."""
-    dense = parameter
-    if not dense.is_contiguous() and dense.dim() == 2 and dense.t().is_contiguous():
-        dense = dense.t()
-    if not dense.is_contiguous():  # a few rows of it
-        rows = torch.linspace(0, dense.shape[0] - 1, _SAMPLES).long().tolist()
-        return [row for at in rows for row in _samples(dense[at].contiguous())[:1]]
-    flat = dense.reshape(-1).view(torch.uint8)
-    room = max(0, len(flat) - _SAMPLE_BYTES)
-    places = sorted({room * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)})
-    return [flat[place : place + _SAMPLE_BYTES] for place in places]
-
-
-def _fine_samples(parameter: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Bytes `[n]` of a parameter, from so many places that each of its experts is seen, and all of it where
+def _samples(parameter: torch.Tensor) -> torch.Tensor:
+    """Bytes `[n]` of a parameter, from enough places that each of its experts is seen, and all of it where
     it is small."""
     if parameter.element_size() in _BITS:  # not every dtype can be indexed
         parameter = parameter.view(_BITS[parameter.element_size()])
@@ -106,7 +78,7 @@ def _fine_samples(parameter: torch.Tensor) -> Iterable[torch.Tensor]:
     flat = dense.reshape(-1).view(torch.uint8)
     experts = parameter.shape[0] if parameter.dim() > 2 else 0
     samples = next((prime for prime in _PRIMES if prime > experts), _PRIMES[-1])
-    if len(flat) <= samples * _FINE_SAMPLE_BYTES:
-        return [flat]
-    step = (len(flat) - _FINE_SAMPLE_BYTES) // (samples - 1)
-    return [flat.as_strided((samples, _FINE_SAMPLE_BYTES), (step, 1)).reshape(-1)]
+    if len(flat) <= samples * _SAMPLE_BYTES:
+        return flat
+    step = (len(flat) - _SAMPLE_BYTES) // (samples - 1)
+    return flat.as_strided((samples, _SAMPLE_BYTES), (step, 1)).reshape(-1)

@@ -114,19 +114,19 @@ class KernelPages:
         Raises:
             IndexError: a page is not of this cache.
         """
-        nbytes, digest = len(filled), route.rules.sums_digest
+        nbytes = len(filled)
         if isinstance(filled, DeviceBytes):
             sums = self.gather(route, chunk, pages, filled.tensor)
             if sums is None:
                 return None
-            return Moving(_to_host(sums), nbytes, digest, record(self._device))
+            return Moving(_to_host(sums), nbytes, record(self._device))
         staging = self._stagings.empty(nbytes)
         sums = self.gather(route, chunk, pages, staging.room[:nbytes])
         if sums is None:
             return None
         found = _to_host(sums)
         self._stagings.unload(staging, torch.from_numpy(np.frombuffer(filled, np.uint8)))
-        return Moving(found, nbytes, digest, staging.free)
+        return Moving(found, nbytes, staging.free)
 
     def stage(self, payload: Payload) -> None:
         """Begin to copy a payload that is scattered after the next one."""
@@ -150,7 +150,7 @@ class KernelPages:
             return None
         sums = _to_host(_run(scatter_pages, launch))
         staging.free = record(self._device)
-        return Moving(sums, len(payload), route.rules.sums_digest, staging.free)
+        return Moving(sums, len(payload), staging.free)
 
     def settle(self) -> None:
         """Wait for copies that were begun, and forget payloads that were staged."""

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from pd_connector.kv.checksum import SumsDigest
 from pd_kernels.transfer import finish
 
 
@@ -19,11 +18,10 @@ class Moving(NamedTuple):
 
     sums: torch.Tensor
     nbytes: int
-    digest: SumsDigest
     done: torch.cuda.Event | None
 
     def finish(self) -> bytes:
         """Wait until all of it is done; returns the payload's checksum."""
         if self.done is not None:
             self.done.synchronize()
-        return finish(self.sums, self.nbytes, self.digest)
+        return finish(self.sums, self.nbytes)

@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The constants by which token ranges are cut into chunks.
 
-Both sides of a session compute the plan by themselves and must come to the same one. So the constants belong to the
-schema that the two have agreed on, and not to the version of the code: a newer engine plans with an older one by the
-older one's rules. A change of a constant, or of what is done with it, is a new schema with rules of its own.
+Both sides of a session compute the plan by themselves and must come to the same plan. So the constants belong to
+the schema that the two sides have agreed on, and not to the version of the code. A newer engine plans with an older
+one by the older one's rules. A change of a constant, or of its use, needs a new schema with rules of its own.
 """
 
-from dataclasses import dataclass, replace
-
-from pd_connector.kv.checksum import SumsDigest
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, eq=False)
 class PlanRules:
-    """The constants of one schema. Compared by identity, so that they are fast in keys of caches.
+    """The constants of one schema. They are compared by identity, which is fast in keys of caches.
 
     Attributes:
-        chunk_tokens: tokens of a chunk where there is room. They are several to a prefill step, so
+        chunk_tokens: tokens of a chunk where there is room. A prefill step computes several chunks, so
             that they stream.
         min_chunk_tokens: tokens of a chunk, unless there are fewer or a slot is too small for one
             layer of them.
-        streamed_rows: chunks that the layers of a running prefill are shared among, if there are
-            so many layers.
+        streamed_rows: chunks that the layers of a running prefill are shared among. With fewer layers,
+            each layer is a chunk.
         min_chunk_bytes: no consumer may ask for smaller chunks than this, or than a slot.
-        spare_bytes: if a transfer's last page would bring this many bytes that nobody wants, or
-            more, only the tokens of that page pass.
+        spare_bytes: if a transfer's last page would bring this number of unwanted bytes or more, only
+            the wanted tokens of that page pass.
         edge_pieces, edge_cuts: the first chunk of a transfer and its last are cut into
             `edge_pieces` pieces, and the outermost piece again, `edge_cuts` times in all. Nothing
             else runs while the first is gathered and the last is scattered, so they are small.
-        sums_digest: what makes a checksum of a payload's sums (`kv/checksum.py`).
     """
 
     chunk_tokens: int
@@ -38,18 +35,18 @@ class PlanRules:
     spare_bytes: int
     edge_pieces: int
     edge_cuts: int
-    sums_digest: SumsDigest = "blake2b"
 
 
-_SINCE_2 = PlanRules(
-    chunk_tokens=512,
-    min_chunk_tokens=128,
-    streamed_rows=8,
-    min_chunk_bytes=256 * 1024,
-    spare_bytes=256 * 1024,
-    edge_pieces=4,
-    edge_cuts=2,
-)
-RULES: dict[int, PlanRules] = {2: _SINCE_2, 3: replace(_SINCE_2, sums_digest="xxh3")}
+RULES: dict[int, PlanRules] = {
+    1: PlanRules(
+        chunk_tokens=512,
+        min_chunk_tokens=128,
+        streamed_rows=8,
+        min_chunk_bytes=256 * 1024,
+        spare_bytes=256 * 1024,
+        edge_pieces=4,
+        edge_cuts=2,
+    )
+}
 """By schema (`protocol/messages.py`). Rules of a schema that was released are never changed."""
 NEWEST_RULES = RULES[max(RULES)]

@@ -33,7 +33,7 @@ def page_part_bytes(route: Route) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def layer_bytes(route: Route, tokens: int) -> int:
-    """Bytes of so many tokens of one layer, coded by the route's codec."""
+    """Bytes of `tokens` tokens of one layer, coded by the route's codec."""
     if route.source.dtype not in ELEMENT_BYTES:
         return len(route.heads) * tokens * token_bytes(route.source)
     coded_bytes, elements = coding(route.codec).coded_bytes, Elements(route.source.dtype)
@@ -44,8 +44,8 @@ def layer_bytes(route: Route, tokens: int) -> int:
 
 
 def span_bytes(route: Route, verbatim: bool, tokens: int) -> int:
-    """Bytes of so many tokens of one layer, from the start of a page on: as whole pages if
-    `verbatim`, else coded."""
+    """Bytes of `tokens` tokens of one layer, from the start of a page on: as whole pages if `verbatim`,
+    else coded."""
     if verbatim:
         return pages_for(tokens, route.source.page_size) * page_part_bytes(route)
     return layer_bytes(route, tokens)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof by computing: KV that was received is compared with KV that this engine has computed itself.
 
-A load that `compares` writes no pages. Its chunks pass through the same handshake, plan and checksums
-as those of any load; then each is held to the pages that are there (`Comparison`). What came of it is
-kept for each producer (`AuditBook`): a producer that has not passed is not believed.
+A load that `compares` writes no pages. Its chunks pass through the same handshake, plan and checksums as the
+chunks of any load. Then each chunk is compared with the pages that are there (`Comparison`). `AuditBook` keeps
+the result for each producer: a producer that has not passed is not believed.
 """
 
 import math

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the next transfer of a session is coded, where the config says `codec: auto`.
 
-A codec halves the bytes and costs processor time on both sides. KV comes at the smaller one of two
-rates: the link's, times what the codec saves, and the coders'. Both change: other transfers take a part
-of the link, other work takes the processors. So what is measured is their result: bytes of KV a second,
-with the codec and without it.
+A codec halves the bytes and costs processor time on both sides. KV comes at the smaller of two rates: the
+link's, times what the codec saves, and the coders'. Both change, because other transfers use the link and
+other work uses the processors. So the result is measured: bytes of KV a second, with the codec and without.
 """
 
 PROBE = 16
-"""The slower way is measured again after so many transfers, if it took as long as the faster one; after
-four times as many if it took twice as long. So that measuring costs a few percent at most."""
+"""If the slower way took as long as the faster one, it is measured again after this number of transfers. If
+it took twice as long, it is measured again after four times that number. So measuring costs a few percent."""
 SOON = 4
-"""At first it is measured again after so many transfers, then after twice as many, and so on: a codec is
-slow in the first transfers, while its loops are compiled, and a connection while it starts."""
+"""At first the slower way is measured again after this number of transfers, then after twice the number, and
+so on. A codec is slow in the first transfers, while its loops are compiled; so is a connection that starts."""
 CHANGED = 1.5
 """The slower way is measured again at once if the faster one's rate has changed by this factor since."""
 

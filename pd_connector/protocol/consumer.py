@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer's state machine: what is asked of whom, which slots are granted, what is believed.
+"""The consumer's state machine. It decides what producers are asked for, which slots they are granted, and
+which chunks are believed.
 
-It has no sockets, no engine and no clock. Events come in as calls with the time; what must happen
-goes out as actions. Each load ends in exactly one `Finished`. What is said to producers about a
-transfer is in `fetches`; which chunks are believed is in `landings`.
+It has no sockets, no engine and no clock. Events come in as calls with the time, and actions go out. Each load
+ends in exactly one `Finished`. `fetches` says what producers are told about a transfer; `landings` says which
+chunks are believed.
 """
 
 from collections.abc import Sequence

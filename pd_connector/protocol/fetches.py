@@ -146,7 +146,7 @@ class Fetches:
             cause, detail = wrong or (None, "")
             return self.finish(incoming, cause, detail, now)
         if self._needs_words and incoming.words is None:
-            detail = "the producer told nothing but KV, which this engine cannot go on from"
+            detail = "the producer sent KV alone, and this engine needs its last words, too"
             return self.finish(incoming, Cause.WORDS, detail, now)
         return self.finish(incoming, None, "", now)
 
@@ -170,7 +170,7 @@ class Fetches:
     def stalled(
         self, source: Source, session: ProducerSession, incoming: IncomingTransfer, now: float
     ) -> None:
-        """Of what this producer was asked for no chunk came, whichever side has found it out."""
+        """No chunk of a transfer came from this producer. Either side may have found this out."""
         self._stalls.waited((source, session.epoch), incoming.began, now)
 
     def placed(self, source: Source) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which landing slots a consumer grants to which producer, and when they are its own again."""
+"""A consumer grants landing slots to producers, and takes them back."""
 
 from collections.abc import Mapping
 
@@ -14,13 +14,13 @@ _SLOTS_DURING_PREFILL = 2
 """Slots of a stream whose prefill is still under way, at most: more would lie unused."""
 
 _ENOUGH_SLOTS = 8
-"""A stream with so many slots moves at full speed: producers write 3 or 4 chunks at a time."""
+"""Slots with which a stream moves at full speed: producers write 3 or 4 chunks at a time."""
 _BATCH = 4
-"""Such a stream is granted more only when so many are free. Each grant is a message, which wakes the
-agents of both sides."""
+"""Free slots that a stream at full speed is granted at a time, at least. Each grant is a message, which wakes
+the agents of both sides."""
 
 Key = tuple[str, Source]
-"""A stream: the transfer, and who sends its part of it."""
+"""A stream: the transfer, and the producer that sends its part of it."""
 
 
 class Grants:
@@ -35,8 +35,8 @@ class Grants:
         # `Cancelled` comes or the time has passed. Until then the same transfer is not loaded
         # again: a `Cancelled` does not say which of two loads it confirms the end of.
         self._ending: dict[Key, tuple[list[int], float]] = {}
-        # As many free slots have found nobody who may have one, since a stream began to wait or to
-        # want more. With thousands of streams it matters not to ask all of them in every turn.
+        # The number of free slots when no stream could take one. It is reset when a stream begins to
+        # wait or to want more. So thousands of streams are not asked in every turn.
         self._unwanted = 0
 
     def wait(self, transfer: str, source: Source, stream: IncomingStream) -> None:
@@ -71,7 +71,7 @@ class Grants:
         cancelled: bool,
     ) -> None:
         """A stream has ended. Its slots are quarantined until `until`, because its producer may still
-        write into them; the producer of one that was `cancelled` says when it has stopped."""
+        write into them. If the stream was `cancelled`, its producer says when it has stopped."""
         self._waiting.pop((transfer, source), None)
         for slot in stream.slots:
             self._pool.quarantine(slot, until)
@@ -160,7 +160,7 @@ class Grants:
             raise RuntimeError(f"{unknown} wait for slots, and have ended")
 
     def _most(self, stream: IncomingStream, free: int) -> int:
-        """How many slots a stream may have, where so many were free when somebody asked."""
+        """How many slots a stream may have. `free` slots were free when somebody asked."""
         if stream.complete:
             can_wait = free < _BATCH and len(stream.slots) >= _ENOUGH_SLOTS
             return len(stream.slots) if can_wait else len(stream.missing)

@@ -8,19 +8,18 @@ from pd_connector.protocol.fields import Count, Fingerprint, Name, decode
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a producer says of a chunk. The consumer compares every field with what it wants before
-    it uses the bytes.
+    """What a producer says of a chunk. The consumer compares every field with the value that it wants,
+    before it uses the bytes.
 
     Attributes:
         transfer: the transfer that the chunk is of.
         epoch: of the producer's process.
-        sequence: number of the chunk in the plan; `route`, the layers and the tokens are those of
-            the plan's chunk with this number.
+        sequence: number of the chunk in the plan. The plan's chunk with this number has this `route`,
+            these layers and these tokens.
         identity: fingerprint of the tokens whose KV this is.
         codec: name of the route's codec.
         nbytes: bytes of the payload.
-        checksum: of the payload. It may be empty where the transport verifies every byte of the
-            chunk, and nowhere else.
+        checksum: of the payload. It may be empty only if the transport verifies every byte of the chunk.
     """
 
     transfer: Name

@@ -73,7 +73,7 @@ class PlaceChunk(NamedTuple):
     comparison: Comparison | None = None  # to which it is added, in place of being written
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
-        """Why this is not what the plan wants, or None. Whoever places it compares the checksum."""
+        """Why this is not what the plan wants, or None. The checksum is compared when the chunk is placed."""
         chunk = self.chunk
         nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
         if self.header != wanted or nbytes != wanted.nbytes:
@@ -140,7 +140,8 @@ class ProducerSession:
         return Counterpart(source, self.epoch, self.engine_id, self.model, self.told, path)
 
     def counterparts(self, source: Source) -> list[Counterpart]:
-        """The same by every path that a transfer of this session can take, that of the next one first."""
+        """The producer by every path that a transfer of this session can take. The path of the next transfer
+        comes first."""
         ways = (self.coded, not self.coded) if self.choice is not None else (self.coded,)
         return [self.counterpart(source, coded=coded) for coded in ways]
 

@@ -92,7 +92,7 @@ class IncomingTransfer:
             if (self.load.request, self.load.transfer) != (self.request, self.transfer):
                 raise RuntimeError(f"loads {self.load.transfer} for request {self.load.request}")
             if self.watched or not self.streams:
-                raise RuntimeError("is being loaded, and watched or from nobody")
+                raise RuntimeError("is being loaded while it is watched, or from no producer")
             if self.received:
                 raise RuntimeError("all KV has been received, and the load has not ended")
         for source, stream in self.streams.items():

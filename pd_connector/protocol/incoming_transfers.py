@@ -34,7 +34,7 @@ class IncomingTransfers:
         return self._transfers.get(transfer)
 
     def add(self, incoming: IncomingTransfer) -> None:
-        """Add a transfer, or one that is here already."""
+        """Add a transfer. Adding it again does no harm."""
         transfer = incoming.transfer
         self._transfers[transfer] = incoming
         self._by_request[incoming.request] = transfer

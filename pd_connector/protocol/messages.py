@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between a consumer and a producer, and nothing else.
 
-Schema history (a peer one version back is accepted):
-    1  whole pages between like caches; never released
-    2  routes between unlike geometries, codecs, streaming, both directions
-    3  the constants of plans belong to the schema (`plan/rules.py`); leased pages have one kind of checksum;
-       payloads have one that hashes faster
+Schema history. A peer whose schema is one back is accepted, once there is a schema after the first:
+    1  the first that was released, and so the first that is kept
 
-Within a version a struct may gain fields at its end, with defaults; anything else is a new
-version. What both sides compute by themselves and must compute alike is part of the version, too: the
-routes of a pair, its plan, and the bytes of a payload. Messages are msgpack maps tagged with their type; fields that a peer does not know are
-passed over.
+Within a schema a struct may gain fields at its end, with defaults; anything else is a new schema. What both
+sides compute by themselves and must compute alike is part of the schema, too: the routes of a pair, its plan,
+and the bytes of a payload. `Hello` and `Reject` keep the fields that they have in every schema: a peer of any
+schema must be able to read them, or it is not refused with both versions. Messages are msgpack maps tagged
+with their type. Fields that a peer does not know are passed over.
 """
 
 from typing import Annotated
@@ -23,8 +21,8 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.fields import Count, Fingerprint, Name, Text, decode
 from pd_connector.protocol.last_words import LastWords
 
-SCHEMA = 3
-OLDEST_SCHEMA = 2
+SCHEMA = 1
+OLDEST_SCHEMA = 1
 MAX_PIECES = 1 << 14
 """Pieces of a chunk that is read from pages, at most."""
 
@@ -41,24 +39,22 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """Consumer, first message of a session: who I am and what I can take.
+    """Consumer, first message of a session: its identity, and what it can take.
 
     `codecs` are those the consumer permits; `readable` the transports over which it can read;
-    `needs` what it must be told with the end of each transfer (`last_words`). `facts` are compared
-    instead of `model`, which schema 2 has.
+    `needs` what it must be told with the end of each transfer (`last_words`).
     """
 
     newest: Count
     oldest: Count
     engine_id: Name
     expected_engine_id: Name
-    model: Fingerprint
+    facts: ModelFacts
     geometry: Geometry
     codecs: Codecs
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
     readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
     needs: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
-    facts: ModelFacts | None = None
 
 
 class Welcome(Message, frozen=True):
@@ -66,12 +62,13 @@ class Welcome(Message, frozen=True):
 
     With `read` it does not write chunks: it offers them, and the consumer reads them. With `direct`
     it offers leased pages in the same way. With `plain` it obeys `Open.coded`. Leases end after
-    `lease_ms` milliseconds without a heartbeat; it obeys `Heartbeat.next_ms` then (0: older versions).
+    `lease_ms` milliseconds without a heartbeat; 0 means not told. It obeys `Heartbeat.next_ms`.
     """
 
     schema: Count
     engine_id: Name
     epoch: Count
+    facts: ModelFacts
     geometry: Geometry
     codecs: Codecs
     transport: Name
@@ -79,8 +76,6 @@ class Welcome(Message, frozen=True):
     slot_bytes: Count  # of its send slots
     read: bool = False
     direct: bool = False
-    model: Fingerprint = b""  # empty in versions that did not say it
-    facts: ModelFacts | None = None
     plain: bool = False
     lease_ms: Count = 0
 
@@ -97,8 +92,8 @@ class Reject(Message, frozen=True):
 class Watch(Message, frozen=True):
     """Consumer: tell me (`Ready`) when the prefill of this transfer has begun.
 
-    With `keep` its pages stay leased, however much else is leased: they will be compared with what I compute,
-    which takes a while. It holds for one transfer of a session, the last that was named.
+    With `keep` its pages stay leased, however much else is leased. They will be compared with what I compute,
+    which takes a while. `keep` holds for one transfer of a session: the last that was named.
     """
 
     transfer: Name
@@ -141,8 +136,8 @@ class Accept(Message, frozen=True):
     """Producer: there is KV to send, and `chunks` chunks will follow.
 
     Sent when the first of it has been computed, and again, `complete`, when the prefill has ended.
-    Then it has the engine's `words`, if it has any. What comes while it is `provisional` may still be
-    refused: the consumer uses nothing before all is complete.
+    Then it has the engine's `words`, if there are any. A transfer that is `provisional` may still be
+    refused, so the consumer uses nothing of it before all is complete.
     """
 
     transfer: Name
@@ -224,8 +219,7 @@ class Cancelled(Message, frozen=True):
 class Heartbeat(Message, frozen=True):
     """Consumer: still there, and wants these transfers. Extends their leases.
 
-    The next one comes in `next_ms` milliseconds; 0 in versions that did not say it, which speak more
-    often than sessions end.
+    The next one comes in `next_ms` milliseconds. 0 means not told: it comes before the session ends.
     """
 
     transfers: Transfers
@@ -243,7 +237,7 @@ class Pulse(Message, frozen=True):
 
 
 class AskRanks(Message, frozen=True):
-    """Anybody, without a session: who are the ranks of your engine?"""
+    """Anybody, without a session: asks for the ranks of the engine."""
 
 
 class RankAddress(msgspec.Struct, frozen=True):

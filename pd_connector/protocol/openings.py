@@ -151,7 +151,7 @@ class Openings:
         if session not in outgoing.streams:
             known = session in outgoing.refused or session in outgoing.finished
             if session in outgoing.refused and outgoing.final and outgoing.waits:
-                # As a rule no other consumer comes; one that waits says so with each heartbeat.
+                # Mostly no other consumer comes. A consumer that waits says so with each heartbeat.
                 outgoing.expires = min(outgoing.expires, now + 2 * self._config.heartbeat_s)
                 self._transfers.schedule(outgoing)
             if known or outgoing.full(readers):

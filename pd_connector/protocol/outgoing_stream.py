@@ -80,7 +80,7 @@ class OutgoingStream:
         self.credits.extend(slots[: max(0, room)])
 
     def link_s(self, tokens: int) -> float:
-        """How long the link takes for so many tokens, in seconds; infinite if its speed was not
+        """How long the link takes for `tokens` tokens, in seconds; infinite if its speed was not
         measured."""
         rate = self.message.bytes_per_s
         return self.token_bytes * tokens / rate if rate else float("inf")

@@ -82,7 +82,7 @@ class OutgoingTransfer:
         return self.offer is not None and self.offer.request == request
 
     def full(self, readers: int) -> bool:
-        """Whether as many ranks have asked for it as will, if one says that they are `readers`."""
+        """Whether all ranks have asked for the transfer, if a rank says that there are `readers` of them."""
         return len(self.streams) + len(self.finished) >= max(self.readers, readers)
 
     def next_send(self, session: SessionId) -> Send | None:

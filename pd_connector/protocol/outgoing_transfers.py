@@ -10,9 +10,9 @@ from pd_connector.protocol.outgoing_stream import OutgoingStream
 from pd_connector.protocol.outgoing_transfer import OutgoingTransfer
 
 MOST_UNANNOUNCED = 1 << 17
-"""Transfers that consumers ask for and this engine has not announced (yet), at most."""
+"""The most transfers that consumers ask for and this engine has not announced (yet)."""
 _SHARE_OF_ONE = 4
-"""One session may have at most one in so many of them."""
+"""One session may have the quarter of them."""
 
 
 class OutgoingTransfers:
@@ -44,8 +44,8 @@ class OutgoingTransfers:
         return self._transfers.get(transfer)
 
     def announced(self, transfer: str) -> OutgoingTransfer:
-        """This transfer, which this engine has queued or computed. The caller says how long one that
-        was not heard of before is kept."""
+        """This transfer, which this engine has queued or computed. The caller says how long a transfer that
+        was unknown before is kept."""
         self._announce(transfer)
         return self._transfers.get(transfer) or self._new(transfer, 0.0)
 

@@ -46,12 +46,12 @@ class TransferParams(msgspec.Struct, frozen=True):
     remote_host: _Host | None = None
     remote_port: _Port | None = None
     remote_ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
-    """All ranks of the producer: host, port, first and stop layer, tensor-parallel rank. Without
-    it, `remote_host` and `remote_port` name its only one."""
+    """All ranks of the producer: host, port, first and stop layer, tensor-parallel rank. If empty,
+    `remote_host` and `remote_port` name the only rank."""
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     """Tensor-parallel size of the producer."""
     remote_block_ids: Any = None
-    """Null where the prefill may not have finished; its value is not used otherwise."""
+    """Null if the prefill may not have finished. Any other value is not used."""
     remote_num_tokens: _Count | None = None
     """Tokens of the prompt that the producer has computed: a proxy may append its first token."""
     remote_seal: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")] = ""

@@ -6,20 +6,20 @@ from pd_connector.protocol.deadlines import Deadlines
 
 _REMEMBERED = 1024
 _MOST_UNWANTED = 1 << 16
-"""That are remembered. KV of one that was forgotten waits for the end of its lease."""
+"""The most unwanted transfers that are remembered. KV of a forgotten one waits for the end of its lease."""
 _TOLD_LATER = {
     Cause.LEASE_EVICTED: "its pages were needed for others while it waited",
     Cause.PREFILL_ENDED: "the prefill request ended early",
     Cause.INTERNAL: "an unexpected error ended it, see the log of the producer",
 }
-"""What is told, in which words, to a consumer that asks for a transfer that has ended so."""
+"""What a consumer is told that asks for a transfer that has ended by this cause."""
 
 
 class PastTransfers:
     """Used by one thread."""
 
     def __init__(self) -> None:
-        # Whoever opens one of them need not wait for a prefill that will not come.
+        # A consumer that opens one of them need not wait for a prefill that will not come.
         self._ended: dict[str, Cause | None] = {}
         # Cancelled before their prefill ended: why, and until when that is remembered. The last
         # offer, when it comes, is freed at once.

@@ -22,8 +22,8 @@ from pd_connector.protocol.past_transfers import PastTransfers
 from pd_connector.protocol.send_queue import SendQueue
 
 LAYERS_PAY_S = 0.005
-"""If the link would need this long for a step's KV after its end, in seconds, or longer, the KV is
-sent layer by layer while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
+"""Seconds. If the link would need this long or longer for a step's KV after the step, the KV is sent layer by
+layer while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
 
 
 class Producer:
@@ -237,7 +237,7 @@ class Producer:
         return self._openings.session_lost(session)
 
     def end_all(self, cause: Cause, detail: str) -> list[Action]:
-        """End every transfer: the KV that it is of may not be used any more."""
+        """End every transfer: its KV must not be used any more."""
         actions: list[Action] = []
         for outgoing in list(self._transfers):
             actions += self._openings.end(outgoing, cause, detail)
@@ -273,9 +273,8 @@ class Producer:
         self._openings.check_integrity()
 
     def _evict(self, new: OutgoingTransfer) -> list[Action]:
-        """Too many pages are leased: the oldest that nobody has begun to fetch lose theirs, so
-        that decode engines that do not come for them, or come without room, cannot hold this
-        engine's cache."""
+        """If too many pages are leased, end the oldest transfers that nobody has begun to fetch. So decode
+        engines that do not come for them, or come without room, cannot hold this engine's cache."""
         actions: list[Action] = []
         while self._transfers.leased_pages > self._most_leased:
             oldest = self._transfers.oldest_waiting(but=new)

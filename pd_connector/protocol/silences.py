@@ -37,7 +37,7 @@ class Silences:
         silence = self._known.pop(producer, None) or _Silence(0, float("-inf"), float("-inf"))
         self._known[producer] = silence  # at the end: those that were silent longest ago go first
         if began < silence.last or now <= silence.last:
-            # It waited beside one that has counted, or has hardly begun when that one ended, and its session with it.
+            # It waited beside a transfer that was counted, or had hardly begun when that transfer's session ended.
             return
         silence.in_vain += 1
         silence.last = now
@@ -52,7 +52,7 @@ class Silences:
         self._known.pop(producer, None)
 
     def pause(self, producer: Hashable, now: float) -> str:
-        """Why nothing is asked of this producer now; "" if something may be."""
+        """Why nothing is asked of this producer now; empty if it may be asked."""
         silence = self._known.get(producer)
         if silence is None or silence.until <= now:
             return ""
@@ -60,8 +60,8 @@ class Silences:
         return f"nothing came {silence.in_vain} times in a row; it is asked again in {seconds} s"
 
     def tries(self, producer: Hashable, now: float) -> None:
-        """Something is asked of this producer. The first after a pause tries for all others, of which
-        nothing is asked until that has had its time."""
+        """Something is asked of this producer. The first request after a pause tries for all others: nothing
+        else is asked of the producer until the request has had its time."""
         silence = self._known.get(producer)
         if silence is not None and silence.in_vain >= _IN_A_ROW:
             silence.until = now + self._timeout_s

@@ -170,14 +170,13 @@ class Manager(BaseKVManager):
         self.agent = Agent(
             self._config,
             engine_id,
-            b"",  # of schema 2, which no SGLang has spoken
+            facts,
             cache,
             produces=self.produces,
             consumes=not self.produces,
             shards=[rank.shard for rank in ranks],
             tells=(FIRST_TOKEN,) if self.produces else (),
             needs=() if self.produces else (FIRST_TOKEN,),
-            facts=facts,
         )
         self.weights = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
         self.outcomes = Outcomes(self.agent)

@@ -67,7 +67,7 @@ def model_facts(
         weights = Weights(b"")
     served = _config(scheduler, folder)
     loaded = loaded_weights(scheduler)
-    in_memory = bool(loaded.fine and not weights.sampled)
+    in_memory = bool(loaded.sampled and not weights.sampled)
     module = scheduler.tp_worker.model_runner.model
     return ModelFacts(
         config=config_fingerprint(
@@ -77,9 +77,7 @@ def model_facts(
         ),
         weights=weights.sampled,
         weights_full=weights.full,
-        weights_fine=weights.fine,
         loaded=loaded.sampled,
-        loaded_fine=loaded.fine,
         loaded_full=loaded_full_fingerprint(module) if in_memory else b"",
         held=f"SGLang's rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,

@@ -32,7 +32,7 @@ class WeightsWatch:
 
     Args:
         scheduler: SGLang's, whose model is loaded.
-        facts: what peers were told of it. Without `loaded_fine` nothing is compared.
+        facts: what peers were told of it. Without `loaded` nothing is compared.
         files: what its weights were read from; None where they are not from files. It closes them.
         submit: hands a command to the agent.
     """
@@ -46,7 +46,7 @@ class WeightsWatch:
     ) -> None:
         self._scheduler = scheduler
         self._told = ToldModel(facts, None if files is None else (files,), submit)
-        self._fine = facts.loaded_fine
+        self._sampled = facts.loaded
         self._next_look = time.monotonic() + _COMPARE_S
         self._stale = False  # the cache holds KV of other weights
         self._session = False  # between the beginning and the end of an update
@@ -101,23 +101,21 @@ class WeightsWatch:
         if now < self._next_look:
             return
         flushed, self._next_look = self._next_look == 0.0, now + _COMPARE_S
-        if self._fine and loaded_weights(self._scheduler).fine != self._fine:
+        if self._sampled and loaded_weights(self._scheduler).sampled != self._sampled:
             self._told.withdraw()
             self._stale = not flushed
 
     def _tell(self) -> None:
         loaded = loaded_weights(self._scheduler)
-        self._fine = loaded.fine
+        self._sampled = loaded.sampled
         whole, self._whole = self._whole, False
         files = loaded_files(self._scheduler) if whole else None
-        if files is not None and self._told.tell_files(
-            (files,), loaded=loaded.sampled, loaded_fine=loaded.fine
-        ):
+        if files is not None and self._told.tell_files((files,), loaded=loaded.sampled):
             return
         logger.warning(
             "the weights have changed while this engine served: KV passes only between SGLang's ranks that "
             "hold the same part of the model, and the same weights, until the engine starts anew"
         )
         module = self._scheduler.tp_worker.model_runner.model
-        full = loaded_full_fingerprint(module) if loaded.fine else b""
-        self._told.tell_memory(loaded=loaded.sampled, loaded_fine=loaded.fine, loaded_full=full)
+        full = loaded_full_fingerprint(module) if loaded.sampled else b""
+        self._told.tell_memory(loaded=loaded.sampled, loaded_full=full)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the agent and whatever moves bytes.
+"""The seam between the agent and the transports that move bytes.
 
 A transport lives in one process and is used by the agent's thread only. As a producer it `connect`s to consumers, and
 `write`s from its sending slab into their landing slots. As a consumer it `expect`s producers, reports what they wrote,
@@ -39,11 +39,10 @@ class Landed(NamedTuple):
         payload: the bytes. Those of a write may lie in the landing slot; they are valid until that slot is
             granted again. Or they lie in memory of the transport; they are valid until the next `poll`.
             Those of a read may lie in the producer's send slot; they are valid until the producer is
-            told that they were taken. A `Destination` is what `destinations` has named: they lie there.
+            told that they were taken. If `destinations` has named a `Destination`, the bytes lie there.
         problem: why a read failed, for the log; its payload is empty then.
-        verified: the transport has verified, by a cipher's tags or, where no key is set, by
-            checksums, that these are the bytes that the peer sent; and nobody but this process can
-            write where they lie.
+        verified: the transport has verified that these are the bytes that the peer sent: by a cipher's
+            tags or, without a key, by checksums. Nobody but this process can write where they lie.
     """
 
     header: bytes
@@ -65,10 +64,10 @@ class Transport(abc.ABC):
 
     name: ClassVar[str]
     one_sided: ClassVar[bool]
-    """Whether a peer writes into the landing slot by itself. A peer that has lost its session may still do so
-    then. Otherwise payloads arrive in memory of their own."""
+    """Whether a peer writes into the landing slot by itself. If so, a peer that has lost its session may still
+    write. Otherwise payloads arrive in memory of their own."""
     copies: ClassVar[bool] = False
-    """Whether `write` has read the payload when it returns. The payload may lie anywhere in memory then, and
+    """Whether `write` has read the payload when it returns. If so, the payload may lie anywhere in memory, and
     not only in the sending slab."""
     readable: ClassVar[bool] = False
     """Whether a consumer can read from the producer's sending slab."""
@@ -76,14 +75,14 @@ class Transport(abc.ABC):
     """Whether it moves chunks between slots in device memory, where both sides have such slots. Others
     move host memory only."""
     label: str = ""
-    """Its name in the config and in the log, where that is not `name`. Peers know it by `name`."""
+    """The transport's name in the config and in the log, if it differs from `name`. Peers know `name`."""
     verifies: bool = False
-    """Whether everything it delivers is `verified`. Chunks need no checksum then."""
+    """Whether everything it delivers is `verified`. If so, chunks need no checksum."""
     prepares: bool = False
-    """Whether there are writes that it can `prepare`; these need none either."""
+    """Whether there are writes that it can `prepare`. These need no checksum either."""
     destinations: Destinations | None = None
-    """Set by the consumer. A transport that `prepares` may ask it where a chunk belongs, and copy or decrypt
-    each part of it there as it arrives. What it wrote there counts only if `Landed` is `verified`."""
+    """Set by the consumer. A transport that `prepares` may call this to learn where a chunk belongs. It may then
+    copy or decrypt each part of the chunk there as it arrives. The bytes there count only if `Landed` is `verified`."""
     sends_from: Slab | None = None
     """Slots that chunks are gathered into for this transport, if these are not the rank's sending slab.
     `verifies` and `prepares` need them: memory that no peer can write. Such a transport delivers the chunks of
@@ -142,9 +141,9 @@ class Transport(abc.ABC):
         `verified` where it lands.
 
         Returns:
-            What starts the write (see `write`) and returns its token; call it at once, or never. None
-            where this transport does not: the payload has to be gathered then. `into` must stay
-            unchanged until the `Written` with this token is polled.
+            A function that starts the write (see `write`) and returns its token. Call it at once, or never.
+            `into` must stay unchanged until the `Written` with this token is polled. None if this
+            transport cannot prepare this write: then the payload has to be gathered.
 
         Raises:
             TransportError: it cannot be written.
@@ -177,7 +176,7 @@ class Transport(abc.ABC):
         raise TransportError(f"{self.name} transport: a producer's memory cannot be read")
 
     def silenced(self, source: Hashable) -> bool:
-        """Whether it is certain that this producer writes no more, although it has not said so."""
+        """Whether this producer certainly writes no more, although it has not said so."""
         return not self.one_sided
 
     @abc.abstractmethod

@@ -38,8 +38,8 @@ def listening_sockets() -> dict[int, int]:
 
 
 def keep_accepted_alive(ports: Collection[int]) -> None:
-    """`keep_alive` for the connections that were accepted on these ports, whoever accepted them, as
-    far as there are descriptors."""
+    """`keep_alive` for the connections that any library has accepted on these ports, as far as there are
+    descriptors."""
     with contextlib.suppress(OSError):
         for _, sock, port in _sockets():
             if port in ports and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -20,7 +20,6 @@ from pd_connector.transport.base import Transport
 from pd_connector.transport.shm.transport import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
 from pd_connector.transport.tcp.connection import Pace
-from pd_connector.transport.tcp_v1 import TcpV1Transport
 
 
 class TransportParts(NamedTuple):
@@ -46,8 +45,7 @@ MakeTransport = Callable[[TransportParts], Transport]
 def make_transports(
     context: Context, config: Config, keys: CurveKeys | None, buffers: Buffers
 ) -> list[Transport]:
-    """The transports of `config.transports`, in that order. `tcp` stands for two: the second is for
-    engines of the previous release.
+    """The transports of `config.transports`, in that order.
 
     Raises:
         TransportError: one of them cannot work on this machine.
@@ -57,16 +55,11 @@ def make_transports(
     made: list[Transport] = []
     with contextlib.ExitStack() as undo:
         for name in config.transports:
-            for make in _makers(name):
-                transport = make(parts)
-                undo.callback(transport.close)
-                made.append(transport)
+            make = _MAKERS.get(name) or _added_by_others(name)
+            made.append(make(parts))
+            undo.callback(made[-1].close)
         undo.pop_all()
     return made
-
-
-def _makers(name: str) -> tuple[MakeTransport, ...]:
-    return _MAKERS.get(name) or (_added_by_others(name),)
 
 
 def _added_by_others(name: str) -> MakeTransport:
@@ -106,11 +99,6 @@ def _make_tcp(parts: TransportParts) -> Transport:
     )
 
 
-def _make_tcp_v1(parts: TransportParts) -> Transport:
-    config = parts.config
-    return TcpV1Transport(parts.context, config.slot_bytes, config.host, config.permits, parts.keys)
-
-
 def _make_nixl(parts: TransportParts) -> Transport:
     from pd_connector.transport.nixl.transport import NixlTransport
 
@@ -129,9 +117,9 @@ def _make_ucx(parts: TransportParts) -> Transport:
     return UcxTransport(parts.config.slot_bytes, parts.config.host)
 
 
-_MAKERS: dict[str, tuple[MakeTransport, ...]] = {
-    "shm": (_make_shm,),
-    "tcp": (_make_tcp, _make_tcp_v1),
-    "nixl": (_make_nixl,),
-    "ucx": (_make_ucx,),
+_MAKERS: dict[str, MakeTransport] = {
+    "shm": _make_shm,
+    "tcp": _make_tcp,
+    "nixl": _make_nixl,
+    "ucx": _make_ucx,
 }

@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from pd_connector.config import Config
 from pd_connector.kv.checkpoint_files import CheckpointFiles, Weights
 from pd_connector.kv.geometry import Shard
-from pd_connector.kv.identity import schema2_fingerprint
 from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
@@ -77,7 +75,7 @@ def model_facts(
             "weights of %s are not files on this disk: %s", model.model, _what_then(loaded, config)
         )
         weights = Weights(b"")
-    module = None if weights.sampled or not loaded.fine else loaded_model(vllm_config)
+    module = None if weights.sampled or not loaded.sampled else loaded_model(vllm_config)
     return ModelFacts(
         config=config_fingerprint(
             served,
@@ -89,9 +87,7 @@ def model_facts(
         ),
         weights=weights.sampled,
         weights_full=weights.full,
-        weights_fine=weights.fine,
         loaded=loaded.sampled,
-        loaded_fine=loaded.fine,
         loaded_full=b"" if module is None else loaded_full_fingerprint(module),
         held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
@@ -130,7 +126,7 @@ def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
 def _what_then(loaded: Loaded, config: Config) -> str:
     if config.model_id:
         return f"engines with model_id {config.model_id!r} are taken for the same"
-    if loaded.fine:
+    if loaded.sampled:
         return (
             "parameters in memory are compared instead, which needs the same parallelism on both "
             "sides, or the same model_id (config key model_id)"
@@ -267,30 +263,3 @@ def _of_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
         ):
             told[name] = found
     return told
-
-
-def schema2_model(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the model that vLLM serves, for peers of schema 2."""
-    model = vllm_config.model_config
-    config: dict[str, Any] = model.hf_config.to_dict()
-    config["served_dtype"] = str(model.dtype)
-    config["served_quantization"] = str(model.quantization)
-    if vllm_config.load_config.load_format == "dummy":
-        return schema2_fingerprint(config, None, seed=model.seed)
-    folder = _checkpoint_folder(model.model, model.revision)
-    if folder is None:
-        config["served_name"] = f"{model.model}@{model.revision}"
-    return schema2_fingerprint(config, folder)
-
-
-def _checkpoint_folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-    except HFValidationError:  # a file, a repository with a quantisation, an object store
-        return None
-    return Path(found).parent if isinstance(found, str) else None

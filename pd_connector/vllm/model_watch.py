@@ -100,7 +100,7 @@ class ModelWatch:
     def _compare(self) -> None:
         """Find out whether the weights are still those that peers were told of."""
         self._next_compare = time.monotonic() + _COMPARE_S
-        if self._loaded.fine and loaded_weights(self._vllm_config) != self._loaded:
+        if self._loaded.sampled and loaded_weights(self._vllm_config) != self._loaded:
             self._told.other_weights()
             self._tell()
 
@@ -109,9 +109,7 @@ class ModelWatch:
         self._loaded = loaded_weights(self._vllm_config)
         whole, self._whole = self._whole, False
         files = loaded_files(self._vllm_config) if whole else None
-        if files and self._told.tell_files(
-            files, loaded=self._loaded.sampled, loaded_fine=self._loaded.fine
-        ):
+        if files and self._told.tell_files(files, loaded=self._loaded.sampled):
             self._as_on_disk = self._loaded
             return
         logger.warning(
@@ -127,10 +125,9 @@ class ModelWatch:
         loaded = self._loaded
         if loaded.kernels != self._as_on_disk.kernels:
             loaded = Loaded()
-        model = loaded_model(self._vllm_config) if loaded.fine and not version else None
+        model = loaded_model(self._vllm_config) if loaded.sampled and not version else None
         self._told.tell_memory(
             loaded=loaded.sampled,
-            loaded_fine=loaded.fine,
             loaded_full=b"" if model is None else loaded_full_fingerprint(model),
             version=version,
         )

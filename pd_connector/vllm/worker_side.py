@@ -30,7 +30,6 @@ from pd_connector.vllm.model import (
     loaded_files,
     loaded_weights,
     model_facts,
-    schema2_model,
 )
 from pd_connector.vllm.model_watch import ModelWatch
 from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
@@ -92,13 +91,12 @@ class WorkerSide:
         self._agent = Agent(
             self._config,
             transfer.engine_id,
-            schema2_model(self._vllm_config),
+            facts,
             cache,
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
             tells=(FIRST_TOKEN,) if transfer.is_kv_producer else (),
-            facts=facts,
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
             experts=self._vllm_config.model_config.is_moe,

@@ -33,6 +33,7 @@ from pd_connector.agent.handshake import RefusedError
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
 from pd_connector.protocol.peers import Peer, Source
@@ -197,7 +198,7 @@ def test_other_tokens_are_refused_and_the_pages_stay_for_whom_they_are_meant(ran
 @pytest.mark.parametrize(
     ("options", "cause", "words"),
     [
-        ({"model": b"another"}, Cause.MODEL, "same weights"),
+        ({"facts": ModelFacts(b"config", b"another")}, Cause.MODEL, "same weights"),
         (
             {"geometry": geometry_of(heads=8)},
             Cause.GEOMETRY,
@@ -237,17 +238,18 @@ def test_a_consumer_that_does_not_take_the_welcome_has_no_page_kept_for_it(
     until(lambda: producer.gauge("leased_pages") == 0)
 
 
-@pytest.mark.parametrize(("said", "taken"), [(b"another", False), (MODEL, True), (b"", True)])
+@pytest.mark.parametrize(("weights", "taken"), [(b"another", False), (MODEL.weights, True)])
 def test_a_consumer_compares_the_model_too(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, said: bytes, taken: bool
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, weights: bytes, taken: bool
 ):
-    """A producer that does not, or lies; versions before this one do not say it."""
+    """A producer that does not, or lies."""
+    said = msgspec.structs.replace(MODEL, weights=weights)
     producer, consumer = ranks.pair(LONG)
     encode = messages.encode
 
     def changed(message: Any) -> bytes:
         if isinstance(message, messages.Welcome):
-            message = msgspec.structs.replace(message, model=said)
+            message = msgspec.structs.replace(message, facts=said)
         return encode(message)
 
     monkeypatch.setattr(messages, "encode", changed)
@@ -279,19 +281,6 @@ def test_one_producer_under_several_names_serves_all_of_them(ranks: Ranks):
             consumer.load(source, f"{round_}{i}", [4 * i, 4 * i + 1, 4 * i + 2])
             assert consumer.loaded(f"{round_}{i}").cause is None
     assert consumer.gauge("producer_sessions") == 1
-
-
-@pytest.mark.parametrize("newest", [0, 2])
-def test_a_version_without_a_common_schema_is_refused_with_both_versions(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, newest: int
-):
-    producer, consumer = ranks.pair(LONG)
-    monkeypatch.setattr(messages, "common_schema", lambda newest, oldest: None)
-    consumer.load(producer.source, "t", [1])
-    finished = consumer.loaded("t")
-    assert finished.cause == Cause.VERSION
-    spoken = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
-    assert f"producer speaks {spoken}, consumer {spoken}" in finished.detail
 
 
 @pytest.mark.parametrize(

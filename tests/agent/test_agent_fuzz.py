@@ -114,7 +114,9 @@ def valid_messages() -> list[bytes]:
         messages.Heartbeat(["bait"]),
         messages.Watch("bait"),
         messages.Taken(1),
-        messages.Welcome(messages.SCHEMA, "e", 1, GEOMETRY, ["raw"], "tcp", b"", 1 << 20, True),
+        messages.Welcome(
+            messages.SCHEMA, "e", 1, MODEL, GEOMETRY, ["raw"], "tcp2", b"", 1 << 20, True
+        ),
         messages.Ready("bait"),
         messages.Offered("bait", 0, 0, 0, 100, b"header"),
         messages.OfferedPages("bait", 0, 0, 8, bytes(16), b"header"),
@@ -175,7 +177,7 @@ def test_nothing_is_unpickled(ranks: Ranks, context: zmq.Context[Any], tmp_path:
     producer = ranks(LONG | {"transports": ("tcp",)}, consumes=False)
     liar = LyingConsumer(context, producer.agent.port)
     liar.say(bomb, [bomb, bomb])
-    liar.say(msgspec.structs.replace(HELLO, transports={"tcp": bomb, "shm": bomb}))
+    liar.say(msgspec.structs.replace(HELLO, transports={"tcp2": bomb, "shm": bomb}))
     assert_serves_on(ranks, producer)
     assert not (tmp_path / "exploded").exists()
     pickle.loads(bomb)
@@ -204,7 +206,7 @@ ADDRESSES: dict[str, bytes] = {
 def test_addresses_of_transports_that_are_none(ranks: Ranks, context: zmq.Context[Any]):
     producer = ranks(SHORT, consumes=False)
     for name, data in ADDRESSES.items():
-        every = ("tcp2", "tcp", "shm")
+        every = ("tcp2", "shm")
         for offered in (*({name: data} for name in every), dict.fromkeys(every, data)):
             liar = LyingConsumer(context, producer.agent.port)
             producer.offer("bait", [1, 2, 3, 4])
@@ -301,8 +303,10 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-DIALLED = msgspec.msgpack.encode(("127.0.0.1", 9, b"x"))
-WELCOME = messages.Welcome(messages.SCHEMA, "engine", 5, GEOMETRY, ["raw"], "tcp", DIALLED, 1 << 20)
+DIALLED = msgspec.msgpack.encode(("127.0.0.1", 9, bytes(16), bytes(32), 1, 1 << 20, True))
+WELCOME = messages.Welcome(
+    messages.SCHEMA, "engine", 5, MODEL, GEOMETRY, ["raw"], "tcp2", DIALLED, 1 << 20
+)
 LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
     "silence": ([], {Cause.UNREACHABLE}),
     "noise": ([[b"\xc1"]], {Cause.MALFORMED_MESSAGE}),
@@ -385,7 +389,7 @@ LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
         {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     )
     for name, data in ADDRESSES.items()
-    for transport in ("tcp2", "tcp", "shm")
+    for transport in ("tcp2", "shm")
 }
 
 
@@ -455,7 +459,7 @@ def test_a_geometry_that_is_none_costs_its_sender_the_transfer_only(
 ):
     producer = ranks(SHORT | {"transports": ("tcp",)}, consumes=False)
     producer.offer("bait", [1, 2, 3, 4])
-    address = {"tcp": DIALLED}
+    address = {"tcp2": DIALLED}
     liar = LyingConsumer(context, producer.agent.port)
     geometry = LIED_GEOMETRIES[name]
     liar.say(msgspec.structs.replace(HELLO, geometry=geometry, transports=address))

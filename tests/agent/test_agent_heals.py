@@ -15,7 +15,6 @@ import pytest
 from support.agents import KEY, LONG, Rank, Ranks, assert_pages, ranks, until  # noqa: F401
 from support.relay import Relay
 
-from pd_connector.agent import loop
 from pd_connector.errors import Cause
 from pd_connector.protocol.peers import Source
 from pd_connector.transport.base import Transport
@@ -38,19 +37,17 @@ SHORTER = SETTINGS | {
 TRANSFERS = 6
 
 each_key = pytest.mark.parametrize("key", ["", KEY], ids=["plain", "key"])
-each_wire = pytest.mark.parametrize("wire_name", ["tcp2", "tcp"])
 
 
 class Detour:
     """Makes agents whose peers reach their data port through a relay."""
 
-    def __init__(self, wire_name: str) -> None:
-        self._wire_name = wire_name
+    def __init__(self) -> None:
         self.relays: list[Relay] = []
 
     def __call__(self, transport: Transport) -> Transport:
         """What `Agent` makes of a transport."""
-        if transport.name != self._wire_name:
+        if transport.label != "tcp":
             return transport
         address = msgspec.msgpack.decode(transport.address())
         self.relays.append(Relay(address[1]))
@@ -60,26 +57,11 @@ class Detour:
 
 
 @pytest.fixture
-def detour(wire_name: str) -> Iterator[Detour]:
-    made = Detour(wire_name)
+def detour() -> Iterator[Detour]:
+    made = Detour()
     yield made
     for relay in made.relays:
         relay.close()
-
-
-@pytest.fixture
-def only(wire_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents have this transport alone."""
-    make = loop.make_transports
-
-    def made(*args: Any) -> list[Transport]:
-        every = make(*args)
-        for transport in every:
-            if transport.name != wire_name:
-                transport.close()
-        return [transport for transport in every if transport.name == wire_name]
-
-    monkeypatch.setattr(loop, "make_transports", made)
 
 
 def transfer(
@@ -100,9 +82,7 @@ def transfer(
 
 
 @each_key
-@each_wire
 @pytest.mark.parametrize("fault", [Relay.forget, Relay.reset], ids=["forgotten", "reset"])
-@pytest.mark.usefixtures("only")
 def test_transfers_after_a_connection_was_lost_arrive(
     ranks: Ranks,  # noqa: F811
     detour: Detour,
@@ -122,8 +102,6 @@ def test_transfers_after_a_connection_was_lost_arrive(
 
 
 @each_key
-@pytest.mark.parametrize("wire_name", ["tcp2"])
-@pytest.mark.usefixtures("only")
 def test_an_idle_connection_that_was_forgotten_costs_no_transfer(
     ranks: Ranks,  # noqa: F811
     detour: Detour,
@@ -143,8 +121,6 @@ def test_an_idle_connection_that_was_forgotten_costs_no_transfer(
 
 
 @each_key
-@pytest.mark.parametrize("wire_name", ["tcp2"])
-@pytest.mark.usefixtures("only")
 def test_stalled_transfers_leave_no_memory_behind(
     ranks: Ranks,  # noqa: F811
     detour: Detour,
@@ -185,10 +161,8 @@ def serves_again(producer: Rank, consumer: Rank, name: str, source: Source | Non
 
 
 @each_key
-@pytest.mark.parametrize("wire_name", ["tcp2"])
 @pytest.mark.parametrize("silently", [False, True], ids=["reset", "forgotten"])
 @pytest.mark.parametrize("nbytes", [1, 40, 3000])
-@pytest.mark.usefixtures("only")
 def test_a_connection_that_ends_within_a_chunk_leaves_right_pages_and_serves_again(
     ranks: Ranks,  # noqa: F811
     detour: Detour,
@@ -209,8 +183,6 @@ def test_a_connection_that_ends_within_a_chunk_leaves_right_pages_and_serves_aga
 
 
 @each_key
-@pytest.mark.parametrize("wire_name", ["tcp2"])
-@pytest.mark.usefixtures("only")
 def test_a_data_port_that_never_speaks_keeps_only_the_first_transfers_waiting(
     ranks: Ranks,  # noqa: F811
     detour: Detour,

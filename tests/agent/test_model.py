@@ -62,18 +62,10 @@ def test_no_kv_passes_between_models_that_are_not_known_to_be_the_same(
     assert producer.count("rejected_sessions", cause="model")
 
 
-def test_models_that_are_the_same_exchange_kv_whatever_the_older_fingerprint(ranks: Ranks):
-    producer, consumer = pair(
-        ranks, {"facts": FACTS, "model": b"a"}, {"facts": FACTS, "model": b"b"}
-    )
+def test_models_that_are_the_same_exchange_kv(ranks: Ranks):
+    producer, consumer = pair(ranks, {"facts": FACTS}, {"facts": FACTS})
     assert fetched(producer, consumer) is None
     assert_pages(producer, [3, 4], consumer, [7, 8])
-
-
-@pytest.mark.parametrize("older", [b"model", b"other"])
-def test_with_a_peer_of_an_older_version_the_older_fingerprint_decides(ranks: Ranks, older: bytes):
-    producer, consumer = pair(ranks, {"facts": FACTS, "model": b"model"}, {"model": older})
-    assert fetched(producer, consumer) is (None if older == b"model" else Cause.MODEL)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +117,6 @@ def test_weights_that_change_end_what_was_computed_with_the_old_ones(ranks: Rank
     assert fetched(producer, consumer, "named") is None
 
 
-READ = {"weights_fine": b"fine"}
-
-
 def know(rank: Rank, full: bytes) -> None:
     rank.agent.submit(KnowWeights(full))
 
@@ -136,7 +125,7 @@ def know(rank: Rank, full: bytes) -> None:
 def test_weights_that_differ_between_samples_end_the_pair_once_all_bytes_are_read(
     ranks: Ranks, first: str
 ):
-    producer, consumer = pair(ranks, {"facts": facts(**READ)}, {"facts": facts(**READ)})
+    producer, consumer = pair(ranks, {"facts": FACTS}, {"facts": FACTS})
     assert fetched(producer, consumer) is None, "samples are the same"
     both = {"producer": (producer, b"one"), "consumer": (consumer, b"other")}
     know(*both.pop(first))
@@ -149,22 +138,20 @@ def test_weights_that_differ_between_samples_end_the_pair_once_all_bytes_are_rea
 
 
 def test_weights_whose_bytes_are_the_same_go_on_in_their_session(ranks: Ranks):
-    producer, consumer = pair(ranks, {"facts": facts(**READ)}, {"facts": facts(**READ)})
+    producer, consumer = pair(ranks, {"facts": FACTS}, {"facts": FACTS})
     assert fetched(producer, consumer) is None
     for rank in (producer, consumer):
         know(rank, b"all")
     assert fetched(producer, consumer, "after") is None
     assert not consumer.count("lost_sessions", cause="audit")
-    late = ranks(TCP, seed=2, produces=False, facts=facts(**READ, weights_full=b"other"))
+    late = ranks(TCP, seed=2, produces=False, facts=facts(weights_full=b"other"))
     assert fetched(producer, late, "late") is Cause.MODEL, (
         "what was found is told in handshakes, too"
     )
 
 
 def test_weights_that_differ_are_a_producer_that_is_not_trusted(ranks: Ranks):
-    producer, consumer = pair(
-        ranks, {"facts": facts(**READ)}, {"facts": facts(**READ), "audits": True}
-    )
+    producer, consumer = pair(ranks, {"facts": FACTS}, {"facts": FACTS, "audits": True})
     producer.offer("audited", [3, 4])
     consumer.load(producer.source, "audited", [7, 8])
     assert consumer.loaded("audited").cause is Cause.UNAUDITED

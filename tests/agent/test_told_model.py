@@ -40,7 +40,7 @@ class Engine:
     def __init__(self, path: Path) -> None:
         files = opened(path)
         found = read_weights([files])
-        facts = ModelFacts(b"c", found.sampled, weights_fine=found.fine, loaded_fine=b"memory")
+        facts = ModelFacts(b"c", found.sampled, loaded=b"memory")
         self.commands: list[Any] = []
         self.told = ToldModel(facts, [files], self.commands.append)
 
@@ -110,7 +110,7 @@ def test_nothing_is_known_of_weights_that_change(checkpoint: Path) -> None:
     assert engine.told.changes == 1
     assert "have changed" in model_problem(engine.facts, other.facts)
     assert model_problem(engine.facts, engine.facts), "nor of another that changes"
-    engine.told.tell_memory(loaded=b"new", loaded_fine=b"new", loaded_full=b"new")
+    engine.told.tell_memory(loaded=b"new", loaded_full=b"new")
     assert model_problem(engine.facts, engine.facts) == ""
     assert model_problem(engine.facts, other.facts)
     assert "changed" in model_problem(engine.facts, _with(engine.facts, loaded_full=b"row"))
@@ -126,7 +126,7 @@ def test_weights_that_were_all_loaded_from_files_are_those_files(
         Engine(checkpoint).wait(),
     )
     reloaded.told.withdraw()
-    assert reloaded.told.tell_files([opened(other)], loaded=b"", loaded_fine=b"new")
+    assert reloaded.told.tell_files([opened(other)], loaded=b"new")
     reloaded.wait()
     assert model_problem(reloaded.facts, fresh.facts) == ""
     assert "(all bytes)" in model_problem(reloaded.facts, old.facts)
@@ -140,8 +140,8 @@ def test_files_of_some_of_the_weights_say_nothing_of_the_others(
     some = tensors()
     del some["layers.3.norm"]
     part = opened(save(tmp_path / "part", some))
-    assert not engine.told.tell_files([part], loaded=b"", loaded_fine=b"")
-    assert not engine.told.tell_files(engine.told._files, loaded=b"", loaded_fine=b"")
+    assert not engine.told.tell_files([part], loaded=b"")
+    assert not engine.told.tell_files(engine.told._files, loaded=b"")
     assert engine.told.withdrawn
 
 

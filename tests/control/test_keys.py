@@ -9,7 +9,6 @@ import pytest
 import zmq
 
 from pd_connector.config import MIN_KEY_CHARACTERS
-from pd_connector.control.addresses import bound_port
 from pd_connector.control.keys import CurveKeys, Gatekeeper, new_key, secret
 
 SECRET = "a shared secret of some length"
@@ -33,7 +32,7 @@ class _Guarded:
         self.gatekeeper = Gatekeeper(context, keys)
         self.socket = context.socket(zmq.PULL)
         keys.guard(self.socket)
-        self.socket.bind("tcp://127.0.0.1:*")
+        self._port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self._dialled: list[zmq.Socket[bytes]] = []
 
     def dial(self, context: Context, keys: CurveKeys | None) -> zmq.Socket[bytes]:
@@ -41,7 +40,7 @@ class _Guarded:
         dialled.linger = 0
         if keys:
             keys.present(dialled)
-        dialled.connect(f"tcp://127.0.0.1:{bound_port(self.socket)}")
+        dialled.connect(f"tcp://127.0.0.1:{self._port}")
         self._dialled.append(dialled)  # a socket that nobody holds is closed
         return dialled
 

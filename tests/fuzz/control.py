@@ -84,7 +84,7 @@ HELLO = messages.Hello(
     {"tcp2": TCP_ADDRESS},
 )
 WELCOME = messages.Welcome(
-    messages.SCHEMA, "peer", EPOCH, GEOMETRY, ["raw"], "tcp2", TCP_ADDRESS, 1 << 20, model=MODEL
+    messages.SCHEMA, "peer", EPOCH, MODEL, GEOMETRY, ["raw"], "tcp2", TCP_ADDRESS, 1 << 20
 )
 READABLE_HELLO = msgspec.structs.replace(
     HELLO, transports={"shm": SHM_ADDRESS}, readable=["shm", "tcp2"]

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connector.kv.checksum import checksum
-from pd_connector.plan.rules import RULES
 
 ROW_BYTES = 8 * 256
 # Whole rows, a last row that is not whole, and words that are not whole.
@@ -92,8 +91,6 @@ def test_a_slot_that_was_never_written_is_seen() -> None:
     assert len({_sum(data), _sum(half), _sum(bytes(4 * ROW_BYTES)), _sum(b"")}) == 4
 
 
-@pytest.mark.parametrize(("schema", "wanted"), [(2, "5d4f822c1ee2502a"), (3, "93bc590bc36a12f7")])
-def test_the_checksum_of_a_schema_stays_as_it_is(schema: int, wanted: str) -> None:
-    """Engines of the previous release compute it, too."""
-    found = checksum(memoryview(_data(3 * ROW_BYTES + 5)), RULES[schema].sums_digest)
-    assert found.hex() == wanted
+def test_the_checksum_stays_as_it_is_within_a_schema() -> None:
+    """Peers of other versions compute it, too."""
+    assert checksum(memoryview(_data(3 * ROW_BYTES + 5))).hex() == "93bc590bc36a12f7"

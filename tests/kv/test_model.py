@@ -59,18 +59,6 @@ def test_all_bytes_decide_where_both_have_hashed_them():
     assert model_problem(ours, DISK) == "", "one has samples only"
 
 
-def test_finer_samples_decide_where_both_have_taken_them():
-    ours, theirs = other(weights_fine=b"fine"), other(weights_fine=b"else")
-    assert "(samples)" in model_problem(ours, theirs)
-    assert model_problem(ours, other(ours, loaded_fine=b"x")) == ""
-    assert model_problem(ours, DISK) == "", "an engine of the release before has none"
-    memory = other(weights=b"", loaded_fine=b"fine")
-    assert "(samples)" in model_problem(memory, other(memory, loaded_fine=b"else"))
-    changed = other(memory, updates=1)
-    assert model_problem(changed, changed) == ""
-    assert "have changed" in model_problem(changed, other(changed, loaded_fine=b"else"))
-
-
 def test_without_files_parameters_in_memory_decide_if_the_ranks_hold_the_same():
     memory = other(weights=b"")
     assert model_problem(memory, memory) == ""

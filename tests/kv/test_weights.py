@@ -123,7 +123,9 @@ def test_a_bit_between_samples_counts_only_if_all_bytes_are_read(
     ours, theirs = read_weights(folder, full=True), read_weights(other, full=True)
     assert ours is not None
     assert theirs is not None
-    assert ours[:2] == theirs[:2], "samples are the same, so that the test tests what it says"
+    assert ours._replace(full=b"") == theirs._replace(full=b""), (
+        "samples are the same, so that the test tests what it says"
+    )
     assert ours.full != theirs.full
 
 
@@ -254,9 +256,7 @@ def test_keys_of_a_fused_projection_count(tmp_path: Path, heads: int, kv_heads: 
     after = read_weights(save(tmp_path / "other", {**made, "qkv_proj": fused}))
     assert before is not None
     assert after is not None
-    assert before.fine != after.fine
-    if kv_heads == 2 and heads == 32:
-        assert before.sampled == after.sampled, "so that the test tests what it says"
+    assert before.sampled != after.sampled
 
 
 def test_columns_of_a_fused_projection_count(tmp_path: Path) -> None:
@@ -267,8 +267,7 @@ def test_columns_of_a_fused_projection_count(tmp_path: Path) -> None:
     after = read_weights(save(tmp_path / "other", made))
     assert before is not None
     assert after is not None
-    assert before.fine != after.fine
-    assert before.sampled == after.sampled, "so that the test tests what it says"
+    assert before.sampled != after.sampled
 
 
 def test_every_single_expert_of_a_fused_tensor_counts(tmp_path: Path) -> None:
@@ -394,7 +393,7 @@ def test_one_row_that_differs_is_seen_by_all_bytes_and_not_by_samples(
     theirs = read_weights(save(tmp_path / "other", made), full=True)
     assert ours is not None
     assert theirs is not None
-    assert ours[:3] == theirs[:3], "so that the test tests what it says"
+    assert ours._replace(full=b"") == theirs._replace(full=b""), "samples are the same"
     assert ours.full != theirs.full
 
 

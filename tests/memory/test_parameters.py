@@ -48,14 +48,14 @@ def test_parameters_of_any_layout_are_sampled():
 
 
 def changed(model, part):
-    """Whether both fingerprints, the coarse and the fine, see a part of a parameter scaled."""
+    """Whether the fingerprint sees a part of a parameter scaled."""
     before = loaded_fingerprint(model)
     kept = part.clone()
     part.mul_(1.5)
     after = loaded_fingerprint(model)
     part.copy_(kept)
     assert loaded_fingerprint(model) == before
-    return after.sampled != before.sampled, after.fine != before.fine
+    return after.sampled != before.sampled
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -66,16 +66,13 @@ def test_keys_of_a_fused_projection_are_seen(heads, kv_heads, transposed):
     weight = torch.rand(width * 64, 256)
     model.qkv = nn.Parameter(weight.t().contiguous().t() if transposed else weight, False)
     keys = model.qkv.data[heads * 64 : (heads + kv_heads) * 64]
-    coarse, fine = changed(model, keys)
-    assert fine
-    if (heads, transposed) == (32, False):
-        assert not coarse, "so that the test tests what it says"
+    assert changed(model, keys)
 
 
 def test_a_single_expert_is_seen():
     model = nn.Module()
     model.experts = nn.Parameter(torch.rand(128, 64, 32), False)
-    assert all(changed(model, model.experts.data[expert])[1] for expert in range(128))
+    assert all(changed(model, model.experts.data[expert]) for expert in range(128))
 
 
 def test_parameters_that_torch_cannot_index_are_sampled():
@@ -85,4 +82,4 @@ def test_parameters_that_torch_cannot_index_are_sampled():
     model.padded = nn.Parameter(codes.view(torch.float4_e2m1fn_x2)[:, :32], False)
     before = loaded_fingerprint(model)
     codes[:, 3] = 7
-    assert loaded_fingerprint(model).fine != before.fine
+    assert loaded_fingerprint(model) != before

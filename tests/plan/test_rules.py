@@ -13,10 +13,8 @@ from pd_connector.plan.route import routes
 from pd_connector.plan.rules import RULES, PlanRules
 
 CODECS = ("fp8_e4m3", "int8", "raw")
-_SINCE_2 = "4c382a37126695dc6bca775340445025169ccd860c5683087dfa7f9c3b4925b5"
-DIGESTS = {2: _SINCE_2, 3: _SINCE_2}
-"""Digests of the routes and plans of 1,500 pairs, by schema. That of schema 2 is what the code computed that
-spoke schema 2 alone."""
+DIGESTS = {1: "4c382a37126695dc6bca775340445025169ccd860c5683087dfa7f9c3b4925b5"}
+"""Digests of the routes and plans of 1,500 pairs, by schema."""
 
 
 def some_group(chosen: random.Random) -> dict[str, object]:
@@ -81,8 +79,8 @@ def test_routes_and_plans_of_a_schema_stay_as_they_were(schema: int) -> None:
     assert digest_of(RULES[schema]) == DIGESTS[schema]
 
 
-@pytest.mark.parametrize("name", sorted({*PlanRules.__dataclass_fields__} - {"sums_digest"}))
+@pytest.mark.parametrize("name", sorted(PlanRules.__dataclass_fields__))
 def test_every_constant_shows_in_the_plans(name: str) -> None:
     """So that the digests would notice a change of any of them."""
-    other = replace(RULES[3], **{name: getattr(RULES[3], name) * 2})
-    assert digest_of(other) != DIGESTS[3]
+    other = replace(RULES[1], **{name: getattr(RULES[1], name) * 2})
+    assert digest_of(other) != DIGESTS[1]

@@ -21,6 +21,7 @@ from support.agents import until
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.last_words import FIRST_TOKEN
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
@@ -60,7 +61,7 @@ class Engine(Manager):
         self.agent = Agent(
             CONFIG,
             "p" if produces else "d",
-            b"model",
+            ModelFacts(b"config", b"weights"),
             cache,
             produces=produces,
             consumes=not produces,

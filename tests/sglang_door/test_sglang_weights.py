@@ -26,7 +26,7 @@ def watch(served: torch.nn.Module) -> tuple[WeightsWatch, list[Any]]:
     """A watch, and what it submits."""
     submitted: list[Any] = []
     loaded = loaded_fingerprint(served)
-    facts = ModelFacts(b"c", b"disk", held="all", loaded=loaded.sampled, loaded_fine=loaded.fine)
+    facts = ModelFacts(b"c", b"disk", held="all", loaded=loaded.sampled)
     return WeightsWatch(scheduler(served), facts, None, submitted.append), submitted
 
 

@@ -14,6 +14,7 @@ from pd_connector.agent.agent import Agent, Outcome
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.protocol.incoming import Finished, Held, Load
 from pd_connector.protocol.outgoing import Free, Offer
@@ -25,7 +26,7 @@ torch.set_num_threads(1)  # a test counts its threads; torch would keep some of 
 KEY = "0123456789abcdef" * 3 + "fedcba9876543210"  # in the form of `pd-connector key`
 WHOLE = Shard(0, 2, 0, 1)
 HALVES = (Shard(0, 2, 0, 2), Shard(0, 2, 1, 2))
-MODEL = b"model"
+MODEL = ModelFacts(b"config", b"weights")
 TOKENS = b"tokens"
 PAGE_TOKENS = 4
 
@@ -104,7 +105,7 @@ class Rank:
         pages: int = 24,
         seed: int = 0,
         geometry: Geometry = GEOMETRY,
-        model: bytes = MODEL,
+        facts: ModelFacts = MODEL,
         engine_id: str = "engine",
         produces: bool = True,
         consumes: bool = True,
@@ -121,7 +122,7 @@ class Rank:
         seen = {number: views(layer, group) for number, layer in self.layers.items()}
         cache = PagedCache(seen, geometry)
         roles = {"produces": produces, "consumes": consumes}
-        self.agent = Agent(Config(**settings), engine_id, model, cache, **roles, **options)
+        self.agent = Agent(Config(**settings), engine_id, facts, cache, **roles, **options)
 
     @property
     def source(self) -> Source:

@@ -4,7 +4,7 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,10 +22,15 @@ class Child:
     """A rank in another process. Calls are made there; results must be picklable."""
 
     def __init__(
-        self, settings: dict[str, Any], chunks: int | None, options: dict[str, Any]
+        self,
+        settings: dict[str, Any],
+        chunks: int | None,
+        before: Callable[[], object],
+        options: dict[str, Any],
     ) -> None:
         self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_live, args=(theirs, settings, chunks, options))
+        told = theirs, settings, chunks, before, options
+        self._process = _context.Process(target=_live, args=told)
         self._process.start()
         theirs.close()
 
@@ -58,10 +63,16 @@ class Children:
         self._started: list[Child] = []
 
     def __call__(
-        self, settings: dict[str, Any], *, chunks: int | None = None, **options: Any
+        self,
+        settings: dict[str, Any],
+        *,
+        chunks: int | None = None,
+        before: Callable[[], object] = int,
+        **options: Any,
     ) -> Child:
-        """A child that writes so many chunks and swallows all others (None: writes all)."""
-        child = Child(settings, chunks, options)
+        """A child that writes the first `chunks` chunks and swallows all others (None: writes all). It calls
+        `before` before it makes its rank."""
+        child = Child(settings, chunks, before, options)
         self._started.append(child)
         return child
 
@@ -84,8 +95,13 @@ def children(nursery: None) -> Iterator[Children]:
 
 
 def _live(
-    pipe: Connection, settings: dict[str, Any], chunks: int | None, options: dict[str, Any]
+    pipe: Connection,
+    settings: dict[str, Any],
+    chunks: int | None,
+    before: Callable[[], object],
+    options: dict[str, Any],
 ) -> None:
+    before()
     written: list[int] = []
 
     def meddle(header: bytes, payload: bytes, slot: int) -> tuple[bytes, bytes, int] | None:

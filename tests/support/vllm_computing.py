@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.protocol.peers import Peer, Source
 from pd_connector.vllm.layers import CacheId
@@ -143,7 +144,7 @@ class ComputingEngine(SteppedEngine):
         self.agent = Agent(
             Config(**settings),
             engine_id,
-            b"model",
+            ModelFacts(b"config", b"weights"),
             PagedCache(views, geometry),
             produces=role != "kv_consumer",
             consumes=role != "kv_producer",

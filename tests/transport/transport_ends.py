@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import zmq
 
-from pd_connector.control.keys import CurveKeys, Gatekeeper
+from pd_connector.control.keys import CurveKeys
 from pd_connector.hosts import is_loopback
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
@@ -17,7 +16,6 @@ from pd_connector.transport.base import Transport, Written
 from pd_connector.transport.shm.transport import ShmTransport
 from pd_connector.transport.tcp import TcpTransport
 from pd_connector.transport.tcp.connection import Pace
-from pd_connector.transport.tcp_v1 import TcpV1Transport
 
 KEY = "a shared secret of some length"
 SLOTS = 8
@@ -37,7 +35,7 @@ class Arrival(NamedTuple):
 
 
 class End:
-    """A transport of one `kind`: shm, tcp, tcp+key, tcp-v1, tcp-v1+key, nixl or ucx.
+    """A transport of one `kind`: shm, tcp, tcp+key, nixl or ucx.
 
     Args:
         key: for those with a key, the shared secret; empty for an end that has none.
@@ -61,9 +59,7 @@ class End:
         self.kind = kind
         self.landing = Slab(slots, slot_bytes, shared=kind == "shm")
         self.sending = Slab(slots, slot_bytes, shared=kind == "shm")
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.keys = CurveKeys.derive(key) if kind.endswith("+key") and key else None
-        self.gatekeeper = Gatekeeper(self.context, self.keys) if self.keys else None
         self.transport = self._make()
         self.written: list[Written] = []
         self.landed: list[Arrival] = []
@@ -80,19 +76,14 @@ class End:
         return len(payload)
 
     def poll(self) -> None:
-        if self.gatekeeper:
-            self.gatekeeper.answer()
         written, landed = self.transport.poll()
         self.written += written
         self.landed += [Arrival(a.header, a.slot, bytes(a.payload), a.problem) for a in landed]
 
     def close(self) -> None:
         self.transport.close()
-        if self.gatekeeper:
-            self.gatekeeper.close()
         self.landing.close()
         self.sending.close()
-        self.context.destroy(linger=0)
 
     def _make(self) -> Transport:
         if self.kind == "shm":
@@ -105,9 +96,6 @@ class End:
             from pd_connector.transport.ucx import UcxTransport
 
             return UcxTransport(self.landing.slot_bytes)
-        if self.kind.startswith("tcp-v1"):
-            where = self.landing.slot_bytes, "127.0.0.1", is_loopback
-            return TcpV1Transport(self.context, *where, self.keys)
         shared = self.keys.server_secret + self.keys.client_secret if self.keys else b""
         memory = self.landing, self.sending
         return TcpTransport(*memory, "127.0.0.1", is_loopback, shared, self._pace)

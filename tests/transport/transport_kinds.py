@@ -34,5 +34,5 @@ def _optional(name: str) -> object:
 
 NIXL = _optional("nixl")
 UCX = _optional("ucx")
-KINDS = ["shm", "tcp", "tcp+key", "tcp-v1", "tcp-v1+key", NIXL, UCX]
+KINDS = ["shm", "tcp", "tcp+key", NIXL, UCX]
 READABLE_KINDS = ["shm", NIXL]

@@ -80,7 +80,7 @@ def worker(config):
 def start(worker, config, files=None, **facts):
     """The worker has told these facts of its model."""
     loaded = loaded_weights(config)
-    told = ModelFacts(b"config", loaded=loaded.sampled, loaded_fine=loaded.fine, **facts)
+    told = ModelFacts(b"config", loaded=loaded.sampled, **facts)
     worker._model = ModelWatch(config, told, loaded, files, worker._agent.submit)
 
 
@@ -141,7 +141,7 @@ def test_a_version_that_the_operator_tells_is_told_to_peers(worker):
 
 
 def test_weights_that_a_load_balancer_moves_are_not_compared(config, model):
-    assert loaded_weights(config).fine
+    assert loaded_weights(config).sampled
     config.parallel_config.enable_eplb = True
     assert not any(loaded_weights(config))
 
@@ -165,7 +165,7 @@ def test_weights_that_only_a_kernel_holds_are_looked_at_when_they_are_loaded_ane
     worker.begin(StepCommands(compare_weights=True))
     (changed,) = worker._agent.commands
     assert changed.facts.updates == 1
-    assert not changed.facts.loaded_fine, "the rest may be alike where these are not"
+    assert not changed.facts.loaded, "the rest may be alike where these are not"
     packed(model)
     worker.begin(StepCommands(compare_weights=True))
     assert worker._agent.commands[-1].facts.updates == 2
@@ -178,7 +178,7 @@ def test_where_those_stayed_the_others_are_compared(worker, config, model):
         model.projection.bias.add_(1)
     worker.begin(StepCommands(compare_weights=True))
     (changed,) = worker._agent.commands
-    assert changed.facts.loaded_fine
+    assert changed.facts.loaded
 
 
 def offer(request, final=True):

@@ -16,6 +16,7 @@ from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Hold
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol import messages
@@ -56,7 +57,7 @@ _GEOMETRY = Geometry(
         ),
     ),
 )
-_MODEL = b"bench"
+_MODEL = ModelFacts(b"bench", b"bench")
 
 
 class PeerCosts(NamedTuple):
@@ -209,7 +210,7 @@ def _welcome() -> messages.Welcome:
         transport_address=_shm_address(),
         slot_bytes=1 << 20,
         read=True,
-        model=_MODEL,
+        facts=_MODEL,
         lease_ms=int(1000 * _LEASE_S),
     )
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_connector.kv.checksum import COLUMNS, ROW_BYTES, SumsDigest, digest_of
+from pd_connector.kv.checksum import COLUMNS, ROW_BYTES, digest_of
 
 COPIES = 16
 """Copies of the column sums. Neighbouring programs add to different ones, so that they seldom
@@ -36,14 +36,13 @@ def new_sums(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(COLUMN_WORDS + rows, dtype=torch.int64, device=device)
 
 
-def finish(sums: torch.Tensor, nbytes: int, digest: SumsDigest = "xxh3") -> bytes:
+def finish(sums: torch.Tensor, nbytes: int) -> bytes:
     """Compute the checksum of a payload from its sums. Waits for the device.
 
     Args:
         sums: from `new_sums(nbytes, device)`, after `gather_pages`, `scatter_pages` or
             `payload_sums`.
         nbytes: bytes of the payload.
-        digest: as `checksum` takes it.
 
     Returns:
         8 bytes, equal to `pd_connector.kv.checksum.checksum` of the same payload.
@@ -68,7 +67,7 @@ def finish(sums: torch.Tensor, nbytes: int, digest: SumsDigest = "xxh3") -> byte
         )
     words = sums.cpu().numpy().view(np.uint64)
     columns = words[:COLUMN_WORDS].reshape(COPIES, COLUMNS).sum(axis=0, dtype=np.uint64)
-    return digest_of(nbytes, words[COLUMN_WORDS:], columns, digest)
+    return digest_of(nbytes, words[COLUMN_WORDS:], columns)
 
 
 @triton.jit

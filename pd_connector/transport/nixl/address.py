@@ -16,15 +16,14 @@ _SlotBytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's, as it travels in the handshake. New fields come last: older versions leave out what they do not
-    know."""
+    """The address of one rank, as it travels in the handshake. New fields come last and have defaults."""
 
     name: str
     metadata: bytes
     base: _Pointer  # of the landing slab in its process
     slots: _Slots
     slot_bytes: _SlotBytes
-    # Place and shape of the sending slab; versions without reads have none.
+    # Place and shape of the sending slab.
     send_base: _Pointer = 0
     send_slots: _Slots = 0
     send_slot_bytes: _SlotBytes = 0

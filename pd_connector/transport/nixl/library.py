@@ -3,9 +3,9 @@
 
 NIXL's wheel brings its own libnl-route, under another file name. A module of its UCX (EFA's) loads the system's libefa and
 with it the system's libnl-route. A library that is loaded on behalf of another one looks for functions first where
-that one does: the system's copy finds the wheel's `rtnl_tc_register`, which refuses its traffic classes because the
-wheel's have the same names, and at the process' end `rtnl_tc_unregister`, which takes out of a list what never was in
-it. The process crashes there, after all its work (SIGSEGV; seen with NIXL 1.5.1 beside Debian's libibverbs1,
+that one does. So the system's copy calls the wheel's `rtnl_tc_register`. The call refuses its traffic classes, because
+the wheel's have the same names. At the process' end the copy calls `rtnl_tc_unregister`, which takes out of a list what
+never was in it. The process crashes there, after all its work (SIGSEGV; seen with NIXL 1.5.1 beside Debian's libibverbs1,
 librdmacm1 and ibverbs-providers).
 
 A library that is loaded by itself finds its own functions first. So the system's libnl-route is loaded before UCX
@@ -40,8 +40,8 @@ def import_nixl() -> Any:
 def persistently(make: Callable[[], Made]) -> Made:
     """Call `make`, which opens NIXL's backend UCX, and call it again where it fails.
 
-    UCX takes every network interface of the host into account, and fails if one goes meanwhile (17 of 40 times where
-    interfaces came and went every 30 ms), as those of containers do that start and end beside an engine.
+    UCX looks at every network interface of the host, and fails if one goes meanwhile. Interfaces of containers come
+    and go beside an engine. Where interfaces came and went every 30 ms, 17 of 40 calls failed.
 
     Raises what `make` raised last.
     """

@@ -5,14 +5,14 @@ memory or TCP.
 
 The producer writes into the landing slab by itself, and a notification that follows the bytes tells the consumer. Or
 the consumer reads from the sending slab by itself. Each link, and each producer that is read from, has a NIXL
-agent of its own. For to release a transfer that is under way does not stop it: UCX goes on reading its source and
-writing its target. To destroy the agent does stop it.
+agent of its own. The reason: releasing a transfer that is under way does not stop it, and UCX goes on reading its
+source and writing its target. Destroying the agent stops it.
 
 Two ranks that both have slots on a device use these with each other. Both sides see it in their addresses, so that
 nothing has to be agreed on; all other pairs use slots in host memory.
 
-UCX neither encrypts nor authenticates, and whoever reaches its port can do harm: outside of
-loopback the network between the engines must be trusted, key or no key.
+UCX neither encrypts nor authenticates, and anything that reaches its port can do harm. Outside of loopback
+the network between the engines must be trusted, with a key or without.
 """
 
 import itertools

@@ -13,9 +13,8 @@ _SlotBytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
 class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a transport listens, and what it shares. A msgpack array: fields are only added at its end, and
-    those that a later or an earlier version has there are passed over (some versions had the engine's
-    cache there).
+    """Where a transport listens, and what it shares. It is a msgpack array: fields are only added at its end, and fields
+    that a later version adds there are passed over.
 
     Attributes:
         listener: the abstract name of its Unix socket.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared-memory transport does as a consumer: it takes the chunks that producers have copied into its
-landing slots, looks at chunks in producers' send slots, and copies leased pages out of producers' memory.
+"""The shared-memory transport as a consumer.
+
+It takes the chunks that producers have copied into its landing slots, and looks at chunks in producers' send slots.
+It copies leased pages out of producers' memory.
 """
 
 import itertools
@@ -110,7 +112,7 @@ class ConsumerHalf:
         self._listener = Listener()
         self._sources: dict[int, bytes] = {}  # the token of each source's producer
         self._producers: dict[bytes, ProducerPeer] = {}  # expected, by token
-        # Those of them that have connected. Most of many producers are elsewhere, and `poll` is
+        # The producers that have connected. Most of many producers are elsewhere, and `poll` is
         # called often.
         self._connected: dict[bytes, ProducerPeer] = {}
         self._numbers = itertools.count(1)  # of sources

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How producer and consumer of one machine and user find each other: a Unix socket of the consumer.
+"""Where the producers of one machine and user find a consumer: a Unix socket of the consumer.
 
-A producer connects to it and presents a token, which the consumer has learnt over the control channel, and with the
-token a descriptor of its sending slab. A connection is pending until the consumer expects its token.
+A producer connects to it and presents a token and a descriptor of its sending slab. The consumer has learnt the
+token over the control channel. A connection is pending until the consumer expects its token.
 """
 
 import logging
@@ -21,8 +21,6 @@ TOKEN_BYTES = 16
 _MAX_PENDING = 64
 _PAUSE_S = 0.5
 """Before the next connection is accepted, when there was no descriptor for one."""
-_MAX_DESCRIPTORS = 2
-"""Some earlier versions send two: the second, of the engine's cache, is not used."""
 
 
 class PendingConnection(NamedTuple):
@@ -30,7 +28,7 @@ class PendingConnection(NamedTuple):
 
     link: socket.socket
     token: bytes = b""  # empty until it has presented one
-    descriptors: tuple[int, ...] = ()  # that came with the token; the first is its sending slab's
+    descriptors: tuple[int, ...] = ()  # its sending slab's, which came with the token
 
     def close(self) -> None:
         self.link.close()
@@ -38,9 +36,9 @@ class PendingConnection(NamedTuple):
             os.close(descriptor)
 
     def receive(self) -> "PendingConnection | None":
-        """The same with what has arrived since; None if it was closed, or sent what it may not."""
+        """This connection, with what has arrived since. None if the peer closed it, or sent what it may not."""
         try:
-            data, descriptors = recv_fds(self.link, TOKEN_BYTES, _MAX_DESCRIPTORS)
+            data, descriptors = recv_fds(self.link, TOKEN_BYTES, 1)
         except BlockingIOError:
             return self
         except OSError:

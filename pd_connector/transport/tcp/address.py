@@ -11,7 +11,7 @@ from pd_connector.hosts import numeric_address
 IDENTITY_BYTES = 16
 SECRET_BYTES = 32
 LEAST_RECORD_BYTES = 512 << 10
-"""The largest sealed body that a peer opens which does not say: it was the only size."""
+"""The smallest limit that a peer may have for the body of a sealed record, and its limit if it tells none."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -21,8 +21,7 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
         host: numeric; a name would have to be looked up, and a slow name server would stop us.
         port: where it listens.
         identity: random, who it is.
-        secret: random, a part of every connection's keys. Whoever does not see the control channel
-            does not know it.
+        secret: random, a part of every connection's keys. It is told over the control channel only.
         slots: landing slots it grants at most.
         slot_bytes: the size of each.
         fast_aes: whether its processor has instructions for AES-GCM.

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of one connection, and how they seal its records.
 
-All keys are derived (HKDF, RFC 5869) from the shared key of the engines, if there is one, and the
-secrets of both transports, which have only ever passed over the encrypted control channel. Both
-sides add a fresh nonce to each connection, so that no two connections have a key in common, and
-each direction has its own. A record's nonce is its number in its direction: a record that is
-repeated, left out, reordered or sent back to where it came from does not open.
+All keys are derived (HKDF, RFC 5869) from the secrets of both transports and, if there is one, the engines' shared
+key. The secrets pass over the encrypted control channel only. Both sides add a fresh nonce to each connection. So no
+two connections have a key in common, and each direction has its own. A record's nonce is its number in its direction:
+a record that is repeated, left out, reordered or sent back to where it came from does not open.
 """
 
 import functools

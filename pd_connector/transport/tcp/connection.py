@@ -22,8 +22,8 @@ class BrokenError(Exception):
 class Pace(NamedTuple):
     """How often a side speaks, and what silence means, in seconds."""
 
-    heartbeat_s: float  # a `PING` after so long without anything to say
-    silence_s: float  # the connection is dead after so long without anything to hear
+    heartbeat_s: float  # send a `PING` after this time without anything to say
+    silence_s: float  # the connection is dead after this time without a byte from the peer
 
 
 class Common(NamedTuple):

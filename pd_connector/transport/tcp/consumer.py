@@ -37,10 +37,9 @@ class _Link:
 
 
 class ConsumerPeer:
-    """From the first `connect` to the last `disconnect`.
+    """A consumer, from the first `connect` to the last `disconnect`.
 
-    What waits for it are references to chunks, twice as many as it has slots at most; they are
-    copied nowhere.
+    References to chunks wait for it, at most twice as many as it has slots. The chunks are not copied.
 
     Args:
         address: its own.
@@ -78,8 +77,8 @@ class ConsumerPeer:
         self._early = False
 
     def disconnect(self, link: int) -> None:
-        """Forget a link. A chunk of it that has begun ends the connection: its payload may not be
-        read any more, and what was sent of it cannot be taken back."""
+        """Forget a link. If a chunk of the link has begun, the connection ends: the chunk's payload must not be
+        read any more, and the part that was sent cannot be taken back."""
         gone = self._links.pop(link)
         begun = [t for t in gone.writes if not self._withdraw(gone, t)]
         for token in gone.writes:

@@ -34,8 +34,8 @@ from pd_connector.transport.tcp.sending import BUDGET_BYTES
 _SMALL_BYTES = 16
 """The largest body that a dialler sends."""
 _LOW_WATER_BYTES = RECORD_BYTES + TAG_BYTES + PREFIX_BYTES
-"""Within a chunk, so many bytes wake us, or as many as its end is away. A wake costs the agent's thread
-as much as a copy of some hundred KiB."""
+"""Bytes that wake the agent's thread within a chunk; fewer do if they complete the chunk. A wake costs the
+thread as much as a copy of some hundred KiB."""
 
 
 class _Record(NamedTuple):
@@ -59,9 +59,8 @@ class _Record(NamedTuple):
 class Receiving:
     """The receiving half of a connection.
 
-    Parts of chunks go from the socket into landing memory; or, where they are sealed, into a segment
-    that stays in the processor's cache, and are opened from there into landing memory, or into the
-    chunk's `Destination`.
+    Parts of chunks go from the socket into landing memory. Sealed parts go into a segment first, which stays
+    in the processor's cache. From there they are opened into landing memory, or into the chunk's `Destination`.
 
     Args:
         opener: opens every record; None where they have no tags.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records with a checksum, for connections without a key.
 
-A record's tag is XXH3 of its prefix and body with its number in its direction as the seed: what was
-changed by accident, repeated, left out or reordered does not open. It stops nobody who means harm.
+A record's tag is XXH3 of its prefix and body, with its number in its direction as the seed. A record that was
+changed by accident, repeated, left out or reordered does not open. The tag does not stop an attacker.
 
 A record is summed right after it was copied, while it is in the processor's cache. A checksum of the
 whole chunk reads all of it from memory once more, on both sides.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam: what the agent asks of the tcp transport, handed to those who do it."""
+"""The tcp transport as the agent calls it. The work is done by the other modules of this package."""
 
 import functools
 import itertools

@@ -10,7 +10,7 @@ from pd_connector.transport.keepalive import hang_up
 
 
 class Owner(Protocol):
-    """Who a socket belongs to."""
+    """What a socket belongs to."""
 
     def ready(self, now: float) -> None:
         """The socket can be read or written, as was wanted."""

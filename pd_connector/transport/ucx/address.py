@@ -43,7 +43,7 @@ def make_message(header: bytes, payload: memoryview, slot: int) -> Buffer:
         TransportError: there is no such slot, or the header is too long.
     """
     if not 0 <= slot < 1 << 32:
-        raise TransportError(f"ucx transport: slot {slot} is none of the consumer's")
+        raise TransportError(f"ucx transport: the consumer has no slot {slot}")
     if len(header) > MAX_HEADER_BYTES:
         raise TransportError(f"ucx: header of {len(header)} bytes, at most {MAX_HEADER_BYTES}")
     front = _PREFIX.pack(slot, len(header)) + header

@@ -6,9 +6,8 @@ A chunk is one message under the producer's tag. The producer copies it once; it
 slot that it names is only a credit. Messages are sent eagerly (UCX's term): a peer never fetches from our memory,
 so that nothing reads the source of a write that was given up.
 
-UCX neither encrypts nor authenticates, its addresses are parsed by C code, and whoever reaches its
-port can do harm: outside of loopback the network between the engines must be trusted, key or no
-key.
+UCX neither encrypts nor authenticates, and C code parses its addresses. Anything that reaches its port can do
+harm. Outside of loopback the network between the engines must be trusted, with a key or without.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from pd_connector.transport.ucx.workers import UcxWorkers
 
 _MAX_BATCH = 64  # messages taken from one producer at a time
 _DIALLING_POLLS = 100
-"""By then a dial that is refused at once has failed. One that is refused later breaks its link."""
+"""Within this time a dial that is refused at once has failed. A dial that is refused later breaks its link."""
 
 
 @dataclass(slots=True)
@@ -96,8 +95,8 @@ class UcxTransport(Transport):
             ) from error
 
     def address(self) -> bytes:
-        """As the seam says. Where UCX does not listen any more, it is that of a new worker; the one
-        before lives on for those that have a session over it."""
+        """As the seam says. If UCX does not listen any more, this is the address of a new worker. The worker
+        before lives on for the peers that have a session over it."""
         self._workers.renew_if_spent()
         return msgspec.msgpack.encode(UcxAddress(self._workers.current.address, self._tag))
 

@@ -28,14 +28,14 @@ class UcxWorkers:
         context = api.UCXContext(dict(options), feature_flags=(api.Feature.TAG,))
         self._make = partial(UcxWorker, api, array, context)
         self._current = self._make()
-        self._spent: list[UcxWorker] = []  # they serve those who have reached them
+        self._spent: list[UcxWorker] = []  # they serve the peers that have reached them
 
     def __iter__(self) -> Iterator[UcxWorker]:
         return iter((self._current, *self._spent))
 
     @property
     def current(self) -> UcxWorker:
-        """The one that dials, and that peers are told of."""
+        """The worker that dials, and that peers are told of."""
         return self._current
 
     def renew_if_spent(self) -> None:

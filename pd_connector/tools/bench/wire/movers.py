@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import PDConnectorError
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.incoming import Finished, Load
 from pd_connector.protocol.outgoing import Offer
 from pd_connector.protocol.peers import Peer, Source
@@ -77,7 +78,7 @@ class Ours(Mover):
         self._agent = Agent(
             self._config,
             _ENGINE,
-            b"model",
+            ModelFacts(b"model", b"model"),
             cache.paged(),
             produces=role == "producer",
             consumes=role == "consumer",
