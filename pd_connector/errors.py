@@ -48,18 +48,14 @@ class Cause(StrEnum):
     NOT_NEEDED = "not_needed"  # the consumer has the pages already
     PREEMPTED = "preempted"  # the producer's engine took pages back, perhaps while they were read
     PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
-    ROLE = (
-        "role"  # the request needs a side (produce or consume) that this engine's kv_role excludes
-    )
+    ROLE = "role"  # the request needs a part (produce or consume) that kv_role excludes
     SESSION_LOST = "session_lost"  # the connection broke, or the peer fell silent
-    SESSION_LIMIT = "session_limit"  # the peer has more sessions than an agent keeps
+    SESSION_LIMIT = "session_limit"  # the producer already has its most sessions
     STALLED = "stalled"  # no chunk arrived for longer than stall_timeout_s
     TOKENS = "tokens"  # the peer's pages belong to other tokens
     TRANSPORT = "transport"  # the transport reported a failed write
     UNAUDITED = "unaudited"  # the producer has passed no audit since it started
-    UNKNOWN_TRANSFER = (
-        "unknown_transfer"  # the producer does not have such pages, or no longer has them
-    )
+    UNKNOWN_TRANSFER = "unknown_transfer"  # the producer has no such pages, or no longer
     UNREACHABLE = "unreachable"  # no connection to the producer
     UNTRUSTED_ADDRESS = "untrusted_address"  # a producer's address is not sealed and not in `peers`
     VERSION = "version"  # no common schema version

@@ -22,7 +22,7 @@ from pd_connector.errors import ConfigError
 
 
 class Extension:
-    """One entry point. The first `load` imports its module."""
+    """One entry point. The first `load` imports its module.
 
     Attributes:
         name: the user's word for it, as in a config.
@@ -44,7 +44,6 @@ class Extension:
         Raises:
             ConfigError: the module cannot be imported or has no such object, or two packages add different
                 objects under this name.
-        """
         """
         with self._lock:
             if not self._loaded:
