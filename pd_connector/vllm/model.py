@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model a rank of vLLM serves, as it is loaded."""
+"""Which model a rank of vLLM serves, described from the model as it was loaded."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ _ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary
 
 
 def identify_caches(vllm_config: "VllmConfig", names: list[str]) -> dict[str, CacheId]:
-    """Number and label of each cache of this rank, those of a draft model apart."""
+    """Number and label of each cache of this rank; a draft model's caches are numbered apart."""
     if vllm_config.speculative_config is None:
         return identify(names)
     modules = _modules(vllm_config)
@@ -57,13 +57,13 @@ def model_facts(
     loaded: Loaded,
     files: Sequence[CheckpointFiles] | None,
 ) -> ModelFacts:
-    """Everything that peers compare of the model of this rank.
+    """Everything about this rank's model that peers compare.
 
     Args:
         caches: of this rank.
-        shard: what it holds of the model.
-        loaded: its parameters in memory (`loaded_weights`).
-        files: what they were loaded from (`loaded_files`).
+        shard: the part of the model that the rank holds.
+        loaded: fingerprints of its parameters in memory (`loaded_weights`).
+        files: the files that it was loaded from (`loaded_files`).
     """
     model = vllm_config.model_config
     served = read_config(model)
@@ -101,7 +101,7 @@ def model_facts(
 
 
 def loaded_files(vllm_config: "VllmConfig") -> tuple[CheckpointFiles, ...] | None:
-    """The files that the model was loaded from last; None where they are not known."""
+    """The files from which the model was loaded last; None if they are unknown."""
     load = vllm_config.load_config
     if load.load_format == "dummy":
         return None
@@ -110,7 +110,7 @@ def loaded_files(vllm_config: "VllmConfig") -> tuple[CheckpointFiles, ...] | Non
 
 
 def read_files(files: Sequence[CheckpointFiles], *, full: bool = False) -> Weights | None:
-    """Fingerprints of a model's files; None where they cannot be read."""
+    """Fingerprints of a model's files; None if they cannot be read."""
     try:
         return read_weights(files, full=full, cache=cache_file())
     except (OSError, ValueError) as error:
@@ -119,8 +119,8 @@ def read_files(files: Sequence[CheckpointFiles], *, full: bool = False) -> Weigh
 
 
 def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
-    """Fingerprints of the parameters in memory; empty where the model cannot be reached, or where the
-    engine moves experts from rank to rank as it serves."""
+    """Fingerprints of the parameters in memory. Empty if the model cannot be reached, or if the engine moves
+    experts between ranks while it serves."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         return Loaded()
     model = loaded_model(vllm_config)
@@ -139,7 +139,7 @@ def _what_then(loaded: Loaded, config: Config) -> str:
 
 
 def _modules(vllm_config: "VllmConfig") -> dict[str, torch.nn.Module]:
-    """Attention layers by name, in the order in which vLLM made them: the model's own first."""
+    """Attention layers by name, in the order in which vLLM made them, the model's own layers first."""
     context = vllm_config.compilation_config.static_forward_context
     return {
         name: module for name, module in context.items() if hasattr(module, "get_kv_cache_spec")
@@ -162,17 +162,17 @@ def _made_up(seed: int | None) -> bytes:
 
 
 def _plain(quantization: str | None) -> str | None:
-    """A quantisation method without the name of the kernel that a device has for it."""
+    """A quantisation method without the suffix that names a device's kernel."""
     return None if quantization is None else str(quantization).removesuffix("_marlin")
 
 
 def _told(setting: object) -> str | None:
-    """An operator's setting as text; None where there is none."""
+    """An operator's setting as text; None if it is not set."""
     return None if setting is None else str(setting)
 
 
 def _encoder(model: "ModelConfig") -> dict[str, str | None]:
-    """What the operator says of the encoder of images and the like that changes what it makes of them."""
+    """The operator's settings that change what the encoder makes of images and other inputs."""
     told = getattr(model, "multimodal_config", None)
     rate = getattr(told, "video_pruning_rate", None)
     method = getattr(told, "video_pruning_method", "evs")
@@ -183,7 +183,7 @@ def _encoder(model: "ModelConfig") -> dict[str, str | None]:
 
 
 def _draft(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the draft model; empty where there is none, or it is not on this disk."""
+    """Fingerprint of the draft model; empty if there is none, or if it is not on this disk."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or speculative is None:
@@ -196,7 +196,7 @@ def _draft(vllm_config: "VllmConfig") -> bytes:
             part.close()
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
         config = config_fingerprint(read_config(draft), **told)
-    except Exception as error:  # a draft is optional, whatever it is
+    except Exception as error:  # a draft is optional, whatever this raises
         logger.warning("KV of the draft model is not moved: %r", error)
         return b""
     if weights is None:
@@ -229,7 +229,7 @@ def _layer_facts(
 
 
 def _attention_text(module: torch.nn.Module) -> str:
-    """What a layer attends with, as its kernels are told."""
+    """A layer's attention, as its kernels are configured."""
     impl = getattr(module, "impl", module)
     scale = float(getattr(impl, "scale", getattr(module, "scale", 0.0)) or 0.0)
     cap = float(getattr(impl, "logits_soft_cap", 0.0) or 0.0)
@@ -240,15 +240,14 @@ def _attention_text(module: torch.nn.Module) -> str:
     if getattr(module, "has_sink", False) or getattr(impl, "sinks", None) is not None:
         parts.append("sinks")
     # Llama 4's queries grow with the position if --max-model-len is above 32,768, or if the generation
-    # config says so.
+    # config says that they do.
     if getattr(next(owners(module), None), "attn_temperature_tuning", False):
         parts.append("temperature tuning")
     return ", ".join(parts)
 
 
 def _configured_rotation(vllm_config: "VllmConfig", served: Mapping[str, Any]) -> str:
-    """What the config says of rotation, where the layer's own module is not known; empty where it
-    says nothing."""
+    """The config's entries on rotation, for a layer whose own module is unknown; empty if there are none."""
     told = _of_rotation(served)
     if not told:
         return ""
@@ -257,7 +256,7 @@ def _configured_rotation(vllm_config: "VllmConfig", served: Mapping[str, Any]) -
 
 
 def _of_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of rotation, also in configs within it."""
+    """A config's entries on rotation, also those of nested configs."""
     told = {name: config[name] for name in _ROTARY_KEYS if config.get(name) is not None}
     for name, value in config.items():
         if (

@@ -7,16 +7,16 @@ SUPPORTED = ((0, 31), (0, 33))  # first and last, both included
 
 
 def supported_range() -> tuple[str, str]:
-    """The first and the last one."""
+    """The first and the last version."""
     first, last = (f"{major}.{minor}" for major, minor in SUPPORTED)
     return first, last
 
 
 def advice(version: str, name: str = "vllm") -> str:
-    """What to do about a version that is not supported; empty for the others.
+    """What to do about an unsupported version; empty for a supported one.
 
     Args:
-        name: of its distribution.
+        name: name of the distribution.
     """
     first, last = supported_range()
     match = re.match(r"(\d+)\.(\d+)", version)
