@@ -51,8 +51,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     host: str = "127.0.0.1"
     """Name or address at which this engine listens and peers reach it."""
     key: str = ""
-    """Secret that all engines share, at least 32 characters; `pd-connector key` makes one. It authenticates and encrypts the
-    control channel and the `tcp` transport. Set it in the variable PD_CONNECTOR_KEY rather than here."""
+    """Secret that all engines share, at least 32 characters; `pd-connector key` makes one. It authenticates and
+    encrypts the control channel and the `tcp` transport. Set it in the variable PD_CONNECTOR_KEY rather than here."""
     peers: tuple[str, ...] = LOOPBACK
     """Producers that may be dialled although their address is not sealed with the key: networks, addresses and
     names (`*.` stands for any part before a dot). With a key, `load` sets none by default: every engine seals

@@ -92,7 +92,8 @@ def staged_in(metrics: str) -> str:
 
 
 def handoffs_in(metrics: str) -> dict[str, int]:
-    """Outcomes of requests whose prompts another engine computed, since a decode engine's start, from its `/metrics`."""
+    """Outcomes of requests whose prompts another engine computed, since a decode engine's start, from its
+    `/metrics`."""
     found = Counter[str]()
     for name, labels, value in _SAMPLE.findall(metrics):
         outcome = _CAUSE.search(labels) if name == "handoffs" else None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the requests of one rank share: its agent, its pages, and the prefill engines that are known.
-SGLang makes one in each scheduler process."""
+"""What the requests of one rank share: its agent, its pages, and the known prefill engines. SGLang makes one
+manager in each scheduler process."""
 
 import contextlib
 import logging
@@ -47,24 +47,24 @@ logger = logging.getLogger("pd_connector.sglang")
 class _Rank(NamedTuple):
     """What the ranks of an engine tell each other when they start."""
 
-    replica: int  # of the attention, where several ranks have whole copies of it
+    replica: int  # of the attention, if several ranks hold whole copies of it
     name: str
     shard: Shard
 
 
 class Manager(BaseKVManager):
-    """Used by the scheduler's thread. It works from `attach` on.
+    """Used by the scheduler's thread. Works after `attach`.
 
     Attributes:
         agent: of this rank.
-        weights: watches those that the model has.
-        outcomes: what the agent has told of requests.
-        admission: which requests come into SGLang's queues.
+        weights: watches the model's weights.
+        outcomes: what the agent has reported about requests.
+        admission: decides which requests enter SGLang's queues.
         buffers: SGLang's metadata buffers.
         page_size: tokens of a page.
-        page_limit: the first number above those of the pool's pages.
+        page_limit: one more than the pool's last page number.
         produces: whether this is a prefill engine.
-        prefill_info_table: prefill engines by address, in SGLang's terms: it looks there whether an
+        prefill_info_table: prefill engines by address, in SGLang's terms. SGLang reads here whether an
             engine is known, and how many data-parallel ranks it has.
     """
 
@@ -76,9 +76,9 @@ class Manager(BaseKVManager):
     page_size: int
     page_limit: int
     _leads = True
-    """Whether this is the first of the ranks that have parts of the same requests."""
+    """Whether this is the first of the ranks that hold parts of the same requests."""
     vocabulary: int = sys.maxsize
-    """The first number that is no token of the model's."""
+    """Size of the model's vocabulary, the first number that is not a token."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Manager(BaseKVManager):
             queue: SGLang's queue that has made this manager.
 
         Raises:
-            PDConnectorError: the engine is set up for what cannot be moved; it does not start then.
+            PDConnectorError: the engine is configured for something that cannot be moved. It does not start then.
         """
         from sglang.srt.runtime_context import get_parallel
 
@@ -160,7 +160,7 @@ class Manager(BaseKVManager):
             self.admission.most_prompt_tokens = most
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
-        """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
+        """Start this rank's agent, and introduce the other ranks that share the model with it."""
         world = parallel.world_group
         own = _Rank(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
         ranks = [rank for rank in world.all_gather_object(own) if rank.replica == own.replica]
@@ -170,7 +170,7 @@ class Manager(BaseKVManager):
         self.agent = Agent(
             self._config,
             engine_id,
-            b"",  # of schema 2, which no SGLang has spoken
+            b"",  # for schema 2, which no SGLang engine has used
             cache,
             produces=self.produces,
             consumes=not self.produces,
@@ -188,12 +188,12 @@ class Manager(BaseKVManager):
 
     @property
     def offers_early(self) -> bool:
-        """Whether KV of a prompt is sent before all of it is computed (config key `overlap`)."""
+        """Whether KV of a prompt is sent before all of the prompt is computed (config key `overlap`)."""
         return self._config.overlap != "off"
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Within, the scheduler computes the batch."""
+        """A context in which the scheduler computes the batch."""
         self.agent.engine_steps()
         self._backoff.reset()
         self._adapters.look()
@@ -202,8 +202,8 @@ class Manager(BaseKVManager):
             yield
 
     def idle(self) -> None:
-        """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,
-        the agent's thread needs Python's lock to move it."""
+        """The scheduler has nothing to compute, and would loop without pause. While KV is under way, the agent's
+        thread needs Python's lock to move it, so the scheduler pauses."""
         self.agent.engine_steps()
         self._adapters.look()
         self._backoff.pause(self.agent.wait_for_outcome)
@@ -213,13 +213,13 @@ class Manager(BaseKVManager):
         register(self.kv_args, self._config.host, self.agent.port)
 
     def describe(self) -> dict[str, Any]:
-        """What this engine tells whoever asks for its state: a router needs a prefill engine's address
-        to name it to a decode engine of another kind."""
+        """This engine's entry in its `/server_info`. A router reads a prefill engine's address there, to name it to a
+        decode engine of another kind."""
         return self._address.fields() if self.produces else {}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether the prefill engine at this address is known, or known not to be there. Asks for it
-        and does not wait."""
+        """Whether the look-up of the prefill engine at this address has ended, with or without success. Starts the
+        look-up and does not wait."""
         found = self._engines.look_up(bootstrap_addr)
         if found is None:
             return False
@@ -235,7 +235,7 @@ class Manager(BaseKVManager):
         return True
 
     def prefill_engine(self, address: str) -> Found:
-        """What is known of the prefill engine at this address."""
+        """The result of the look-up of the prefill engine at this address."""
         found = self.look_up(address)
         if found is None:
             found = Found((), (Cause.UNREACHABLE, f"prefill engine at {address} was forgotten"))
@@ -244,14 +244,14 @@ class Manager(BaseKVManager):
         return found
 
     def look_up(self, address: str) -> Found | None:
-        """The same; None while it is being asked for."""
+        """The same; None while the look-up runs."""
         return self._engines.look_up(address)
 
     def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
-        """Have the prefill engine at this address compute a request's prompt once more; None where
-        that is not wanted, or not possible.
+        """Have the prefill engine at this address compute a request's prompt once more. None if that is not
+        wanted, or not possible.
 
-        With several ranks it is not: each meets failures of its own, and all would have to go over to
+        With several ranks it is not possible: each meets its own failures, and all would have to change to
         the second attempt together.
         """
         if self._config.on_failure != "recompute" or cause not in REPEATABLE or self._ranks > 1:
@@ -266,18 +266,18 @@ class Manager(BaseKVManager):
         return again
 
     def forget_prefill_engine(self, address: str) -> None:
-        """It does not answer: who comes next asks for it anew."""
+        """The engine does not answer: the next request for it starts a new look-up."""
         self.prefill_info_table.pop(address, None)
         self._engines.forget(address)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
-        """SGLang wants a prompt computed again by the prefill engine, because its weights have changed
+        """SGLang wants the prefill engine to compute a prompt again, because its weights have changed
         (`pause_generation` with mode `retract`)."""
         kv_receiver.compute_again(payload)
 
     def resume(self, body: dict[str, Any], address: str) -> SecondPrefill | None:
-        """Have the prefill engine at this address compute the prompt of a retracted request, and the answer so far. One rank asks
-        for all; None at the others."""
+        """Have the prefill engine at this address compute the prompt of a retracted request, and the answer up
+        to now. One rank asks for all; the others get None."""
         return self._second_prefills.send(body, address) if self._leads else None
 
     def count_handoff(self, outcome: str) -> None:
@@ -286,22 +286,22 @@ class Manager(BaseKVManager):
             self.agent.telemetry.count("handoffs", cause=outcome)
 
     def turned_away(self, req: Any) -> None:
-        """SGLang has refused a request of this prefill engine before it came into a queue, such as one
-        that is longer than the pool: a decode engine that waits for it is told so."""
+        """SGLang has refused a request of this prefill engine before it entered a queue, for example because it is
+        longer than the pool. A decode engine that waits for it is told."""
         transfer = transfer_of(req.bootstrap_room)
         self.agent.submit(Expect(transfer))
         self.agent.submit(Withdraw(transfer, self.request_name(req.rid, req.bootstrap_room)))
 
     def check_pages(self, pages: Sequence[int]) -> None:
-        """Raises ValueError where a page is none of the pool's. (The agent would find out, too, and end
-        all requests of its session.)"""
+        """Raises ValueError if a page is not in the pool. (The agent would also notice, but would end all
+        requests of its session.)"""
         if not all(0 <= page < self.page_limit for page in pages):
             wrong = next(page for page in pages if not 0 <= page < self.page_limit)
             raise ValueError(f"page {wrong}: the pool has pages 0 to {self.page_limit - 1}")
 
     def tables(self, pages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """A request's pages by page table. Those of layers with a sliding window are found by the
-        others; -1 where SGLang has given a page back that the window has passed."""
+        """A request's pages by page table. Pages of layers with a sliding window are translated from the other pages;
+        -1 if SGLang has freed a page that the window has passed."""
         if not self._windows:
             return (tuple(pages),)
         slots = torch.tensor(pages, dtype=torch.int64) * self.page_size
@@ -311,8 +311,8 @@ class Manager(BaseKVManager):
         return tuple(pages), tuple(page if page > 0 else -1 for page in windowed)
 
     def forward_fence(self) -> Any:
-        """A point in the stream on which SGLang computes: a forward pass that is under way may still
-        write pages of a request that has just ended. None on a CPU."""
+        """A point in the stream on which SGLang computes. A forward pass that is under way may still write pages of a
+        request that has just ended. None on a CPU."""
         stream = getattr(self._scheduler, "forward_stream", None)
         return stream.record_event() if isinstance(stream, torch.cuda.Stream) else None
 
@@ -326,5 +326,5 @@ class Manager(BaseKVManager):
 
     @staticmethod
     def request_name(rid: str, room: int) -> str:
-        """What the agent calls a request: SGLang's own ids may come twice."""
+        """The agent's name for a request; SGLang's own ids may repeat."""
         return f"{room}/{rid}"

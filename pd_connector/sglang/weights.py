@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change while SGLang serves, as in reinforcement learning, are told from the moment on when they begin
-to.
+"""Watches weights that change while SGLang serves, as in reinforcement learning, and tells peers as soon as a change
+begins.
 
-SGLang flushes its cache when it has new weights, unless it is told not to, or requests run. Until it has, its cache
-holds KV of the old ones, and nothing is told of the new ones. Once a minute, and after a flush, samples of the
-parameters in memory are compared with those before.
+SGLang flushes its cache after a change of weights, unless it is told not to, or requests are running. Until the flush
+its cache holds KV of the old weights, and peers are told nothing of the new ones. Once a minute, and after a flush,
+samples of the parameters in memory are compared with earlier samples.
 """
 
 import logging
@@ -23,7 +23,7 @@ from pd_connector.sglang.model import LOADS, loaded_files, loaded_weights
 logger = logging.getLogger("pd_connector.sglang")
 
 _COMPARE_S = 60.0
-"""Time between two looks at the weights, in seconds, where nothing says that they may have changed. One takes
+"""Time between two comparisons of the weights, in seconds, while no event announces a change. One comparison takes
 milliseconds."""
 
 
@@ -31,10 +31,10 @@ class WeightsWatch:
     """Used by the scheduler's thread.
 
     Args:
-        scheduler: SGLang's, whose model is loaded.
-        facts: what peers were told of it. Without `loaded_fine` nothing is compared.
-        files: what its weights were read from; None where they are not from files. It closes them.
-        submit: hands a command to the agent.
+        scheduler: SGLang's, with its model loaded.
+        facts: what peers were told about the model. Without `loaded_fine` nothing is compared.
+        files: the files that its weights were read from; None if they did not come from files. The watch closes them.
+        submit: passes a command to the agent.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class WeightsWatch:
     def change(
         self, *, begins: bool = False, ends: bool = False, whole: bool = False
     ) -> Iterator[None]:
-        """Within, SGLang changes its weights, and flushes its cache in the end, or does not.
+        """A context in which SGLang changes its weights. At the end SGLang may flush its cache.
 
         Args:
             begins: an update of several parts begins.
             ends: that update ends.
-            whole: it loads all of them from files.
+            whole: all weights are loaded from files.
         """
         self._session |= begins
         self._told.withdraw()
@@ -77,23 +77,23 @@ class WeightsWatch:
             self._whole = whole
 
     def failed(self) -> None:
-        """SGLang says that the last change has failed: it may have loaded a part of what it was to load."""
+        """SGLang reports that the last change has failed. A part of it may have been loaded."""
         self._whole = False
 
     def flushed(self, *, done: bool) -> None:
-        """SGLang has flushed its cache, or could not: the next step looks."""
+        """SGLang has flushed its cache, or failed to: the next step compares."""
         self._stale &= not done
         self._next_look = 0.0
 
     def step(self) -> None:
-        """A step begins: tell the agent if it computes with other weights than those before."""
+        """A step begins: tell the agent if its weights differ from those of earlier steps."""
         if not self._told.withdrawn:
             self._look()
         if self._told.withdrawn and not self._stale and not self._session:
             self._tell()
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Stop telling peers."""
         self._told.close()
 
     def _look(self) -> None:

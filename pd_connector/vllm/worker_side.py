@@ -233,8 +233,8 @@ class WorkerSide:
             self._model.change_version(version)
 
     def _of_before(self, commands: Iterable[Command]) -> Iterator[Command]:
-        """Filters the commands of a scheduler that has not heard of the latest weights. The pages named there may hold
-        KV of earlier weights. They are neither offered nor compared."""
+        """Filters the commands of a scheduler that has not heard of the latest weights. The pages named there
+        may hold KV of earlier weights. They are neither offered nor compared."""
         for command in commands:
             match command:
                 case Offer(transfer, request):
