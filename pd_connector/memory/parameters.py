@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of a model's parameters as they are in memory."""
+"""Fingerprints of a model's parameters in memory."""
 
 import hashlib
 import weakref
@@ -14,18 +14,18 @@ _SAMPLES = 4
 _SAMPLE_BYTES = 256
 _FINE_SAMPLE_BYTES = 8
 _PRIMES = (127, 251, 509, 1021, 2039)
-"""Numbers of fine samples. A prime: they do not all fall on the same place of a row."""
+"""Number of fine samples. A prime, so that they do not all fall on the same place of a row."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Loaded(NamedTuple):
-    """Fingerprints of parameters in memory, 16 bytes each; empty where they are not known.
+    """Fingerprints of parameters in memory, 16 bytes each; empty if unknown.
 
     Attributes:
-        sampled: of few samples, as releases before have it.
-        fine: of more samples, which see parts of fused parameters: keys of a `qkv_proj`, single experts.
-        kernels: what multiplies by weights that are no parameters any more and have no samples: vLLM on a CPU
-            packs them for a kernel. Loaded anew, they have another one.
+        sampled: of few samples, as in earlier releases.
+        fine: of more samples, which see parts of fused parameters: the keys of a `qkv_proj`, single experts.
+        kernels: objects that multiply by weights which are no longer parameters and have no samples. vLLM on a CPU
+            packs weights for such a kernel. After a new load, the object is another one.
     """
 
     sampled: bytes = b""
@@ -35,9 +35,9 @@ class Loaded(NamedTuple):
 
 def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
     """Fingerprints of the name, dtype, shape, strides and samples of every parameter. Waits for the device;
-    milliseconds for a large model.
+    takes milliseconds for a large model.
 
-    Ranks of engines of one version that hold the same part of one model have the same.
+    Ranks that hold the same part of one model, in engines of one version, have equal fingerprints.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"pd-loaded")
     coarse: dict[torch.device, list[torch.Tensor]] = {}
@@ -57,8 +57,8 @@ def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
 
 
 def loaded_full_fingerprint(model: torch.nn.Module) -> bytes:
-    """Fingerprint of all bytes of every parameter. Waits for the device, which reads all of them: seconds for
-    80 GB on a GPU, and for each GB on a CPU. Empty where a kernel keeps weights elsewhere, which nobody sees."""
+    """Fingerprint of all bytes of every parameter. Waits for the device, which reads them all: seconds for 80 GB on a
+    GPU, and for each GB on a CPU. Empty if a kernel keeps weights elsewhere, where they cannot be read."""
     if _kernels(model):
         return b""
     return full_hash(sorted(model.named_parameters(), key=lambda pair: pair[0]))
@@ -80,11 +80,11 @@ def _add(digest: "hashlib.blake2b", samples: dict[torch.device, list[torch.Tenso
 
 
 def _samples(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Bytes `[n]` of a parameter: its first, its last, and some between."""
+    """Bytes `[n]` of a parameter: the first, the last, and some between."""
     dense = parameter
     if not dense.is_contiguous() and dense.dim() == 2 and dense.t().is_contiguous():
         dense = dense.t()
-    if not dense.is_contiguous():  # a few rows of it
+    if not dense.is_contiguous():  # a few of its rows
         rows = torch.linspace(0, dense.shape[0] - 1, _SAMPLES).long().tolist()
         return [row for at in rows for row in _samples(dense[at].contiguous())[:1]]
     flat = dense.reshape(-1).view(torch.uint8)
@@ -94,9 +94,9 @@ def _samples(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _fine_samples(parameter: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Bytes `[n]` of a parameter, from so many places that each of its experts is seen, and all of it where
-    it is small."""
-    if parameter.element_size() in _BITS:  # not every dtype can be indexed
+    """Bytes `[n]` of a parameter, from enough places to see each of its experts; all bytes of a small
+    parameter."""
+    if parameter.element_size() in _BITS:  # some dtypes cannot be indexed
         parameter = parameter.view(_BITS[parameter.element_size()])
     order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride(dim))
     dense = parameter.permute(order)
