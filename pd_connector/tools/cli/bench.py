@@ -37,7 +37,7 @@ class EngineName(StrEnum):
 
 
 class Orchestrator(StrEnum):
-    """What may place engines and send them requests, in place of this benchmark itself."""
+    """A program that may place engines and send them requests instead of this benchmark."""
 
     RAY = "ray"
 
@@ -49,7 +49,7 @@ _LINE_UPS = {
     (EngineName.SGLANG, True): sglang.LOCAL,
     (EngineName.CROSS, False): cross.LINK,
 }
-"""By engine, and whether both engines are on one machine."""
+"""Line-ups by engine, and by whether both engines are on one machine."""
 
 app = typer.Typer(
     cls=Benchmarks,
@@ -201,7 +201,7 @@ def _handoff_on_gpu(
 
 
 def _devices(names: Sequence[str] | None) -> tuple[str, str]:
-    """The producer's and the consumer's."""
+    """The devices of the producer and the consumer."""
     found = list(names or ["cuda:0"])
     for name in found:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
@@ -253,7 +253,7 @@ def _check_possible(bench: HandoffBench) -> None:
 
 
 def _check(problem: str, *, over_link: bool) -> None:
-    """Raises BenchError naming what is missing: an engine says it only after half a minute."""
+    """Raises BenchError that names what is missing. An engine would report it only after half a minute."""
     if problem:
         raise BenchError(problem)
     if over_link and (reason := available()):
@@ -264,7 +264,7 @@ def _check(problem: str, *, over_link: bool) -> None:
 
 
 def _notes(bench: HandoffBench, findings: HandoffFindings) -> list[str]:
-    """What a reader of the table must know."""
+    """Notes that a reader of the table must know."""
     notes = []
     if bench.link_mbit is not None:
         notes.append(

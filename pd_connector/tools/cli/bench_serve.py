@@ -57,7 +57,7 @@ def serve(
 
 
 def _notes(bench: ServeBench, version: str, findings: ServeFindings) -> list[str]:
-    """What a reader of the table must know."""
+    """Notes that a reader of the table must know."""
     promise = findings.promise
     in_time = (
         f"first token within {promise.ttft_s:.2f} s, then {promise.tpot_s * 1e3:.0f} ms a token"
