@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compile in the background; until then a slower path is used, or other work is done."""
+"""Compilation in the background; until it ends, callers use a slower path or do other work."""
 
 import contextlib
 import importlib

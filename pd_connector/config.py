@@ -87,7 +87,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     `layer`: also within a step, as layers are computed; full CUDA graphs become piecewise ones. `auto`: within
     a step if that pays and no CUDA graph hides the layers."""
     direction: Literal["auto", "write", "read"] = "auto"
-    """Who moves chunks, if the transport can do both. `write`: the producer writes into the consumer's slots.
+    """Which side moves chunks, if the transport can do both. `write`: the producer writes into the consumer's slots.
     `read`: the consumer reads from the producer's slots. `auto`: the faster way on the transport. The producer's
     setting counts."""
     defer_pages: bool = True

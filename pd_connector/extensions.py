@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other installed packages add to this one. They add by entry points, Python's term for a name and the
-object of a module that the name stands for. Each group of entry points is one kind of addition.
+"""What other installed packages add to this one, by Python's entry points. An entry point is a name, and the
+object of a module for which the name stands. Each group of entry points is one kind of addition.
 
 | group | one entry is |
 |---|---|
