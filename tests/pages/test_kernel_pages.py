@@ -259,7 +259,7 @@ def test_without_triton_a_cache_moves_its_pages_all_the_same(
 
 
 class Stream:
-    """Of a GPU's that is not there: what was asked of it, in order."""
+    """Stands for a GPU's stream: records its calls in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

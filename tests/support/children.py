@@ -60,7 +60,7 @@ class Children:
     def __call__(
         self, settings: dict[str, Any], *, chunks: int | None = None, **options: Any
     ) -> Child:
-        """A child that writes so many chunks and swallows all others (None: writes all)."""
+        """A child that writes `chunks` chunks and swallows all others (None: writes all)."""
         child = Child(settings, chunks, options)
         self._started.append(child)
         return child
