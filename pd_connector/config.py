@@ -71,8 +71,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The operator's own name for the model and its weights. If both engines have one, the names must be equal.
     Needed if the weights are not files on disk but, for example, in an object store."""
     weights: Literal["sampled", "full"] = "sampled"
-    """How weights on disk are compared: by samples of every tensor, or by all bytes (`full`), which are read
-    once and remembered by file."""
+    """What of the weights is known at the engine's start: samples of every tensor, with all bytes read later in
+    the background, or all bytes (`full`), for which the start waits. All bytes are read once per file."""
     audit: Literal["first", "off"] | float = "first"
     """Which prompts a consumer computes itself, to compare the KV with the producer's: the first of each
     producer and adapter (`first`), also a share of the later ones (a number such as 0.001), or none (`off`)."""
@@ -201,18 +201,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             self.key.encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                "key has bytes that are no text (UTF-8): `pd-connector key` makes one without "
+                "key has bytes that are not UTF-8 text: `pd-connector key` makes a usable key "
                 f"(config key `key` or variable {KEY_VARIABLE})"
             ) from None
         if self.key and (weak := weakness(self.key)):
             raise ConfigError(
-                f"key {weak}: it could be guessed. `pd-connector key` makes one that cannot "
+                f"key {weak}: it could be guessed. `pd-connector key` makes a strong key "
                 f"(config key `key` or variable {KEY_VARIABLE})"
             )
         for entry in self.peers:
             if not is_peer_entry(entry):
                 raise self._wrong(
-                    "peers", f"{entry!r} is no network such as 10.0.0.0/8, no address and no name"
+                    "peers", f"{entry!r} must be a network such as 10.0.0.0/8, an address or a name"
                 )
         if is_wildcard(self.host):
             raise ConfigError(
@@ -244,16 +244,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if len(self.model_id) > MAX_MODEL_ID:
             raise self._wrong("model_id", f"must have {MAX_MODEL_ID} characters at most")
         if not isinstance(self.audit, str) and not 0 < self.audit <= 1:
-            raise self._wrong("audit", "must be `first`, `off`, or a part of requests up to 1")
+            raise self._wrong("audit", "must be `first`, `off`, or a share of requests up to 1")
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise self._wrong(name, "must be 1 or more")
         if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
             raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
         if not 0 <= self.codec_max_error < float("inf"):
-            raise self._wrong("codec_max_error", "must be a number from 0 on")
+            raise self._wrong("codec_max_error", "must be a number, 0 or more")
         if not 0 < self.lease_share <= 1:
-            raise self._wrong("lease_share", "must be a part of the cache, above 0 and at most 1")
+            raise self._wrong("lease_share", "must be a share of the cache, above 0 and at most 1")
         for name, most in (("slots", MAX_SLOTS), ("slot_mib", MAX_SLOT_MIB)):
             if getattr(self, name) > most:
                 raise self._wrong(name, f"must be {most} at most")

@@ -23,8 +23,8 @@ _REACH = (
 )
 _REMEDIES: dict[Cause, str] = {
     Cause.AUDIT: (
-        "the prefill engine computes other KV than this one: compare both engines' checkpoints, flags and hardware, "
-        "then restart the one that is wrong (docs/trust.md, audit)"
+        "the prefill engine's KV differs from this engine's: compare both engines' checkpoints, flags and hardware, "
+        "then restart the wrong engine (docs/trust.md, audit)"
     ),
     Cause.UNREACHABLE: _REACH,
     Cause.SESSION_LOST: _REACH,
@@ -37,7 +37,7 @@ _REMEDIES: dict[Cause, str] = {
     Cause.NO_TRANSPORT: "name a transport in `transports` of both engines that joins them, such as tcp",
     Cause.TRANSPORT: "look for the transport's error in both engines' logs; take it out of `transports` if it stays",
     Cause.MODEL: "serve the same weights and configuration with both engines",
-    Cause.GEOMETRY: "start both engines with settings that fit together; the message names those that do not",
+    Cause.GEOMETRY: "start both engines with settings that fit together; the message names the settings that do not fit",
     Cause.VERSION: "upgrade the older engine: one schema apart works",
     Cause.UNKNOWN_TRANSFER: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
     Cause.LEASE_EXPIRED: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
@@ -71,7 +71,7 @@ def told(causes: Mapping[Cause, int]) -> str:
 
 _STAGED: dict[str, str] = {
     "config": "its config wants slots in host memory (slot_memory)",
-    "transport": "the transport that was taken copies by the processors: `nixl` reaches device memory",
+    "transport": "the chosen transport copies with the processors: `nixl` reaches device memory",
     "kernels": "install Triton there",
     "memory": "the GPU has no room for slots: lower the engine's share of its memory, or `slots`",
     "setup": "NIXL does not move the GPU's memory there: see its log, and `pd-connector doctor` on that machine",

@@ -122,5 +122,5 @@ def _slab(config: Config, *, shared: bool = False) -> Slab:
     except (MemoryError, OSError) as error:
         raise ConfigError(
             f"slots {config.slots} of slot_mib {config.slot_mib}: this host has no memory for them ({error}); "
-            "they are needed up to four times (config keys slots, slot_mib)"
+            "up to four sets of slots are needed; lower `slots` or `slot_mib` (config keys slots, slot_mib)"
         ) from None

@@ -78,10 +78,12 @@ def choose_slot_memory(
         return NO_DEVICE_SLOTS, None
     if config.slot_memory == "host":
         return NO_DEVICE_SLOTS, WhyHost("config", "slot_memory is `host`")
-    why = WhyHost("kernels", "chunks are moved by torch, for Triton is not installed")
+    why = WhyHost("kernels", "torch moves chunks, because Triton is not installed")
     if REACHES_DEVICES.isdisjoint(config.transports):
         names = ", ".join(config.transports)
-        why = WhyHost("transport", f"{names} copy by the processors: `nixl` reaches device memory")
+        why = WhyHost(
+            "transport", f"{names} copy with the processors: `nixl` reaches device memory"
+        )
     elif slot_device is not None:
         shape = config.slots, config.slot_bytes, slot_device
         try:
@@ -97,5 +99,5 @@ def choose_slot_memory(
 def not_possible(detail: str) -> ConfigError:
     """The error for a config that requires slots on the device, if there cannot be any."""
     return ConfigError(
-        f"slot_memory 'device': {detail}. Set `auto` to go on without (config key slot_memory)"
+        f"slot_memory 'device': {detail}. Set `auto` to use host memory instead (config key slot_memory)"
     )

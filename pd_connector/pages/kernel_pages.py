@@ -239,7 +239,7 @@ class KernelPages:
                     heads,
                 )
         except ValueError as error:  # for example pages more than 2 GiB apart
-            logger.warning("layers %d-%d are not for kernels: %s", layers[0], layers[-1], error)
+            logger.warning("kernels cannot move layers %d-%d: %s", layers[0], layers[-1], error)
             return _Part(None, pages, view_pages)
         return _Part(blocks, pages, view_pages)
 

@@ -53,7 +53,7 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
         if group.layout or not known:
             raise UnsupportedGeometryError(
                 f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
-                "not dense: only those of a known dtype can be moved, and their layout has no name"
+                "not dense: such pages can be moved only if the dtype is known and the layout has no name"
             )
         return
     count, tokens = len(pages.key), tokens_of(pages.key)

@@ -41,6 +41,8 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
     try:
         handle = new_stream(device.index or 0, _PRIORITY)
     except CudaError as error:
-        logger.warning("the cache shares a stream of torch's, which may be the engine's: %s", error)
+        logger.warning(
+            "the cache uses one of torch's streams, which the engine may also use: %s", error
+        )
         return torch.cuda.Stream(device, priority=_PRIORITY)
     return torch.cuda.ExternalStream(handle, device=device)

@@ -289,6 +289,6 @@ def _kernels(*arguments: Any) -> "KernelPages | None":
     try:
         from pd_connector.pages.kernel_pages import KernelPages
     except ImportError as error:
-        logger.warning("pages are moved by torch, block by block, and not by kernels: %s", error)
+        logger.warning("torch moves pages block by block, without kernels: %s", error)
         return None
     return KernelPages(*arguments)

@@ -34,7 +34,9 @@ class SecondChanceIngress(OpenAiIngress):
         except RayActorError as error:
             if begun:  # the client has part of an answer that no other replica can continue
                 raise
-            logger.warning("the replica died before it answered, asking another: %s", error)
+            logger.warning(
+                "the replica died before it answered; its request goes to another: %s", error
+            )
         again = ask(body=body, call_method=call_method, raw_request=raw_request)
         async with contextlib.aclosing(again):
             async for chunk in again:

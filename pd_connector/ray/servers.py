@@ -186,7 +186,7 @@ class ConcurrentDecode:
             type(self)._outcomes = Counter(
                 "pd_connector_serve_requests",
                 "Requests of a decode replica, by where their prompt was computed: `handed_over` by a "
-                "prefill replica, any other outcome is why the decode replica did it.",
+                "prefill replica; any other outcome says why the decode replica computed it.",
                 tag_keys=("outcome",),
             )
         assert self._outcomes is not None
@@ -246,7 +246,9 @@ async def _leases_end(engine: Any) -> None:
         try:
             left = max(await engine.collective_rpc("outgoing_transfers"), default=0)
         except Exception as error:  # the engine has died, or its worker extension lacks this
-            logger.warning("stopping without knowing what is still to be fetched: %r", error)
+            logger.warning(
+                "stopping without waiting: the transfers that are left are unknown: %r", error
+            )
             return
         if not left:
             return

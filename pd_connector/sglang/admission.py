@@ -52,8 +52,8 @@ class Admission:
         if problem or req.bootstrap_room not in self._rooms:
             return problem
         return (
-            f"bootstrap_room {req.bootstrap_room}: another request has it now, and each needs its own. (SGLang gives "
-            "all answers of a request one room: send the request n times, with n 1)"
+            f"bootstrap_room {req.bootstrap_room}: another request uses it, and each request needs its own. (SGLang "
+            "gives all answers of a request one room: send the request n times, with n 1)"
         )
 
     def length_problem(self, tokens: int) -> str:
@@ -114,7 +114,9 @@ def logprobs_problem(req: Any, most: int) -> str:
     if not req.return_logprob or req.logprob.top_logprobs_num <= most:
         return ""
     found = req.logprob.top_logprobs_num
-    return f"top_logprobs_num {found}: must be at most {most} where prefill and decode are apart"
+    return (
+        f"top_logprobs_num {found}: must be at most {most} with separate prefill and decode engines"
+    )
 
 
 def refuse(req: Any, problem: str, scheduler: Any) -> None:

@@ -57,7 +57,7 @@ def describe_cache(
         if not sliding_window:
             raise UnsupportedGeometryError(
                 f"KV pool of type {type(pool).__name__} of a model without a sliding window: "
-                "PDConnector cannot tell what of it a request needs"
+                "PDConnector cannot tell which part of it a request needs"
             )
         found = []
         for part, table in ((pool.full_kv_pool, 0), (pool.swa_kv_pool, WINDOW_TABLE)):

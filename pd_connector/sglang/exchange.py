@@ -53,12 +53,12 @@ def exchange(
                     if not late.is_set():
                         raise
             if late.is_set():
-                raise TimeoutError(f"no whole answer within {timeout_s:.1f} s")
+                raise TimeoutError(f"no complete answer within {timeout_s:.1f} s")
             return found
     except OSError:
         raise
     except (HTTPException, OverflowError) as error:
-        raise ValueError(f"no answer of an HTTP server: {error!r}") from error
+        raise ValueError(f"the answer is not HTTP: {error!r}") from error
 
 
 @contextlib.contextmanager

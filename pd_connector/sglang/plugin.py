@@ -55,8 +55,8 @@ def _register() -> None:
     found = _installed()
     if found not in KNOWN_VERSIONS:
         logger.warning(
-            "SGLang %s has not been tried with PDConnector (%s has): its hooks look right, which is "
-            "all that was checked",
+            "SGLang %s is untested with PDConnector (%s is tested): only the signatures of its hooks "
+            "were checked",
             *(found, ", ".join(KNOWN_VERSIONS)),
         )
     for hook in _HOOKS:
@@ -237,7 +237,7 @@ def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: 
         if manager is not None:
             told.internal_state[BACKEND] = manager.describe()
     except Exception:  # SGLang ends the engine if a hook raises
-        logger.exception("the engine's state is told without its address for KV transfers")
+        logger.exception("the engine's state is returned without its address for KV transfers")
     return told
 
 

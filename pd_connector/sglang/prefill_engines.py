@@ -108,7 +108,7 @@ def _forbidden(host: str, config: Config) -> str:
     if not config.is_peer(host):
         return f"prefill engine at {host!r}: not within {list(config.peers)} (config key peers)"
     if not config.permits(host):
-        return f"prefill engine at {host!r}, and no key is set: only loopback is asked then"
+        return f"prefill engine at {host!r}: without a key only loopback is asked; set one on every engine"
     return ""
 
 
@@ -122,10 +122,10 @@ def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int
         return [(host, port)]
     replicas = int(engine.get("dp_size") or 1)
     if not 0 < replicas <= MAX_REPLICAS:
-        raise ValueError(f"it tells of {replicas} replicas: wanted 1 to {MAX_REPLICAS}")
+        raise ValueError(f"its registry names {replicas} replicas: wanted 1 to {MAX_REPLICAS}")
     if replicas > 1 and not engine.get("follow_bootstrap_room", True):
         raise ValueError(
-            f"it has {replicas} replicas, and none is found by its room: start it with "
+            f"it has {replicas} replicas, and a room does not tell which one: start it with "
             "--load-balance-method follow_bootstrap_room"
         )
     rows = [_ask(host, port, replica, deadline) for replica in range(replicas)]

@@ -169,5 +169,5 @@ def _http_address(address: str) -> tuple[str, int]:
     host, registry_port = split(address)
     port = ask_row(host, registry_port, ENGINE, _LOOK_UP_S).get("prefill_http_port")
     if not isinstance(port, int):
-        raise ValueError("its registry does not tell where it takes requests")
+        raise ValueError("its registry does not name its HTTP address")
     return host, port

@@ -28,8 +28,8 @@ def load_config(text: str) -> Config:
         raise ConfigError(f"{source}: must be a JSON object of config keys")
     if (audit := found.get("audit", "off")) != "off":
         raise ConfigError(
-            f"audit {audit!r}: a decode engine of SGLang cannot compute a prompt, and so has nothing to compare KV "
-            "with; leave it out (config key audit)"
+            f"audit {audit!r}: a decode engine of SGLang computes no prompt, so it has nothing to compare KV "
+            "with; leave `audit` out (config key audit)"
         )
     # A request names its prefill engine by an address without a seal.
     return Config.load({"peers": LOOPBACK, **found}, host_variable=HOST_VARIABLE)

@@ -137,7 +137,7 @@ def _check_states(name: str, tensor: torch.Tensor, pages: int, page_size: int) -
     if found == pages and states != page_size:
         raise UnsupportedGeometryError(
             f"cache of {name} keeps {states} states for the {page_size} tokens of a page, as DeepSeek V4 "
-            "does: PDConnector moves caches with one for each token; serve this model without "
+            "does: PDConnector moves caches with one state per token; serve this model without "
             "disaggregation"
         )
 

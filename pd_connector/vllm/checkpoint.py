@@ -146,7 +146,7 @@ def model_files(
     """
     load_format = str(load.load_format)
     if load_format not in _READ_FROM_DISK:
-        logger.info("--load-format %s: files on this disk say nothing of the weights", load_format)
+        logger.info("--load-format %s: files on this disk do not describe the weights", load_format)
         return None
     places = [Place(getattr(model, "model_weights", "") or model.model, model.revision)]
     places += [Place(each.model_or_path, each.revision, each.subfolder or "") for each in others]

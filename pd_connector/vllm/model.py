@@ -129,7 +129,7 @@ def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
 
 def _what_then(loaded: Loaded, config: Config) -> str:
     if config.model_id:
-        return f"engines with model_id {config.model_id!r} are taken for the same"
+        return f"engines with model_id {config.model_id!r} are assumed to have the same weights"
     if loaded.fine:
         return (
             "parameters in memory are compared instead, which needs the same parallelism on both "

@@ -21,7 +21,7 @@ def advice(version: str, name: str = "vllm") -> str:
     first, last = supported_range()
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        return f"cannot tell this version; {first} to {last} are supported"
+        return f"this version number is unreadable; {first} to {last} are supported"
     release = int(match[1]), int(match[2])
     if release < SUPPORTED[0]:
         return f"{first} to {last} are supported: upgrade {name}"

@@ -176,8 +176,8 @@ def _table(rows: list[PromptResult], handoff: str) -> Table:
     )
     if any(0 < row.difference <= TOLERANCE for row in rows):
         caption += (
-            " One engine differs from itself as much where it has a long prompt in its prefix cache: "
-            "it sums in another order then."
+            " One engine differs from itself by as much if its prefix cache has a long prompt: "
+            "it then sums in another order."
         )
     table = Table(
         title="Prefill in one process, decode in another", caption=caption, caption_justify="left"

@@ -39,7 +39,7 @@ def greet(
     if refused.cause in (Cause.VERSION, Cause.MALFORMED_MESSAGE):
         return str(refused), "install one version of pd-connector on both sides"
     if not key:
-        found = f"{host}:{port} answers nobody who shows no key, and {KEY_VARIABLE} is not set here"
+        found = f"{host}:{port} does not answer without a key, and {KEY_VARIABLE} is not set here"
         return found, f"set {KEY_VARIABLE} here to that engine's key, and try again"
     if _refused(host, port, "", limit_s) is None:
         found = f"{host}:{port} has no key, and {KEY_VARIABLE} is set here"

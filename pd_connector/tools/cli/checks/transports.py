@@ -156,7 +156,7 @@ def ucx_tls(facts: Facts) -> list[Finding]:
             "UCX_TLS",
             Status.WARN,
             value,
-            "nothing in it reaches another machine: add tcp, or rc where there is RDMA, or unset it",
+            "no transport in it reaches another machine: add tcp, or rc with RDMA, or unset it",
         )
     ]
 
