@@ -141,8 +141,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Read and check a config. Environment variables fill in what `extra` leaves out.
 
         Args:
-                host_variable: the engine's own variable for the address of this host. It counts if nothing else
-                    names a host and the config permits other addresses than loopback.
+            host_variable: the engine's own variable for the address of this host. It counts if nothing else
+                names a host and the config permits other addresses than loopback.
 
         Raises:
             ConfigError: an unknown key, a wrong type, or values that contradict each other.

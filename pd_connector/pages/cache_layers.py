@@ -27,11 +27,11 @@ class CacheLayers:
         by_number: each layer by its number in the model.
 
     Args:
-            layers: the views of each layer, by its number in the model; not copied.
-            geometry: what the layers hold.
+        layers: the views of each layer, by its number in the model; not copied.
+        geometry: what the layers hold.
 
-        Raises:
-            UnsupportedGeometryError: a layer differs from the geometry.
+    Raises:
+        UnsupportedGeometryError: a layer differs from the geometry.
     """
 
     def __init__(self, layers: Mapping[int, LayerPages], geometry: Geometry) -> None:

@@ -52,10 +52,10 @@ def distances(
         payload: uint8 `[chunk.nbytes(route)]`, only read.
 
     Returns:
-            One distance for K and one for V of each layer; none if all pages are gone.
+        One distance for K and one for V of each layer; none if all pages are gone.
 
-        Raises:
-            IndexError: a page is outside this cache.
+    Raises:
+        IndexError: a page is outside this cache.
     """
     size = route.destination.page_size
     numbers = np.asarray(chunk.pages(size))

@@ -84,11 +84,11 @@ class KernelPages:
                 bytes; every byte is written.
 
         Returns:
-                The payload's sums, on the device: `pd_kernels.transfer.finish` makes its checksum from them. None if
-                kernels cannot take this chunk; nothing has been queued then.
+            The payload's sums, on the device: `pd_kernels.transfer.finish` makes its checksum from them. None if
+            kernels cannot take this chunk; nothing has been queued then.
 
-            Raises:
-                IndexError: a page is outside this cache. The device would not notice.
+        Raises:
+            IndexError: a page is outside this cache. The device would not notice.
         """
         launch = self._launch(route, chunk, pages, payload, gathers=True)
         return launch and _run(gather_pages, launch)

@@ -39,17 +39,17 @@ class PagedCache:
     """The cache of one rank. One thread gathers and scatters.
 
     Attributes:
-            last_checksum: of the payload that the last `gather` wrote or the last `scatter` read, if a kernel has
-                computed it; None if the caller has to.
+        last_checksum: of the payload that the last `gather` wrote or the last `scatter` read, if a kernel has
+            computed it; None if the caller has to.
 
-        Args:
-            layers: the views of each layer, by its number in the model; not copied.
-            geometry: what the layers hold.
-            by_kernels: whether `pd_kernels` moves pages, on a CPU as plain torch. Default: if the cache is on a
-                GPU and Triton is installed.
+    Args:
+        layers: the views of each layer, by its number in the model; not copied.
+        geometry: what the layers hold.
+        by_kernels: whether `pd_kernels` moves pages, on a CPU as plain torch. Default: if the cache is on a
+            GPU and Triton is installed.
 
-        Raises:
-            UnsupportedGeometryError: a layer differs from the geometry.
+    Raises:
+        UnsupportedGeometryError: a layer differs from the geometry.
     """
 
     def __init__(
@@ -220,12 +220,12 @@ class PagedCache:
             pages: ids of `chunk.pages(route.destination.page_size)`; -1: no longer held.
 
         Returns:
-                One distance for K and one for V of each layer. None for caches whose elements cannot be read as
-                numbers, and none if all pages are gone.
+            One distance for K and one for V of each layer. None for caches whose elements cannot be read as
+            numbers, and none if all pages are gone.
 
-            Raises:
-                IndexError: a page is outside this cache.
-                ValueError: the payload does not have the chunk's size.
+        Raises:
+            IndexError: a page is outside this cache.
+            ValueError: the payload does not have the chunk's size.
         """
         if len(payload) != chunk.nbytes(route):
             raise ValueError(

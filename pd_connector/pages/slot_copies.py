@@ -25,7 +25,6 @@ class SlotCopies(BlockCopies):
 
     Args:
         wait: waits until all work queued on the cache's stream is done.
-        wait: until all work that was queued on the cache's stream is done.
     """
 
     def __init__(self, layers: CacheLayers, wait: Callable[[], None]) -> None:

@@ -207,6 +207,7 @@ def _overridden(
 ) -> dict[str, Any]:
     """A config with overrides, merged as vLLM merges them. An override of a nested config goes into that config;
     any other value replaces the old value.
+
     Args:
         served: vLLM's own object of this config.
     """

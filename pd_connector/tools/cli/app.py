@@ -2,8 +2,8 @@
 """The command line. Every installed package adds its own commands; each is imported only when it is called.
 
 A command is an entry point of the group `pd_connector.commands`: a function with typer's annotations, or a whole
-`typer.Typer` if the command has subcommands. A command may import an engine, which takes seconds. `pd-connector
-doctor` must work even on a machine on which such an import fails.
+`typer.Typer` if the command has subcommands. A command may import an engine, which takes seconds.
+`pd-connector doctor` must work even on a machine on which such an import fails.
 """
 
 from __future__ import annotations
