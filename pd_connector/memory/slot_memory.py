@@ -67,7 +67,6 @@ def choose_slot_memory(
         The slots, and if there are none the reason: `config` (the operator's choice), `transport` (none of the
         config's transports reaches device memory), `kernels` (Triton is missing), `memory` (the device has
         too little free memory). For a cache in host memory there is no reason.
-        little left). No reason is given for a cache in host memory.
 
     Raises:
         ConfigError: `slot_memory` is `device`, and that is not possible.
