@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation in the background: nobody waits for a compiler who has a slower way, or other work, meanwhile."""
+"""Compilation in the background; until it ends, callers use a slower path or do other work."""
 
 import contextlib
 import importlib
@@ -15,14 +15,14 @@ class BackgroundCompile:
     """One compilation, in a thread of its own, begun once.
 
     Attributes:
-        problem: what the compiler raised, once it has ended; None if it went well.
+        problem: what the compiler raised; None if it went well or has not ended.
 
     Args:
         compile_it: compiles. What it raises becomes `problem`.
         name: of the thread.
         turn: compilations that share this lock run one after the other.
-        daemon: whether the process may end while it runs. A compiler that writes files or forks
-            may take the process with it if it is ended midway.
+        daemon: whether the process may end during the compilation. A compiler that writes files or forks
+            can crash the process if it is stopped midway.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class BackgroundCompile:
 
     @property
     def ended(self) -> bool:
-        """Whether it was begun and has ended, well or not."""
+        """Whether the compilation has begun and ended, with or without an error."""
         return self._begun and not self._thread.is_alive()
 
     def begin(self) -> None:
-        """Compile, unless that has begun. Returns at once. Any thread may call."""
+        """Start the compilation if it has not begun. Returns at once. Any thread may call."""
         with self._begin:
             if not self._begun:
                 self._thread.start()
                 self._begun = True
 
     def wait(self) -> bool:
-        """Compile to the end; returns whether it went well."""
+        """Wait until the compilation has ended; returns whether it went well."""
         self.begin()
         self._thread.join()
         return self.problem is None
@@ -71,8 +71,8 @@ class BackgroundCompile:
 
 
 class Compiler:
-    """A module of loops that numba compiles when it is imported, and whether they can be used yet. Where numba
-    is missing, and until they are compiled, callers have a slower way.
+    """A module of loops that numba compiles at its import. Callers use a slower path until the loops are compiled,
+    or always if numba is missing.
 
     Args:
         module: the name of the module.
@@ -91,17 +91,17 @@ class Compiler:
         return self._loops
 
     def begin(self) -> None:
-        """Compile, if that has not begun. Returns at once."""
+        """Start the compilation if it has not begun. Returns at once."""
         self._work.begin()
 
     def wait(self) -> bool:
-        """Compile to the end; returns whether there are loops."""
+        """Wait until the compilation has ended; returns whether there are loops."""
         self._work.wait()
         return self._loops is not None
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """There are no loops meanwhile: to compare."""
+        """Hide the loops for the duration, to compare with the slower path."""
         loops, self._loops = self._loops, None
         try:
             yield
@@ -115,5 +115,5 @@ class Compiler:
             if not numba.config.DISABLE_JIT:
                 self._loops = importlib.import_module(self._module)
                 logger.info("%s on this CPU: by loops that numba has compiled", self._what)
-        except Exception as error:  # whatever is wrong with numba here, all works without it
+        except Exception as error:  # any fault of numba: everything works without it
             logger.info("%s on this CPU: without numba, which is slower: %r", self._what, error)

@@ -18,7 +18,7 @@ from pd_connector.hosts import is_host, is_loopback, is_peer_entry, is_wildcard,
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
 CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
-"""Where an engine has no argument for config keys: a JSON object of them, or `@` and the path of a
+"""An engine without an argument for config keys reads them here: a JSON object, or `@` and the path of a
 file that holds one."""
 LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 MIN_KEY_CHARACTERS = 32
@@ -27,17 +27,17 @@ MAX_SLOTS = 4096
 """The most slots that one message of the control channel can grant."""
 
 MAX_SLOT_MIB = 4095
-"""A transport says in 32 bits how many bytes come."""
+"""A transport states a payload's length in 32 bits."""
 LEAST_S, MOST_S = 0.001, 1e6
 """Operating systems and libraries count time in milliseconds of 31 bits."""
 LEAST_SWITCH_MS, PYTHON_SWITCH_MS = 0.05, 5.0
-"""Below the one, threads mostly switch; the other is Python's own `sys.getswitchinterval()`."""
+"""Below the first, threads mostly switch. The second is Python's own `sys.getswitchinterval()`."""
 MAX_MODEL_ID = 256
 """Characters of a `model_id`."""
 
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
 AUTO = "auto"
-"""Stands for the list of transports: those that are fastest here, see `transport/choice.py`."""
+"""Stands for the transports that are fastest here, see `transport/choice.py`."""
 TRANSPORT_GROUP = "pd_connector.transports"
 """The entry points by which other packages add transports (`transport/registry.py`)."""
 CODECS = ("auto", "fp8_e4m3", "int8", "raw")
@@ -49,89 +49,87 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Settings of one engine's connector. Every field has a default that works on one machine."""
 
     host: str = "127.0.0.1"
-    """Name or address under which peers reach this engine, and on which it listens."""
+    """Name or address at which this engine listens and peers reach it."""
     key: str = ""
-    """Shared secret of all engines, of 32 characters at least; `pd-connector key` makes one. It authenticates and encrypts the
-    control channel and the `tcp` transport. Better given in the variable PD_CONNECTOR_KEY."""
+    """Secret that all engines share, at least 32 characters; `pd-connector key` makes one. It authenticates and
+    encrypts the control channel and the `tcp` transport. Set it in the variable PD_CONNECTOR_KEY rather than here."""
     peers: tuple[str, ...] = LOOPBACK
-    """Networks, addresses and names (`*.` stands for any part before a dot) of producers that may be
-    dialled although their address is not sealed with the key. With a key `load` sets none by default:
-    every engine seals its address, and a client could have the ports of this machine dialled."""
+    """Producers that may be dialled although their address is not sealed with the key: networks, addresses and
+    names (`*.` stands for any part before a dot). With a key, `load` sets none by default: every engine seals
+    its address, and with such an entry a client could make this engine dial ports of this machine."""
     insecure: bool = False
-    """Allow addresses other than loopback without a key: plaintext, open to anyone."""
+    """Allow addresses other than loopback without a key. KV is then plaintext, open to anyone."""
     transports: tuple[str, ...] = (AUTO,)
-    """Transports this engine offers, best first; the producer takes the first of its own that
-    reaches the consumer. `shm` reaches processes of the same user on the same machine, `tcp`
-    needs nothing else installed, `nixl` and `ucx` need the extra of that name. `"auto"` stands for
-    `shm`, then `nixl` if this machine has RDMA or NVLink to others and `insecure_data` is set, then
-    `tcp`."""
+    """Transports this engine offers, best first. The producer takes the first of its own that reaches the
+    consumer. `shm` reaches processes of the same user on the same machine. `tcp` needs no other package.
+    `nixl` and `ucx` need the extra of that name. `"auto"` stands for `shm`, then `nixl` if this machine has
+    RDMA or NVLink to others and `insecure_data` is set, then `tcp`."""
     insecure_data: bool = False
-    """Whether `transports: auto` may take `nixl`, which sends KV in plaintext: the network between
-    the engines is trusted with it."""
+    """Whether `transports: auto` may take `nixl`, which sends KV in plaintext. Set it if the network between
+    the engines is trusted."""
     model_id: str = ""
-    """The operator's own name for the model and its weights. If both engines have one, it must be the
-    same; needed where weights are not files on disk, such as those of an object store."""
+    """The operator's own name for the model and its weights. If both engines have one, the names must be equal.
+    Needed if the weights are not files on disk but, for example, in an object store."""
     weights: Literal["sampled", "full"] = "sampled"
-    """What of the weights on disk is compared: samples of every tensor, or all bytes (`full`), which
-    are read once and remembered by file."""
+    """What of the weights is known at the engine's start: samples of every tensor, with all bytes read later in
+    the background, or all bytes (`full`), for which the start waits. All bytes are read once per file."""
     audit: Literal["first", "off"] | float = "first"
-    """Which prompts a consumer computes itself although KV is there for them, to compare the two:
-    the first of each producer and adapter, also a part of the later ones (such as 0.001), or none."""
+    """Which prompts a consumer computes itself, to compare the KV with the producer's: the first of each
+    producer and adapter (`first`), also a share of the later ones (a number such as 0.001), or none (`off`)."""
     codec: str = "raw"
-    """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto`
-    takes the codec with the fewest bytes within `codec_max_error`, or `raw` where KV was measured
-    to come faster so; the decode side's setting counts."""
+    """How KV is coded on the wire, if both sides permit it; `raw` is always permitted. `auto` takes the codec
+    with the fewest bytes within `codec_max_error`, or `raw` if measurements show that KV arrives faster with it.
+    The decode side's setting counts."""
     codec_max_error: float = 0.02
-    """For `codec: auto`: the largest relative error of the attention output."""
+    """Largest relative error of the attention output that `codec: auto` accepts."""
     overlap: Literal["auto", "off", "step", "layer"] = "auto"
-    """When KV of a running prefill is sent: `off` when it has ended, `step` after each step of a
-    chunked prefill, `layer` also within a step, as layers are computed (full CUDA graphs become
-    piecewise ones), `auto` within a step where it pays and no CUDA graph hides the layers."""
+    """When KV of a running prefill is sent. `off`: after its end. `step`: after each step of a chunked prefill.
+    `layer`: also within a step, as layers are computed; full CUDA graphs become piecewise ones. `auto`: within
+    a step if that pays and no CUDA graph hides the layers."""
     direction: Literal["auto", "write", "read"] = "auto"
-    """Whether a producer writes chunks into the consumer's slots, or the consumer reads them from
-    the producer's, if the transport can. The producer's setting counts. `auto` takes what is
-    faster on the transport."""
+    """Which side moves chunks, if the transport can do both. `write`: the producer writes into the consumer's slots.
+    `read`: the consumer reads from the producer's slots. `auto`: the faster way on the transport. The producer's
+    setting counts."""
     defer_pages: bool = True
-    """Whether a decode engine allocates pages for a prompt only when its KV begins to come."""
+    """Whether a decode engine waits with the pages of a prompt until its KV begins to arrive."""
     on_failure: Literal["recompute", "fail"] = "recompute"
     """What happens to a request whose KV did not arrive: it is computed here, or it fails."""
     slot_mib: int = 16
-    """Size of one slot, in MiB: the largest chunk. Chunks are smaller on a slow link."""
+    """Size of one slot in MiB, the limit of a chunk. On a slow link chunks are smaller."""
     slots: int = 16
     """Landing slots of a consumer, and send slots of a producer."""
     slot_memory: Literal["auto", "host", "device"] = "auto"
-    """Where the slots of a cache on a GPU lie: in pinned `host` memory, or also on the `device`, for
-    transports that reach it there (`nixl`). `auto` takes the device where that is possible; `device`
-    ends the start where it is not."""
+    """Where slots lie if the cache is on a GPU. `host`: in pinned host memory. `device`: also on the GPU, for
+    transports that reach device memory (`nixl`); the engine does not start if that is impossible. `auto`: on
+    the GPU if possible."""
     lease_s: float = 30.0
-    """How long a producer keeps pages without a heartbeat of their consumer, in seconds."""
+    """How long a producer keeps pages without a heartbeat from their consumer, in seconds."""
     lease_share: float = 0.8
-    """The part of a producer's cache that may be leased. If it is exceeded, the oldest leases that
-    nobody has begun to fetch, or has room for, end."""
+    """The share of a producer's cache that may be leased. Above it the oldest leases end, if no consumer has
+    begun to fetch them or has room for them."""
     heartbeat_s: float = 1.0
-    """Time between two heartbeats of a consumer, in seconds. They extend leases."""
+    """Time between two heartbeats of a consumer, in seconds. Heartbeats extend leases."""
     idle_timeout_s: float = 300.0
-    """How long a consumer keeps a session in which it wants nothing, in seconds."""
+    """How long a consumer keeps a session without a request for it, in seconds."""
     session_timeout_s: float = 10.0
-    """Silence after which a session counts as lost, in seconds."""
+    """Silence of a peer after which its session counts as lost, in seconds."""
     connect_timeout_s: float = 5.0
-    """Time to reach a producer and agree with it, in seconds."""
+    """Longest time to reach a producer and complete the handshake, in seconds."""
     stall_timeout_s: float = 10.0
     """Longest pause between two chunks of one transfer, in seconds."""
     engine_timeout_s: float = 60.0
-    """How long a consumer waits for a prefill while the producer's engine makes no step, in
-    seconds."""
+    """How long a consumer waits for a prefill while the producer's engine computes no step, in seconds."""
     agent_timeout_s: float = 10.0
-    """Silence of its own agent's thread after which an engine gives it up, in seconds."""
+    """Silence of an engine's own agent thread after which the engine gives the agent up, in seconds."""
     switch_interval_ms: float = 0.5
-    """How long another thread of the engine's process may keep Python's lock (GIL) while the connector's
-    own thread waits for it, in milliseconds. Python's own 5 would slow transfers beside an engine whose
-    loop is Python. It holds for the whole process, and is never raised."""
+    """How long another thread of the engine's process may keep Python's lock (GIL) while the connector's own
+    thread waits for it, in milliseconds. Python's default of 5 would slow transfers if the engine's loop is
+    Python. The setting holds for the whole process. It lowers the interval, never raises it."""
     address_file: str = ""
-    """Where a vLLM engine writes its address when it has started, as the JSON object of `remote_*` fields
-    that decode requests need: for whoever introduces engines to each other without a request."""
+    """File in which a vLLM engine writes its address at its start: the JSON object of `remote_*` fields that
+    decode requests need. For programs that introduce engines to each other without a request."""
     wait_timeout_s: float = 300.0
-    """Longest wait for a prefill that was announced but has not finished, in seconds."""
+    """Longest wait for a prefill that was announced but has not ended, in seconds."""
 
     @classmethod
     def load(
@@ -140,14 +138,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         environment: Mapping[str, str] = os.environ,
         host_variable: str = "",
     ) -> "Config":
-        """Read and check a config; environment variables fill in what `extra` leaves out.
+        """Read and check a config. Environment variables fill in what `extra` leaves out.
 
         Args:
-            host_variable: the engine's own variable for the address of this host. It is taken where
-                nothing else names a host, and other addresses than loopback are permitted.
+            host_variable: the engine's own variable for the address of this host. It counts if nothing else
+                names a host and the config permits other addresses than loopback.
 
         Raises:
-            ConfigError: an unknown key, a wrong type, or values that cannot go together.
+            ConfigError: an unknown key, a wrong type, or values that contradict each other.
         """
         for name in extra:
             if name not in cls.__struct_fields__:
@@ -159,9 +157,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if name not in values and environment.get(variable):
                 values[name] = environment[variable]
             if isinstance(text := values.get(name), str):
-                values[name] = text.strip()  # of a file or a secret, often with the end of a line
+                values[name] = text.strip()  # a file or a secret often ends with a line break
         if "host" not in values:
-            # Without a key it would be refused, where engines of one machine need none.
+            # Without a key this host would be refused, although engines on one machine need no key.
             open_to_others = bool(values.get("key")) or values.get("insecure") is True
             engine_host = environment.get(host_variable, "")
             if open_to_others and not is_wildcard(engine_host):
@@ -176,7 +174,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return config
 
     def __repr__(self) -> str:
-        """All settings but the key, which must not come into logs and error texts."""
+        """All settings but the key, which must not reach logs and error texts."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
         shown["key"] = "***" if self.key else ""
         return f"Config({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -187,7 +185,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def audit_share(self) -> float:
-        """The part of requests that are audited although their producer has passed."""
+        """The share of requests that are audited after their producer has passed."""
         return 0.0 if isinstance(self.audit, str) else self.audit
 
     def permits(self, host: str) -> bool:
@@ -203,18 +201,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             self.key.encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                "key has bytes that are no text (UTF-8): `pd-connector key` makes one without "
+                "key has bytes that are not UTF-8 text: `pd-connector key` makes a usable key "
                 f"(config key `key` or variable {KEY_VARIABLE})"
             ) from None
         if self.key and (weak := weakness(self.key)):
             raise ConfigError(
-                f"key {weak}: it could be guessed. `pd-connector key` makes one that cannot "
+                f"key {weak}: it could be guessed. `pd-connector key` makes a strong key "
                 f"(config key `key` or variable {KEY_VARIABLE})"
             )
         for entry in self.peers:
             if not is_peer_entry(entry):
                 raise self._wrong(
-                    "peers", f"{entry!r} is no network such as 10.0.0.0/8, no address and no name"
+                    "peers", f"{entry!r} must be a network such as 10.0.0.0/8, an address or a name"
                 )
         if is_wildcard(self.host):
             raise ConfigError(
@@ -246,16 +244,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if len(self.model_id) > MAX_MODEL_ID:
             raise self._wrong("model_id", f"must have {MAX_MODEL_ID} characters at most")
         if not isinstance(self.audit, str) and not 0 < self.audit <= 1:
-            raise self._wrong("audit", "must be `first`, `off`, or a part of requests up to 1")
+            raise self._wrong("audit", "must be `first`, `off`, or a share of requests up to 1")
         for name in ("slot_mib", "slots"):
             if getattr(self, name) < 1:
                 raise self._wrong(name, "must be 1 or more")
         if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
             raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
         if not 0 <= self.codec_max_error < float("inf"):
-            raise self._wrong("codec_max_error", "must be a number from 0 on")
+            raise self._wrong("codec_max_error", "must be a number, 0 or more")
         if not 0 < self.lease_share <= 1:
-            raise self._wrong("lease_share", "must be a part of the cache, above 0 and at most 1")
+            raise self._wrong("lease_share", "must be a share of the cache, above 0 and at most 1")
         for name, most in (("slots", MAX_SLOTS), ("slot_mib", MAX_SLOT_MIB)):
             if getattr(self, name) > most:
                 raise self._wrong(name, f"must be {most} at most")

@@ -9,56 +9,56 @@ class PDConnectorError(Exception):
 
 
 class ConfigError(PDConnectorError, ValueError):
-    """A config value cannot be used; the message names the key, the value and what to do."""
+    """A config value is not usable. The message names the key, the value and what to do."""
 
 
 class UnsupportedGeometryError(PDConnectorError, ValueError):
-    """This engine's cache cannot be moved by this version; the message says what is missing."""
+    """This version cannot move this engine's cache. The message says what is missing."""
 
 
 class TransportError(PDConnectorError):
-    """A transport could not be set up or refused a write."""
+    """A transport could not be set up, or refused a write."""
 
 
 class MalformedMessageError(PDConnectorError, ValueError):
-    """Bytes from a peer that are not a message of the schema."""
+    """Bytes from a peer are not a message of the schema."""
 
 
 class Cause(StrEnum):
-    """Why a transfer did not deliver. The value is the `cause` label in the metrics."""
+    """Why a transfer did not deliver. The value is the label `cause` of the metrics."""
 
-    ABORTED = "aborted"  # the client went away, on the consumer
+    ABORTED = "aborted"  # consumer: the client went away
     AGENT_HUNG = "agent_hung"  # the agent's thread did not answer its engine
-    AUDIT = "audit"  # the producer's KV is not what this engine computes
+    AUDIT = "audit"  # the producer's KV differs from what this engine computes
     AUTHENTICATION = "authentication"  # the peer has another key, or none
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
-    CHUNK_MISMATCH = "chunk_mismatch"  # a chunk that is not the one the plan has at its place
-    DUPLICATE = "duplicate"  # the transfer id is in use already
-    ENGINE_HUNG = "engine_hung"  # the producer's agent lives, and its engine makes no step
+    CHUNK_MISMATCH = "chunk_mismatch"  # a chunk differs from the plan's chunk at its place
+    DUPLICATE = "duplicate"  # the transfer id is already in use
+    ENGINE_HUNG = "engine_hung"  # the producer's agent answers, but its engine computes no step
     GEOMETRY = "geometry"  # KV cannot pass between the two caches
     INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
     INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
-    LEASE_EVICTED = "lease_evicted"  # too much of the producer's cache was leased
-    LEASE_EXPIRED = "lease_expired"  # nobody came for the pages in time
+    LEASE_EVICTED = "lease_evicted"  # leases took more than lease_share of the producer's cache
+    LEASE_EXPIRED = "lease_expired"  # no consumer fetched the pages before lease_s had passed
     MALFORMED_MESSAGE = "malformed_message"  # bytes that are not a message of the schema
     MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read
     MODEL = "model"  # the peer serves another model
-    NO_ROOM = "no_room"  # the consumer's cache is too small for the prompt, however empty it is
+    NO_ROOM = "no_room"  # the consumer's cache is too small for the prompt, even when empty
     NO_TRANSPORT = "no_transport"  # the two sides share no transport
     NOT_NEEDED = "not_needed"  # the consumer has the pages already
-    PREEMPTED = "preempted"  # the producer's engine took pages back, maybe while they were read
+    PREEMPTED = "preempted"  # the producer's engine took pages back, perhaps while they were read
     PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
-    ROLE = "role"  # the request asks for what this engine's kv_role does not do
+    ROLE = "role"  # the request needs a part (produce or consume) that kv_role excludes
     SESSION_LOST = "session_lost"  # the connection broke, or the peer fell silent
-    SESSION_LIMIT = "session_limit"  # more sessions than an agent keeps
+    SESSION_LIMIT = "session_limit"  # the producer already has its most sessions
     STALLED = "stalled"  # no chunk arrived for longer than stall_timeout_s
     TOKENS = "tokens"  # the peer's pages belong to other tokens
     TRANSPORT = "transport"  # the transport reported a failed write
-    UNAUDITED = "unaudited"  # the producer has not passed an audit since it started
-    UNKNOWN_TRANSFER = "unknown_transfer"  # the producer has no such pages (any more)
+    UNAUDITED = "unaudited"  # the producer has passed no audit since it started
+    UNKNOWN_TRANSFER = "unknown_transfer"  # the producer has no such pages, or no longer
     UNREACHABLE = "unreachable"  # no connection to the producer
-    UNTRUSTED_ADDRESS = "untrusted_address"  # a producer's address without seal, not in `peers`
+    UNTRUSTED_ADDRESS = "untrusted_address"  # a producer's address is not sealed and not in `peers`
     VERSION = "version"  # no common schema version
     WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s
-    WINDOW = "window"  # a sliding window has passed the tokens that are wanted
-    WORDS = "words"  # the producer did not tell what the consumer needs besides KV
+    WINDOW = "window"  # a sliding window has passed the wanted tokens
+    WORDS = "words"  # the producer did not send the last words that the consumer needs

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other installed packages add to this one, by entry points (Python's packaging term: a name, and the
-object of a module that it stands for). Each group of entry points is one kind of addition.
+"""What other installed packages add to this one, by Python's entry points. An entry point is a name, and the
+object of a module for which the name stands. Each group of entry points is one kind of addition.
 
 | group | one entry is |
 |---|---|
@@ -22,10 +22,10 @@ from pd_connector.errors import ConfigError
 
 
 class Extension:
-    """One entry point. Its module is imported by the first `load`, and not before.
+    """One entry point. The first `load` imports its module.
 
     Attributes:
-        name: how users call it, as in a configuration.
+        name: the user's word for it, as in a config.
         group: the kind of addition; see the module.
         source: the package that adds it, and the object there, for messages.
     """
@@ -39,11 +39,11 @@ class Extension:
         self._loaded: list[Any] = []
 
     def load(self) -> Any:
-        """The object. Imported once; later calls return the same.
+        """The object. Imported once; later calls return the same object.
 
         Raises:
-            ConfigError: its module cannot be imported, has no such object, or two packages add
-                different objects under this name.
+            ConfigError: the module cannot be imported or has no such object, or two packages add different
+                objects under this name.
         """
         with self._lock:
             if not self._loaded:
@@ -58,7 +58,7 @@ class Extension:
             )
         try:
             return self._points[0].load()
-        except Exception as error:  # another package's module may raise anything
+        except Exception as error:  # another package's module can raise anything
             raise ConfigError(
                 f"{self.name!r}, which {self.source} adds (entry point group {self.group}), cannot be "
                 f"loaded: {error!r}. Repair or uninstall that package, or do not name {self.name!r}"
@@ -67,8 +67,8 @@ class Extension:
 
 @functools.cache
 def load_entry_points(group: str) -> Mapping[str, Extension]:
-    """The entry points of a group by name. Reads the metadata of installed packages, once a process;
-    imports none of them (see `Extension.load`)."""
+    """The entry points of a group, by name. Reads the metadata of installed packages once per process, and
+    imports none of the packages (see `Extension.load`)."""
     points: dict[str, dict[str, EntryPoint]] = {}
     for point in entry_points(group=group):
         points.setdefault(point.name, {}).setdefault(point.value, point)
@@ -80,11 +80,11 @@ def load_entry_points(group: str) -> Mapping[str, Extension]:
 def unknown_name(
     kind: str, name: str, known: Iterable[str], group: str, config_key: str
 ) -> ConfigError:
-    """The error for a name that neither this package nor another one has.
+    """The error for a name that neither this package nor another one defines.
 
     Args:
-        kind: what the name is of, such as "transport".
-        known: the names of this package's own; those of `group` are added.
+        kind: what the name stands for, such as "transport".
+        known: the names that this package defines; those of `group` are added.
         config_key: where the name was found.
     """
     names = ", ".join(dict.fromkeys([*known, *load_entry_points(group)]))

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host is, by its spelling alone: a numeric address, loopback, one within a network. Nothing is
-looked up.
-"""
+"""What the spelling of a host says: a numeric address, loopback, within a network. No name is looked up."""
 
 import ipaddress
 import re
@@ -13,10 +11,10 @@ _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 
 
 def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """A numeric address; None for anything else. One of IPv4 in IPv6's spelling is that of IPv4.
+    """A numeric address; None for anything else. An IPv4 address in IPv6's spelling becomes the IPv4 address.
 
-    Python takes any text for the zone of an IPv6 address, and libzmq dials what follows a `;` in it. So
-    a zone must be what could be the name of an interface.
+    Python takes any text as the zone of an IPv6 address, and libzmq dials what follows a `;` in it. So a
+    zone must look like the name of an interface.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -30,7 +28,7 @@ def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address 
 
 
 def is_host(host: str) -> bool:
-    """Whether `host` could be the name or the address of a machine: without scheme, port and user."""
+    """Whether `host` can be the name or the address of a machine, without scheme, port and user."""
     if numeric_address(host) is not None:
         return True
     try:
@@ -57,7 +55,7 @@ def is_peer_entry(entry: str) -> bool:
 
 
 def matches(host: str, entry: str) -> bool:
-    """Whether `host` is, or lies within, the network, address or name `entry`."""
+    """Whether `host` equals the address or name `entry`, or lies within the network `entry`."""
     network = _network(entry)
     if network is None:
         name, entry = host.lower(), entry.lower()

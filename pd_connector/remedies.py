@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to set where no KV arrives: by the cause of the failures, and as an engine's metrics tell it."""
+"""What to set if no KV arrives, by the cause of the failures or by an engine's metrics."""
 
 import re
 from collections import Counter
@@ -23,8 +23,8 @@ _REACH = (
 )
 _REMEDIES: dict[Cause, str] = {
     Cause.AUDIT: (
-        "the prefill engine computes other KV than this one: compare both engines' checkpoints, flags and hardware, "
-        "then restart the one that is wrong (docs/trust.md, audit)"
+        "the prefill engine's KV differs from this engine's: compare both engines' checkpoints, flags and hardware, "
+        "then restart the wrong engine (docs/trust.md, audit)"
     ),
     Cause.UNREACHABLE: _REACH,
     Cause.SESSION_LOST: _REACH,
@@ -37,7 +37,7 @@ _REMEDIES: dict[Cause, str] = {
     Cause.NO_TRANSPORT: "name a transport in `transports` of both engines that joins them, such as tcp",
     Cause.TRANSPORT: "look for the transport's error in both engines' logs; take it out of `transports` if it stays",
     Cause.MODEL: "serve the same weights and configuration with both engines",
-    Cause.GEOMETRY: "start both engines with settings that fit together; the message names those that do not",
+    Cause.GEOMETRY: "start both engines with settings that fit together; the message names the settings that do not fit",
     Cause.VERSION: "upgrade the older engine: one schema apart works",
     Cause.UNKNOWN_TRANSFER: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
     Cause.LEASE_EXPIRED: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
@@ -59,7 +59,7 @@ class Outage(NamedTuple):
 
 
 def remedy(cause: Cause) -> str:
-    """What to set, or to do, where transfers fail for this cause."""
+    """What to set or do if transfers fail for this cause."""
     return _REMEDIES.get(cause, "see the troubleshooting table in docs/configuration.md")
 
 
@@ -71,17 +71,17 @@ def told(causes: Mapping[Cause, int]) -> str:
 
 _STAGED: dict[str, str] = {
     "config": "its config wants slots in host memory (slot_memory)",
-    "transport": "the transport that was taken copies by the processors: `nixl` reaches device memory",
+    "transport": "the chosen transport copies with the processors: `nixl` reaches device memory",
     "kernels": "install Triton there",
     "memory": "the GPU has no room for slots: lower the engine's share of its memory, or `slots`",
     "setup": "NIXL does not move the GPU's memory there: see its log, and `pd-connector doctor` on that machine",
     "peer": "the decode engine has no slots on a GPU: see its log",
 }
-"""What to do where chunks of a cache on a GPU pass through host memory, by the cause in `staged_sessions`."""
+"""What to do if chunks of a cache on a GPU pass through host memory, by the cause in `staged_sessions`."""
 
 
 def staged_in(metrics: str) -> str:
-    """Why chunks of a prefill engine's GPU pass through host memory, by its `/metrics`; empty if they do not."""
+    """Why chunks of a prefill engine's GPU pass through host memory, from its `/metrics`; empty if they do not."""
     causes = Counter[str]()
     for name, labels, value in _SAMPLE.findall(metrics):
         cause = _CAUSE.search(labels) if name == "staged_sessions" else None
@@ -92,7 +92,8 @@ def staged_in(metrics: str) -> str:
 
 
 def handoffs_in(metrics: str) -> dict[str, int]:
-    """What has become of requests whose prompts another engine computed, since a decode engine's start, by its `/metrics`."""
+    """Outcomes of requests whose prompts another engine computed, since a decode engine's start, from its
+    `/metrics`."""
     found = Counter[str]()
     for name, labels, value in _SAMPLE.findall(metrics):
         outcome = _CAUSE.search(labels) if name == "handoffs" else None
@@ -102,8 +103,8 @@ def handoffs_in(metrics: str) -> dict[str, int]:
 
 
 def outage_in(metrics: str) -> Outage | None:
-    """What is wrong at a decode engine, by its `/metrics` (Prometheus' text); None if KV arrives there, if
-    none was asked for, or if the engine has no connector of ours."""
+    """What is wrong at a decode engine, from its `/metrics` (Prometheus' text). None if KV arrives there, if none
+    was asked for, or if the engine has no PDConnector."""
     failing, failed = False, Counter[Cause]()
     for name, labels, value in _SAMPLE.findall(metrics):
         failing |= name == FAILING_GAUGE and float(value) > 0

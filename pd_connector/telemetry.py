@@ -17,7 +17,7 @@ class Snapshot(NamedTuple):
 
 
 class Telemetry:
-    """Counts, observations and gauges. One thread writes them, another takes them."""
+    """Counts, observations and gauges. One thread writes them, another thread takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -268,7 +268,7 @@ def test_no_other_audit_is_taken(value: object) -> None:
 
 def test_a_key_that_is_no_text_is_refused_by_name() -> None:
     # As Python gives a variable whose bytes are not UTF-8.
-    with pytest.raises(ConfigError, match="key has bytes that are no text"):
+    with pytest.raises(ConfigError, match="key has bytes that are not UTF-8 text"):
         _load(key="a long key that cannot be guessed \udcff")
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tensors become coded blocks and back. `pd_connector.kv.coding` has the codecs' names, the sizes
-and the format of what they write; docs/codecs.md has the format byte by byte, and the measured errors.
+and the format of their output; docs/codecs.md has the format byte by byte, and the measured errors.
 """
 
 from pd_connector.codec.base import Codec

@@ -11,7 +11,7 @@ from pd_connector.kv.payload import padded
 
 
 class Codec(Protocol):
-    """One way to code a block of elements as bytes; `coding` has its name, sizes and error bound."""
+    """One way to code a block of elements as bytes. `coding` has its name, sizes and error bound."""
 
     coding: Coding
 
@@ -33,7 +33,7 @@ class Codec(Protocol):
             out: uint8 `[coded_bytes]`, dense, on the device of `x`; any alignment.
 
         Raises:
-            ValueError: a tensor is not what is said above, or the codec cannot take `source`.
+            ValueError: a tensor does not match its description above, or the codec cannot take `source`.
         """
         ...
 
@@ -58,7 +58,7 @@ class Codec(Protocol):
             `shape` of `destination`'s dtype, dense. May share memory with `data`.
 
         Raises:
-            ValueError: `data` is not what is said above.
+            ValueError: `data` does not match its description above.
         """
         ...
 
@@ -88,12 +88,12 @@ def split(data: torch.Tensor, scale_bytes: int, wanted: int) -> tuple[torch.Tens
 
 
 def put_scales(out: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write the scales of a block and the zeros behind them."""
+    """Write the scales of a block, and the zeros after them."""
     raw = scales.contiguous().reshape(-1).view(torch.uint8)
     out[: len(raw)].copy_(raw)
     out[len(raw) : padded(len(raw))].zero_()
 
 
 def get_scales(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The scales of a block from their bytes: a copy, because these may lie at an odd address."""
+    """The scales of a block, copied from their bytes, which may start at an odd address."""
     return data.clone().view(dtype).view(shape)

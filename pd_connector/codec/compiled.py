@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the codecs' compiled loops can be used. Without them torch computes the same bits, several times
-more slowly."""
+"""Whether the codecs' compiled loops are usable. Without the loops torch computes the same bits, several times
+slower."""
 
 from types import ModuleType
 
@@ -17,7 +17,7 @@ def loops_for(x: torch.Tensor, elements: Elements) -> ModuleType | None:
 
     Args:
         x: elements `[head, token, dim]`, or their codes.
-        elements: what float elements are stored as.
+        elements: how float elements are stored.
     """
     fits = elements.dtype == "bfloat16" and x.is_contiguous() and x.device.type == "cpu"
     return COMPILER.loops if fits else None

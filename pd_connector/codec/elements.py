@@ -25,7 +25,7 @@ Words = npt.NDArray[Any]  # uint8, uint16 or uint32
 
 
 def torch_dtype(elements: Elements) -> torch.dtype:
-    """Raises ValueError for a dtype that no codec knows."""
+    """Torch's dtype of these elements. Raises ValueError for a dtype that no codec knows."""
     assert elements.nbytes
     return DTYPES[elements.dtype]
 
@@ -33,15 +33,15 @@ def torch_dtype(elements: Elements) -> torch.dtype:
 def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch.Tensor) -> None:
     """Write `x`, stored as `source` says, into `out` as `destination` stores it.
 
-    The product with FP8's scale, or the quotient, is taken in float32 and rounded to nearest even.
-    Into FP8, finite values beyond the range saturate at ±448; NaN and infinities become NaN, so
-    that they stay visible. From FP8 to FP8 the stored codes are scaled by the scales' ratio, which
-    is exact for powers of two unless it over- or underflows; with equal bits nothing is touched.
+    The product with FP8's scale, or the quotient, is taken in float32 and rounded to nearest even. Into FP8, finite
+    values beyond the range saturate at ±448. NaN and infinities become NaN, so that they stay visible. From FP8
+    to FP8 the codes are scaled by the ratio of the scales, which is exact for powers of two without over- or
+    underflow. If source and destination are equal, bits are copied unchanged.
 
     Args:
         x: any shape and strides, of `source`'s dtype.
         source: how `x` is stored.
-        destination: how `out` is to be stored.
+        destination: how `out` will be stored.
         out: of the shape of `x`, of `destination`'s dtype, dense; any alignment on CPU.
 
     >>> x = torch.tensor([1.0, -500.0, torch.inf], dtype=torch.bfloat16)
@@ -53,7 +53,7 @@ def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch
     if source.same_bits(destination):
         copy_bits(x, out)
     elif is_fast(x) and (source.is_fp8 or (destination.is_fp8 and source.nbytes == 2)):
-        # Faster than torch's own FP8 arithmetic on a CPU, into a float cache four times.
+        # On a CPU faster than torch's own FP8 arithmetic, four times faster into a float cache.
         codes, found = words(x), words(out)
         if source.is_fp8 and destination.nbytes == 2 and _pairs_up(codes) and _pairs_up(found):
             table, codes, found = _pairs(source, destination), codes.view("<u2"), found.view("<u4")
@@ -65,7 +65,7 @@ def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch
 
 
 def is_fast(x: torch.Tensor) -> bool:
-    """Whether numpy can look the tensor's elements up in a table; others take plain torch."""
+    """Whether numpy can convert the tensor's elements by a table; other tensors use plain torch."""
     return bool(x.device.type == "cpu")
 
 
@@ -76,34 +76,34 @@ def words(x: torch.Tensor) -> Words:
 
 
 def copy_bits(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy elements of one dtype as they are, NaN payloads included."""
+    """Copy elements of one dtype bit by bit, NaN payloads included."""
     signed = _SIGNED[x.element_size()]
     out.view(signed).copy_(x.view(signed))
 
 
 def as_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A row of bytes as elements: a view, or a copy where it lies at an odd address."""
+    """A row of bytes as elements: a view, or a copy if the row starts at an odd address."""
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)
 
 
 def largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """The largest magnitude over `dims`, float32; NaN or infinite where an element is so.
+    """The largest magnitude over `dims`, float32; NaN or infinite if an element is.
 
     Args:
         x: a float dtype, any strides.
-        dims: reduced, kept with extent 1.
+        dims: the reduced dims, kept with extent 1.
     """
     signed = _SIGNED[x.element_size()]
-    # Without the sign bit, floats order as the integers of their bits do.
+    # Without the sign bit, the bits of floats, read as integers, have the order of the floats.
     magnitude = x.view(signed) & torch.iinfo(signed).max
     return magnitude.amax(dims, keepdim=True).view(x.dtype).float()
 
 
 @functools.lru_cache(maxsize=128)
 def _table(source: Elements, destination: Elements) -> Words:
-    """What every code of a one- or two-byte source becomes."""
+    """The converted value of each code of a one- or two-byte source."""
     codes = torch.arange(1 << (8 * source.nbytes), dtype=torch.int32)
     every = codes.to(_SIGNED[source.nbytes]).view(torch_dtype(source))
     return words(_computed(every, source, destination))
@@ -111,8 +111,8 @@ def _table(source: Elements, destination: Elements) -> Words:
 
 @functools.lru_cache(maxsize=32)
 def _pairs(source: Elements, destination: Elements) -> Words:
-    """What every pair of neighbouring one-byte codes becomes. One look-up converts two codes. The
-    table has 256 KiB, which fit a core's cache."""
+    """The converted values of each pair of neighbouring one-byte codes. One look-up converts two codes. The table
+    has 256 KiB, which fit into a core's cache."""
     each = _table(source, destination).astype("<u4")
     pairs: Words = each[:, None] << 16 | each
     return pairs.reshape(-1)
@@ -133,11 +133,11 @@ def _computed(x: torch.Tensor, source: Elements, destination: Elements) -> torch
     elif destination.is_fp8:
         value = value / _scalar(destination.scale, x)
     if destination.is_fp8:
-        # What the cast makes of values beyond the range depends on torch's version.
+        # How a cast treats values beyond the range depends on torch's version.
         value = value.clamp(-FP8_MAX, FP8_MAX).masked_fill(x.float().isinf(), torch.nan)
     return value.to(torch_dtype(destination))
 
 
 def _scalar(value: float, x: torch.Tensor) -> torch.Tensor:
-    """A tensor, because on a GPU torch divides by a number through its rounded reciprocal."""
+    """The value as a tensor: a GPU divides by a plain number through its rounded reciprocal."""
     return torch.full((), value, dtype=torch.float32, device=x.device)

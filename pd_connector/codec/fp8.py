@@ -16,11 +16,10 @@ _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales
 class Fp8E4M3:
     """FP8 with the scale that loses least in each pair of caches.
 
-    Between float caches the scale of a head is the smallest power of two (from 2^-126 up) that
-    keeps it within ±448, and 1.0 for a head of zeros: FP8 keeps its precision under any power of two,
-    and what was rounded to FP8 before survives unchanged. A cache that is FP8 itself sends its codes
-    and its scale as they are. A float cache that sends to an FP8 cache uses that cache's scale, so
-    that its codes are the codes that cache stores.
+    Between float caches, the scale of a head is the smallest power of two (from 2^-126 up) that keeps the head within
+    ±448, and 1.0 for a head of zeros. FP8 keeps its precision under any power of two, and values that were rounded to
+    FP8 before survive unchanged. An FP8 cache sends its codes and its scale unchanged. A float cache that sends to an
+    FP8 cache uses the scale of that cache, so the codes are those that the cache stores.
     """
 
     coding = CODINGS["fp8_e4m3"]
@@ -88,15 +87,15 @@ def _scale_and_round(x: torch.Tensor, source: Elements, codes: torch.Tensor) -> 
     if loops:
         loops.fp8_encode(words(x), powers.numpy(), words(codes))
         return powers
-    # In bfloat16 the quotient by a power of two is exact, too, or far below FP8's smallest.
+    # In bfloat16 the quotient by a power of two is exact, or far below FP8's smallest number.
     wide = x.dtype if x.dtype == torch.bfloat16 else torch.float32
-    for head, power in enumerate(powers):  # so that the temporary stays in a CPU's cache
+    for head, power in enumerate(powers):  # the temporary fits a CPU's cache
         codes[head].copy_(x[head].to(wide).div(power.to(wide)))
     return powers
 
 
 def powers_of_two(magnitudes: torch.Tensor) -> torch.Tensor:
-    """The scales, float32, for float32 magnitudes of any one shape."""
+    """The scales, float32, for float32 magnitudes of any shape."""
     # magnitude = mantissa * 2^exponent, mantissa in [0.5, 1), and 448 = 0.875 * 2^9
     mantissa, exponent = torch.frexp(magnitudes)
     power = (exponent - 9 + (mantissa > 0.875)).clamp(min=_SMALLEST_EXPONENT)

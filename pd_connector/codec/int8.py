@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One byte an element: symmetric INT8. K is scaled per channel, V per token (KIVI, arXiv 2402.02750).
 
-K has a few channels that are large in every token, V has none: a scale per channel keeps these from
-drowning K's other channels.
+K has a few channels that are large in every token; V has none. A scale per channel keeps the large channels from
+costing K's other channels their precision.
 """
 
 import math
@@ -16,9 +16,9 @@ from pd_connector.codec.elements import convert, largest, torch_dtype, words
 from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
 from pd_connector.kv.payload import SUPER_PAGE, padded, super_pages
 
-_RUN_ELEMENTS = 1 << 18  # coded at once, so that a run's float32 temporary stays in a CPU's cache
+_RUN_ELEMENTS = 1 << 18  # coded at once: a run's float32 temporary stays in a CPU's cache
 CODE_MAX = 127.0
-SMALLEST_SCALE = 2.0**-126  # a normal number: a GPU may flush smaller ones to zero
+SMALLEST_SCALE = 2.0**-126  # a normal number: a GPU may flush smaller numbers to zero
 
 
 class Int8:
@@ -94,7 +94,7 @@ def _dequantise(
     codes: torch.Tensor, scale: torch.Tensor, destination: Elements, out: torch.Tensor
 ) -> None:
     if destination.dtype == "bfloat16":
-        torch.mul(codes, scale, out=out)  # rounds once, like the other way, in one pass
+        torch.mul(codes, scale, out=out)  # one pass; rounds once, like the other branch
         return
     # 7 bits of code by 8 of scale are exact in float32
     convert(codes.float() * scale.float(), Elements("float32"), destination, out)
@@ -103,14 +103,14 @@ def _dequantise(
 def _scales(magnitudes: torch.Tensor) -> torch.Tensor:
     """The scales as bfloat16 values held in float32, for float32 magnitudes of any shape."""
     exact = magnitudes / torch.full_like(magnitudes, CODE_MAX)
-    # The bits of a positive float are in its order: adding all but one of the last place rounds up.
+    # Bits of positive floats sort like the floats. Adding 0xFFFF rounds up to the next bfloat16.
     up = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     up = torch.where(magnitudes == 0, torch.ones_like(up), up.clamp(min=SMALLEST_SCALE))
     return torch.where(magnitudes.isfinite(), up, torch.full_like(up, torch.nan))
 
 
 def _axis(part: Part) -> int:
-    """The axis of `_grouped` that shares a scale."""
+    """The axis of `_grouped` whose elements share a scale."""
     return -2 if part is Part.KEY else -1
 
 
@@ -129,7 +129,7 @@ def _scales_of(part: Part, scales: torch.Tensor, first: int, stop: int) -> torch
 
 
 def _runs(shape: Shape) -> Iterator[tuple[int, int]]:
-    """Token ranges of whole super-pages, and at the end the rest of one."""
+    """Token ranges of whole super-pages; the last may be shorter."""
     heads, tokens, dims = shape
     step = max(1, _RUN_ELEMENTS // (heads * dims * SUPER_PAGE)) * SUPER_PAGE
     whole = tokens - tokens % SUPER_PAGE

@@ -8,14 +8,14 @@ import numba
 
 
 def compiled(*signature: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Compile for arguments of these types, without Python's lock, and keep the result for later processes
-    where there is a place for it."""
+    """Compile for arguments of these types. The function runs without Python's lock. The result is kept for later
+    processes if a folder is writable."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         options = {"nogil": True, "error_model": "numpy"}
         try:
             made = numba.njit(numba.void(*signature), cache=True, **options)(function)
-        except RuntimeError:  # no folder that can be written
+        except RuntimeError:  # no writable folder
             made = numba.njit(numba.void(*signature), **options)(function)
         result: Callable[..., None] = made
         return result

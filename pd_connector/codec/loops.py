@@ -2,9 +2,9 @@
 """The codecs' inner loops for bfloat16 on a CPU. Each makes one pass over a block; numba compiles them to
 vector code.
 
-Importing this module compiles them. That takes seconds, unless numba has kept them from an earlier
-process; see `compiled`. Elements are given as bfloat16's bits. Results are those of the codecs' torch
-operations, bit by bit, except for the payload of a NaN that is decoded.
+Importing this module compiles the loops. That takes seconds, unless numba has kept them from an earlier process; see
+`compiled`. Elements are passed as bfloat16's bits. Results equal the codecs' torch operations bit by bit, except for
+the payload of a decoded NaN.
 """
 
 from typing import Any
@@ -18,19 +18,19 @@ from pd_connector.codec.jit import compiled
 from pd_connector.kv.payload import SUPER_PAGE
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
-# numba keeps what it has compiled for as long as this file stays as it is, constants included.
+# numba reuses compiled code while this file, constants included, is unchanged.
 _SUPER_PAGE = SUPER_PAGE
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITY = np.uint16(0x7F80)
 _SMALLEST_SCALE = np.float32(int8.SMALLEST_SCALE)
 _CODE_MAX = np.float32(int8.CODE_MAX)
-# A sum with it is rounded to an integer, which its last bits are.
+# Adding this rounds a float to an integer, which is then in the sum's last bits.
 _TO_INTEGER = np.float32(1.5 * 2**23)
 _E4M3_NORMAL = np.uint32(121 << 23)  # bits of 2^-6, the smallest normal number
-# Between the exponents of float32 and of E4M3, in E4M3's last places.
+# Difference of the exponent biases of float32 and E4M3, in units of E4M3's last bit.
 _E4M3_BIAS = np.uint32(120 << 3)
 _E4M3_UNIT = np.float32(2.0**-9)
-# A sum with it is rounded to a multiple of that unit, which its bits count above those of 2^14.
+# Adding this rounds to a multiple of that unit; the multiple is then in the bits above those of 2^14.
 _TO_UNITS = np.float32(2.0**14)
 _UNIT_BITS = np.uint32((127 + 14) << 23)
 _E4M3_NAN = np.uint32(0x7F)
@@ -38,7 +38,7 @@ _E4M3_NAN = np.uint32(0x7F)
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _float(bits: Any) -> Any:
-    """The float32 that bits of a bfloat16 stand for."""
+    """The float32 for the bits of a bfloat16."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
@@ -52,7 +52,7 @@ def _bfloat16(value: Any) -> Any:
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _int8_scale(magnitude: Any) -> Any:
-    """The scale, a bfloat16 held in float32, of a group with this largest magnitude, in bits."""
+    """The scale, a bfloat16 held in float32, of a group; `magnitude` is its largest, in bits."""
     exact = np.float32(_float(magnitude) / _CODE_MAX)
     up = np.uint32((exact.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000))
     scale = max(up.view(np.float32), _SMALLEST_SCALE)
@@ -107,7 +107,7 @@ def int8_encode_values(x: Words, scales: Words, codes: Words) -> None:
 
 @compiled(_U8[:, :, ::1], _U16[:, :, ::1], _U16[:, :, ::1])
 def int8_decode_keys(codes: Words, scales: Words, out: Words) -> None:
-    """As `int8_encode_keys`."""
+    """The inverse of `int8_encode_keys`, with the same shapes."""
     heads, tokens, dims = codes.shape
     scale = np.empty(dims, np.float32)
     for head in range(heads):
@@ -122,7 +122,7 @@ def int8_decode_keys(codes: Words, scales: Words, out: Words) -> None:
 
 @compiled(_U8[:, :, ::1], _U16[:, ::1], _U16[:, :, ::1])
 def int8_decode_values(codes: Words, scales: Words, out: Words) -> None:
-    """As `int8_encode_values`."""
+    """The inverse of `int8_encode_values`, with the same shapes."""
     heads, tokens, dims = codes.shape
     for head in range(heads):
         for token in range(tokens):
@@ -166,7 +166,7 @@ def fp8_encode(x: Words, scales: Words, codes: Words) -> None:
 
 @compiled(_U8[:, :, ::1], _F32[::1], _U16[:, :, ::1])
 def fp8_decode(codes: Words, scales: Words, out: Words) -> None:
-    """As `fp8_encode`; NaN where the code is."""
+    """The inverse of `fp8_encode`, with the same shapes; NaN where the code is NaN."""
     heads, tokens, dims = codes.shape
     for head in range(heads):
         scale = scales[head]

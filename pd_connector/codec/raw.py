@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source's own bytes; the consumer converts them to what its cache stores."""
+"""The source's own bytes. The consumer converts them to its cache's format."""
 
 import torch
 
@@ -9,7 +9,7 @@ from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
 
 
 class Raw:
-    """Exact between caches that store alike; else exactly what converting in place would give."""
+    """Exact between caches with the same storage; otherwise equal to a conversion in place."""
 
     coding = CODINGS["raw"]
 
@@ -23,7 +23,7 @@ class Raw:
     ) -> None:
         check_block(x, source)
         check_bytes(out, x.numel() * x.element_size())
-        # As bytes on both sides, so that `out` may lie at an odd address.
+        # Both sides as bytes, so that `out` may start at an odd address.
         out.view(*x.shape, -1).copy_(x.unsqueeze(-1).view(torch.uint8))
 
     def decode(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs by name: this package's own, and those that other packages add."""
+"""The codecs by name, from this package and from other installed packages."""
 
 import functools
 import pkgutil
@@ -15,7 +15,7 @@ def load_codec(name: str) -> Codec:
     """The codec of this name; imported at the first call.
 
     Raises:
-        ConfigError: there is none, or it cannot be imported.
+        ConfigError: no codec has this name, or it cannot be imported.
 
     >>> import torch
     >>> from pd_connector.kv.coding import Elements, Part
@@ -39,4 +39,4 @@ def load_codec(name: str) -> Codec:
 
 
 CODECS = {name: load_codec(name) for name in CODINGS}
-"""This package's own."""
+"""The codecs of this package."""

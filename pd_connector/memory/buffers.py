@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of one rank that its transports work with."""
+"""The memory of one rank that its transports use."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _PRIVATE = frozenset({"tcp", "ucx"})
-"""Transports whose peers cannot write into slots by themselves."""
+"""Transports whose peers cannot write into slots directly."""
 
 
 class Buffers:
@@ -28,23 +28,22 @@ class Buffers:
     Attributes:
         landing: slots that peers write into.
         sending: slots that chunks are gathered into.
-        private_landing: landing slots that nobody but this process can write, for transports whose
-            peers do not write into slots by themselves. The same slab as `landing` where that is
-            such memory.
+        private_landing: landing slots that only this process can write, for transports whose peers do not
+            write into slots directly. The same slab as `landing` if that memory is private.
         private_sending: send slots of the same kind.
-        device_slots: slots in the memory of the cache's GPU, of the same numbers and sizes, for
-            transports that reach them there.
-        why_host: why there are none of these; None where there are, and for a cache in host memory.
+        device_slots: slots in the memory of the cache's GPU, with the same numbers and sizes, for
+            transports that reach device memory.
+        why_host: why there are no device slots; None if there are, and for a cache in host memory.
         pins: slots that are pinned for the cache's GPU.
 
     Args:
         device: where the cache lies.
         produces: whether chunks are gathered into the send slots.
         consumes: whether chunks arrive in the landing slots.
-        slot_device: where kernels can gather chunks to; None where no kernels move the cache's pages.
+        slot_device: device to which kernels can gather chunks; None if no kernels move the cache's pages.
 
     Raises:
-        ConfigError: `slot_memory: device` is not possible, or there is no memory for the slots.
+        ConfigError: `slot_memory: device` is impossible, or there is no memory for the slots.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Buffers:
         self.landing, self.sending = _slab(config, shared=shared), _slab(config, shared=shared)
         self.private_landing, self.private_sending = self.landing, self.sending
         if not _PRIVATE.issuperset(config.transports):
-            # Reserved, not touched: unused slots cost no physical memory.
+            # Reserved but not touched: unused slots cost no physical memory.
             self.private_landing, self.private_sending = _slab(config), _slab(config)
         self.pins = Pins(device)
         if consumes:
@@ -78,10 +77,10 @@ class Buffers:
             self.pins.add(private.memory, f"{what} of tcp")
 
     def leave_device(self, problem: str) -> None:
-        """Slots on the device cannot be used: go on with those in host memory.
+        """Slots on the device are not usable: continue with slots in host memory.
 
         Raises:
-            ConfigError: the config wants them on the device.
+            ConfigError: the config requires device slots.
         """
         self.device_slots.close()
         self.device_slots, self.why_host = NO_DEVICE_SLOTS, WhyHost("setup", problem)
@@ -89,12 +88,12 @@ class Buffers:
             raise not_possible(problem)
 
     def why_staged(self, *, reaches: bool, used: bool) -> str:
-        """Why the chunks of a session pass through host memory, although the cache is on a GPU; empty where
-        they do not.
+        """Why the chunks of a session pass through host memory although the cache is on a GPU; empty if they do
+        not.
 
         Args:
-            reaches: the session's transport can move device memory.
-            used: it uses slots on the device.
+            reaches: whether the session's transport can move device memory.
+            used: whether the session uses slots on the device.
         """
         if used or not self.slot_memory:
             return ""
@@ -110,7 +109,7 @@ class Buffers:
         return "slots in device memory" if self.device_slots.slabs else ""
 
     def close(self) -> None:
-        """Give up pins, descriptors and device memory (see `Slab.close`)."""
+        """Release pins, descriptors and device memory (see `Slab.close`)."""
         self.device_slots.close()
         self.pins.release()
         self.landing.close()
@@ -123,5 +122,5 @@ def _slab(config: Config, *, shared: bool = False) -> Slab:
     except (MemoryError, OSError) as error:
         raise ConfigError(
             f"slots {config.slots} of slot_mib {config.slot_mib}: this host has no memory for them ({error}); "
-            "they are needed up to four times (config keys slots, slot_mib)"
+            "up to four sets of slots are needed; lower `slots` or `slot_mib` (config keys slots, slot_mib)"
         ) from None

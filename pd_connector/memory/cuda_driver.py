@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch does not offer of CUDA: memory outside of its pool, a stream and a thread of one's own, and what a device
-supports.
+"""Parts of CUDA that torch does not offer: memory outside of torch's pool, private streams and threads, and a
+device's attributes.
 
-These are calls of the driver (`libcuda.so.1`). It is there wherever a GPU works, whichever CUDA release torch was
-built for.
+All are calls of the driver (`libcuda.so.1`). It exists on every machine with a working GPU, whichever CUDA release
+torch was built for.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pd_connector.errors import PDConnectorError
 
 READ_ONLY_HOST_REGISTER_SUPPORTED = 113
-"""Attribute of a device: memory that this process may only read can be pinned for it."""
+"""Device attribute: memory that this process can only read can be pinned."""
 
 _NON_BLOCKING = 1
-"""A stream that does not wait for CUDA's default stream, nor that one for it."""
+"""Flag for a stream that is not ordered with CUDA's default stream."""
 _THREAD_LOCAL = 1
-"""Only captures of this thread forbid it calls that cannot be captured."""
+"""Mode in which only this thread's own captures forbid it calls that cannot be captured."""
 
 
 class CudaError(PDConnectorError):
@@ -29,10 +29,10 @@ class CudaError(PDConnectorError):
 def allocate(nbytes: int, device: int) -> int:
     """Allocate memory of a device by `cuMemAlloc`; returns its address.
 
-    Other processes can map such memory (`cuIpcGetMemHandle`), and network cards can reach it. Memory of
-    torch's pool may be neither: expandable segments are mapped piece by piece.
+    Other processes can map such memory (`cuIpcGetMemHandle`), and network cards can reach it. Memory of torch's
+    pool may allow neither: expandable segments are mapped piece by piece.
 
-    Raises CudaError, as where the memory is not free.
+    Raises CudaError, for example if the device has too little free memory.
     """
     address = ctypes.c_uint64()
     with _current(device):
@@ -47,10 +47,10 @@ def free(address: int, device: int) -> None:
 
 
 def new_stream(device: int, priority: int) -> int:
-    """Create a stream that nobody else uses; returns its `cudaStream_t`. It lives as long as the process.
+    """Create a private stream; returns its `cudaStream_t`. It lives as long as the process.
 
     Args:
-        priority: lower numbers come first; 0 is the usual one.
+        priority: lower numbers come first; 0 is the default.
 
     Raises CudaError.
     """
@@ -66,21 +66,21 @@ def new_stream(device: int, priority: int) -> int:
 
 
 def enter_thread(device: int) -> None:
-    """Make the calling thread one of our own on this device, for as long as it lives.
+    """Make the calling thread a private thread of this device, for as long as the thread lives.
 
-    Its context becomes current. `torch.cuda.set_device` leaves a new thread without one on device 0, which the
-    thread seems to be on already.
+    The device's context becomes current. `torch.cuda.set_device` leaves a new thread without a context on device 0,
+    because the thread seems to be on that device already.
 
-    While another thread captures a CUDA graph, as torch does it, CUDA refuses every other thread calls that cannot
-    be captured, such as an allocation, and the capture fails, too. Engines capture when they start, and some
-    once more while they serve (SGLang after an update of weights, vLLM when it scales experts). The calls of this
-    thread belong to no capture.
+    While another thread captures a CUDA graph as torch does it, CUDA refuses calls that cannot be captured, such as
+    an allocation, on every other thread. The capture then fails, too. Engines capture when they start, and some
+    again while they serve (SGLang after an update of weights, vLLM when it scales experts). Calls of a private thread
+    belong to no capture.
 
     Raises CudaError.
     """
     context, handle, mode = ctypes.c_void_p(), _handle(device), ctypes.c_int(_THREAD_LOCAL)
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
-    try:  # torch keeps it, too
+    try:  # torch also keeps it
         _call("cuCtxSetCurrent", context)
     finally:
         _call("cuDevicePrimaryCtxRelease_v2", handle)
@@ -96,7 +96,7 @@ def supports(attribute: int, device: int) -> bool:
 
 @contextlib.contextmanager
 def _current(device: int) -> Iterator[None]:
-    """Make the context that torch and the engine use for this device current in the calling thread."""
+    """Make this device's context, the one that torch and the engine use, current in the calling thread."""
     context, handle = ctypes.c_void_p(), _handle(device)
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
     try:

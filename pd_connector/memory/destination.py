@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a payload that is still arriving belongs."""
+"""The memory into which an arriving payload goes."""
 
 import abc
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 
 
 class Destination(abc.ABC):
-    """Memory of one payload, for a transport that decrypts it while it arrives. Whoever wants the
-    payload can take the memory back at any time.
+    """Memory of one payload, for a transport that decrypts it while it arrives. The receiver of the payload can
+    take the memory back at any time.
 
     Attributes:
         nbytes: length of the payload.
@@ -18,5 +18,5 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def memory(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
-        """Memory of bytes [start, stop) of the payload, in order. It may be written within the `with`
-        block, and not afterwards. Empty if the payload is not wanted any more."""
+        """Memory of bytes [start, stop) of the payload, in order. It may be written only within the `with` block.
+        Empty if the payload is no longer wanted."""

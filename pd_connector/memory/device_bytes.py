@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a chunk, wherever they lie."""
+"""The bytes of a chunk, in host or device memory."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class DeviceBytes:
-    """Bytes of a slot in device memory. Stands where a `memoryview` of a slot in host memory would.
+    """Bytes of a slot in device memory. Used like a `memoryview` of a slot in host memory.
 
     Attributes:
         tensor: uint8 `[nbytes]`, dense. The memory lives as long as a tensor of it.
@@ -40,7 +40,7 @@ class DeviceBytes:
         return int(self.tensor.data_ptr())
 
     def to_host(self) -> memoryview:
-        """A copy in host memory, once everything that was queued on the current stream is done."""
+        """A copy in host memory. Waits for all work queued on the current stream."""
         copied: memoryview = self.tensor.to("cpu", copy=True).numpy().data
         return copied
 
@@ -50,7 +50,7 @@ Payload = memoryview | DeviceBytes
 
 
 def address_of(payload: Payload) -> int:
-    """Address of the first byte, in the memory that it lies in."""
+    """Address of the first byte, in the memory in which it lies."""
     if isinstance(payload, DeviceBytes):
         return payload.address
     return int(np.frombuffer(payload, np.uint8).ctypes.data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slabs in a device's memory: chunks pass from one GPU's slot to another's, and no byte through host memory."""
+"""Slabs in a device's memory: chunks pass from slot to slot between GPUs, without host memory."""
 
 import contextlib
 import weakref
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_FREE_BYTES = 1 << 30
-"""What is left free on a device for the engine, which captures CUDA graphs after its cache was made."""
+"""Memory left free on a device for the engine, which captures CUDA graphs after its cache was made."""
 
 _UNWRITTEN = 0xA5
-"""The bytes of slots that nothing was written into. Zeros would fit the sums of a kernel that did not run."""
+"""Initial bytes of slots. Zeros would match the sums of a kernel that did not run."""
 
 
 class DeviceMemoryError(PDConnectorError):
@@ -26,7 +26,7 @@ class DeviceMemoryError(PDConnectorError):
 
 @contextlib.contextmanager
 def filled_on_host(slot: Payload) -> Iterator[memoryview]:
-    """Memory of the host to fill, as large as the slot: the slot itself, or what is copied to it at the end."""
+    """Host memory to fill, as large as the slot: the slot itself, or memory that is copied to it at the end."""
     if not isinstance(slot, DeviceBytes):
         yield slot
         return
@@ -34,20 +34,20 @@ def filled_on_host(slot: Payload) -> Iterator[memoryview]:
 
     payload = bytearray(len(slot))
     yield memoryview(payload)
-    slot.tensor.copy_(torch.frombuffer(payload, dtype=torch.uint8))  # waits, as it is not pinned
+    slot.tensor.copy_(torch.frombuffer(payload, dtype=torch.uint8))  # waits: it is not pinned
 
 
 class DeviceSlab:
-    """One contiguous buffer of equal slots in a device's memory, outside of torch's pool: another process or a network
-    card can reach it, whatever PYTORCH_CUDA_ALLOC_CONF says.
+    """One contiguous buffer of equal slots in a device's memory, outside of torch's pool. Another process or a
+    network card can reach it, whatever PYTORCH_CUDA_ALLOC_CONF says.
 
     Args:
-        slots: how many.
+        slots: number of slots.
         slot_bytes: size of each, a multiple of 16.
-        device: whose memory. `cpu` stands for a device in tests.
+        device: owner of the memory. `cpu` stands for a device in tests.
 
     Raises:
-        DeviceMemoryError: the device has not so much memory to spare.
+        DeviceMemoryError: the device has too little free memory.
     """
 
     def __init__(self, slots: int, slot_bytes: int, device: "torch.device") -> None:
@@ -56,7 +56,7 @@ class DeviceSlab:
         self.device = device
         self._tensor = _allocate(self.nbytes, device)
         self._tensor.fill_(_UNWRITTEN)
-        self._tensor[:1].cpu()  # waits: others write there on streams of their own
+        self._tensor[:1].cpu()  # wait: other streams write to the slab next
 
     @property
     def address(self) -> int:
@@ -69,7 +69,7 @@ class DeviceSlab:
 
     @property
     def memory(self) -> str:
-        """What NIXL calls memory of this kind."""
+        """NIXL's name for this kind of memory."""
         return "VRAM" if self.device.type == "cuda" else "DRAM"
 
     @property
@@ -84,17 +84,17 @@ class DeviceSlab:
         return DeviceBytes(self._tensor[start:stop])
 
     def close(self) -> None:
-        """Let go of the memory. It is freed when the last slot taken from it goes."""
+        """Release the memory. It is freed when the last slot taken from it is released."""
         self._tensor = self._tensor[:0].clone()
 
 
 class _Allocation:
-    """Memory of a device, in the form in which torch takes it over (`__cuda_array_interface__`)."""
+    """Memory of a device, in the form that torch accepts (`__cuda_array_interface__`)."""
 
     def __init__(self, nbytes: int, device: int) -> None:
         address = cuda_driver.allocate(nbytes, device)
         undo = weakref.finalize(self, cuda_driver.free, address, device)
-        undo.atexit = False  # the process' end frees it, and the driver may be gone by then
+        undo.atexit = False  # the end of the process frees it; the driver may be gone by then
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,),
             "typestr": "|u1",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hash of all bytes of tensors, which a device computes where they lie.
+"""A hash of all bytes of tensors, computed on the device that holds them.
 
-Each 64-bit word is mixed with its place, by multiplications and shifts as in SplitMix64, and the mixed words are
-added up; twice, with other constants: 128 bits. Sums do not depend on the order in which a device adds. So a CPU
-and a GPU find the same for the same bytes. It tells weights apart that differ by chance; it is no defence against
-somebody who makes two that collide.
+Each 64-bit word is mixed with its place, by multiplications and shifts as in SplitMix64. The mixed words are
+added. Two rounds with different constants give 128 bits. Sums do not depend on the order of the additions, so a
+CPU and a GPU find the same hash for the same bytes. The hash tells weights apart that differ by chance; it is no
+defence against somebody who constructs a collision.
 
 Source of the mixing: https://prng.di.unimi.it/splitmix64.c
 """
@@ -18,15 +18,15 @@ _LANES = (
     (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB),
     (0xAEF17502108EF2D9, 0x8CB92BA72F3D8DD7, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53),
 )
-"""Odd factors: of the word, of its place, and of the two rounds."""
+"""Odd factors: for the word, for its place, and for the two rounds."""
 _SHIFTS = (30, 27, 31)
 _WORD_BYTES = 8
 _PIECE_WORDS = 1 << 20
-"""Words at a time: the device needs three times their memory beside the weights."""
+"""Words at a time. The device needs three times their memory beside the weights."""
 
 
 def full_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Hash name, form and all bytes of tensors, in this order: 16 bytes. Waits for their devices."""
+    """Hash name, shape, dtype and all bytes of tensors, in this order: 16 bytes. Waits for their devices."""
     found = hashlib.blake2b(digest_size=16, person=b"pd-loaded-full")
     pending: list[tuple[str, list[torch.Tensor]]] = []
     for name, tensor in tensors:
@@ -36,7 +36,7 @@ def full_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     for _, sums in pending:
         for each in sums:
             by_device.setdefault(each.device, []).append(each)
-    # One wait a device, not one a tensor.
+    # One wait per device, not one per tensor.
     read = {device: iter(torch.stack(sums).tolist()) for device, sums in by_device.items()}
     for head, sums in pending:
         found.update(head.encode())
@@ -56,7 +56,7 @@ def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _dense(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Contiguous tensors with all bytes of this one, in the order in which they lie in memory."""
+    """Contiguous tensors with all bytes of this one, in memory order."""
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
     laid = tensor.permute(order)
     if laid.is_contiguous():
@@ -88,7 +88,7 @@ def _lane(
     mixed = words * of_word
     mixed.add_(places, alpha=of_place).add_(_signed(nbytes * factors[2] % (1 << 64)))
     for shift, factor in zip(_SHIFTS, (first, second, None), strict=True):
-        # An arithmetic shift, of which the copies of the sign are taken away.
+        # An arithmetic shift; the mask removes the copies of the sign.
         mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor is not None:
             mixed.mul_(factor)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of memory, copied from another process of the same machine into this one, and their checksum.
 
-The kernel copies (`process_vm_readv`, Linux' cross-memory attach). Both processes need the same user, and some
-systems forbid it: containers without CAP_SYS_PTRACE, `kernel.yama.ptrace_scope`.
+The kernel copies (`process_vm_readv`, Linux's cross-memory attach). Both processes need the same user. Some systems
+forbid it: containers without CAP_SYS_PTRACE, or `kernel.yama.ptrace_scope`.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ import xxhash
 Addresses = npt.NDArray[np.uint64]
 
 _MAX_VECTORS = 1024
-"""Pieces that the kernel takes in one call."""
+"""Most pieces that the kernel takes in one call."""
 _MAX_CUTS = 1 << 18
-"""Pieces that memory is cut into, where the two sides' differ in size. What a peer sends could be
-anything; pages differ by the tokens of a page at most."""
+"""Most pieces that memory is cut into, if the two sides' piece sizes differ. A peer could send any sizes, but
+the sizes of real pages differ at most by the number of tokens in a page."""
 _BLOCK_BYTES = 1 << 20
-"""Bytes that are copied before they are summed: the sum then finds them in the processor's cache."""
+"""Bytes that are copied before they are hashed, so that the hash finds them in the processor's cache."""
 
 _readv = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
 if _readv is not None:
@@ -33,7 +33,7 @@ if _readv is not None:
 
 
 class Pieces(NamedTuple):
-    """Memory in the order of a payload, in pieces of one size.
+    """Memory in the order of a payload, in pieces of equal size.
 
     Attributes:
         addresses: uint64 `[pieces]`, each in the memory of the process that the pieces belong to.
@@ -45,7 +45,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def together(cls, pieces: Sequence[Self]) -> Self:
-        """Several one after the other; cut smaller where their sizes differ."""
+        """Several concatenated; cut into smaller pieces if their sizes differ."""
         size = math.gcd(*(each.piece_bytes for each in pieces))
         return cls(np.concatenate([each.cut(size).addresses for each in pieces]), size)
 
@@ -57,14 +57,14 @@ class Pieces(NamedTuple):
         return len(self.addresses) * self.piece_bytes
 
     def cut(self, piece_bytes: int) -> "Pieces":
-        """The same memory in pieces of this size, which divides theirs."""
+        """The same memory in pieces of this size, which must divide the present size."""
         if piece_bytes == self.piece_bytes:
             return self
         steps = np.arange(0, self.piece_bytes, piece_bytes, dtype=np.uint64)
         return Pieces((self.addresses[:, None] + steps).reshape(-1), piece_bytes)
 
     def buffers(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes [start, stop) in order; the pieces must be memory of this process, and stay it."""
+        """Bytes [start, stop) in order. The pieces must be memory of this process, and stay so."""
         size = self.piece_bytes
         first, skip = divmod(start, size)
         for address in self.addresses[first : -(-stop // size)].tolist():
@@ -73,8 +73,8 @@ class Pieces(NamedTuple):
             start, skip = start + nbytes, 0
 
     def joined(self) -> "Pieces":
-        """The same memory in the largest pieces of one size: neighbours become one where they come in
-        runs, such as the pages of one token each of a fresh request."""
+        """The same memory in the largest possible pieces of equal size. Neighbours are joined if they come in runs of
+        equal length, such as the one-token pages of a fresh request."""
         starts = self._runs()
         if len(starts) == len(self.addresses):  # no two are neighbours
             return self
@@ -83,7 +83,7 @@ class Pieces(NamedTuple):
         return Pieces(self.addresses[::count], self.piece_bytes * count)
 
     def _runs(self) -> npt.NDArray[np.int64]:
-        """Places of the pieces that do not begin where the piece before them ends."""
+        """Indices of the pieces that do not begin where the previous piece ends."""
         steps = self.addresses[1:] - self.addresses[:-1] != np.uint64(self.piece_bytes)
         found: npt.NDArray[np.int64] = np.flatnonzero(np.append(True, steps))
         return found[: len(self.addresses)]
@@ -91,8 +91,8 @@ class Pieces(NamedTuple):
     def checksum(self) -> bytes:
         """XXH3 of all bytes in order: 16 bytes. The pieces must be memory of this process.
 
-        It finds accidents, it does not stop forgery; and no GPU could form it while it copies, so that
-        only pages in host memory have it (`kv/checksum.py` is the checksum of payloads).
+        It finds accidents, not forgery. A GPU could not compute it during a copy, so only pages in host memory have
+        it (`kv/checksum.py` is the checksum of payloads).
         """
         digest = xxhash.xxh3_128()
         self._add_to(digest)
@@ -104,20 +104,20 @@ class Pieces(NamedTuple):
 
 
 def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
-    """Copy pieces of another process into pieces of this one. Python's lock is free meanwhile.
+    """Copy pieces of another process into pieces of this one. Releases Python's lock during the copy.
 
     Args:
-        pid: the process, as this process numbers it.
+        pid: the other process, as this process numbers it.
         theirs: memory of that process.
-        ours: memory of this process, as many bytes, in pieces of any size.
+        ours: memory of this process, with as many bytes, in pieces of any size.
 
     Returns:
-        The checksum of what lies in `ours` afterwards (see `Pieces.checksum`).
+        The checksum of `ours` after the copy (see `Pieces.checksum`).
 
     Raises:
-        OSError: the kernel forbids it, the process is gone, or its memory is not there. Some of
-            the pieces may have been filled.
-        ValueError: they differ in bytes.
+        OSError: the kernel forbids the copy, the process has ended, or its memory is gone. Some pieces may
+            have been filled.
+        ValueError: the two sides differ in bytes.
     """
     if theirs.nbytes != ours.nbytes:
         raise ValueError(
@@ -138,7 +138,7 @@ def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
 
 
 def _vectors(pieces: Pieces) -> Addresses:
-    """Pieces as the kernel's `iovec`, neighbours joined: uint64 `[runs, (address, bytes)]`."""
+    """Pieces as the kernel's `iovec`, with neighbours joined: uint64 `[runs, (address, bytes)]`."""
     starts = pieces._runs()
     lengths = np.diff(np.append(starts, len(pieces.addresses)))
     return np.stack(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that is pinned (page-locked) for a GPU. The GPU's copy engines read and write pinned memory by
-themselves, at the full speed of the bus, while the calling thread goes on. Other memory is copied through the
-driver's own buffers first.
+"""Host memory that is pinned (page-locked) for a GPU. The GPU's copy engines read and write pinned memory
+directly, at the full speed of the bus, while the calling thread continues. Other memory is first copied through
+the driver's own buffers.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.memory.pins")
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for whichever device of this process
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 Memory = npt.NDArray[np.uint8]
@@ -37,16 +37,16 @@ class Pins:
         self._held: list[weakref.finalize[Any, Memory]] = []
 
     def add(self, memory: Memory, what: str, *, read_only: bool = False) -> None:
-        """Pin memory until `release`, or until its last view goes, whichever comes first.
+        """Pin memory until `release`, or until its last view is gone, whichever comes first.
 
-        Memory must not be unmapped while it is pinned: CUDA would take whatever is mapped there next
-        for it. All of it becomes resident. Memory that cannot be pinned gives a warning; copies
-        from and to it are slower.
+        Memory must not be unmapped while it is pinned: CUDA would treat the next mapping at that address as pinned
+        memory. All of the memory becomes resident. If memory cannot be pinned, a warning is logged, and copies from
+        and to it are slower.
 
         Args:
-            memory: an array that owns its memory, or the whole of a mapping.
+            memory: an array that owns its memory, or a whole mapping.
             what: its name in the warning.
-            read_only: whether it is mapped for reading only.
+            read_only: whether it is mapped only for reading.
         """
         if self._device is None or not len(memory):
             return
@@ -77,7 +77,7 @@ class Pins:
             )
             return
         undo = weakref.finalize(memory, _unpin, address, self._device)
-        undo.atexit = False  # copies may be under way then, and the process' end undoes it
+        undo.atexit = False  # copies may still run at exit, and the end of the process unpins
         self._held = [held for held in self._held if held.alive] + [undo]
 
     def release(self) -> None:
@@ -88,14 +88,13 @@ class Pins:
 
 
 def _pins_read_only(device: "torch.device") -> bool:
-    """Whether the device has `cudaDevAttrHostRegisterReadOnlySupported`; without it the call
-    would fail."""
+    """Whether the device has `cudaDevAttrHostRegisterReadOnlySupported`. Without it the call would fail."""
     try:
         return cuda_driver.supports(
             cuda_driver.READ_ONLY_HOST_REGISTER_SUPPORTED, device.index or 0
         )
     except cuda_driver.CudaError:
-        return True  # then the call itself says so
+        return True  # the call itself will tell
 
 
 @contextlib.contextmanager
@@ -118,10 +117,10 @@ def _unpin(address: int, device: "torch.device") -> None:
 
 
 def _forget_error(device: "torch.device") -> None:
-    """Clear the error that a failed call has left in CUDA's runtime.
+    """Clear the sticky error that a failed call has left in CUDA's runtime.
 
-    The runtime keeps an error until somebody asks for it. torch asks after each kernel launch, so that the
-    engine's next kernel would seem to have failed. A small kernel is launched here to take the error.
+    torch asks for the error after each kernel launch, and would blame the engine's next kernel. So a small kernel is
+    launched here to take the error.
     """
     import torch
 

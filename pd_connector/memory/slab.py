@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slabs, which are buffers of equal slots, and pools, which say who holds which slot."""
+"""Slabs, which are buffers of equal slots, and pools, which record the holder of each slot."""
 
 import fcntl
 import mmap
@@ -11,22 +11,22 @@ import numpy as np
 import numpy.typing as npt
 
 SLAB_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""A shared slab keeps its size: a process that maps it would be killed on an access behind its end."""
+"""A shared slab keeps its size: a process that maps it would be killed by an access past its end."""
 
 
 class Slab:
-    """One contiguous buffer of equal slots. Transports register it once, at start.
+    """One contiguous buffer of equal slots. Transports register it once, at the start.
 
-    Memory is reserved, not touched: untouched slots cost no physical memory.
+    Memory is reserved but not touched: untouched slots cost no physical memory.
 
     Attributes:
-        handle: descriptor of the memory, for another process to map; -1 if it is not shared, or
+        handle: descriptor of the memory, for another process to map; -1 if the slab is not shared, or is
             closed.
 
     Args:
-        slots: how many.
+        slots: number of slots.
         slot_bytes: size of each.
-        shared: whether another process may map it.
+        shared: whether another process may map the slab.
     """
 
     def __init__(self, slots: int, slot_bytes: int, *, shared: bool = False) -> None:
@@ -52,15 +52,15 @@ class Slab:
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        """All of it, uint8 `[nbytes]`; empty once a shared slab is closed."""
+        """The whole slab, uint8 `[nbytes]`; empty once a shared slab is closed."""
         return self._buffer
 
     def close(self) -> None:
-        """Give up the handle. The memory goes when the last slot taken from it goes."""
+        """Close the handle. The memory is freed when the last slot taken from it is released."""
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
-            self._buffer = np.empty(0, dtype=np.uint8)  # the mapping has a descriptor of its own
+            self._buffer = np.empty(0, dtype=np.uint8)  # the mapping has its own descriptor
 
     def slot(self, index: int, nbytes: int | None = None) -> memoryview:
         """The first `nbytes` bytes of a slot (all of it by default), writable."""
@@ -70,10 +70,10 @@ class Slab:
 
 
 class SlotPool:
-    """Who holds which slot. A slot is free, held by an owner, or quarantined.
+    """Records the holder of each slot. A slot is free, held by an owner, or quarantined.
 
-    A quarantined slot may still be written by a peer that no longer answers; it is not lent
-    again until that peer has confirmed, or can no longer be writing.
+    A quarantined slot may still be written by a peer that no longer answers. It is lent again only when that peer
+    has confirmed, or can no longer write.
     """
 
     def __init__(self, slots: int) -> None:
@@ -88,11 +88,11 @@ class SlotPool:
 
     @property
     def held(self) -> int:
-        """Slots that are not free, quarantined ones included."""
+        """Number of slots that are not free, including quarantined slots."""
         return len(self._holder) + len(self._quarantine)
 
     def take(self, owner: Hashable) -> int | None:
-        """Lend the slot that has been free longest to `owner`, or None."""
+        """Lend the slot that has been free longest to `owner`; None if no slot is free."""
         if not self._free:
             return None
         slot = self._free.popleft()
@@ -103,7 +103,7 @@ class SlotPool:
         return self._holder.get(slot) == owner
 
     def give_back(self, slot: int) -> None:
-        """Free a held slot. Raises KeyError for one that is not held: a double free."""
+        """Free a held slot. Raises KeyError if it is not held: a double free."""
         del self._holder[slot]
         self._free.append(slot)
 
@@ -113,7 +113,7 @@ class SlotPool:
         self._quarantine[slot] = until
 
     def release_quarantined(self, slots: list[int]) -> None:
-        """Free quarantined slots now: their writer confirmed that it has stopped."""
+        """Free quarantined slots now: their writer has confirmed that it has stopped."""
         for slot in slots:
             if self._quarantine.pop(slot, None) is not None:
                 self._free.append(slot)
@@ -123,8 +123,8 @@ class SlotPool:
         self.release_quarantined([slot for slot, until in self._quarantine.items() if until <= now])
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot is exactly once free, held or quarantined, and the
-        counts agree."""
+        """Raises AssertionError unless every slot is free, held or quarantined exactly once, and the counts
+        agree."""
         known = sorted([*self._free, *self._holder, *self._quarantine])
         assert known == list(range(self._slots)), (
             f"slots free {sorted(self._free)}, held {self._holder}, quarantined {self._quarantine}: "

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 REACHES_DEVICES = frozenset({"nixl"})
-"""Transports that move device memory. The others copy by the processors, out of host memory."""
+"""Transports that move device memory. The others copy from host memory with the processor."""
 
 
 class WhyHost(NamedTuple):
@@ -19,7 +19,7 @@ class WhyHost(NamedTuple):
 
     Attributes:
         cause: `config`, `transport`, `kernels`, `memory` or `setup`; see `choose_slot_memory`.
-        detail: the same as a sentence, with what to do about it.
+        detail: the cause as a sentence, with advice.
     """
 
     cause: str
@@ -30,7 +30,7 @@ class WhyHost(NamedTuple):
 
 
 class DeviceSlots(NamedTuple):
-    """Slots in device memory, for what this rank does."""
+    """Slots in device memory for the sides (producer, consumer) that this rank has."""
 
     landing: DeviceSlab | None  # of a consumer
     sending: DeviceSlab | None  # of a producer
@@ -40,7 +40,7 @@ class DeviceSlots(NamedTuple):
         return [slab for slab in self if slab is not None]
 
     def close(self) -> None:
-        """Let go of the memory (see `DeviceSlab.close`)."""
+        """Release the memory (see `DeviceSlab.close`)."""
         for slab in self.slabs:
             slab.close()
 
@@ -60,13 +60,13 @@ def choose_slot_memory(
 
     Args:
         cache_device: where the cache lies.
-        slot_device: where kernels can gather chunks to and scatter them from; None where no kernels
-            move the cache's pages.
+        slot_device: device to and from which kernels can move chunks; None if no kernels move the cache's
+            pages.
 
     Returns:
-        The slots, and why there are none: `config` (the operator's choice), `transport` (none of the
-        config's reaches device memory), `kernels` (Triton is missing), `memory` (the device has too
-        little left). No reason is given for a cache in host memory.
+        The slots, and if there are none the reason: `config` (the operator's choice), `transport` (none of the
+        config's transports reaches device memory), `kernels` (Triton is missing), `memory` (the device has
+        too little free memory). For a cache in host memory there is no reason.
 
     Raises:
         ConfigError: `slot_memory` is `device`, and that is not possible.
@@ -77,10 +77,12 @@ def choose_slot_memory(
         return NO_DEVICE_SLOTS, None
     if config.slot_memory == "host":
         return NO_DEVICE_SLOTS, WhyHost("config", "slot_memory is `host`")
-    why = WhyHost("kernels", "chunks are moved by torch, for Triton is not installed")
+    why = WhyHost("kernels", "torch moves chunks, because Triton is not installed")
     if REACHES_DEVICES.isdisjoint(config.transports):
         names = ", ".join(config.transports)
-        why = WhyHost("transport", f"{names} copy by the processors: `nixl` reaches device memory")
+        why = WhyHost(
+            "transport", f"{names} copy with the processors: `nixl` reaches device memory"
+        )
     elif slot_device is not None:
         shape = config.slots, config.slot_bytes, slot_device
         try:
@@ -94,7 +96,7 @@ def choose_slot_memory(
 
 
 def not_possible(detail: str) -> ConfigError:
-    """The error of a config that wants slots on the device, where there cannot be any."""
+    """The error for a config that requires slots on the device, if there cannot be any."""
     return ConfigError(
-        f"slot_memory 'device': {detail}. Set `auto` to go on without (config key slot_memory)"
+        f"slot_memory 'device': {detail}. Set `auto` to use host memory instead (config key slot_memory)"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather and scatter block by block: codecs code what copiers read from pages, and decode what they write there."""
+"""Gather and scatter block by block. Copiers read and write pages; codecs code and decode the blocks between."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ from pd_connector.plan.route import Route
 
 
 class BlockCopies:
-    """Copies between the pages of one cache and payloads in host memory. On a GPU all is queued on the current
-    stream, and may still be under way when a call returns.
+    """Copies between the pages of one cache and payloads in host memory. On a GPU all work is queued on the current
+    stream, and may still run when a call returns.
 
     Attributes:
-        copier: what copies single blocks.
+        copier: copies single blocks.
     """
 
     def __init__(self, layers: CacheLayers) -> None:
@@ -41,7 +41,7 @@ class BlockCopies:
             span = self._layers.tokens(chunk, block.layer, route.source, pages)
             view = self._layers.view(block)[:, heads]
             out = torch.from_numpy(payload[block.offset : block.offset + block.nbytes])
-            if route.codec == "raw" and not self._on_gpu:  # the bits as they are
+            if route.codec == "raw" and not self._on_gpu:  # the bits unchanged
                 self.copier.read(view, span, out.view(view.dtype).view(block.shape))
                 continue
             x = torch.empty(block.shape, dtype=view.dtype, device=self._device)
@@ -53,7 +53,7 @@ class BlockCopies:
                 out.copy_(coded, non_blocking=True)
 
     def scatter(self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words) -> None:
-        """Bring a payload into pages; see `PagedCache.scatter`. The payload is only read."""
+        """Write a payload into pages; see `PagedCache.scatter`. The payload is only read."""
         heads = slice(route.destination_head, route.destination_head + len(route.heads))
         if chunk.verbatim:
             where = route, chunk, route.destination, heads, pages

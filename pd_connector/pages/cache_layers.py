@@ -27,11 +27,11 @@ class CacheLayers:
         by_number: each layer by its number in the model.
 
     Args:
-        layers: what each layer, by its number in the model, looks like; not copied.
-        geometry: what they hold.
+        layers: the views of each layer, by its number in the model; not copied.
+        geometry: what the layers hold.
 
     Raises:
-        UnsupportedGeometryError: a layer is not what the geometry says of it.
+        UnsupportedGeometryError: a layer differs from the geometry.
     """
 
     def __init__(self, layers: Mapping[int, LayerPages], geometry: Geometry) -> None:
@@ -43,12 +43,12 @@ class CacheLayers:
 
     @property
     def device(self) -> torch.device:
-        """Where all layers lie."""
+        """The device of all layers."""
         return next(iter(self.by_number.values())).key.device
 
     @property
     def pages(self) -> int:
-        """Pages of the layer that has the fewest."""
+        """The number of pages in the layer with the fewest."""
         return min(
             int(self.by_number[layer].key.shape[0] // self._parts_per_page(layer, group))
             for group in self.geometry.groups
@@ -56,7 +56,7 @@ class CacheLayers:
         )
 
     def view(self, block: Block) -> torch.Tensor:
-        """The layer's cache of K or V, whichever the block is of: `[page, kv head, token, dim]`, or tiled."""
+        """The layer's cache of K or V, as the block says: `[page, kv head, token, dim]`, or tiled."""
         return self.part(block.layer, block.part)
 
     def part(self, number: int, part: Part) -> torch.Tensor:
@@ -70,7 +70,7 @@ class CacheLayers:
         """The chunk's tokens in the pages of the layer's view.
 
         Raises:
-            IndexError: a page is not of this cache.
+            IndexError: a page is outside this cache.
         """
         view = self.by_number[layer].key
         _check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
@@ -81,11 +81,11 @@ class CacheLayers:
     def rows_of_pages(
         self, layer: int, group: Group, heads: slice, pages: Sequence[int]
     ) -> tuple[list[torch.Tensor], Index]:
-        """The rows of these heads in each of the layer's planes, uint8 `[page, kv head, bytes]`, and which
-        of them the pages are.
+        """The rows of these heads in each of the layer's planes, uint8 `[page, kv head, bytes]`, and the row numbers
+        of the pages.
 
         Raises:
-            IndexError: a page is not of this cache.
+            IndexError: a page is outside this cache.
         """
         planes = self._planes(layer)
         parts = self._parts_per_page(layer, group)
@@ -102,20 +102,21 @@ class CacheLayers:
         pages: Sequence[int],
         payload: Words,
     ) -> Iterator[tuple[torch.Tensor, Index, Words]]:
-        """A verbatim chunk's payload, `[layer][plane][page][kv head][bytes]`, and where it belongs.
+        """A verbatim chunk's payload, `[layer][plane][page][kv head][bytes]`, with the place of each part in the
+        cache.
 
         Args:
-            group: the route's source or destination, whichever this cache is.
+            group: the route's source or destination, whichever is this cache's.
             heads: places of the route's heads in this cache.
             pages: ids of `chunk.pages(group.page_size)`.
             payload: uint8 `[chunk.nbytes(route)]`.
 
         Returns:
-            For each plane of each layer: its rows, which of them the pages are, and its part of the
-            payload, `[page, kv head, bytes]`.
+            For each plane of each layer: its rows, the row numbers of the pages, and its part of the payload,
+            `[page, kv head, bytes]`.
 
         Raises:
-            IndexError: a page is not of this cache.
+            IndexError: a page is outside this cache.
         """
         first = 0
         for layer in chunk.layers(route):
@@ -129,7 +130,7 @@ class CacheLayers:
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
     ) -> Pieces:
-        """Where a verbatim chunk's payload lies, in order; the cache must be in host memory. See
+        """The memory of a verbatim chunk's payload, in order. The cache must be in host memory. See
         `PagedCache.pieces`."""
         heads = slice(first_head, first_head + len(route.heads))
         found: list[Pieces] = []
@@ -139,8 +140,8 @@ class CacheLayers:
         return Pieces.together(found)
 
     def run_of_pages(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
-        """A verbatim chunk's payload where it lies, if it is one run of full pages of one layer; else
-        None. The cache must be in host memory. Raises IndexError as `tokens` does."""
+        """A verbatim chunk's payload in place, if it is one run of full pages of one layer; else None. The cache must
+        be in host memory. Raises IndexError as `tokens` does."""
         group = route.source
         one_run = all(b - a == 1 for a, b in itertools.pairwise(pages))
         one_layer = chunk.stop_layer - chunk.first_layer == 1
@@ -164,16 +165,16 @@ class CacheLayers:
         return planes
 
     def _parts_per_page(self, layer: int, group: Group) -> int:
-        """Pages of the layer's view that are one page of the engine."""
+        """Pages of the layer's view that make up one page of the engine."""
         return int(group.page_size // tokens_of(self.by_number[layer].key))
 
 
 @functools.lru_cache(maxsize=8)
 def _parts_of_pages(pages: tuple[int, ...], count: int, parts: int) -> Index:
-    """Numbers of the rows that pages of `parts` rows each are. All layers of a chunk ask for the same.
+    """Numbers of the rows that make up the pages, `parts` rows per page. All layers of a chunk ask for the same.
 
     Raises:
-        IndexError: a page is not of a cache of `count` pages.
+        IndexError: a page is outside a cache of `count` pages.
     """
     _check_pages(pages, count)
     index = np.asarray(pages, np.int64)[:, None] * parts + np.arange(parts)
@@ -186,7 +187,7 @@ def _check_pages(pages: Sequence[int], count: int) -> None:
 
 
 def _pieces(rows: torch.Tensor, index: Index) -> Pieces:
-    """Where these rows of a plane lie, in order."""
+    """The memory of these rows of a plane, in order."""
     _, parts, piece_bytes = rows.shape
     addresses = rows.data_ptr() + index * rows.stride(0)
     if rows.stride(1) == piece_bytes:  # the heads lie side by side

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a chunk's payload is from what this cache holds: in numbers, so that unlike layouts and codecs can be compared.
+"""Distance between a chunk's payload and this cache's pages. It is computed from numbers, so that different
+layouts and codecs can be compared.
 
-Nothing is written. Both sides become float32 `[head, token, dim]`: this cache's pages as they are read for sending,
-the payload as it would be written.
+Nothing is written. Both sides become float32 `[head, token, dim]`: this cache's pages as they are read for
+sending, the payload as it would be written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,13 +28,13 @@ from pd_connector.protocol.experts import MOST_MOVED, MOVED, Moved
 Squares = npt.NDArray[np.float64]
 
 _SEGMENT = 64
-"""Dims that are compared by themselves: a wrong rotation is seen where only a part of K is rotated."""
+"""Dims compared as one segment. Segments show a wrong rotation even if only a part of K is rotated."""
 _FLOOR = 1 / 16
-"""A head counts as if it had at least this part of the layer's mean square: rounding in the others would look
-large beside one that is almost zero."""
+"""Least mean square of a head, as a share of the layer's. Without it, rounding would look large in a head that
+is almost zero."""
 _TOKEN_FLOOR = 1 / 4
-"""A token counts as if it had at least this part of the usual square of its head, the median of the tokens. The
-median, because the first token of a prompt can be larger than all others together, and would hide them."""
+"""Least square of a token, as a share of the median over its head's tokens. The median, because a prompt's first
+token can be larger than all others together, and would hide them."""
 
 
 def distances(
@@ -47,14 +48,14 @@ def distances(
     """Compare a payload with the pages that hold the chunk's tokens.
 
     Args:
-        pages: ids of `chunk.pages(route.destination.page_size)`; -1: not here any more, and not compared.
+        pages: ids of `chunk.pages(route.destination.page_size)`; -1: no longer here, and not compared.
         payload: uint8 `[chunk.nbytes(route)]`, only read.
 
     Returns:
-        One for K and one for V of each layer; none where all pages are gone.
+        One distance for K and one for V of each layer; none if all pages are gone.
 
     Raises:
-        IndexError: a page is not of this cache.
+        IndexError: a page is outside this cache.
     """
     size = route.destination.page_size
     numbers = np.asarray(chunk.pages(size))
@@ -96,7 +97,7 @@ def distances(
 
 
 _Pair = tuple[int, Part, torch.Tensor, torch.Tensor]
-"""Layer, K or V, and what is here and what came: `[head, token, dim]`, of this cache's dtype."""
+"""Layer, K or V, and the tensors here and received: `[head, token, dim]`, in this cache's dtype."""
 
 
 def _coded(
@@ -107,7 +108,7 @@ def _coded(
     pages: Sequence[int],
     payload: Words,
 ) -> Iterator[_Pair]:
-    """Blocks that a codec has coded, each decoded as if it were to be written."""
+    """Blocks coded by a codec, each decoded as if it were to be written."""
     heads = slice(route.destination_head, route.destination_head + len(route.heads))
     device = layers.device
     for block in blocks(route, chunk):
@@ -132,7 +133,7 @@ def _verbatim(
     pages: Sequence[int],
     payload: Words,
 ) -> Iterator[_Pair]:
-    """Whole pages as the cache has them: the payload is seen with the strides of the cache's own pages."""
+    """Whole pages as the cache stores them: the payload is viewed with the strides of the cache's own pages."""
     group = route.destination
     heads = slice(route.destination_head, route.destination_head + len(route.heads))
     base = chunk.first_token // group.page_size * group.page_size
@@ -147,7 +148,7 @@ def _verbatim(
             first += nbytes
         for part, _ in parts(group):
             view = layers.part(layer, part)[:, heads]
-            place = -1 if part is Part.VALUE else 0  # K and V lie in one plane, or each in its own
+            place = -1 if part is Part.VALUE else 0  # K and V share a plane, or have one each
             seen = _as_pages(came[place], view, planes[place], len(index))
             ours = _taken(view, index)
             yield layer, part, _dense(ours)[:, tokens], _dense(seen)[:, tokens]
@@ -178,11 +179,11 @@ def _dense(pages: torch.Tensor) -> torch.Tensor:
 
 
 def _squares(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[Squares, Squares]:
-    """Sums of squares of the differences, and of ours: float64 `[head, token, segment]`."""
+    """Sums of squares of the differences, and of this cache's values: float64 `[head, token, segment]`."""
     a, b = ours.float(), theirs.float()
     apart, own = _summed(b - a), _summed(a)
-    if not (np.isfinite(own).all() and np.isfinite(apart).all()):  # seldom
-        lost = ~torch.isfinite(a)  # nothing can be held to that
+    if not (np.isfinite(own).all() and np.isfinite(apart).all()):  # rare
+        lost = ~torch.isfinite(a)  # no comparison is possible there
         a, b = a.masked_fill(lost, 0), b.masked_fill(lost, 0)
         apart = np.nan_to_num(_summed(b - a), nan=np.inf, posinf=np.inf)
         own = _summed(a)
@@ -199,7 +200,7 @@ def _summed(x: torch.Tensor) -> Squares:
 
 
 def _by_page(apart: Squares, own: Squares, begins: Index) -> list[float]:
-    """Distance of each page, of its worst head and segment.
+    """Distance of each page: that of its worst head and segment.
 
     Args:
         begins: places of the pages' first tokens.
@@ -213,14 +214,14 @@ def _by_page(apart: Squares, own: Squares, begins: Index) -> list[float]:
 
 
 def _by_token(apart: Squares, own: Squares) -> Squares:
-    """Distance of each token, of its worst head and segment: float64 `[token]`."""
+    """Distance of each token, in its worst head and segment: float64 `[token]`."""
     usual = np.median(own, axis=1, keepdims=True)
     least = np.maximum(_TOKEN_FLOOR * usual, _FLOOR * usual.mean())
     return _worst(apart, np.maximum(own, least))
 
 
 def _moved(tokens: Index, by_token: Squares, apart: Squares) -> list[Moved]:
-    """The tokens that are further apart than rounding alone, the furthest first."""
+    """The tokens that differ by more than rounding, largest distance first."""
     order = np.argsort(-by_token, kind="stable")[:MOST_MOVED]
     order = order[by_token[order] > MOVED]
     sums = apart.sum(axis=(0, 2))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a layer's pages and dense blocks: by numpy on CPU; by torch on a GPU, for chunks that kernels
-do not move (`kernel_pages.py`).
+"""Copies between a layer's pages and dense blocks: by numpy on a CPU, by torch on a GPU. On a GPU these move
+only chunks that kernels do not move (`kernel_pages.py`).
 """
 
 import ctypes
@@ -15,8 +15,8 @@ from pd_connector.pages.spans import Index, TokenSpan
 from pd_connector.pages.tiles import is_tiled, read_tiles, write_tiles
 
 _SMALL_PAGE_BYTES = 16 * 1024
-"""Pages of at most this size are written as rows, many at a time: page by page, Python's share of the time would
-show. Larger pages are written page by page, in the order of their memory, which is faster."""
+"""Largest page that is written as rows, many pages at a time: page by page, Python's own time would dominate. Larger
+pages are written page by page in memory order, which is faster for them."""
 
 
 class Copier(Protocol):
@@ -44,10 +44,10 @@ class Copier(Protocol):
 
 
 class HostCopier:
-    """Copies by numpy: row by row where the view is a matrix of rows, else page by page. (torch's own indexing on
-    CPU is several times slower.)
+    """Copies by numpy: by rows if the view is a matrix of rows, else page by page. (torch's own indexing on a CPU is
+    several times slower.)
 
-    The memory of views must stay where it is for as long as this lives.
+    The memory of views must stay in place while this object lives.
     """
 
     def __init__(self) -> None:
@@ -106,8 +106,8 @@ class HostCopier:
 
 
 class TorchCopier:
-    """Copies by torch's operations, on the current stream: for a GPU without Triton, and for chunks that are not for
-    kernels. Copies from and to buffers may still be under way when a call returns."""
+    """Copies by torch's operations, on the current stream: for a GPU without Triton, and for chunks that kernels
+    do not move. Copies from and to buffers may still run when a call returns."""
 
     def read(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
         spans = span.page_spans()
@@ -130,7 +130,7 @@ class TorchCopier:
 
 
 def as_tensor(data: Words) -> torch.Tensor:
-    """Host memory as a tensor that is only read: torch warns of memory that it may not write."""
+    """Host memory as a tensor that is only read. torch would warn of memory that it may not write."""
     if not data.flags.writeable:
         same = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
         data = np.ctypeslib.as_array(same).reshape(data.shape)
@@ -138,7 +138,7 @@ def as_tensor(data: Words) -> torch.Tensor:
 
 
 def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[page, head, bytes]` with those of all heads as one, if they lie so in whole pages."""
+    """Rows `[page, head, bytes]` with the rows of all heads joined, if they lie so in whole pages."""
     pages, heads, nbytes = rows.shape
     together = heads * nbytes
     if rows.stride(1) != nbytes or rows.stride(0) % together:
@@ -153,18 +153,18 @@ def _row_numbers(matrix: RowMatrix, index: Index, heads: int) -> Index:
 
 
 def _words(view: torch.Tensor) -> Words:
-    """The view as words of 8 bytes where its rows allow that, of one element else."""
+    """The view as words of 8 bytes if its rows allow that, else as words of one element."""
     words = _like(view, None)
     wide = view.stride(-1) == 1 and view.shape[-1] * view.element_size() % 8 == 0
     return words.view(np.int64) if wide else words
 
 
 def _like(x: torch.Tensor, words: Words | None) -> Words:
-    """A tensor as words, of the same width as `words` where that is given and `x` dense."""
+    """A tensor as words, as wide as `words` if that is given and `x` is dense."""
     found: Words = _bits(x).numpy()
     return found if words is None else found.view(words.dtype)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: numpy has no bfloat16, and torch on a GPU does not index FP8."""
+    """The same memory as integers: numpy has no bfloat16, and torch on a GPU cannot index FP8."""
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather and scatter by the kernels of `pd_kernels`: one launch moves all layers of a chunk, codes them and forms
-the checksum.
+"""Gather and scatter by the kernels of `pd_kernels`. One launch moves all layers of a chunk, codes them and
+computes the checksum.
 
-Payloads and checksums are byte by byte those of the path without kernels (`block_copies.py`). On tensors in host
-memory the same operators run as plain torch, so that all but the device's own calls can be tried without
-a GPU. Importing this needs Triton.
+Payloads and checksums equal those of the path without kernels (`block_copies.py`) byte by byte. On tensors in host
+memory the same operators run as plain torch, so that almost everything can be tested without a GPU. Importing this
+module needs Triton.
 """
 
 import contextlib
@@ -34,25 +34,25 @@ from pd_kernels.transfer.chunk_launch import ChunkLaunch
 logger = logging.getLogger("pd_connector.pages.paged_cache")
 
 _KNOWN_BLOCKS = 512
-"""Blocks that are kept: those of the layer ranges of a few dozen routes."""
+"""Most cached blocks: those for the layer ranges of a few dozen routes."""
 
 
 class _Part(NamedTuple):
     """Some layers of a cache, as they pass along one route."""
 
-    blocks: Blocks | None  # None where kernels cannot reach them
-    pages: int  # of the engine, that every layer has
-    view_pages: int  # that are one page of the engine
+    blocks: Blocks | None  # None if kernels cannot reach them
+    pages: int  # of the engine, in every layer
+    view_pages: int  # per page of the engine
 
 
 class KernelPages:
     """Pages of one cache. Used by one thread, with the cache's own stream current.
 
     Args:
-        layers: what each layer, by its number in the model, looks like; not copied.
+        layers: the views of each layer, by its number in the model; not copied.
         device: of all layers.
-        copies: a second stream, for copies between host and device, which then go on beside the
-            kernels of the next chunk; without one they are on the current stream.
+        copies: a second stream, for copies between host and device. They then run beside the kernels of the next
+            chunk. Without it copies are on the current stream.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class KernelPages:
         self._layers = layers
         self._device = device
         self._stagings = Stagings(device, copies)
-        # A table on the device takes longer to make than most chunks take to move.
+        # Making a table on the device takes longer than moving most chunks.
         self._part = functools.lru_cache(_KNOWN_BLOCKS)(self._make_part)
         self._warm_up = WarmUp(self._compile_for)
 
     def prepare(self, route: Route, *, gathers: bool) -> bool:
-        """Begin to compile the kernels that gather, or scatter, chunks of this route. Returns whether that
-        has ended: until then a call for such a chunk waits for the compiler."""
+        """Begin to compile the kernels that gather, or scatter, chunks of this route. Returns whether the
+        compilation has ended. Until then, a call for such a chunk waits for the compiler."""
         return self._warm_up.begin(route, gathers)
 
     def gather(
@@ -84,11 +84,11 @@ class KernelPages:
                 bytes; every byte is written.
 
         Returns:
-            The payload's sums, on the device: `pd_kernels.transfer.finish` makes them its checksum.
-            None where kernels do not take this chunk; nothing has been queued then.
+            The payload's sums, on the device: `pd_kernels.transfer.finish` makes its checksum from them. None if
+            kernels cannot take this chunk; nothing has been queued then.
 
         Raises:
-            IndexError: a page is not of this cache; the device would not notice.
+            IndexError: a page is outside this cache. The device would not notice.
         """
         launch = self._launch(route, chunk, pages, payload, gathers=True)
         return launch and _run(gather_pages, launch)
@@ -96,23 +96,23 @@ class KernelPages:
     def scatter(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: torch.Tensor
     ) -> torch.Tensor | None:
-        """Queue the kernel that copies a payload into its pages; see `gather`. `payload` is only read, `pages` are
-        ids of `chunk.pages(route.destination.page_size)`, and the sums are those of what was read."""
+        """Queue the kernel that copies a payload into its pages; see `gather`. `payload` is only read. `pages`
+        are ids of `chunk.pages(route.destination.page_size)`. The sums are those of the bytes that were read."""
         launch = self._launch(route, chunk, pages, payload, gathers=False)
         return launch and _run(scatter_pages, launch)
 
     def begin_gather(
         self, route: Route, chunk: Chunk, pages: Sequence[int], filled: Payload
     ) -> Moving | None:
-        """Queue all that brings a chunk into a slot, or None where kernels do not take it.
+        """Queue all work that brings a chunk into a slot. Returns None if kernels cannot take the chunk.
 
-        A slot on the device is written by the kernel. For one in host memory the kernel writes to the
-        device's memory, and a copy engine moves that on: a kernel that wrote across the bus would
-        keep the multiprocessors from the prefill for as long as the bus takes, which is tens of times
-        longer, and the slot need not be pinned.
+        A kernel writes directly to a slot on the device. For a slot in host memory, the kernel writes to device
+        memory, and a copy engine moves the bytes on. A kernel that wrote across the bus would take multiprocessors
+        from the prefill for as long as the bus needs, which is tens of times longer. The copy also works with a slot
+        that is not pinned.
 
         Raises:
-            IndexError: a page is not of this cache.
+            IndexError: a page is outside this cache.
         """
         nbytes = len(filled)
         if isinstance(filled, DeviceBytes):
@@ -129,19 +129,19 @@ class KernelPages:
         return Moving(found, nbytes, staging.free)
 
     def stage(self, payload: Payload) -> None:
-        """Begin to copy a payload that is scattered after the next one."""
+        """Begin to copy the payload of the scatter after the next one."""
         self._stagings.load(payload, _source(payload))
 
     def begin_scatter(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> Moving | None:
-        """Queue all that brings a payload into pages, or None where kernels do not take it.
+        """Queue all work that brings a payload into pages. Returns None if kernels cannot take the chunk.
 
-        The slot is read once, into memory that no peer can write: a late write by a peer cannot come
+        The slot is read once, into memory that no peer can write. So a late write by a peer cannot change bytes
         between the sum and the pages.
 
         Raises:
-            IndexError: a page is not of this cache.
+            IndexError: a page is outside this cache.
         """
         staging = self._stagings.loaded(payload, lambda: _source(payload))
         launch = self._launch(route, chunk, pages, staging.room[: len(payload)], gathers=False)
@@ -153,7 +153,7 @@ class KernelPages:
         return Moving(sums, len(payload), staging.free)
 
     def settle(self) -> None:
-        """Wait for copies that were begun, and forget payloads that were staged."""
+        """Wait for all copies, and forget staged payloads."""
         self._stagings.settle()
 
     def _launch(
@@ -165,7 +165,7 @@ class KernelPages:
         *,
         gathers: bool,
     ) -> ChunkLaunch | None:
-        """What the operators are called with; None where they would not take a kernel."""
+        """The arguments of the operators; None if the operators would not use a kernel."""
         part = self._part(route, chunk.first_layer, chunk.stop_layer, chunk.verbatim, gathers)
         if min(pages) < 0 or max(pages) >= part.pages:
             raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {part.pages}")
@@ -181,9 +181,9 @@ class KernelPages:
         return launch if launch.fits_kernels or self._device.type == "cpu" else None
 
     def _compile_for(self, route: Route, gathers: bool) -> None:
-        """ChunkLaunch every kernel that chunks of a route may need: once, on memory of its own."""
+        """Launch every kernel that chunks of a route may need, once, on separate memory."""
         own_thread(self._device)
-        apart = route.source.dtype in DTYPES  # what is not passes as whole pages only
+        apart = route.source.dtype in DTYPES  # other dtypes pass only as whole pages
         ways = [v for v in (True, False) if (route.verbatim if v else apart)]
         with _own_stream(self._device):
             for verbatim in ways:
@@ -197,9 +197,9 @@ class KernelPages:
                     )
 
     def _kinds(self, route: Route, verbatim: bool, gathers: bool) -> Iterator[Blocks]:
-        """Small blocks that take the kernels of every range of the route's layers. Ranges differ where
-        layers are not all aligned, or do not all convert: in these two respects each is like one of its
-        layers, or like all."""
+        """Small blocks that need the kernels of every range of the route's layers. Ranges differ if layers are
+        not all aligned, or do not all convert. In these two respects each range is like one of its layers, or
+        like all."""
         count = len(route.layers)
         whole = self._make_part(route, 0, count, verbatim, gathers).blocks
         if whole is None:
@@ -238,16 +238,16 @@ class KernelPages:
                     _stored(route.destination, layers),
                     heads,
                 )
-        except ValueError as error:  # such as pages more than 2 GiB apart
-            logger.warning("layers %d-%d are not for kernels: %s", layers[0], layers[-1], error)
+        except ValueError as error:  # for example pages more than 2 GiB apart
+            logger.warning("kernels cannot move layers %d-%d: %s", layers[0], layers[-1], error)
             return _Part(None, pages, view_pages)
         return _Part(blocks, pages, view_pages)
 
 
 @contextlib.contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """Another stream of a GPU than the engine's, for the calling thread; at the end its work is
-    done."""
+    """A context in which the calling thread uses a GPU stream other than the engine's; at its end the stream's work
+    is done."""
     if device.type != "cuda":
         yield
         return
@@ -258,7 +258,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 
 def _run(operator: Callable[..., None], launch: ChunkLaunch) -> torch.Tensor:
-    """Queue it; returns the payload's sums."""
+    """Queue the operator; returns the payload's sums."""
     sums = launch.sums
     assert sums is not None
     operator(launch.blocks, launch.pages, launch.slot, launch.first_token, launch.tokens, sums)
@@ -266,7 +266,7 @@ def _run(operator: Callable[..., None], launch: ChunkLaunch) -> torch.Tensor:
 
 
 def _to_host(sums: torch.Tensor) -> torch.Tensor:
-    """Queue a copy of sums into host memory, pinned by torch: nobody waits."""
+    """Queue a copy of sums into host memory, pinned by torch. Does not wait."""
     return sums.to("cpu", non_blocking=True)
 
 
@@ -277,7 +277,7 @@ def _source(payload: Payload) -> torch.Tensor:
 
 
 def _planes(view: LayerPages, heads: range) -> list[torch.Tensor]:
-    """Bytes of these heads in each plane, `[page, head, bytes]`; of all where heads are not apart."""
+    """Bytes of these heads in each plane, `[page, head, bytes]`; of all heads if heads do not lie apart."""
     assert view.planes, "whole pages pass only where they are dense"
     return [p if p.shape[1] == 1 else p[:, heads.start : heads.stop] for p in view.planes]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's cache as the engine's door hands it over, and whether it is what its geometry says."""
+"""One layer's cache as the engine's door passes it, with a check against its geometry."""
 
 from typing import NamedTuple
 
@@ -13,15 +13,15 @@ from pd_connector.plan.sizes import token_bytes
 
 
 class LayerPages(NamedTuple):
-    """One layer's cache, seen as K and V. A page of these views may be a part of the engine's page.
+    """One layer's cache, viewed as K and V. A page of these views may be a part of the engine's page.
 
     Attributes:
         key: `[page, kv head, token, dim]`, any strides; the latent of MLA. On the host also tiled,
             `[page, kv head, token tile, token, dim tile, dim]`.
-        value: the same of V; None for a latent.
-        planes: the same memory as bytes, each `[page, kv head, bytes]`, or `[page, 1, bytes]` where
-            heads are not apart. There is one where a page's K and V lie side by side, one of K and
-            one of V where they lie apart, and none where pages are not dense.
+        value: the same for V; None for a latent.
+        planes: the same memory as bytes, each `[page, kv head, bytes]`, or `[page, 1, bytes]` if heads do not
+            lie apart. One plane if a page's K and V lie side by side, two if they lie apart, none if pages
+            are not dense.
     """
 
     key: torch.Tensor
@@ -30,7 +30,7 @@ class LayerPages(NamedTuple):
 
 
 def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:
-    """Raises UnsupportedGeometryError where a layer is not what the geometry says of it."""
+    """Raises UnsupportedGeometryError if a layer differs from the geometry."""
     heads = len(geometry.heads(group))
     known = group.dtype in DTYPES
     views = [(pages.key, group.key_dim)]
@@ -53,7 +53,7 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
         if group.layout or not known:
             raise UnsupportedGeometryError(
                 f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
-                "not dense: only those of a known dtype can be moved, and their layout has no name"
+                "not dense: such pages can be moved only if the dtype is known and the layout has no name"
             )
         return
     count, tokens = len(pages.key), tokens_of(pages.key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gather or scatter that a device has been given, and may still be at."""
+"""A gather or scatter that is queued on a device, and may still run."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ class Moving(NamedTuple):
     """A gather or scatter that has been queued.
 
     Attributes:
-        sums: of the payload, in host memory, once it is done.
-        done: after all of it, on the device; None on CPU, where it is done already.
+        sums: of the payload, in host memory, once the work is done.
+        done: event after the whole work, on the device; None on a CPU, where the work is already done.
     """
 
     sums: torch.Tensor
@@ -21,7 +21,7 @@ class Moving(NamedTuple):
     done: torch.cuda.Event | None
 
     def finish(self) -> bytes:
-        """Wait until all of it is done; returns the payload's checksum."""
+        """Wait until the work is done; returns the payload's checksum."""
         if self.done is not None:
             self.done.synchronize()
         return finish(self.sums, self.nbytes)

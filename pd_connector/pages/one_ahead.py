@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and scatters of a device, with the next one begun before the one before is dealt with: copies of one chunk go
-on while the caller sums up, posts or reports another.
+"""Gathers and scatters on a device, begun one call ahead. The copies of one chunk run while the caller hashes,
+posts or reports another.
 
-The caller says what will probably come next. It is begun then, and used if it does come. If not, it is dropped: what
-it read or copied counts for nothing.
+The caller says which call will probably come next. Its work begins at once, and is used if that call comes. If
+not, the work is dropped, and its result counts for nothing.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class GatherCall(NamedTuple):
     fence: torch.cuda.Event | None
 
     def same(self, other: "GatherCall") -> bool:
-        """Whether both ask for the same bytes in the same place."""
+        """Whether both calls ask for the same bytes in the same place."""
         return (
             self.route is other.route
             and self.chunk == other.chunk
@@ -56,7 +56,7 @@ class OneAhead:
         self._settled = True
 
     def gather(self, call: GatherCall) -> bytes | None:
-        """Gather; returns the payload's checksum, or None where kernels do not take the chunk."""
+        """Gather; returns the payload's checksum, or None if kernels cannot take the chunk."""
         moving = self._take(call) or self._begin(call)
         following, self._next_call = self._next_call, None
         if following is not None and moving is not None and not _share_slot(call, following):
@@ -64,13 +64,13 @@ class OneAhead:
         return moving.finish() if moving is not None else None
 
     def gather_next(self, call: GatherCall) -> None:
-        """What `gather` will probably be called with after the next call."""
+        """The probable arguments of `gather` after the next call."""
         self._next_call, self._settled = call, False
 
     def scatter(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> bytes | None:
-        """Scatter; returns the payload's checksum, or None where kernels do not take the chunk."""
+        """Scatter; returns the payload's checksum, or None if kernels cannot take the chunk."""
         moving = self._kernels.begin_scatter(route, chunk, pages, payload)
         following, self._next_payload = self._next_payload, None
         if following is not None and moving is not None:
@@ -78,11 +78,11 @@ class OneAhead:
         return moving.finish() if moving is not None else None
 
     def scatter_next(self, payload: Payload) -> None:
-        """What `scatter` will probably be called with after the next call."""
+        """The probable payload of `scatter` after the next call."""
         self._next_payload, self._settled = payload, False
 
     def settle(self) -> None:
-        """Drop what was begun, once it is no longer under way."""
+        """Drop begun work, after waiting for its end."""
         if self._settled:
             return
         self._next_call = self._next_payload = None
@@ -93,13 +93,13 @@ class OneAhead:
         self._settled = True
 
     def _take(self, call: GatherCall) -> "Moving | None":
-        """This gather, if it was begun. Another one that was begun in its place is dropped."""
+        """This gather, if it was begun. Another gather that was begun in its place is dropped."""
         begun, self._begun = self._begun, None
         if begun is None:
             return None
         if begun[0].same(call):
             return begun[1]
-        begun[1].finish()  # its slot is lent to others
+        begun[1].finish()  # its slot is lent again
         return None
 
     def _begin(self, call: GatherCall) -> "Moving | None":
@@ -110,12 +110,12 @@ class OneAhead:
             self._stream.wait_event(call.fence)
         try:
             moving = self._begin(call)
-        except (IndexError, ValueError):  # its own call will raise it
+        except (IndexError, ValueError):  # the gather's own call will raise it
             return
         if moving is not None:
             self._begun = call, moving
 
 
 def _share_slot(one: GatherCall, other: GatherCall) -> bool:
-    """Whether both fill the same slot: the call that was to come between them was not made."""
+    """Whether both fill the same slot: then the call expected between them was not made."""
     return address_of(one.slot) == address_of(other.slot)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams and threads of a GPU that the engine does not use. torch lends the same 32 streams of each priority to everybody
-in turn, the engine included: work of one user then waits for that of another.
+"""Streams and threads of a GPU that the engine does not use. torch lends the same 32 streams of each priority in
+turn to all callers, including the engine. Work of one caller would then wait for another's.
 """
 
 import logging
@@ -12,7 +12,7 @@ from pd_connector.memory.cuda_driver import CudaError, enter_thread, new_stream
 logger = logging.getLogger("pd_connector.pages.paged_cache")
 
 _PRIORITY = -1
-"""Before the engine's, so that a chunk's kernel does not queue behind a prefill's."""
+"""Higher priority than the engine's streams, so that a chunk's kernel does not queue behind a prefill's."""
 
 
 def own_streams(
@@ -26,8 +26,8 @@ def own_streams(
 
 
 def own_thread(device: torch.device) -> None:
-    """Make the device the calling thread's, and the thread one of our own (`cuda_driver.enter_thread`). Nothing
-    for a CPU."""
+    """Make the device current in the calling thread, and the thread a private thread
+    (`cuda_driver.enter_thread`). Does nothing for a CPU."""
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)
@@ -41,6 +41,8 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
     try:
         handle = new_stream(device.index or 0, _PRIORITY)
     except CudaError as error:
-        logger.warning("the cache shares a stream of torch's, which may be the engine's: %s", error)
+        logger.warning(
+            "the cache uses one of torch's streams, which the engine may also use: %s", error
+        )
         return torch.cuda.Stream(device, priority=_PRIORITY)
     return torch.cuda.ExternalStream(handle, device=device)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter between a paged cache and a slot: where layers, heads and tokens become bytes.
 
-The calling thread waits for them. On CPU it copies itself (`block_copies.py`). On a GPU kernels do it, on a stream of
-their own (`kernel_pages.py`); where Triton is missing, or a chunk is not for kernels, torch's operations do.
+The calling thread waits for the bytes. On a CPU the thread copies them itself (`block_copies.py`). On a GPU
+kernels copy, on a stream of their own (`kernel_pages.py`). Without Triton, or for chunks that kernels cannot
+take, torch copies.
 """
 
 import contextlib
@@ -38,17 +39,17 @@ class PagedCache:
     """The cache of one rank. One thread gathers and scatters.
 
     Attributes:
-        last_checksum: of the payload that the last `gather` wrote, or that the last `scatter` brought into
-            pages, if a kernel has summed it on the way; None if the caller has to sum it.
+        last_checksum: of the payload that the last `gather` wrote or the last `scatter` read, if a kernel has
+            computed it; None if the caller has to.
 
     Args:
-        layers: what each layer, by its number in the model, looks like; not copied.
-        geometry: what they hold.
-        by_kernels: whether `pd_kernels` moves pages, on CPU as plain torch; by default where the
-            cache is on a GPU and Triton is installed.
+        layers: the views of each layer, by its number in the model; not copied.
+        geometry: what the layers hold.
+        by_kernels: whether `pd_kernels` moves pages, on a CPU as plain torch. Default: if the cache is on a
+            GPU and Triton is installed.
 
     Raises:
-        UnsupportedGeometryError: a layer is not what the geometry says of it.
+        UnsupportedGeometryError: a layer differs from the geometry.
     """
 
     def __init__(
@@ -71,53 +72,53 @@ class PagedCache:
 
     @property
     def device(self) -> torch.device:
-        """Where all layers lie."""
+        """The device of all layers."""
         return self._device
 
     @property
     def slot_device(self) -> torch.device | None:
-        """The device on which slots of this cache may lie; None where no kernels move its pages."""
+        """The device on which slots of this cache may lie; None if no kernels move its pages."""
         return None if self._kernels is None else self._device
 
     def enter_thread(self) -> None:
-        """Make the calling thread one of our own on the cache's device; see `own_thread`."""
+        """Make the calling thread a private thread on the cache's device; see `own_thread`."""
         own_thread(self._device)
 
     @property
     def pages(self) -> int:
-        """Pages of the cache: of the layer that has the fewest."""
+        """The number of pages in the layer with the fewest."""
         return self._layers.pages
 
     @property
     def on_host(self) -> bool:
-        """Whether pages are read and written by this machine's processors themselves."""
+        """Whether this machine's processors read and write pages directly."""
         return self._stream is None and self._kernels is None
 
     @property
     def largest_page_bytes(self) -> int:
-        """Bytes of one page of one layer, of the group where they are most."""
+        """Bytes of one page of one layer, in the group with the largest pages."""
         return max(
             len(self.geometry.heads(group)) * group.page_size * token_bytes(group)
             for group in self.geometry.groups
         )
 
     def prepare(self, routes: Sequence[Route], *, gathers: bool) -> bool:
-        """Make ready to gather, or scatter, chunks of these routes. Returns whether that has been done;
-        it may take seconds where kernels must be compiled, which another thread does meanwhile."""
+        """Prepare to gather, or scatter, chunks of these routes. Returns whether that has ended. It can take
+        seconds if kernels must be compiled; another thread compiles them."""
         if self._kernels is None:
             return True
         done = [self._kernels.prepare(route, gathers=gathers) for route in routes]  # begin all
         return all(done)
 
     def fence(self) -> torch.cuda.Event | None:
-        """A point in the calling thread's stream; work before it is done when `gather` or
-        `scatter` with this fence touches pages. None on CPU, where that is so already."""
+        """A point in the calling thread's stream. Work before it is done when `gather` or `scatter` with this fence
+        touches pages. None on a CPU, where such work is already done."""
         return (
             None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         )
 
     def happened(self, fence: torch.cuda.Event | None) -> bool:
-        """Whether the work before a `fence` is done, so that nothing waits for it any more."""
+        """Whether the work before a `fence` is done, so that no call has to wait for it."""
         return self._stream is None or fence is None or bool(fence.query())
 
     def gather(
@@ -128,15 +129,15 @@ class PagedCache:
         slot: Payload,
         fence: torch.cuda.Event | None = None,
     ) -> Payload:
-        """Write a chunk's payload into the slot; returns the part of it that is filled. All of it is there
-        then, in host memory or on the device: whoever posts it need not know of streams.
+        """Write a chunk's payload into the slot; returns the filled part. The payload is complete at the return,
+        in host memory or on the device, so the transport needs no knowledge of streams.
 
         Args:
             pages: ids of `chunk.pages(route.source.page_size)`.
             slot: in host memory, or on the cache's device (`slot_device`).
 
         Raises:
-            IndexError: a page is not of this cache.
+            IndexError: a page is outside this cache.
             ValueError: the slot is too small.
         """
         nbytes = chunk.nbytes(route)
@@ -159,21 +160,21 @@ class PagedCache:
         slot: Payload,
         fence: torch.cuda.Event | None = None,
     ) -> None:
-        """The `gather` after the next one will probably be this: a device begins with it early. `settle` must
-        follow, whether or not it comes. The slot must be free. Pages may be another's by then: what was read
-        of them counts only if that `gather` is called."""
+        """Announce the probable `gather` after the next one; a device begins with it early. `settle` must
+        follow, whether or not that `gather` comes. The slot must be free. Pages may belong to another request by
+        then: the bytes read count only if that `gather` is called."""
         nbytes = chunk.nbytes(route)
         if self._ahead is not None and len(slot) >= nbytes:
             self._ahead.gather_next(GatherCall(route, chunk, pages, slot[:nbytes], fence))
 
     def scatter_next(self, payload: Payload) -> None:
-        """The `scatter` after the next one will probably be of this payload: it is copied to the device
-        meanwhile. `settle` must follow, whether or not that `scatter` comes."""
+        """Announce the probable payload of the `scatter` after the next one; it is copied to the device early.
+        `settle` must follow, whether or not that `scatter` comes."""
         if self._ahead is not None:
             self._ahead.scatter_next(payload)
 
     def settle(self) -> None:
-        """Nothing that was begun by `gather_next` or `scatter_next` is under way any more."""
+        """Wait until nothing that `gather_next` or `scatter_next` began is under way."""
         if self._ahead is not None:
             self._ahead.settle()
 
@@ -191,8 +192,8 @@ class PagedCache:
             pages: ids of `chunk.pages(route.destination.page_size)`.
 
         Raises:
-            IndexError: a page is not of this cache.
-            ValueError: the payload has not the chunk's size. Nothing has been written then.
+            IndexError: a page is outside this cache.
+            ValueError: the payload does not have the chunk's size. Nothing has been written then.
         """
         if len(payload) != chunk.nbytes(route):
             raise ValueError(
@@ -213,18 +214,18 @@ class PagedCache:
         payload: Payload,
         fence: torch.cuda.Event | None = None,
     ) -> list[Distance]:
-        """How far a landed chunk is from what the pages hold. Nothing is written.
+        """Distance between a landed chunk and the pages' contents. Nothing is written.
 
         Args:
-            pages: ids of `chunk.pages(route.destination.page_size)`; -1: not held any more.
+            pages: ids of `chunk.pages(route.destination.page_size)`; -1: no longer held.
 
         Returns:
-            One distance for K and one for V of each layer; none for caches whose elements cannot
-            be read as numbers, and none where all pages are gone.
+            One distance for K and one for V of each layer. None for caches whose elements cannot be read as
+            numbers, and none if all pages are gone.
 
         Raises:
-            IndexError: a page is not of this cache.
-            ValueError: the payload has not the chunk's size.
+            IndexError: a page is outside this cache.
+            ValueError: the payload does not have the chunk's size.
         """
         if len(payload) != chunk.nbytes(route):
             raise ValueError(
@@ -237,32 +238,32 @@ class PagedCache:
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
     ) -> Pieces | None:
-        """Where a verbatim chunk's payload lies in this cache, in order; None if it is not in
-        host memory.
+        """The memory of a verbatim chunk's payload in this cache, in order; None if it is not in host
+        memory.
 
         Args:
-            group: the route's source or destination, whichever this cache is.
+            group: the route's source or destination, whichever is this cache's.
             first_head: place of the route's first head in this cache.
             pages: ids of `chunk.pages(group.page_size)`.
 
         Raises:
-            IndexError: a page is not of this cache.
+            IndexError: a page is outside this cache.
         """
         if not self.on_host or not chunk.verbatim:
             return None
         return self._layers.pieces(group, first_head, route, chunk, pages)
 
     def in_place(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
-        """The chunk's payload where it lies in the cache, if it is one run of full pages of one
-        layer there; None where it has to be gathered."""
+        """The chunk's payload in place, if it is one run of full pages of one layer in the cache; None if it must be
+        gathered."""
         if not (self.on_host and chunk.verbatim):
             return None
         return self._layers.run_of_pages(route, chunk, pages)
 
     @contextlib.contextmanager
     def _streamed(self, fence: torch.cuda.Event | None) -> Iterator[None]:
-        """What is queued within is on this cache's own stream, after `fence`. After an error nothing of it is
-        under way: the slot is lent again, or unmapped."""
+        """A context that queues work on this cache's own stream, after `fence`. After an error none of the work
+        is under way, because the slot will be lent again, or unmapped."""
         stream: AbstractContextManager[object] = contextlib.nullcontext()
         if self._stream is not None:
             stream = torch.cuda.stream(self._stream)
@@ -278,16 +279,16 @@ class PagedCache:
             raise
 
     def _wait(self) -> None:
-        """Until everything on this cache's own stream is done."""
+        """Wait for everything on this cache's own stream."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _kernels(*arguments: Any) -> "KernelPages | None":
-    """As `KernelPages` takes them."""
+    """`KernelPages` with these arguments; None if it cannot be used."""
     try:
         from pd_connector.pages.kernel_pages import KernelPages
     except ImportError as error:
-        logger.warning("pages are moved by torch, block by block, and not by kernels: %s", error)
+        logger.warning("torch moves pages block by block, without kernels: %s", error)
         return None
     return KernelPages(*arguments)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache on the host, seen as one matrix of rows: numpy moves any of them in one call.
+"""A cache on the host, viewed as one matrix of rows; numpy moves any set of rows in one call.
 
-`np.take` copies row by row without a buffer between, whatever the rows' size: two to three times as
-fast as assignments page by page where pages are small, and faster where they are not.
+`np.take` copies row by row without an intermediate buffer, whatever the rows' size. That is two to three times
+as fast as assignments page by page if pages are small, and faster if they are not.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WORD = 8
 
 
 class RowMatrix(NamedTuple):
-    """The memory of a view in rows that lie side by side; some rows may not belong to the view.
+    """The memory of a view as rows that lie side by side; some rows may not belong to the view.
 
     Attributes:
-        rows: `[rows, bytes]`, or `[rows, words of 8 bytes]` where size and address allow that.
+        rows: `[rows, bytes]`, or `[rows, words of 8 bytes]` if size and address allow that.
         steps: rows from one element to the next, for each leading axis of the view.
     """
 
@@ -33,7 +33,7 @@ class RowMatrix(NamedTuple):
 
     @classmethod
     def of(cls, view: torch.Tensor) -> RowMatrix | None:
-        """The matrix of a view `[..., row]`; None if its rows do not lie at whole rows of one.
+        """The matrix of a view `[..., row]`; None if the distances between its rows are not whole rows.
 
         Args:
             view: on the host; at least two axes.
@@ -51,7 +51,7 @@ class RowMatrix(NamedTuple):
         return cls(rows, tuple(step // row for step in steps))
 
     def take(self, index: Index, out: Words) -> None:
-        """Fill dense bytes with these rows. The index is not checked: it must be within the matrix."""
+        """Copy these rows into dense bytes. The index is not checked: it must be within the matrix."""
         source, target = self._alike(len(index), out)
         np.take(source, index, axis=0, out=target, mode="clip")
 
@@ -61,7 +61,7 @@ class RowMatrix(NamedTuple):
         target[index] = found
 
     def _alike(self, count: int, dense: Words) -> tuple[Words, Words]:
-        """The matrix and `count` dense rows, as views in words that both allow."""
+        """The matrix and `count` dense rows, as views in words that fit both."""
         rows, cells = self.rows, dense.reshape(-1).view(np.uint8).reshape(count, -1)
         if cells.ctypes.data % _WORD:
             return rows.view(np.uint8), cells

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block by block between pages and slots of either kind: what kernels do not take. Payloads on a device pass through
-host memory, and are summed there.
+"""Copies block by block between pages and slots on the host or a device, for chunks that kernels cannot take.
+Payloads on a device pass through host memory, where they are hashed.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from pd_connector.protocol.audit import Distance, can_compare
 
 
 class SlotCopies(BlockCopies):
-    """Each call ends when its work has, and returns the payload's checksum if the payload lies on a device; for
-    one in host memory the caller sums.
+    """Each call ends when its work has ended. It returns the payload's checksum if the payload lies on a device;
+    for a payload in host memory the caller computes it.
 
     Args:
-        wait: until all work that was queued on the cache's stream is done.
+        wait: waits until all work queued on the cache's stream is done.
     """
 
     def __init__(self, layers: CacheLayers, wait: Callable[[], None]) -> None:
@@ -63,7 +63,7 @@ class SlotCopies(BlockCopies):
         return summed, away
 
     def _on_host(self, route: Route, payload: Payload) -> tuple[memoryview, bytes | None]:
-        """The payload in host memory. What lies on a device is copied, once, and the copy summed: a peer may
+        """The payload in host memory. Bytes on a device are copied once, and the copy is hashed: a peer may
         still write into the slot."""
         if not isinstance(payload, DeviceBytes):
             return payload, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of tokens: those of a prompt in the pages of a cache, page by page or row by row."""
+"""Spans of a prompt's tokens in the pages of a cache, page by page or row by row."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Index = npt.NDArray[np.int64]
 
 
 class PageSpan(NamedTuple):
-    """Tokens [first, stop) of one page. They are the tokens of a block from `start` on."""
+    """Tokens [first, stop) of one page. In the block they begin at `start`."""
 
     page: int
     first: int
@@ -23,7 +23,7 @@ class PageSpan(NamedTuple):
 class TokenSpan(NamedTuple):
     """Tokens [first_token, stop_token) of a prompt, in the pages of a view of a cache.
 
-    What is computed of a span is kept for the next call: all layers of a chunk ask for the same.
+    The results are kept for the next call: all layers of a chunk ask for the same.
 
     Attributes:
         pages: ids of the engine's pages, of `page_size` tokens each; the first holds `first_token`.

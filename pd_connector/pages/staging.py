@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory that payloads pass through on their way between pages and slots: two stagings, so that one is copied
-while a kernel fills, or empties, the other.
+"""Device memory that payloads pass through between pages and slots. There are two stagings: one is copied while
+a kernel fills or empties the other.
 
-Kernels run on the cache's own stream, copies on a second one. Events keep them in order: no call waits for a copy
+Kernels run on the cache's own stream, copies on a second one. Events keep them in order. No call waits for a copy
 before the next chunk has been queued.
 """
 
@@ -20,7 +20,7 @@ class Staging:
 
     Attributes:
         room: uint8, on the device.
-        free: after the last work that was queued on it; None where there is none, and on CPU.
+        free: event after the last queued work on it; None if there is none, and on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class Stagings:
     """Two of them, used in turn by one thread.
 
     Args:
-        copies: the stream of copies; None: the current one.
+        copies: the stream of copies; None: the current stream.
     """
 
     def __init__(self, device: torch.device, copies: torch.cuda.Stream | None) -> None:
@@ -43,14 +43,14 @@ class Stagings:
         self._loaded: tuple[Payload, Staging] | None = None
 
     def empty(self, nbytes: int) -> Staging:
-        """The staging whose turn it is, large enough. What is queued on the current stream from now on comes
-        after its last use."""
+        """The next staging in turn, large enough. Work queued on the current stream from now on runs after the
+        staging's last use."""
         staging = self._next(nbytes)
         _wait(staging.free, None)
         return staging
 
     def unload(self, staging: Staging, slot: torch.Tensor) -> None:
-        """Queue a copy to a slot, after the work that the current stream has. `staging.free` comes after it."""
+        """Queue a copy to a slot, after the current stream's work. `staging.free` is then an event after the copy."""
         with self._copying(record(self._device)):
             slot.copy_(staging.room[: len(slot)], non_blocking=True)
             staging.free = record(self._device)
@@ -64,10 +64,10 @@ class Stagings:
         self._loaded = payload, staging
 
     def loaded(self, payload: Payload, source: Callable[[], torch.Tensor]) -> Staging:
-        """The staging with this payload, which is copied now if it was not before. The current stream waits
-        for it."""
+        """The staging with this payload, which is copied now if `load` did not copy it. The current stream waits for
+        it."""
         if self._loaded is not None and not _same(self._loaded[0], payload):
-            self._loaded = None  # it was dropped, and is not wanted any more
+            self._loaded = None  # it was dropped, and is no longer wanted
         if self._loaded is None:
             self.load(payload, source())
         assert self._loaded is not None
@@ -88,15 +88,15 @@ class Stagings:
         if self._loaded is not None and self._loaded[1] is staging:
             self._loaded = None
         if len(staging.room) < nbytes:
-            if staging.free is not None:  # torch may lend the old room to others at once
+            if staging.free is not None:  # torch may lend the old room again at once
                 staging.free.synchronize()
             staging.room = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            if self._copies is not None:  # its memory may have a last user on the current stream
+            if self._copies is not None:  # its memory may still be used on the current stream
                 _wait(record(self._device), self._copies)
         return staging
 
     def _copying(self, after: "torch.cuda.Event | None") -> AbstractContextManager[object]:
-        """With the stream of copies current, after an event."""
+        """Make the stream of copies current, after an event."""
         if self._copies is None:
             _wait(after, None)
             return contextlib.nullcontext()
@@ -106,12 +106,12 @@ class Stagings:
 
 
 def record(device: torch.device) -> "torch.cuda.Event | None":
-    """An event after what the current stream has so far; None on CPU."""
+    """An event after all work of the current stream; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _wait(event: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None") -> None:
-    """What is queued on a stream, by default the current one, from now on comes after the event."""
+    """Order later work of a stream, by default the current one, after the event."""
     if event is not None:
         event.wait(stream)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches whose tokens and dims lie in tiles, as matrix units (AMX) read them; numpy copies them.
 
-Strides over four axes cannot tell where elements of a tiled cache lie. Its views have six axes instead:
+Four strides cannot describe the places of elements in a tiled cache. Its views have six axes instead:
 `[page, head, token tile, token, dim tile, dim]`.
 """
 
@@ -14,8 +14,8 @@ from pd_connector.codec.elements import Words, words
 
 _AXES = 6
 _SHORT = 2
-"""numpy's innermost loop is over the axis whose elements lie closest where it writes. If that axis has no more than
-this many tokens, it is three times as fast to write each token by itself."""
+"""numpy's innermost loop runs over the axis whose elements lie closest in the output. If that axis has at most
+this many tokens, writing each token separately is three times as fast."""
 
 
 class TileSpan(NamedTuple):
@@ -47,7 +47,7 @@ def dims_of(view: torch.Tensor) -> int:
 
 
 def untiled(view: torch.Tensor) -> torch.Tensor:
-    """A view as `[page, head, token, dim]`. A tiled view is copied for that."""
+    """A view as `[page, head, token, dim]`. A tiled view is copied."""
     return view.flatten(4, 5).flatten(2, 3) if is_tiled(view) else view
 
 
@@ -57,7 +57,7 @@ def read_tiles(
     """Fill a dense block `[head, token, dim]` from a tiled view on the host.
 
     Args:
-        spans: page, first and stop token in it, and the token of the block that the first one is.
+        spans: page, first and stop token in the page, and the block's token at which the span begins.
     """
     for tiles, dense in _pairs(view, spans, block):
         dense[...] = tiles
@@ -78,11 +78,11 @@ def write_tiles(
 def _pairs(
     view: torch.Tensor, spans: Iterable[tuple[int, int, int, int]], block: torch.Tensor
 ) -> Iterator[tuple[Words, Words]]:
-    """Parts of the view's memory, each with the part of the block's memory that belongs to it, in equal shapes."""
+    """Parts of the view's memory, each with the matching part of the block's memory, in equal shapes."""
     tiles, dense = words(view), words(block)
     _, heads, _, tile_tokens, dim_tiles, tile_dims = tiles.shape
     dense = dense.reshape(heads, -1, dim_tiles, tile_dims)
-    # The dims of a tile, if they lie side by side, as one word.
+    # The dims of a tile as one word, if they lie side by side.
     wide = tile_dims * tiles.itemsize
     if wide in (2, 4, 8) and tiles.strides[-1] == tiles.itemsize:
         tiles, dense = tiles.view(f"u{wide}"), dense.view(f"u{wide}")
@@ -91,11 +91,11 @@ def _pairs(
             part = tiles[page, :, cut.tiles, cut.within]
             begin = start + cut.first - first
             found = dense[:, begin : begin + cut.stop - cut.first]
-            yield part, found.reshape(part.shape)  # an axis in two: a view
+            yield part, found.reshape(part.shape)  # splits an axis in two: still a view
 
 
 def _tile_spans(first: int, stop: int, tile: int) -> Iterator[TileSpan]:
-    """Tokens [first, stop) of a page: the rest of a tile, whole tiles, the beginning of one."""
+    """Tokens [first, stop) of a page, split: the rest of a tile, whole tiles, the beginning of a tile."""
     begin = min(stop, -(-first // tile) * tile)
     end = max(begin, stop // tile * tile)
     for start, last in ((first, begin), (begin, end), (end, stop)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of each route are compiled in the background: a compiler in the agent's thread would leave
-sessions unanswered for seconds.
+"""Compiles the kernels of each route in the background. A compiler in the agent's thread would leave sessions
+unanswered for seconds.
 """
 
 import functools
@@ -18,8 +18,8 @@ class WarmUp:
     """The routes whose kernels have been compiled. Used by one thread.
 
     Args:
-        compile_for: compiles what chunks of a route need to be gathered (True) or scattered (False).
-            Called once for each, one at a time, by another thread; what it raises is logged.
+        compile_for: compiles the kernels that gather (True) or scatter (False) chunks of a route. Another thread
+            calls it once for each, one at a time; an exception is logged.
     """
 
     def __init__(self, compile_for: Callable[[Route, bool], None]) -> None:
@@ -28,7 +28,7 @@ class WarmUp:
         self._compiles: dict[tuple[Route, bool], BackgroundCompile] = {}
 
     def begin(self, route: Route, gathers: bool) -> bool:
-        """Compile, unless that was begun before; returns whether it has ended, well or not."""
+        """Start the compilation, unless it has begun; returns whether it has ended, with or without an error."""
         key = route, gathers
         if key not in self._compiles:
             work = functools.partial(self._compile, route, gathers)
@@ -39,8 +39,8 @@ class WarmUp:
         return self._compiles[key].ended
 
     def usable(self, route: Route, gathers: bool) -> bool:
-        """Whether kernels may take a chunk. Waits for what `begin` has begun; what nobody has begun is
-        compiled at its first launch."""
+        """Whether kernels may take a chunk. Waits for a compilation that `begin` has started. Other kernels are
+        compiled at their first launch."""
         compiling = self._compiles.get((route, gathers))
         return compiling is None or compiling.wait()
 

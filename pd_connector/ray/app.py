@@ -30,10 +30,10 @@ NAME = "PDConnector"
 
 
 def register() -> None:
-    """Make `"kv_connector": "PDConnector"` known to Ray Serve LLM. Harmless to repeat.
+    """Register `"kv_connector": "PDConnector"` with Ray Serve LLM. Harmless to repeat.
 
-    `build_pd_app` does it by itself. Call it before Ray's own `build_pd_openai_app`: prefill and
-    decode then run at the same time, but a request whose prefill fails gets Ray's error.
+    `build_pd_app` registers by itself. Call `register` before Ray's own `build_pd_openai_app`. Prefill and decode
+    then run at the same time, but a request whose prefill fails gets Ray's error.
     """
     if not KVConnectorBackendFactory.is_registered(NAME):
         path = "pd_connector.ray.backend:PDConnectorBackend"
@@ -41,12 +41,12 @@ def register() -> None:
 
 
 def build_pd_app(args: Mapping[str, Any]) -> Application:
-    """A Serve application of prefill and decode replicas; the `import_path` of a Serve config.
+    """A Serve application of prefill and decode replicas, for the `import_path` of a Serve config.
 
     Args:
-        args: as Ray's `build_pd_openai_app` takes them. `prefill_config` and `decode_config` (each an
-            `LLMConfig`, a dict of its fields, or the path of a file with them) may leave out
-            `kv_transfer_config`, or parts of it.
+        args: as for Ray's `build_pd_openai_app`. `prefill_config` and `decode_config` (each an `LLMConfig`, a
+            dict of its fields, or the path of a file with them) may omit `kv_transfer_config`, or parts of
+            it.
 
     Raises:
         ConfigError: a side has another connector, or arguments that Ray ignores.
@@ -81,7 +81,7 @@ def build_pd_app(args: Mapping[str, Any]) -> Application:
 
 
 def _deploy(config: LLMConfig, prefix: str, one: type, several: type, **bound: Any) -> Application:
-    """One side's deployment: of `one`, or of `several` where its engines are data-parallel."""
+    """One side's deployment: of `one`, or of `several` if its engines are data-parallel."""
     parallel = config.engine_kwargs.get("data_parallel_size", 1) > 1
     build = build_dp_deployment if parallel else build_llm_deployment
     return build(
@@ -117,7 +117,7 @@ def _config(given: str | Mapping[str, Any] | LLMConfig) -> LLMConfig:
 
 
 def _with_connector(side: str, config: LLMConfig, role: str) -> LLMConfig:
-    """The config, with PDConnector in the role of its side unless it says otherwise."""
+    """The config, with PDConnector in the role of its side unless the config names a role."""
     given = config.engine_kwargs.get("kv_transfer_config") or {}
     connector = given.get("kv_connector", NAME)
     if connector != NAME:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Ray Serve LLM asks a connector of a prefill/decode application.
+"""Ray Serve LLM's calls to a connector of a prefill/decode application.
 
 Ray makes one backend in each replica, and calls:
 
@@ -46,7 +46,7 @@ _NOT_FOR_PREFILL: Mapping[str, Any] = {
     "echo": False,
     "logprob_token_ids": None,
     "logprobs": None,
-    "min_tokens": 0,  # more than the one token that a prefill generates is an error
+    "min_tokens": 0,  # a higher number than the prefill's one token is an error
     "n": 1,
     "prompt_logprobs": None,
     "return_prompt_text": None,
@@ -55,8 +55,8 @@ _NOT_FOR_PREFILL: Mapping[str, Any] = {
     "top_logprobs": None,
     "use_beam_search": False,
 }
-"""Fields that do not change a prompt's KV, and what they are in a prefill request. A field that a
-request does not have is left out."""
+"""Fields that do not change a prompt's KV, with their values in a prefill request. A field that is missing in a
+request stays missing."""
 
 
 class PDConnectorBackend(BaseConnectorBackend):
@@ -77,8 +77,7 @@ class PDConnectorBackend(BaseConnectorBackend):
         """Give the engine an id and an address of its own.
 
         Raises:
-            ConfigError: a config key of `kv_connector_extra_config` is wrong; its name is in the
-                message.
+            ConfigError: a config key of `kv_connector_extra_config` is wrong; the message has its name.
         """
         transfer = self.kv_transfer_config
         extra = transfer.get("kv_connector_extra_config") or {}
@@ -97,8 +96,8 @@ class PDConnectorBackend(BaseConnectorBackend):
             self.llm_config.update_engine_kwargs(worker_extension_cls=WORKER_EXTENSION)
 
     def _own_name(self, given: str | None) -> str:
-        """An engine id that no other engine has. Replicas share one config, so an id in it is not
-        enough. Ray's tests make engines in replicas that have no id: theirs ends by chance."""
+        """An engine id that no other engine has. Replicas share one config, so an id from the config is not
+        enough. Ray's tests make engines in replicas without an id: their engine ids end with a random part."""
         replica = getattr(serve.get_replica_context(), "replica_id", None)
         if replica is None:
             return f"{given or 'engine'}-{self._get_unique_suffix()}"
@@ -114,7 +113,7 @@ class PDConnectorBackend(BaseConnectorBackend):
         return {**self._published.read().fields(), _NODE: self._node_id}
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
-        """The same prompt with one token to generate, whose KV the prefill replica keeps."""
+        """The same prompt with one token to generate; the prefill replica keeps its KV."""
         shaped = request.model_copy(deep=True)
         clamp_request_to_single_token(shaped)
         for field, value in _NOT_FOR_PREFILL.items():
@@ -127,7 +126,7 @@ class PDConnectorBackend(BaseConnectorBackend):
     def prepare_decode_request(
         self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any
     ) -> Any:
-        """The client's request, with the place where its prompt's KV will be."""
+        """The client's request, with the place of its prompt's KV."""
         shaped = request.model_copy(deep=True)
         address = self._producer_for(request, peer)
         found = None if address is None else decode_params(address, self._transfer(request))
@@ -135,12 +134,12 @@ class PDConnectorBackend(BaseConnectorBackend):
         return shaped
 
     def _producer_for(self, request: Any, peer: Mapping[str, Any] | None) -> ProducerAddress | None:
-        """Where this request's KV is fetched; None: the decode engine computes the prompt. Ray's own
-        decode server asks for every request, also for those that one transfer cannot carry."""
+        """The place to fetch this request's KV from. None: the decode engine computes the prompt. Ray's own
+        decode server asks for every request, even if one transfer cannot carry it."""
         return self.address_of(peer) if why_alone(request) is None else None
 
     def address_of(self, peer: Mapping[str, Any] | None) -> ProducerAddress | None:
-        """Where a prefill replica's engine is reached from here; None where it cannot be, which is
+        """The address at which this replica reaches a prefill replica's engine. None if it cannot, which is
         logged once for each."""
         address = parse_address(dict(peer)) if peer else None
         if address is None:
@@ -154,7 +153,7 @@ class PDConnectorBackend(BaseConnectorBackend):
         else:
             try:
                 trusted_address(address, self.config)
-            except UntrustedAddressError as error:  # the engine would compute the prompt, too
+            except UntrustedAddressError as error:  # the engine would also compute the prompt
                 detail = str(error)
             else:
                 return address
@@ -172,10 +171,10 @@ class PDConnectorBackend(BaseConnectorBackend):
             logger.error("prefill replica %s: %s. Its prompts are computed here", engine, why)
 
     def _transfer(self, request: Any) -> str:
-        """The name of a request's KV: the same whenever it is asked for the same request.
+        """The name of a request's KV, the same at each call for the same request.
 
-        It begins with Serve's request id, which is in the logs of both replicas. A client may choose
-        that one twice; the rest tells such requests apart.
+        It begins with Serve's request id, which is in the logs of both replicas. A client may choose the same id
+        twice; the rest tells such requests apart.
         """
         own = f"{self._engine_id} {request.request_id}".encode("utf-8", "replace")
         rest = hashlib.sha256(own).hexdigest()[:16]

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 class BindingPatience:
-    """Lets requests wait for a prefill replica, and stops all but one of them once none came in time.
+    """Lets requests wait for a prefill replica. After a wait in vain only one request at a time waits.
 
-    Without it each request would wait the whole time while there is no prefill replica at all.
+    Without this limit, each request would wait its full time while no prefill replica exists.
 
     Args:
-        patience_s: the longest wait of one request, in seconds. After a wait in vain, requests do not
-            wait for as long again.
-        clock: seconds that only grow.
+        patience_s: the longest wait of one request, in seconds. After a wait in vain, other requests do not
+            wait during the next `patience_s`.
+        clock: monotonic seconds.
     """
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,13 +23,13 @@ class BindingPatience:
         self._absent = False
 
     def take_s(self) -> float:
-        """Seconds that the request which asks may wait; 0: it must not wait at all."""
+        """Seconds that the calling request may wait; 0: it must not wait."""
         if not self._absent:
             return self._patience_s
         now = self._clock()
         if now < self._no_wait_before:
             return 0.0
-        self._no_wait_before = now + 2 * self._patience_s  # this one tries for all others
+        self._no_wait_before = now + 2 * self._patience_s  # this request tries for all others
         return self._patience_s
 
     def bound(self) -> None:

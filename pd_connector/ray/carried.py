@@ -12,7 +12,7 @@ def why_alone(request: Any) -> str | None:
         return "several_answers"
     if getattr(request, "use_beam_search", False):
         return "beam_search"
-    # Logprobs of the prompt come from computing it, which received KV replaces.
+    # Logprobs of the prompt come only from computing it; received KV replaces that work.
     if getattr(request, "prompt_logprobs", None) is not None or getattr(request, "echo", False):
         return "prompt_logprobs"
     if isinstance(request, ChatCompletionRequest):

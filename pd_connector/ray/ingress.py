@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deployment that clients talk to."""
+"""The deployment that clients call."""
 
 import contextlib
 import logging
@@ -13,10 +13,10 @@ logger = logging.getLogger("ray.serve")
 
 
 class SecondChanceIngress(OpenAiIngress):
-    """Ray's ingress. A request whose decode replica dies before it has answered anything is sent once
-    more, to another replica or to the one that Serve starts in its place.
+    """Ray's ingress, with a retry. If a decode replica dies before it has answered anything, its request is sent once
+    more: to another replica, or to the replica that Serve starts in its place.
 
-    It is sent once more only: a request that ends the replicas it meets would end all of them.
+    There is one retry only: a request that kills its replicas would otherwise kill all of them.
     """
 
     async def _get_response(
@@ -32,9 +32,11 @@ class SecondChanceIngress(OpenAiIngress):
                     yield chunk
             return
         except RayActorError as error:
-            if begun:  # its client has a part of an answer that nobody can go on with
+            if begun:  # the client has part of an answer that no other replica can continue
                 raise
-            logger.warning("the replica died before it answered, asking another: %s", error)
+            logger.warning(
+                "the replica died before it answered; its request goes to another: %s", error
+            )
         again = ask(body=body, call_method=call_method, raw_request=raw_request)
         async with contextlib.aclosing(again):
             async for chunk in again:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The address of an engine, as its scheduler's process writes it and its replica's process reads it."""
+"""An engine's address. The scheduler's process writes it, and the replica's process reads it."""
 
 import json
 import os
@@ -9,25 +9,25 @@ from pd_connector.protocol.params import ProducerAddress, parse_address
 
 
 class NoAddressError(PDConnectorError):
-    """The engine has started and has not said where it is reached."""
+    """The engine has started but has not published its address."""
 
 
 class PublishedAddress:
-    """A file in memory that the engine writes its address into (config key `address_file`).
+    """A file in memory into which the engine writes its address (config key `address_file`).
 
-    It has no name on any disk, and it is gone with the process that made it, however that ends.
+    It has no name on any disk. It ends with the process that made it, however that process ends.
     """
 
     def __init__(self) -> None:
         self._file = os.memfd_create("pd_connector_address")
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        """For processes of the same user on this machine."""
+        """The path, for processes of the same user on this machine."""
 
     def read(self) -> ProducerAddress:
         """The address.
 
         Raises:
-            NoAddressError: the engine has written none.
+            NoAddressError: the engine has not written an address.
         """
         written = os.pread(self._file, os.fstat(self._file).st_size, 0)
         try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two deployments of a prefill/decode application.
 
-Ray's own decode server gives a request up when its prefill fails (`_concurrent_decode` in Ray's
-`pd_server.py`), and waits without end for a prefill replica (`choose_replica`). Here the decode
-replica computes the prompt itself in both cases, and counts it.
+Ray's own decode server fails a request if its prefill fails (`_concurrent_decode` in Ray's `pd_server.py`), and waits
+without limit for a prefill replica (`choose_replica`). Here the decode replica computes the prompt itself in both
+cases, and counts it.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ logger = logging.getLogger("ray.serve")
 
 _POLL_S = 0.2
 _SHARE_OF_SHUTDOWN = 0.8
-"""The part of `graceful_shutdown_timeout_s` in which leases may end; Serve kills the replica after it."""
+"""The share of `graceful_shutdown_timeout_s` in which leases may end; then Serve kills the replica."""
 
 _prefills_under_way: set["asyncio.Task[None]"] = set()
-"""Those whose request has ended already. A task that nobody holds may be collected."""
+"""Tasks whose request has already ended. Without a reference, Python may collect a task."""
 
 
 class ConcurrentDecode:
@@ -51,7 +51,7 @@ class ConcurrentDecode:
     async def _pd_handle_request(
         self, request: Any, raw_request_info: Any = None
     ) -> AsyncGenerator[Any, None]:
-        """Send a request to both engines, and pass on what the decode engine answers."""
+        """Send a request to both engines, and return the decode engine's answer."""
         method = "chat" if isinstance(request, ChatCompletionRequest) else "completions"
         cause = why_alone(request)
         if cause is not None:
@@ -75,7 +75,7 @@ class ConcurrentDecode:
                     yield chunk
 
     def _prefill_of(self, raw_request_info: Any) -> Any:
-        """The handle of the prefill deployment, with what this request's headers say of its routing."""
+        """The handle of the prefill deployment, with the routing options of this request's headers."""
         handle = self._prefill_handle
         adapter = serve.get_multiplexed_model_id()
         if adapter:
@@ -89,8 +89,8 @@ class ConcurrentDecode:
     async def _bind(
         self, stack: contextlib.AsyncExitStack, prefill: Any, request: Any
     ) -> Any | None:
-        """A prefill replica with room for the request, kept until the stack ends; None: there is none
-        in time."""
+        """A prefill replica with room for the request, kept until the stack ends. None: no replica was free in
+        time."""
         if self._patience is None:
             self._patience = BindingPatience(self._backend().config.connect_timeout_s)
         wait_s = self._patience.take_s()
@@ -99,7 +99,7 @@ class ConcurrentDecode:
         try:
             async with asyncio.timeout(wait_s):
                 selection = await stack.enter_async_context(prefill.choose_replica(request))
-        except Exception as error:  # none in time, too many wait already, the deployment failed
+        except Exception as error:  # no free replica in time, a full queue, or a failed deployment
             self._patience.failed()
             logger.warning("no prefill replica within %.1f s: %r", wait_s, error)
             return None
@@ -115,8 +115,8 @@ class ConcurrentDecode:
         request: Any,
         raw_request_info: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Both engines at the same time. Where the prefill fails before the first token has come, the
-        request begins anew, alone. An answer does not wait for a prefill replica that hangs."""
+        """Run both engines at the same time. If the prefill fails before the first token has come, the request starts
+        again, alone. An answer does not wait for a prefill replica that hangs."""
         backend = self._backend()
         peer = selection.replica_metadata
         shaped = backend.prepare_prefill_request(request=request, peer=peer)
@@ -155,10 +155,10 @@ class ConcurrentDecode:
     async def _alone(
         self, method: str, request: Any, raw_request_info: Any, cause: str
     ) -> AsyncGenerator[Any, None]:
-        """The decode engine computes the prompt, too."""
+        """The decode engine also computes the prompt."""
         self._count(cause)
         alone = request.model_copy(deep=True)
-        alone.kv_transfer_params = None  # what a client says of transfers is not trusted
+        alone.kv_transfer_params = None  # a client's own transfer parameters are not trusted
         local = self._local(method, alone, raw_request_info)
         async with contextlib.aclosing(local):
             async for chunk in local:
@@ -186,7 +186,7 @@ class ConcurrentDecode:
             type(self)._outcomes = Counter(
                 "pd_connector_serve_requests",
                 "Requests of a decode replica, by where their prompt was computed: `handed_over` by a "
-                "prefill replica, any other outcome is why the decode replica did it.",
+                "prefill replica; any other outcome says why the decode replica computed it.",
                 tag_keys=("outcome",),
             )
         assert self._outcomes is not None
@@ -200,14 +200,14 @@ async def _why_failed(response: AsyncIterator[Any]) -> str | None:
             if isinstance(chunk, ErrorResponse):
                 return str(chunk.error.message)
     except (Exception, asyncio.CancelledError) as error:
-        # The replica died, or its node did, or Serve cancelled it because its client has gone.
+        # The replica or its node died, or Serve cancelled the response because its client has gone.
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
 
 
 def _keep_until(prefill: "asyncio.Task[str | None]", place: contextlib.AsyncExitStack) -> None:
-    """Leave a prefill replica's place when its prefill has ended. Ray wants a dispatched response to be
-    read to its end before that."""
+    """Give back a prefill replica's place after its prefill. Ray requires that a dispatched response is read to its
+    end first."""
 
     async def leave() -> None:
         await prefill
@@ -219,7 +219,7 @@ def _keep_until(prefill: "asyncio.Task[str | None]", place: contextlib.AsyncExit
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:
-    """Cancel a task that has not ended, and wait until it has."""
+    """Cancel a task if it has not ended, and wait for its end."""
     if not task.done():
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -227,10 +227,10 @@ async def _end(task: "asyncio.Future[Any]") -> None:
 
 
 class LeaseKeeper:
-    """A prefill replica that ends only when its KV has been fetched, or Serve waits no longer."""
+    """A prefill replica that ends only after its KV has been fetched, or when Serve stops waiting."""
 
     async def __del__(self) -> None:
-        """Serve calls and awaits this when it stops a replica whose requests have ended."""
+        """Serve calls and awaits this when it stops a replica after the last request."""
         engine = getattr(self, "engine", None)
         if engine is not None:
             await _leases_end(engine)
@@ -245,8 +245,10 @@ async def _leases_end(engine: Any) -> None:
     while time.monotonic() < end:
         try:
             left = max(await engine.collective_rpc("outgoing_transfers"), default=0)
-        except Exception as error:  # the engine has died, or has a worker extension without this
-            logger.warning("stopping without knowing what is still to be fetched: %r", error)
+        except Exception as error:  # the engine has died, or its worker extension lacks this
+            logger.warning(
+                "stopping without waiting: the transfers that are left are unknown: %r", error
+            )
             return
         if not left:
             return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to SGLang. Engine types never pass it; nothing else in the package imports SGLang."""
+"""The door to SGLang. Engine types stay inside; nothing else in the package imports SGLang."""

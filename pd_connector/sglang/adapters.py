@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters (LoRA) by their content: SGLang's own ids of them differ from process to process."""
+"""Adapters (LoRA) by their content. SGLang's own ids for them differ from process to process."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ class Adapters:
     """The adapters that a rank of SGLang has loaded.
 
     Args:
-        model_runner: SGLang's, which knows where each came from.
+        model_runner: SGLang's; it knows where each adapter came from.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -25,23 +25,23 @@ class Adapters:
         self._looked_at: set[str] = set()
 
     def look(self) -> None:
-        """Read adapters that SGLang has loaded since the last call: their files may be replaced before the
-        first request for them, and SGLang goes on with what it has."""
+        """Read adapters that SGLang has loaded since the last call. Their files may be replaced before the first
+        request for them, while SGLang continues with the loaded content."""
         manager = self._model_runner.lora_manager
         loaded = set() if manager is None else set(manager.lora_refs)
         for lora_id in loaded - self._looked_at:
             try:
                 self.name(lora_id)
-            except PDConnectorError as error:  # its requests will say so
+            except PDConnectorError as error:  # requests for the adapter will report it
                 logger.debug("%s", error)
         self._looked_at = loaded
 
     def name(self, lora_id: str | None) -> str:
-        """Name and content of the adapter with this id of SGLang's; empty for none. Files are read once,
-        when it is loaded (`look`): an adapter that is loaded again gets a new id.
+        """Name and content of the adapter with this SGLang id; empty for none. Files are read once, after the load
+        (`look`): an adapter that is loaded again gets a new id.
 
         Raises:
-            PDConnectorError: its files cannot be read, or it is not known.
+            PDConnectorError: its files cannot be read, or the adapter is unknown.
         """
         if lora_id is None:
             return ""
@@ -56,15 +56,15 @@ class Adapters:
             raise PDConnectorError(f"adapter {lora_id} is not loaded")
         try:
             content = adapter_fingerprint(_folder(loaded.lora_path))
-        except (OSError, ValueError) as error:  # Hugging Face's: no name of a repository
+        except (OSError, ValueError) as error:  # Hugging Face's ValueError: not a repository's name
             problem = f"adapter {loaded.lora_name} cannot be told by content: {error}"
             raise PDConnectorError(problem) from error
         return f"{loaded.lora_name} {content}"
 
 
 def _folder(path: str) -> Path:
-    """Where its files are on this disk; SGLang has read them from there."""
-    folder = Path(os.path.expanduser(path))  # Path's own raises where there is no such user
+    """The folder of an adapter's files on this disk, from which SGLang has read them."""
+    folder = Path(os.path.expanduser(path))  # Path's own raises if the user does not exist
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's KV pool in our terms: the geometry of a rank, and each layer's pages as K and V.
 
-A layer's K is `[slot, head, dim]`, one slot a token, and V lies elsewhere in the same form. A page
-is `page_size` neighbouring slots. Page 0 takes what padding tokens write, and is never a request's.
+A layer's K is `[slot, head, dim]`, one slot per token; V lies elsewhere in the same layout. A page is `page_size`
+neighbouring slots. Page 0 receives the writes of padding tokens, and never belongs to a request.
 
-Layers with a sliding window have a pool of their own, whose slots SGLang finds by those of the
-other pool: they are a second page table.
+Layers with a sliding window have a pool of their own. SGLang translates slots of the other pool into slots of this
+pool, so these layers are a second page table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ from pd_connector.pages.paged_cache import PagedCache
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FP8 = "fp8_e4m3"
 WINDOW_TABLE = 1
-"""Page table of the layers with a sliding window; that of all others is 0."""
+"""Page table of the layers with a sliding window; all other layers use table 0."""
 
 Scales = Mapping[int, tuple[float, float]]
-"""Of K and V of a layer in an FP8 pool, by its number in the model."""
+"""Scales of K and V in an FP8 pool, by the layer's number in the model."""
 
 
 def describe_cache(
@@ -41,12 +41,12 @@ def describe_cache(
     Args:
         pool: SGLang's `token_to_kv_pool`.
         total_heads: KV heads of a layer in the whole model.
-        shard: what this rank holds.
+        shard: the part of the model that this rank holds.
         sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
-        scales: of an FP8 pool; 1 where a layer is not in it.
+        scales: of an FP8 pool; 1 for a layer without an entry.
 
     Raises:
-        UnsupportedGeometryError: a pool of a kind that cannot be moved.
+        UnsupportedGeometryError: this kind of pool cannot be moved.
     """
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -57,7 +57,7 @@ def describe_cache(
         if not sliding_window:
             raise UnsupportedGeometryError(
                 f"KV pool of type {type(pool).__name__} of a model without a sliding window: "
-                "PDConnector cannot tell what of it a request needs"
+                "PDConnector cannot tell which part of it a request needs"
             )
         found = []
         for part, table in ((pool.full_kv_pool, 0), (pool.swa_kv_pool, WINDOW_TABLE)):
@@ -70,7 +70,7 @@ def describe_cache(
                 continue
             heads = total_heads * getattr(part, "head_num", 1) // pool.head_num
             numbers = [places[place] for place in range(len(places))]
-            # A window counts the token that sees, too.
+            # Our window also counts the token that sees.
             window = sliding_window + 1 if table else 0
             found.append(_describe(part, numbers, heads, scales or {}, window=window, table=table))
     layers = {number: pages for part, _ in found for number, pages in part.items()}
@@ -94,7 +94,7 @@ def _describe(
     window: int = 0,
     table: int = 0,
 ) -> tuple[dict[int, LayerPages], Group]:
-    """Layers with these numbers, which one pool of plain tensors holds."""
+    """Layers with these numbers, held by one pool of plain tensors."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     dtype = _DTYPE_NAMES.get(pool.dtype)
@@ -150,13 +150,12 @@ def _layer(pool: Any, key: torch.Tensor, value: torch.Tensor | None) -> LayerPag
 
 
 def _paged(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """`[slot, head, dim]` as `[page, token, head, dim]`; slots that fill no page are left out."""
+    """`[slot, head, dim]` as `[page, token, head, dim]`; slots that do not fill a page are left out."""
     pages = slots.shape[0] // page_size
     return slots[: pages * page_size].view(pages, page_size, *slots.shape[1:])
 
 
 def _rows(view: torch.Tensor, *, apart: bool) -> torch.Tensor:
-    """A paged view as bytes, `[page, head, bytes]`, or `[page, 1, bytes]` where heads are not
-    `apart`."""
+    """A paged view as bytes: `[page, head, bytes]`, or `[page, 1, bytes]` if heads are not `apart`."""
     parts = view.shape[2] if apart else 1
     return view.reshape(view.shape[0], parts, -1).view(torch.uint8)

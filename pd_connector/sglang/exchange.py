@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP request to a server of another engine, or of this one, that may be none.
+"""One HTTP request to a server of this engine or another, which may not be an HTTP server.
 
-Unlike `urllib`, it goes to the address that was permitted and to no other: no redirect is followed, and no proxy
-of the environment is asked. It also ends in time, whatever the server does.
+Unlike `urllib`, it connects only to the permitted address: it follows no redirect, and uses no proxy of the
+environment. It also ends in time, whatever the server does.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ def exchange(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Reply:
-    """Send one request; returns the answer, with `most_bytes` of its body at most.
+    """Send one request; returns the answer, with at most `most_bytes` of its body.
 
     Args:
-        timeout_s: for all of it.
+        timeout_s: for the whole exchange.
 
     Raises:
-        OSError: nobody answers in time.
-        ValueError: what answers does not speak HTTP, or the request cannot be written.
+        OSError: no server answers in time.
+        ValueError: the server does not speak HTTP, or the request cannot be written.
     """
     try:
         connection = HTTPConnection(host, port, timeout=timeout_s)
@@ -53,18 +53,18 @@ def exchange(
                     if not late.is_set():
                         raise
             if late.is_set():
-                raise TimeoutError(f"no whole answer within {timeout_s:.1f} s")
+                raise TimeoutError(f"no complete answer within {timeout_s:.1f} s")
             return found
     except OSError:
         raise
     except (HTTPException, OverflowError) as error:
-        raise ValueError(f"no answer of an HTTP server: {error!r}") from error
+        raise ValueError(f"the answer is not HTTP: {error!r}") from error
 
 
 @contextlib.contextmanager
 def _ended_after(connected: socket.socket, timeout_s: float) -> Iterator[threading.Event]:
-    """Within, the connection is ended after this time; yields an event that says so. The timeout of a socket
-    begins again with each byte."""
+    """A context that closes the connection after this time; yields an event that is then set. A socket's own timeout
+    starts again with each byte."""
     late = threading.Event()
 
     def end() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How failures are told to SGLang, which ends the whole engine for an exception it does not expect."""
+"""Reports failures to SGLang, which ends the whole engine for an exception it does not expect."""
 
 import functools
 import logging
@@ -14,9 +14,9 @@ P = ParamSpec("P")
 
 
 class TransferError(Exception):
-    """Why a request's KV did not come, or was not taken. SGLang reads these three attributes.
+    """Why a request's KV did not come, or was not fetched. SGLang reads these three attributes.
 
-    Without a failure of its own this rank stopped because another did.
+    Without a failure of its own, this rank stopped because another rank failed.
     """
 
     def __init__(self, room: int, failure: tuple[Cause, str] | None) -> None:
@@ -34,7 +34,7 @@ class _Failing(Protocol):
 def contained(
     method: Callable[Concatenate[Any, P], None],
 ) -> Callable[Concatenate[Any, P], None]:
-    """Whatever the method raises ends its request, with cause `internal`, and not the engine."""
+    """If the method raises, its request ends with cause `internal`, and the engine goes on."""
 
     @functools.wraps(method)
     def call(self: _Failing, /, *args: P.args, **options: P.kwargs) -> None:

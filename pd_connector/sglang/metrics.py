@@ -23,15 +23,15 @@ _REFRESH_S = 1.0
 
 
 class Metrics:
-    """The series of one rank, brought up to date once a second by a thread of their own.
+    """The series of one rank. A thread of their own updates them once a second.
 
     Args:
         telemetry: of the rank's agent.
-        rank: of the rank in its engine.
+        rank: number of the rank in its engine.
     """
 
     def __init__(self, telemetry: Telemetry, rank: int) -> None:
-        # Not before: it looks for the folder of SGLang's metrics when it is imported.
+        # Imported late: at its import it looks for the folder of SGLang's metrics.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._telemetry = telemetry

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model a rank of SGLang serves, as it is loaded, told as every engine tells it."""
+"""Which model a rank of SGLang serves, as it was loaded, in the form that every engine uses."""
 
 import inspect
 import json
@@ -29,7 +29,7 @@ logger = logging.getLogger("pd_connector.sglang")
 _LABEL = "model/attention"
 _MOST_TEXT = 200
 _STRETCHED = frozenset({"llama3", "yarn", "deepseek_yarn"})
-"""Rotations whose factor and original length SGLang takes for what they are where the config has none."""
+"""Rotations whose factor and original length SGLang uses as they are if the config has none."""
 
 _READ_FROM_DISK = frozenset(
     {
@@ -41,18 +41,18 @@ _READ_FROM_DISK = frozenset(
 
 
 LOADS = LoadedFiles()
-"""The checkpoints that SGLang has loaded in this process, by path and revision."""
+"""Checkpoints that SGLang has loaded in this process, by path and revision."""
 
 
 def model_facts(
     scheduler: Any, config: Config, shard: Shard, files: CheckpointFiles | None
 ) -> ModelFacts:
-    """Everything that peers compare of the model of this rank.
+    """Everything about this rank's model that peers compare.
 
     Args:
-        scheduler: SGLang's, whose model is loaded.
-        shard: what this rank holds of the model.
-        files: what it was loaded from (`loaded_files`).
+        scheduler: SGLang's, with its model loaded.
+        shard: the part of the model that this rank holds.
+        files: the files that the model was loaded from (`loaded_files`).
     """
     model = scheduler.model_config
     folder = _folder(model)
@@ -86,7 +86,7 @@ def model_facts(
 
 
 def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
-    """What K and V of an FP8 pool are to be multiplied with, by layer; 1 where a model has none."""
+    """Factors for K and V of an FP8 pool, by layer; 1 if the model has none."""
     return {
         number: (float(attention.k_scale_float or 1.0), float(attention.v_scale_float or 1.0))
         for number, attention, _ in _layers(scheduler.tp_worker.model_runner.model)
@@ -101,14 +101,14 @@ def _folder(model: Any) -> Path | None:
         from huggingface_hub import snapshot_download
 
         found = snapshot_download(model.model_path, revision=model.revision, local_files_only=True)
-    except Exception:  # no such repository, or no name of one: whatever it is called
+    except Exception:  # no such repository, or not a repository's name, whatever it raises
         return None
     return Path(found)
 
 
 def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
-    """`config.json` as it is on disk, with the operator's overrides; SGLang's own object where there is
-    none. (That object has what SGLang adds to it.)"""
+    """`config.json` as it is on disk, with the operator's overrides. Without that file, SGLang's own object,
+    which also has what SGLang adds."""
     overrides = json.loads(scheduler.server_args.json_model_override_args or "{}")
     known = None if folder is None else read_config(folder)
     if known is not None:
@@ -118,8 +118,8 @@ def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
 
 
 def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: Any) -> Any:
-    """SGLang's loader finds the files of a checkpoint, or downloads them, and reads them next: they are opened, so
-    that what is told is what was loaded, whatever their names lead to later."""
+    """SGLang's loader finds or downloads the files of a checkpoint, and reads them next. They are opened here,
+    so that peers are told what was loaded, even if the names later lead to other files."""
     found = original(loader, *args, **options)
     try:
         told = inspect.signature(original).bind(loader, *args, **options).arguments
@@ -127,7 +127,7 @@ def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: A
         load_format = str(getattr(load_format, "value", load_format))
         place = told["model_name_or_path"], told["revision"]
         LOADS.begin(place, CheckpointFiles.open(Path(found[0]), load_format))
-    except Exception as error:  # it does not keep SGLang from loading
+    except Exception as error:  # must not stop SGLang from loading
         logger.warning("the files that are loaded cannot be looked at: %r", error)
     return found
 
@@ -141,7 +141,7 @@ def loads(original: Callable[..., Any], runner: Any, *args: Any, **options: Any)
 
 
 def loaded_files(scheduler: Any) -> CheckpointFiles | None:
-    """The files that the model was loaded from last; None where they are not known."""
+    """The files from which the model was loaded last; None if they are unknown."""
     load_format = str(scheduler.server_args.load_format)
     if load_format not in _READ_FROM_DISK:
         return None
@@ -170,14 +170,14 @@ def _weights(files: CheckpointFiles | None, *, full: bool) -> Weights | None:
 
 
 def loaded_weights(scheduler: Any) -> Loaded:
-    """Of the parameters in memory; empty where SGLang moves experts from rank to rank as it serves."""
+    """Fingerprints of the parameters in memory; empty if SGLang moves experts between ranks while it serves."""
     if getattr(scheduler.server_args, "enable_eplb", False):
         return Loaded()
     return loaded_fingerprint(scheduler.tp_worker.model_runner.model)
 
 
 def _layer_facts(model: torch.nn.Module, shard: Shard) -> tuple[LayerFacts, ...]:
-    """What this rank's layers do, as they are loaded."""
+    """What this rank's layers do, as they were loaded."""
     alike: dict[tuple[str, str], list[int]] = {}
     for number, attention, rotary in _layers(model):
         if shard.first_layer <= number < shard.stop_layer:
@@ -196,7 +196,7 @@ def _layer_facts(model: torch.nn.Module, shard: Shard) -> tuple[LayerFacts, ...]
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[int, Any, list[torch.nn.Module]]]:
-    """Number, attention and rotations of each layer; MLA has two attentions of one number."""
+    """Number, attention and rotations of each layer; with MLA, two attentions share one number."""
     modules = dict(model.named_modules())
     seen: set[int] = set()
     for name, module in modules.items():
@@ -214,21 +214,21 @@ def _attention_text(attention: Any) -> str:
 
 
 def _made_with(rotary: Any) -> Made | None:
-    """The arguments that SGLang made the module with, from its own register of these."""
+    """The arguments with which SGLang made the module, from SGLang's own register."""
     from sglang.srt.layers.rotary_embedding import factory
 
     for key, known in factory._ROPE_DICT.items():
         if known is not rotary:
             continue
         _, rotary_dim, max_position, base, is_neox_style, scaling, *rest = key
-        if len(rest) == 2 and rest[0] is not None:  # attention in dual chunks
+        if len(rest) == 2 and rest[0] is not None:  # dual-chunk attention
             return None
         told = dict(scaling or ())
         kind = told.get("rope_type", told.get("type", "default"))
         if kind in _STRETCHED:
             told.setdefault("factor", 1.0)
             told.setdefault("original_max_position_embeddings", max_position)
-        if kind == "longrope":  # SGLang's takes its table by all positions of a batch
+        if kind == "longrope":  # SGLang's version indexes its table by all positions of a batch
             kind = "longrope of a batch"
         parameters = {**told, "rope_type": kind, "rope_theta": base}
         return Made(parameters, int(rotary_dim), not is_neox_style, int(max_position))

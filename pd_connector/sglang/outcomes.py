@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent has told of requests, kept until SGLang's queues ask."""
+"""The agent's reports about requests, kept until SGLang's queues ask."""
 
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ Kind = TypeVar("Kind", Free, Finished, Held)
 
 
 class Outcomes:
-    """Those of one rank. For the engine's thread.
+    """Outcomes of one rank's requests. Used by the engine's thread.
 
     Attributes:
         watched: requests whose outcomes are kept.
@@ -24,11 +24,11 @@ class Outcomes:
         self._told: dict[tuple[type[Outcome], str], Outcome] = {}
 
     def watch(self, request: str) -> None:
-        """Keep what the agent tells of this request, until `forget`."""
+        """Keep the agent's reports about this request, until `forget`."""
         self.watched.add(request)
 
     def take(self, kind: type[Kind], request: str) -> Kind | None:
-        """Take what the agent has told of a request, if that is of this kind."""
+        """Take the agent's report about a request, if it is of this kind."""
         for told in self._agent.outcomes():
             if told.request in self.watched:
                 self._told[type(told), told.request] = told
@@ -37,7 +37,7 @@ class Outcomes:
         return found
 
     def forget(self, request: str) -> None:
-        """The request is over."""
+        """The request is over: drop its reports."""
         self.watched.discard(request)
         for kind in (Free, Finished, Held):
             self._told.pop((kind, request), None)

@@ -24,7 +24,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 
 
 class _Hook(NamedTuple):
-    """A function of SGLang's, the parameters it must have, and what is done around it."""
+    """One of SGLang's functions, its required parameters, and the function to call around it."""
 
     target: str
     parameters: tuple[str, ...]
@@ -34,8 +34,8 @@ class _Hook(NamedTuple):
 def register() -> None:
     """Add the backend's name and classes, and the hooks that hand engine objects to them.
 
-    SGLang logs what a plugin raises and goes on: its argument parser would then call the backend's
-    name invalid. So the reason is logged here, with what to do.
+    SGLang logs an exception of a plugin and continues. Its argument parser would then call the backend's name
+    invalid. So the reason is logged here, with advice.
     """
     try:
         _register()
@@ -55,8 +55,8 @@ def _register() -> None:
     found = _installed()
     if found not in KNOWN_VERSIONS:
         logger.warning(
-            "SGLang %s has not been tried with PDConnector (%s has): its hooks look right, which is "
-            "all that was checked",
+            "SGLang %s is untested with PDConnector (%s is tested): only the signatures of its hooks "
+            "were checked",
             *(found, ", ".join(KNOWN_VERSIONS)),
         )
     for hook in _HOOKS:
@@ -73,7 +73,7 @@ def _installed() -> str:
 
 
 def _check(hook: _Hook) -> None:
-    """Raises PDConnectorError where SGLang's function is not the one that is known."""
+    """Raises PDConnectorError if SGLang's function does not have the known parameters."""
     try:
         function = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
@@ -86,8 +86,8 @@ def _check(hook: _Hook) -> None:
 
 
 def _add_member() -> bool:
-    """Add the backend to SGLang's `TransferBackend`, a closed enumeration that it looks names up in.
-    Returns whether it was not there before."""
+    """Add the backend to SGLang's `TransferBackend`, a closed enumeration in which SGLang looks up names.
+    Returns whether it was missing before."""
     from sglang.srt.disaggregation.utils import TransferBackend
 
     if BACKEND in TransferBackend._value2member_map_:
@@ -106,7 +106,7 @@ def _add_member() -> bool:
 
 
 def _classes(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Our class for each of the backend's parts."""
+    """PDConnector's class for each of the backend's parts."""
     if transfer_backend.value != BACKEND or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
@@ -124,7 +124,7 @@ def _classes(original: Callable[..., Any], transfer_backend: Any, class_type: An
 
 
 def _manager_made(original: Callable[..., Any], queue: Any, *args: Any, **options: Any) -> Any:
-    """The queue has what a manager is not told: the pool, its buffers and the scheduler."""
+    """The queue has what a manager is not given: the pool, its buffers and the scheduler."""
     manager = original(queue, *args, **options)
     if _is_ours(queue):
         manager.attach(queue)
@@ -132,18 +132,18 @@ def _manager_made(original: Callable[..., Any], queue: Any, *args: Any, **option
 
 
 def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any) -> Any:
-    """Only requests that cannot end the engine come into a queue. SGLang's own health checks are not looked at:
-    no KV passes for them."""
+    """Only requests that cannot end the engine enter a queue. SGLang's own health checks are not examined: no KV
+    passes for them."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, is_unadmitted_reject
 
     from pd_connector.sglang.admission import refuse
 
-    back_again = any(options.values())  # it is retracted: it was looked at when it came first
+    back_again = any(options.values())  # retracted; it was examined when it came first
     if not _is_ours(queue) or req.bootstrap_host == FAKE_BOOTSTRAP_HOST or back_again:
         return original(queue, req, *args, **options)
     manager = queue.kv_manager
     unnamed = manager.admission.room_problem(req)
-    if is_unadmitted_reject(req):  # by SGLang itself, which says why
+    if is_unadmitted_reject(req):  # SGLang refused it, and says why
         problem = ""
     else:
         problem = unnamed or manager.admission.request_problem(req)
@@ -161,7 +161,7 @@ def _sender_made(
     original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any
 ) -> Any:
     made = original(queue, req, *args, **options)
-    if made and _is_ours(queue) and hasattr(req.disagg_kv_sender, "bind"):  # SGLang's fake has not
+    if made and _is_ours(queue) and hasattr(req.disagg_kv_sender, "bind"):  # SGLang's fake has none
         req.disagg_kv_sender.bind(req)
     return made
 
@@ -202,7 +202,7 @@ def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: 
 
 
 def _changes_weights(**told: bool) -> Callable[..., Any]:
-    """Around a method with which SGLang changes weights in place."""
+    """A wrapper for a method with which SGLang changes weights in place."""
 
     def around(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
         manager = _manager_of(updater.scheduler) if updater.scheduler is not None else None
@@ -230,19 +230,19 @@ def _loads(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
-    """`GET /server_info` tells the engine's address for KV transfers, too."""
+    """`GET /server_info` returns the engine's address for KV transfers, too."""
     told = original(scheduler, *args, **options)
     try:
         manager = _manager_of(scheduler)
         if manager is not None:
             told.internal_state[BACKEND] = manager.describe()
-    except Exception:  # SGLang ends the engine for what leaves a hook
-        logger.exception("the engine's state is told without its address for KV transfers")
+    except Exception:  # SGLang ends the engine if a hook raises
+        logger.exception("the engine's state is returned without its address for KV transfers")
     return told
 
 
 def _manager_of(scheduler: Any) -> Any:
-    """Our manager of this scheduler, if it uses our backend."""
+    """PDConnector's manager of this scheduler, if it uses this backend."""
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
     return queue.kv_manager if queue is not None and _is_ours(queue) else None
 

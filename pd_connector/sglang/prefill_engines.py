@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where prefill engines are: from the address in a request to the ranks that have its KV.
 
-A request names its prefill engine by the host and port of SGLang's registry, a plain HTTP server that
-tells a rank's control port, of each replica where data parallelism makes several. Any rank tells all
-others of its replica over its own, authenticated control channel: the registry is believed for where
-to ask, and for nothing else. The address may also be a control
-port itself, which is how an engine that is not SGLang's is reached.
+A request names its prefill engine by the host and port of SGLang's registry. That is a plain HTTP server; it tells
+the control port of one rank of each data-parallel replica. Any rank tells all ranks of its replica over its own,
+authenticated control channel: the registry is trusted only for where to ask. The address may also be a control port
+itself, which is how engines other than SGLang are reached.
 
 Look-ups happen in threads of their own: the engine's thread never waits for a peer.
 """
@@ -27,32 +26,32 @@ _GREETING = b"\xff"
 """The first byte of ZeroMQ's protocol, which both sides send at once."""
 _GREETING_S = 0.1
 AT_ONCE = 16
-"""Look-ups side by side. Each ends within `connect_timeout_s`; so addresses that clients made up seldom hold others up."""
+"""Look-ups that run side by side. Each ends within `connect_timeout_s`, so invented addresses seldom delay others."""
 _POLL_S = 0.02
 MOST_FAILED = 256
-"""Addresses at which nobody was found are forgotten where more are known. Their requests may have been aborted,
-so that nobody asks how the look-up ended."""
+"""Most failed look-ups that are remembered; above it the failed ones are forgotten. Their requests may have been
+aborted, so that the result is never read."""
 MAX_REPLICAS = 256
-"""More than this many replicas are not asked for, whatever a registry says."""
+"""Most replicas to ask for, whatever number a registry tells."""
 
 
 def look_up_often(queue: Any) -> None:
-    """Have SGLang's queue of a decode engine ask every `_POLL_S` seconds whether a look-up has ended, as
-    often as it takes. It would ask once a second, so that the first request to a prefill engine waited
-    for a second, and give up after 15 times; a look-up ends by itself within `connect_timeout_s`."""
+    """Have SGLang's queue of a decode engine ask every `_POLL_S` seconds, without limit, whether a look-up has ended.
+    By default it asks once a second and gives up after 15 times, so the first request to a prefill engine would wait
+    a second. A look-up ends by itself within `connect_timeout_s`."""
     queue._ensure_retry_interval = _POLL_S
     queue._max_ensure_retries = sys.maxsize
 
 
 class Found(NamedTuple):
-    """The end of a look-up: all ranks of each replica of the engine, or why they are not known."""
+    """The end of a look-up: all ranks of each replica of the engine, or why they are unknown."""
 
     replicas: tuple[tuple[Peer, ...], ...]
     problem: tuple[Cause, str] | None = None
 
 
 class PrefillEngines:
-    """Known ones, by address `host:port`. For the engine's thread."""
+    """Known prefill engines, by address `host:port`. Used by the engine's thread."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -60,7 +59,7 @@ class PrefillEngines:
         self._lookups: dict[str, Future[Found]] = {}
 
     def look_up(self, address: str) -> Found | None:
-        """What is known of the engine at this address; None while it is being asked for."""
+        """The look-up's result for this address; None while it runs."""
         if address not in self._lookups:
             if len(self._lookups) >= MOST_FAILED:
                 self._forget_failed()
@@ -69,7 +68,7 @@ class PrefillEngines:
         return lookup.result() if lookup.done() else None
 
     def forget(self, address: str) -> None:
-        """Ask anew next time."""
+        """Look up again at the next request."""
         lookup = self._lookups.get(address)
         if lookup is not None and lookup.done():
             del self._lookups[address]
@@ -99,35 +98,34 @@ def _find(address: str, config: Config) -> Found:
     except PDConnectorError as error:
         cause = getattr(error, "cause", Cause.UNREACHABLE)
         return Found((), (cause, f"prefill engine at {address}: {error}"))
-    except Exception as error:  # a server that is none of ours may answer anything
+    except Exception as error:  # any server can listen there, with any answer
         return Found((), (Cause.UNREACHABLE, f"prefill engine at {address}: {error!r}"))
 
 
 def _forbidden(host: str, config: Config) -> str:
-    """Why this address is not asked; empty if it is. Neither a request nor a registry can make an
-    engine dial whatever they like."""
+    """Why this address is not asked; empty if it is. Neither a request nor a registry can make an engine dial an
+    arbitrary address."""
     if not config.is_peer(host):
         return f"prefill engine at {host!r}: not within {list(config.peers)} (config key peers)"
     if not config.permits(host):
-        return f"prefill engine at {host!r}, and no key is set: only loopback is asked then"
+        return f"prefill engine at {host!r}: without a key only loopback is asked; set one on every engine"
     return ""
 
 
 def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int]]:
-    """Host and control port of one rank of each replica of the engine whose registry, or control port,
-    is here.
+    """Host and control port of one rank of each replica. The address is the engine's registry or a control port.
 
-    Raises OSError if nobody is there until the deadline; ValueError if it is neither.
+    Raises OSError if no server answers until the deadline; ValueError if the server is neither.
     """
     engine = _ask(host, port, ENGINE, deadline)
     if engine is None:
         return [(host, port)]
     replicas = int(engine.get("dp_size") or 1)
     if not 0 < replicas <= MAX_REPLICAS:
-        raise ValueError(f"it tells of {replicas} replicas: wanted 1 to {MAX_REPLICAS}")
+        raise ValueError(f"its registry names {replicas} replicas: wanted 1 to {MAX_REPLICAS}")
     if replicas > 1 and not engine.get("follow_bootstrap_room", True):
         raise ValueError(
-            f"it has {replicas} replicas, and none is found by its room: start it with "
+            f"it has {replicas} replicas, and a room does not tell which one: start it with "
             "--load-balance-method follow_bootstrap_room"
         )
     rows = [_ask(host, port, replica, deadline) for replica in range(replicas)]
@@ -138,22 +136,22 @@ def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int
 
 
 def _ask(host: str, port: int, replica: int, deadline: float) -> dict[str, Any] | None:
-    """What a registry tells of a replica, or of the engine; None where a control port listens, which
-    is no registry. Raises as `_control_ports` does, in time."""
+    """A registry's row of a replica, or of the engine; None if a control port listens there instead. Raises as
+    `_control_ports` does, in time."""
     while True:
         left_s = deadline - time.monotonic()
         try:
             if replica == ENGINE and _greets(host, port, max(left_s, _RETRY_S)):
                 return None
             return ask_row(host, port, replica, max(left_s, _RETRY_S))
-        except OSError:  # maybe it is starting
+        except OSError:  # the server may be starting
             if left_s <= 0:
                 raise
         time.sleep(_RETRY_S)
 
 
 def _greets(host: str, port: int, timeout_s: float) -> bool:
-    """Whether who listens there speaks first, as a control channel does: an HTTP server waits."""
+    """Whether the server speaks first, as a control channel does. An HTTP server waits."""
     with socket.create_connection((host, port), timeout_s) as connection:
         connection.settimeout(_GREETING_S)
         try:

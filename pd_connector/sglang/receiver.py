@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request of a decode engine, as SGLang's queues see it.
 
-SGLang calls `init` when it knows the prefill engine, `send_metadata` when the request has pages, and
-`poll` each turn of its loop. `abort`, or `failure_exception` after a poll that said `Failed` on any
-rank, or `clear`, comes before it frees the request's pages.
+SGLang calls `init` when it knows the prefill engine, `send_metadata` when the request has pages, and `poll` in each
+turn of its loop. Before it frees the request's pages it calls `abort`, `clear`, or, if a poll said `Failed` on any
+rank, `failure_exception`.
 """
 
 import logging
@@ -48,26 +48,26 @@ class Receiver(BaseKVReceiver):
         self._peers: tuple[Peer, ...] = ()
         self._row = -1
         self._prefix = 0
-        self._tables: tuple[tuple[int, ...], ...] | None = None  # its pages here, once it has any
-        self._asked = False  # the agent works for this request
+        self._tables: tuple[tuple[int, ...], ...] | None = None  # its pages here, once it has pages
+        self._asked = False  # the agent has a command for this request
         self._again: SecondPrefill | None = None
         self._resumed: SecondPrefill | None = None
         self._first_failure: tuple[Cause, str] | None = None  # of the first attempt
 
     @property
     def conclude_state(self) -> int | None:
-        """How it has ended, if it has."""
+        """The final state, if the request has ended."""
         if self._failure:
             return int(KVPoll.Failed)
         return int(KVPoll.Success) if self._state == KVPoll.Success else None
 
     @contained
     def bind(self, req: Any) -> None:
-        """The request, which a receiver is not told when it is made."""
+        """Attach the request, which a receiver is not given when it is made."""
         self.kv_mgr.admission.enter(self.bootstrap_room)
         self._req = req
         tokens, room = req.origin_input_ids, self.bootstrap_room
-        # SGLang has retracted it because its weights change (`pause_generation`, mode `retract`).
+        # SGLang has retracted the request because its weights change (`pause_generation`, mode `retract`).
         self._retracted = bool(getattr(req, "pd_rebootstrap_in_progress", False))
         if self._retracted:
             tokens, room = [*tokens, *req.output_ids], room_after_retraction(req)
@@ -81,10 +81,10 @@ class Receiver(BaseKVReceiver):
 
     @contained
     def init(self, prefill_dp_rank: int) -> None:
-        """The prefill engine is known: wait until its KV begins to come.
+        """The prefill engine is known: wait until its KV begins to arrive.
 
         Args:
-            prefill_dp_rank: which of its replicas has the request.
+            prefill_dp_rank: the replica that has the request.
         """
         found = self.kv_mgr.prefill_engine(self.bootstrap_addr)
         if found.problem is not None:
@@ -104,10 +104,11 @@ class Receiver(BaseKVReceiver):
 
     @contained
     def compute_again(self, payload: dict[str, Any]) -> None:
-        """SGLang has retracted the request: the prefill engine is asked for the KV of its prompt and of the answer so far.
+        """SGLang has retracted the request: the prefill engine is asked for KV of its prompt and of the answer
+        up to now.
 
         Args:
-            payload: what SGLang would send to it.
+            payload: SGLang's own body for this request.
         """
         if self._failure is not None:
             return
@@ -129,14 +130,14 @@ class Receiver(BaseKVReceiver):
         decode_prefix_len: int | None = None,
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
     ) -> None:
-        """The request has pages for what comes.
+        """The request has pages for its KV.
 
         Args:
             kv_indices: the pages of the tokens after the prefix.
-            aux_index: its row of the metadata buffers.
-            state_indices: where layers have a sliding window: the pages of the prompt's last tokens in
-                the pool of these layers.
-            decode_prefix_len: tokens at the prompt's start that this engine has already.
+            aux_index: the request's row of the metadata buffers.
+            state_indices: if layers have a sliding window, the pages of the prompt's last tokens in the pool of
+                these layers.
+            decode_prefix_len: tokens at the prompt's start that this engine already has.
         """
         prefix = decode_prefix_len or 0
         assert aux_index is not None
@@ -165,13 +166,13 @@ class Receiver(BaseKVReceiver):
         return self.poll()
 
     def failure_exception(self) -> None:
-        """Tell why it failed. Other ranks may have failed and not this one: it stops here, too."""
+        """Raise why the request failed. Other ranks may have failed without this one; this rank then stops, too."""
         self._drop()
         self.kv_mgr.count_handoff(self._failure[0] if self._failure else Cause.ABORTED)
         raise TransferError(self.bootstrap_room, self._failure)
 
     def abort(self) -> None:
-        """The request has ended: from here on nobody writes to its pages."""
+        """The request has ended: after the return nothing writes to its pages."""
         self._failure = self._failure or (Cause.ABORTED, "the request was aborted")
         self._drop()
 
@@ -181,7 +182,7 @@ class Receiver(BaseKVReceiver):
         self.kv_mgr.outcomes.forget(self._request)
 
     def fail(self, cause: Cause, detail: str) -> None:
-        """This side cannot go on."""
+        """This side cannot continue."""
         self._failure = self._failure or (cause, detail)
         self._drop()
 
@@ -213,7 +214,7 @@ class Receiver(BaseKVReceiver):
         self.kv_mgr.count_handoff("handed_over")
 
     def _ask(self) -> None:
-        """Have the agent wait for the transfer, or fetch it where there are pages for it."""
+        """Have the agent wait for the transfer, or fetch it if there are pages for it."""
         self._asked = True
         agent = self.kv_mgr.agent
         if self._tables is None:
@@ -232,7 +233,7 @@ class Receiver(BaseKVReceiver):
         agent.submit(load, fence=self.kv_mgr.forward_fence())
 
     def _ended(self, cause: Cause, detail: str) -> None:
-        """The agent has ended it: the prompt is computed again, or the request fails."""
+        """The agent has ended the transfer: the prompt is computed again, or the request fails."""
         self._asked = False
         if cause in (Cause.UNREACHABLE, Cause.SESSION_LOST):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)  # it may have been restarted

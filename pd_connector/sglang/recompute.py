@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt computed once more, by the prefill engine it came from (`on_failure: recompute`).
+"""Has a prefill engine compute a prompt once more, if its KV did not arrive (`on_failure: recompute`).
 
-SGLang's decode engine computes no prompt. Where the KV of one has not come, the prefill engine is sent the
-request again, as a router would send it, for a transfer of its own. Its radix cache has the prompt,
-as a rule, so that this is cheap. All of it happens in threads: the engine's thread never waits.
+SGLang's decode engine computes no prompt. If KV of a prompt has not come, the prefill engine gets the request again,
+as a router would send it, for a new transfer. Its radix cache usually has the prompt, so this is cheap. All of it
+happens in threads: the engine's thread never waits.
 """
 
 import http
@@ -37,8 +37,8 @@ REPEATABLE = frozenset(
         Cause.UNREACHABLE,
     }
 )
-"""A second attempt may end better. Others would end as the first, such as another model, or have waited as
-long as the operator wants them to."""
+"""Causes after which a second attempt may succeed. After others it would fail as the first did (another model, for
+example), or the operator's longest wait has already passed."""
 
 _AT_ONCE = 16
 _LOOK_UP_S = 5.0
@@ -59,7 +59,7 @@ _NOT_SENT = frozenset(
         "watermark",
     }
 )
-"""Of SGLang's `SamplingParams`: what does not shape the first token, or is made from other fields."""
+"""Fields of SGLang's `SamplingParams` that do not shape the first token, or are derived from other fields."""
 
 
 class SecondPrefill(NamedTuple):
@@ -67,7 +67,7 @@ class SecondPrefill(NamedTuple):
 
     Attributes:
         room: names its transfer.
-        answer: of the prefill engine, once it has ended; empty, or what went wrong.
+        answer: the prefill engine's result once it has ended: empty, or what went wrong.
     """
 
     room: int
@@ -75,15 +75,15 @@ class SecondPrefill(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """Why it will not come; empty while it may."""
+        """Why it will not come; empty while it may come."""
         return self.answer.result() if self.answer.done() else ""
 
 
 class SecondPrefills:
-    """Asks prefill engines again. For the engine's thread.
+    """Asks prefill engines again. Used by the engine's thread.
 
     Args:
-        api_key: what the engines' HTTP servers ask for; empty for nothing.
+        api_key: key that the engines' HTTP servers require; empty for none.
         timeout_s: longest wait for a prefill.
     """
 
@@ -93,10 +93,10 @@ class SecondPrefills:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="pd-recompute")
 
     def ask(self, req: Any, address: str) -> SecondPrefill | None:
-        """Have a request's prompt computed again; None where a request cannot be sent again.
+        """Have a request's prompt computed again; None if the request cannot be sent again.
 
         Args:
-            req: SGLang's request, which has no output yet.
+            req: SGLang's request, without output.
             address: `host:port` of the prefill engine's registry.
         """
         room = secrets.randbits(62) + 1
@@ -126,14 +126,14 @@ class SecondPrefills:
                 body=json.dumps(body).encode(),
                 headers=headers,
             )
-        except Exception as error:  # whatever listens there may answer anything
+        except Exception as error:  # any server can listen there, with any answer
             return repr(error)
         return "" if status == http.HTTPStatus.OK else f"status {status}"
 
 
 def request_body(req: Any, room: int) -> dict[str, Any] | None:
-    """What a prefill engine's `/generate` is sent, so that it computes the request's prompt and chooses
-    its first token by the same rules; None where ids and rules are not all of it."""
+    """The body for a prefill engine's `/generate`, with which it computes the request's prompt and chooses its first
+    token by the same rules. None if token ids and rules do not define the request completely."""
     params = req.sampling_params
     if req.multimodal_inputs is not None or req.input_embeds is not None or req.output_ids:
         return None
@@ -165,9 +165,9 @@ def request_body(req: Any, room: int) -> dict[str, Any] | None:
 
 
 def _http_address(address: str) -> tuple[str, int]:
-    """Where the prefill engine whose registry is here takes requests. Raises OSError, ValueError."""
+    """The HTTP address of the prefill engine that has this registry. Raises OSError, ValueError."""
     host, registry_port = split(address)
     port = ask_row(host, registry_port, ENGINE, _LOOK_UP_S).get("prefill_http_port")
     if not isinstance(port, int):
-        raise ValueError("its registry does not tell where it takes requests")
+        raise ValueError("its registry does not name its HTTP address")
     return host, port

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a prefill engine's ranks become known: each puts a row into SGLang's registry, a small HTTP
-server in the engine's main process, which starts about when the ranks do."""
+"""Makes a prefill engine's ranks known. Each rank puts a row into SGLang's registry, a small HTTP server in the
+engine's main process. The registry starts at about the same time as the ranks."""
 
 import json
 import logging
@@ -25,8 +25,8 @@ def register(kv_args: Any, host: str, port: int) -> None:
 
     Args:
         kv_args: SGLang's `KVArgs` of this rank.
-        host: under which peers reach this rank's agent.
-        port: of its control channel.
+        host: at which peers reach this rank's agent.
+        port: of the agent's control channel.
     """
     row = json.dumps(_row(kv_args, host, port)).encode()
     args = (*_registry(), row)
@@ -34,7 +34,7 @@ def register(kv_args: Any, host: str, port: int) -> None:
 
 
 def global_rank(parallel: Any) -> int:
-    """A number that no other rank behind the same HTTP server has.
+    """A number that is unique among the ranks behind one HTTP server.
 
     Args:
         parallel: SGLang's `ParallelContext`.
@@ -45,24 +45,24 @@ def global_rank(parallel: Any) -> int:
 
 
 def _replicas(parallel: Any) -> int:
-    """Whole copies of the model behind one HTTP server. With attention data parallelism there is one:
-    its ranks are counted by themselves."""
+    """Whole copies of the model behind one HTTP server. With attention data parallelism there is one copy: its ranks
+    are counted by themselves."""
     return 1 if parallel.attn_dp_size > 1 else int(parallel.dp_size)
 
 
 def _registry() -> tuple[str, int]:
-    """Where SGLang's registry is: beside the HTTP server, or on the first node of several."""
+    """The address of SGLang's registry: beside the HTTP server, or on the first of several nodes."""
     from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
     from sglang.srt.utils.network import NetworkAddress
 
     first_node = get_parallel().dist_init_addr
     host = NetworkAddress.parse(first_node).resolved().host if first_node else get_serving().host
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # where it listens everywhere
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # it listens on all addresses
     return host, get_disagg().disaggregation_bootstrap_port
 
 
 def _row(kv_args: Any, host: str, port: int) -> dict[str, Any]:
-    """What the registry asks for. It counts rows until all ranks are there."""
+    """The row that the registry requires. The registry counts rows until all ranks are there."""
     from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
     parallel = get_parallel()

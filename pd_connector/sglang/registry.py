@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's registry as those see it who ask it: an HTTP server beside a prefill engine, with a row for each
-of the engine's ranks (`registration.py` puts them there), and one for the engine."""
+"""SGLang's registry, as its clients see it: an HTTP server beside a prefill engine, with a row for each rank of the
+engine (`registration.py` puts it there), and a row for the engine."""
 
 import json
 from http import HTTPStatus
@@ -10,7 +10,7 @@ from pd_connector.sglang.exchange import exchange
 
 ROUTE = "/route"
 ENGINE = -1
-"""In place of a replica: the row of the whole engine."""
+"""Stands in place of a replica for the row of the whole engine."""
 _QUERY = "prefill_dp_rank={0}&prefill_cp_rank={1}&target_tp_rank={1}&target_pp_rank={1}"
 _MOST_BYTES = 1 << 16
 
@@ -23,8 +23,8 @@ def ask_row(host: str, port: int, replica: int, timeout_s: float) -> dict[str, A
     """The row of a replica's first rank, or of the engine.
 
     Raises:
-        OSError: nobody answers in time; NotReadyError, which is one: the engine is starting.
-        ValueError: who answers is no registry.
+        OSError: no server answers in time. NotReadyError, a subclass: the engine is starting.
+        ValueError: the server is not a registry.
     """
     query = _QUERY.format(replica, ENGINE if replica == ENGINE else 0)
     path = f"{ROUTE}?{query}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request of a prefill engine, as SGLang's queues see it.
 
-SGLang calls `poll` each turn of its loop and moves the request on by the answer; `send` when a
-chunk of the prompt has been computed; `abort`, or `failure_exception` after a poll that said
-`Failed` on any rank, before it frees the request's pages.
+SGLang calls `poll` in each turn of its loop, and moves the request on by the answer. It calls `send` when a
+chunk of the prompt has been computed. Before it frees the request's pages it calls `abort`, or, if a poll said
+`Failed` on any rank, `failure_exception`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ class Sender(BaseKVSender):
         self.bootstrap_room = bootstrap_room
         self._transfer = transfer_of(bootstrap_room)
         self._request = ""
-        self._state = KVPoll.WaitingForInput  # computing needs nothing of the decode engine
+        self._state = KVPoll.WaitingForInput  # computing needs nothing from the decode engine
         self._failure: tuple[Cause, str] | None = None
         self._pages: list[int] = []
         self._sent_tokens = 0
@@ -48,7 +48,7 @@ class Sender(BaseKVSender):
 
     @contained
     def bind(self, req: Any) -> None:
-        """The request, which a sender is not told when it is made."""
+        """Attach the request, which a sender is not given when it is made."""
         self.kv_mgr.admission.enter(self.bootstrap_room)
         self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
@@ -62,7 +62,7 @@ class Sender(BaseKVSender):
         self._row = -1 if aux_index is None else aux_index
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        """The last one is sent even without pages: the words go with it."""
+        """The last chunk is sent even without pages: the last words go with it."""
         return num_pages > 0 or last_chunk
 
     @contained
@@ -76,7 +76,7 @@ class Sender(BaseKVSender):
 
         Args:
             kv_indices: the pages that hold the next `num_kv_tokens` tokens.
-            state_indices: given with the last of the prompt, and only then.
+            state_indices: given only with the last chunk of the prompt.
         """
         assert num_kv_tokens is not None
         final = state_indices is not None
@@ -87,7 +87,7 @@ class Sender(BaseKVSender):
         if final and self._failure is None:
             self._state = KVPoll.Transferring
         if final or self.kv_mgr.offers_early:
-            # SGLang gives an event with a cached prefix, which the step before may still write.
+            # With a cached prefix SGLang gives an event: the step before may still write the prefix.
             self._offer(final=final, fence=getattr(self, "_early_send_wait_event", None))
 
     @contained
@@ -97,8 +97,8 @@ class Sender(BaseKVSender):
             self._offer(final=False, fence=None)
 
     def begin_step(self, pages: list[int], tokens: int) -> Computed | None:
-        """A step begins that computes the prompt up to `tokens`, into these pages from its start on.
-        Returns what to tell the agent with each layer; None if the request has failed."""
+        """A step begins that computes the prompt's first `tokens` tokens, into these pages from the prompt's start.
+        Returns the message for the agent after each layer; None if the request has failed."""
         if self._failure is not None or not self._request:
             return None
         self._pages[: len(pages)] = pages
@@ -117,13 +117,13 @@ class Sender(BaseKVSender):
         return KVTransferMetric()
 
     def failure_exception(self) -> None:
-        """Tell why it failed. Other ranks may have failed and not this one: it stops here, too."""
+        """Raise why the request failed. Other ranks may have failed without this one; this rank then stops, too."""
         self._withdraw()
         self.kv_mgr.admission.leave(self.bootstrap_room)
         raise TransferError(self.bootstrap_room, self._failure)
 
     def abort(self) -> None:
-        """The request has ended: from here on nobody reads its pages."""
+        """The request has ended: after the return nothing reads its pages."""
         self._failure = self._failure or (Cause.ABORTED, "the request was aborted")
         self._withdraw()
         self.kv_mgr.admission.leave(self.bootstrap_room)
@@ -133,7 +133,7 @@ class Sender(BaseKVSender):
         self.kv_mgr.outcomes.forget(self._request)
 
     def fail(self, cause: Cause, detail: str) -> None:
-        """This side cannot go on."""
+        """This side cannot continue."""
         self._failure = self._failure or (cause, detail)
         self._withdraw()
 
@@ -142,22 +142,22 @@ class Sender(BaseKVSender):
         freed = self.kv_mgr.outcomes.take(Free, self._request)
         if freed is None:
             return
-        self._withdrawn = True  # the agent has done with it
-        if freed.cause in (None, Cause.NOT_NEEDED):  # a vLLM engine may have it all already
+        self._withdrawn = True  # the agent no longer uses the pages
+        if freed.cause in (None, Cause.NOT_NEEDED):  # a vLLM engine may already have all of it
             self._state = KVPoll.Success
         else:
             self._failure = freed.cause, "the decode engine did not take all of it"
 
     def _withdraw(self) -> None:
-        """Give the pages back, unless the agent has done with them."""
+        """Take the pages back, unless the agent no longer uses them."""
         if not self._withdrawn:
             self._withdrawn = True
             self.kv_mgr.agent.submit(Withdraw(self._transfer, self._request))
         self.kv_mgr.outcomes.forget(self._request)
 
     def _offer(self, *, final: bool, fence: Any) -> None:
-        """Tell the agent which pages there are. What SGLang has sent is computed; what a step has
-        computed since is not counted before SGLang sends it."""
+        """Tell the agent which pages there are. Everything that SGLang has sent is computed. What a step has computed
+        since counts only once SGLang sends it."""
         self._announced = True
         offer = Offer(
             self._transfer,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of an SGLang engine's connector: SGLang has no argument for it, so it comes in a variable."""
+"""The config of an SGLang engine's connector. SGLang has no argument for it, so a variable holds it."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def load_config(text: str) -> Config:
     """The config in a variable's text. Raises ConfigError."""
     if not text.strip():
         return Config.load({"peers": LOOPBACK}, host_variable=HOST_VARIABLE)
-    # What stands in the variable itself may have the key in it: it is not repeated.
+    # The text of the variable itself may contain the key, so messages do not repeat it.
     source = f"{CONFIG_VARIABLE} {text!r}" if text.startswith("@") else CONFIG_VARIABLE
     try:
         found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
@@ -28,8 +28,8 @@ def load_config(text: str) -> Config:
         raise ConfigError(f"{source}: must be a JSON object of config keys")
     if (audit := found.get("audit", "off")) != "off":
         raise ConfigError(
-            f"audit {audit!r}: a decode engine of SGLang cannot compute a prompt, and so has nothing to compare KV "
-            "with; leave it out (config key audit)"
+            f"audit {audit!r}: a decode engine of SGLang computes no prompt, so it has nothing to compare KV "
+            "with; leave `audit` out (config key audit)"
         )
-    # A request names its prefill engine by an address that nobody has sealed.
+    # A request names its prefill engine by an address without a seal.
     return Config.load({"peers": LOOPBACK, **found}, host_variable=HOST_VARIABLE)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV of a prefill step that is under way: told to the agent layer by layer, as SGLang writes it.
+"""Tells the agent KV of a running prefill step layer by layer, as SGLang writes it.
 
-SGLang itself tells of KV only when a step has ended. Here each layer's write to the pool is seen,
-where the step runs layer by layer in Python; a step that runs as one CUDA graph tells nothing, and its
-KV passes when it has ended.
+SGLang itself reports KV only after a step. Here each layer's write to the pool is seen if the step runs layer by
+layer in Python. A step that runs as one CUDA graph shows no writes, and its KV passes after the step.
 
-Every step is announced when it begins. The decode engine finds pages for the request, and opens the
-transfer, while the prompt is computed: none of that is left to do when the prefill has ended.
+Every step is announced when it begins. While the prompt is computed, the decode engine finds pages for the
+request and opens the transfer. So nothing of that is left to do after the prefill.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_connector.sglang")
 
 MIN_STEP_TOKENS = 256
-"""A shorter step ends before it would pay to look into it."""
+"""Shortest step to stream by layers. A shorter step ends before streaming would pay."""
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _WRITES = (
     f"{_POOLS}.MHATokenToKVPool.set_kv_buffer",
@@ -40,7 +39,7 @@ class Streaming:
     """The prefill steps of one rank. Used by the scheduler's thread.
 
     Args:
-        layers: KV is told layer by layer, too; without it steps are announced only.
+        layers: whether KV is told layer by layer; if not, steps are only announced.
     """
 
     def __init__(self, manager: "Manager", scheduler: Any, *, layers: bool) -> None:
@@ -50,14 +49,14 @@ class Streaming:
         self._step: list[Computed] = []
         if not layers:
             return
-        # Not when the package is loaded: other engines would pay for it with each layer.
+        # Not at the package's import: other engines would pay for it with each layer.
         for write in _WRITES:
             HookRegistry.register(write, self._written, HookType.AFTER)
         HookRegistry.apply_hooks()
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Within, the batch is computed."""
+        """A context in which the batch is computed."""
         if batch.forward_mode.is_extend():
             self._step = [step for req in batch.reqs if (step := self._begin(req))]
         try:
@@ -66,7 +65,7 @@ class Streaming:
             self._step = []
 
     def _begin(self, req: Any) -> Computed | None:
-        """Announce the step that follows, with its pages if its layers are to be told. None if they are
+        """Announce the step that follows, with its pages if its layers are to be told. Returns None if they are
         not."""
         sender = req.disagg_kv_sender
         if not isinstance(sender, Sender):  # SGLang's own, for a health check
@@ -85,8 +84,8 @@ class Streaming:
             return None
 
     def _written(self, result: Any, pool: Any, layer: Any, *args: Any, **options: Any) -> None:
-        """A layer's K and V of all requests in the step have been written, or will be by what is
-        queued on the stream. A pool within another is not told which layer it is: the outer one is."""
+        """A layer's K and V of all requests in the step have been written, or will be by work queued on the stream. A
+        pool within another pool is not told the layer's number: the outer pool is."""
         if layer is None:
             return
         for step in self._step:

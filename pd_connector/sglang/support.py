@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of SGLang this door does not work with: refused when the engine starts, by name."""
+"""SGLang's features that this door does not support. The engine's start refuses them by name."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from pd_connector.errors import ConfigError
 
 
 def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
-    """Raises ConfigError where the engine is configured for what cannot be moved.
+    """Raises ConfigError if the engine is configured for something that cannot be moved.
 
     Args:
         kv_args: SGLang's `KVArgs` of this rank, filled.
-        server_args: its `ServerArgs`.
-        parallel: its `ParallelContext`.
+        server_args: SGLang's `ServerArgs`.
+        parallel: SGLang's `ParallelContext`.
     """
     from sglang.srt.environ import envs
 
     for name, wanted in _WANTED.items():
         found = getattr(server_args, name, wanted)
-        if found != wanted and (found or wanted):  # False and None are both "not asked for"
+        if found != wanted and (found or wanted):  # False and None both mean "not asked for"
             raise ConfigError(_refusal(f"--{name.replace('_', '-')} {found}", f"leave it {wanted}"))
     for name, mend in _VARIABLES.items():
         if getattr(envs, name).get():
@@ -45,7 +45,7 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
 
 
 _BY_ROOM = "follow_bootstrap_room"
-"""How a decode engine knows which replica of a prefill engine has a request."""
+"""The setting by which a decode engine knows which replica of a prefill engine has a request."""
 
 _WANTED = {
     "tokenizer_worker_num": 1,
@@ -62,14 +62,14 @@ _WANTED = {
     "optimistic_prefill_attempts": 0,
     "enable_memory_saver": False,
 }
-"""Arguments of SGLang's, and the one value of each that is known to work here."""
+"""SGLang's arguments, each with the only value that is known to work here."""
 
 
 _VARIABLES = {
     "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "unset it: last words have no room for a first token's mask",
     "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": f"unset it, and use --load-balance-method {_BY_ROOM}",
 }
-"""Variables of SGLang's that must not be on."""
+"""SGLang's variables that must not be set."""
 
 
 def _refusal(found: str, mend: str) -> str:

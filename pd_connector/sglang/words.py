@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Last words in SGLang's form: a row of its metadata buffers, which a decode engine reads when a
-request's KV has come."""
+"""Last words in SGLang's form: a row of its metadata buffers. A decode engine reads the row when a request's KV has
+arrived."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ _COUNTS = (
     "audio_tokens",
     "video_tokens",
 )
-"""What SGLang keeps in the first places of a row of `cached_tokens`."""
+"""SGLang's meaning of the first places of a row of `cached_tokens`."""
 
 
 def read_row(buffers: Any, row: int, req: Any, identity: bytes, transfer: str) -> LastWords:
-    """The words of a request whose prefill has ended.
+    """The last words of a request whose prefill has ended.
 
     Args:
         buffers: SGLang's `MetadataBuffers`.
-        row: of this request, filled.
+        row: the request's row, filled.
     """
     logprob: float | None = None
     top: list[tuple[int, float]] = []
@@ -46,13 +46,13 @@ def read_row(buffers: Any, row: int, req: Any, identity: bytes, transfer: str) -
 
 
 def write_row(buffers: Any, row: int, words: LastWords, room: int) -> None:
-    """Fill a request's row. The room comes last: SGLang takes a row for complete once it is there."""
+    """Fill a request's row. The room is written last: SGLang takes a row for complete once its room is set."""
     buffers.output_ids[row, 0] = words.first_token
     counts = [words.counts.get(name, 0) for name in _COUNTS]
     buffers.cached_tokens[row, : len(counts)] = torch.tensor(counts, dtype=torch.int32)
     buffers.output_token_logprobs_val[row, 0] = words.logprob if words.logprob is not None else 0.0
     buffers.output_token_logprobs_idx[row, 0] = words.first_token
-    # Rows are used again: what an earlier request's words left there is none of this one's.
+    # Rows are reused: the words of an earlier request must not remain.
     buffers.output_top_logprobs_idx[row] = 0
     buffers.output_top_logprobs_val[row] = 0.0
     count = min(len(words.top_logprobs), buffers.output_top_logprobs_idx.shape[1])

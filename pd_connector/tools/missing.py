@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what to install where a module of another package is missing."""
+"""Says what to install if a module of another package is missing."""
 
 import sys
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 FAILED = 2
 _OURS = ("pd_connector", "scheduler_plugins", "pd_kernels")
 _ROUTER = ("aiohttp", "aiohappyeyeballs", "httptools", "prometheus_client", "yaml")
-"""What the extra `router` brings."""
+"""Modules that the extra `router` installs."""
 
 
 def what_to_install(module: str) -> str:
-    """What brings this module, as an instruction."""
+    """How to install this module, as an instruction."""
     return (
         brought_by_the_router(module)
         or "use the environment of your engine (vLLM or SGLang), which brings it"
@@ -20,13 +20,13 @@ def what_to_install(module: str) -> str:
 
 
 def brought_by_the_router(module: str) -> str:
-    """How to install this module, if the extra `router` brings it; else an empty string."""
+    """How to install this module, if the extra `router` contains it; else an empty string."""
     return "pip install 'pd-connector[router]'" if module.partition(".")[0] in _ROUTER else ""
 
 
 @contextmanager
 def named_if_missing() -> Iterator[None]:
-    """End the program with a line, in place of a traceback, where a module is missing that is none of ours."""
+    """If a module of another package is missing, end the program with one line instead of a traceback."""
     try:
         yield
     except ModuleNotFoundError as error:

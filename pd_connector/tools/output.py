@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether results can be written, asked before the work for them is done."""
+"""Checks before the work whether its results can be written."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def write_problem(path: Path) -> str:
 
 
 def checked(path: Path | None) -> Path | None:
-    """For options that name such a file: the file. Raises typer.BadParameter."""
+    """The file of an option, checked. Raises typer.BadParameter."""
     if path is not None and (problem := write_problem(path)):
         raise typer.BadParameter(problem)
     return path

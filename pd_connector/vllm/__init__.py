@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to vLLM. Engine types never pass it; nothing else in the package imports vLLM."""
+"""The door to vLLM. Engine types stay inside; nothing else in the package imports vLLM."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters (LoRA) by content: for peers, and for vLLM's own prefix cache.
 
-vLLM keys the pages of its prefix cache by an adapter's name and path. Another adapter that is loaded under both
-would find the pages of the one before, and they would be handed over as its own. So pages are keyed by content,
-too. Tiers that other connectors keep by vLLM's block hashes follow.
+vLLM keys the pages of its prefix cache by an adapter's name and path. If another adapter is loaded under the same
+name and path, it would find the earlier adapter's pages, and these would be handed over as its own. So pages are
+keyed by content, too. Tiers that other connectors key by vLLM's block hashes follow.
 
-A request keeps what its adapter was when it came. Its KV is handed over only if the files are untouched when it ends:
-vLLM reads an adapter again that it had no room for, also while a request for it runs.
+A request keeps the adapter's content as it was when the request came. Its KV is handed over only if the files are
+untouched at its end: vLLM rereads an adapter that it had evicted, also while a request for it runs.
 """
 
 import functools
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_connector.vllm")
 
 _State = tuple[int, int, int, int]
-"""Inode, size, and times of the last modification and the last change of a file. The latter cannot be
-set back."""
+"""Inode, size, and times of the last modification and the last change of a file. The time of the last change
+cannot be set back."""
 _USES = "_pd_connector_adapters"
 _KEYS = "_gen_lora_extra_hash_keys"
-"""vLLM's function that says what an adapter adds to the hash of a page."""
+"""vLLM's function that returns what an adapter adds to the hash of a page."""
 _WATCHED = "_pd_connector_watched"
 
 
@@ -49,35 +49,33 @@ class _Loaded(NamedTuple):
     path: str
     files: _Files | None  # None where they could not be read
     problem: str = ""  # why its content is not known
-    reading: int = 0  # another number wherever its files may have been others
+    reading: int = 0  # a new number whenever its files may have changed
 
 
 class _Use(NamedTuple):
     """The adapter of one request, as it was when the request came."""
 
-    name: str  # and content
-    pages: str  # what its pages are kept under, beside the adapter's name and path
+    name: str  # name and content
+    pages: str  # key of its pages, beside the adapter's name and path
     problem: str
     reading: int
 
 
 class Adapters:
-    """What is known of an engine's adapters. Any thread may ask.
+    """The known adapters of an engine. Any thread may ask.
 
     Attributes:
-        problem: why no adapter is believed; empty as a rule.
+        problem: why no adapter is trusted; usually empty.
 
     Args:
-        settings: what the engine is told of adapters (`inputs.adapter_settings`).
+        settings: the engine's settings for adapters (`inputs.adapter_settings`).
     """
 
     def __init__(self, settings: str = "") -> None:
         self.problem = ""
         self._settings = settings
         self._loaded: dict[int, _Loaded] = {}  # by vLLM's number
-        self._doubts: dict[
-            str, int
-        ] = {}  # by fingerprint: how often its pages may have been others
+        self._doubts: dict[str, int] = {}  # by fingerprint: how often its pages may have changed
         self._readings = 0
         self._lock = threading.Lock()
 
@@ -95,11 +93,11 @@ class Adapters:
         return use.name
 
     def pages(self, request: "Request") -> str:
-        """What pages of a request are kept under, beside the name and the path of its adapter."""
+        """The key of a request's pages, beside the name and the path of its adapter."""
         return self._use(request).pages
 
     def unchanged(self, request: "Request") -> bool:
-        """Whether all that was computed for a request was computed with the adapter that `name` told."""
+        """Whether everything computed for a request was computed with the adapter that `name` returned."""
         if not request.lora_request:
             return True
         use = self._use(request)
@@ -108,9 +106,9 @@ class Adapters:
         return now.reading == use.reading and not use.problem
 
     def before_load(self, lora: Any) -> _Files | None:
-        """vLLM is told to load an adapter. Returns its files for `load`; None where they are not here."""
+        """vLLM is about to load an adapter. Returns its files for `load`; None if they are not on this disk."""
         if int(lora.lora_int_id) in self._loaded and not _in_place(lora):
-            return None  # vLLM has it
+            return None  # vLLM has it already
         try:
             return _read(str(lora.lora_path))
         except OSError as error:
@@ -121,7 +119,7 @@ class Adapters:
         """vLLM has loaded an adapter.
 
         Args:
-            before: its files when it began. If they lie in another folder now, vLLM has downloaded them.
+            before: its files before the load. If they lie in another folder now, vLLM has downloaded them.
         """
         number, path = int(lora.lora_int_id), str(lora.lora_path)
         with self._lock:
@@ -137,7 +135,7 @@ class Adapters:
             files = loaded.files
             if before and files and files.folder == before.folder and files != before:
                 loaded = loaded._replace(
-                    problem=f"{path} has changed while it was loaded; load it again"
+                    problem=f"{path} has changed during its load; load it again"
                 )
             self._note(number, loaded)
 
@@ -175,11 +173,11 @@ class Adapters:
         return self._refresh(number, known, in_place=in_place)
 
     def _refresh(self, number: int, known: _Loaded, *, in_place: bool = False) -> _Loaded:
-        """Look whether the files of an adapter are untouched. If not, pages that it has computed may be of either
-        content, and are found no more.
+        """Check whether the files of an adapter are untouched. If not, its pages may hold KV of either content, and
+        are no longer found.
 
         Args:
-            in_place: vLLM reads the files again for every step, and has what they have.
+            in_place: vLLM rereads the files for every step, and so has their present content.
         """
         if (known.problem and not in_place) or _untouched(known):
             return known
@@ -223,8 +221,8 @@ def _read(path: str) -> _Files:
 
 
 def _folder(path: str) -> Path:
-    """Where vLLM would read an adapter now."""
-    local = Path(os.path.expanduser(path))  # Path's own raises where there is no such user
+    """The folder from which vLLM would read an adapter now."""
+    local = Path(os.path.expanduser(path))  # Path's own raises if the user does not exist
     return local if local.is_dir() else in_cache(path, None) or local
 
 
@@ -238,7 +236,7 @@ def _states(folder: Path) -> dict[Path, _State]:
 
 
 def _untouched(known: _Loaded) -> bool:
-    """Whether vLLM would read again what it has read. Files that are gone cannot be read."""
+    """Whether vLLM would reread the same content. Files that are gone cannot be reread."""
     if known.files is None or _folder(known.path) != known.files.folder:
         return False
     try:
@@ -251,15 +249,15 @@ _watching: "weakref.WeakSet[Adapters]" = weakref.WeakSet()
 
 
 def watch(adapters: Adapters) -> None:
-    """Tell it of each adapter that the engine of this process loads, and key vLLM's pages by what it says."""
+    """Report each adapter that this process's engine loads to `adapters`, and key vLLM's pages by content."""
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
 
     keys = getattr(kv_cache_utils, _KEYS, None)
     if keys is None:
         adapters.problem = (
-            "this version of vLLM does not let pages be told by an adapter's content: KV of adapters is not "
-            "handed over; take a version that pd-connector knows"
+            "this version of vLLM cannot key pages by an adapter's content: KV of adapters is not handed over; "
+            "install a vLLM version that pd-connector supports"
         )
         return
     _watching.add(adapters)

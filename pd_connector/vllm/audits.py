@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests are audited: vLLM computes their prompts itself, and the KV that a producer has for them is
-compared with what it computed (config key `audit`).
+"""Which requests are audited. vLLM computes the prompt of such a request itself, and compares the result with the
+producer's KV of it (config key `audit`).
 
-An audited request is an ordinary one for vLLM. The comparison begins when the step has ended that computes the end
-of its prompt, and reads pages that the request has anyway; if it ends before, its pages are kept until the
-comparison is over. Until a producer has passed, vLLM computes all prompts itself: none can be wrong, and none waits.
+For vLLM an audited request is an ordinary request. The comparison begins after the step that computes the end of its
+prompt, and reads the request's own pages. If the request ends earlier, its pages are kept until the comparison is
+over. Until a producer has passed, vLLM computes all of its prompts itself: no answer is wrong, and no request waits.
 """
 
 import random
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 LEAST_TOKENS = 32
-"""Prompts of which fewer tokens would be fetched are not audited: they would show little."""
+"""Fewest tokens to fetch for an audit. A shorter prompt would show little."""
 _MOST_PAIRS = 4096
 
 
@@ -35,18 +35,18 @@ class _Audit:
     """One request that is audited."""
 
     fetch: Fetch
-    unchanged: Callable[[], bool]  # whether its adapter is still what it was when the request came
+    unchanged: Callable[[], bool]  # whether its adapter is the same as when the request came
     pages: list[list[int]] = field(default_factory=list)  # by table, as vLLM allocates them
     computed: int = 0  # tokens, before the step that was scheduled last
-    scheduled: int = 0  # and after it
-    listed: tuple[int, ...] = ()  # first page of each table that is compared; empty before that
+    scheduled: int = 0  # tokens, after that step
+    listed: tuple[int, ...] = ()  # first compared page of each table; empty before the comparison
     keep_until: float | None = None  # the request has ended, and its pages are kept
-    reports: int = 0  # of ranks for which the comparison is over
-    more: bool = False  # a rank has passed, and can get KV by another path that has not
+    reports: int = 0  # ranks whose comparison is over
+    more: bool = False  # a rank has passed, and can fetch by another path that has not
 
     @property
     def last(self) -> int:
-        """Tokens that are computed when the comparison begins: all that is wanted, and one more."""
+        """Tokens that are computed when the comparison begins: all wanted tokens, and one more."""
         return self.fetch.tokens + 1
 
 
@@ -55,9 +55,9 @@ class Audits:
 
     Args:
         windows: of the engine's page tables.
-        ranks: of this engine; each compares what it holds.
-        clock: seconds.
-        chance: a number below 1, evenly distributed.
+        ranks: number of ranks; each compares the KV that it holds.
+        clock: returns seconds.
+        chance: returns a number from 0 to 1, evenly distributed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Audits:
         self._off = config.audit == "off"
         self._share = config.audit_share
         self._keep_s = config.stall_timeout_s
-        # Whether a producer that was found wrong has started anew is known only by asking it.
+        # Only a new session tells whether a producer that failed an audit has restarted.
         self._retry_s = config.session_timeout_s
         self._windows = windows
         self._ranks = ranks
@@ -80,18 +80,18 @@ class Audits:
         self._chance = chance
         self._passed: dict[Pair, None] = {}
         self._retry: dict[Pair, float] = {}
-        self._chosen: dict[str, bool] = {}  # of later requests, by request
+        self._chosen: dict[str, bool] = {}  # by id of a later request: whether it is audited
         self._audits: dict[str, _Audit] = {}
-        self._over: list[str] = []  # requests that have ended, and whose pages may go now
+        self._over: list[str] = []  # requests that have ended; their pages may be freed now
 
     @property
     def pending(self) -> bool:
-        """Whether steps are needed although no request is: pages are kept for a comparison."""
+        """Whether pages are kept for a comparison, so that steps are needed even without a request."""
         kept = any(audit.keep_until is not None for audit in self._audits.values())
         return kept or bool(self._over)
 
     def computes(self, request_id: str, fetch: Fetch, missing: int) -> bool:
-        """Whether vLLM computes this prompt itself although its KV could be fetched.
+        """Whether vLLM computes this prompt itself although its KV can be fetched.
 
         Args:
             missing: tokens that would be fetched.
@@ -108,7 +108,7 @@ class Audits:
         """vLLM has allocated pages to compute a prompt; returns whether it will be audited.
 
         Args:
-            unchanged: asked when the prompt has been computed: with the adapter that the fetch names?
+            unchanged: asked after the prompt was computed: does the adapter still have the fetch's content?
         """
         missing = fetch.tokens - fetch.computed_tokens
         if not self.computes(request_id, fetch, missing) or not self._eligible(fetch.pair, missing):
@@ -117,7 +117,7 @@ class Audits:
         return True
 
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[str]]:
-        """What has changed with this step.
+        """Changes with this step.
 
         Returns:
             Commands for the agents, and requests that have ended whose pages may be freed.
@@ -172,7 +172,7 @@ class Audits:
         return True, []
 
     def reported(self, reports: Iterable[AuditReport]) -> list[Command]:
-        """Ranks have come to the end of comparisons. Returns commands for all of them."""
+        """Ranks have ended comparisons. Returns commands for all ranks."""
         commands: list[Command] = []
         for report in reports:
             audit = self._audits.get(report.request)
@@ -196,7 +196,7 @@ class Audits:
         return commands
 
     def weights_changed(self) -> list[Command]:
-        """This engine's weights have changed: prompts that it computes have KV of before, or of both."""
+        """This engine's weights have changed: KV of prompts that it computes is of the old weights, or of both."""
         return [
             command
             for request_id in list(self._audits)
@@ -204,17 +204,17 @@ class Audits:
         ]
 
     def refused(self, pair: Pair) -> None:
-        """A rank does not believe this producer any more: it has started anew, for instance."""
+        """A rank no longer trusts this producer, for example because it has restarted."""
         self._passed.pop(pair, None)
 
     def _eligible(self, pair: Pair, missing: int) -> bool:
-        """Whether an audit of this producer can begin with a request of so many missing tokens."""
+        """Whether an audit of this producer can begin with a request of `missing` missing tokens."""
         under_way = any(audit.fetch.pair == pair for audit in self._audits.values())
         early = self._clock() < self._retry.get(pair, 0.0)
         return missing >= LEAST_TOKENS and not under_way and not early
 
     def _load(self, request_id: str, audit: _Audit) -> Command:
-        """Begin to compare. Of a window only its later half: vLLM goes on to free the earlier one."""
+        """Begin to compare. Only the later half of a window is compared: vLLM goes on to free the earlier half."""
         stop = audit.fetch.tokens
         kept = self._windows.first_kept(max(audit.computed, audit.last))
         listed, tables = [], []
@@ -229,7 +229,7 @@ class Audits:
         return audit.fetch.load(request_id, stop, kept_pages(tables), compares=True)
 
     def _drop(self, request_id: str, cause: Cause) -> list[Command]:
-        """The audit of this request comes to no end; another request will be audited."""
+        """This request's audit cannot end; another request will be audited."""
         if request_id not in self._audits:
             return []
         self._end(request_id)

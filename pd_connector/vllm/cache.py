@@ -26,7 +26,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 
 
 class _Layer(NamedTuple):
-    """One layer of vLLM's, before layers of a kind are grouped."""
+    """One of vLLM's layers, before layers of a kind are grouped."""
 
     number: int  # as `layers.identify` counts
     name: str
@@ -41,13 +41,13 @@ def describe_cache(
     vllm_config: "VllmConfig",
     numbers: Mapping[str, int],
 ) -> PagedCache:
-    """What `register_kv_caches` was given, as a `PagedCache`.
+    """The caches given to `register_kv_caches`, as a `PagedCache`.
 
     Args:
-        numbers: of the layer that each cache is of.
+        numbers: the layer number of each cache.
 
     Raises:
-        UnsupportedGeometryError: a layer of a kind that cannot be moved.
+        UnsupportedGeometryError: a kind of layer cannot be moved.
     """
     layers = list(_layers(kv_caches, kv_cache_config, numbers))
     groups: dict[tuple[object, ...], list[tuple[Group, LayerPages]]] = {}
@@ -67,8 +67,8 @@ def describe_cache(
     for group in merged:
         if group.dtype not in DTYPES:
             logger.warning(
-                "layers %d-%d hold %s: pages that PDConnector cannot look into pass as they are, without "
-                "a codec and between engines that are alike only",
+                "layers %d-%d hold %s: PDConnector cannot interpret such pages. They pass unchanged, without "
+                "a codec, and only between engines that are alike",
                 min(group.layers),
                 max(group.layers),
                 group.dtype,
@@ -78,7 +78,7 @@ def describe_cache(
 
 
 def engine_shards(vllm_config: "VllmConfig", own: Shard) -> tuple[Shard, ...]:
-    """What all ranks of this engine hold, as far as routes need to know."""
+    """The shards of all ranks of this engine, as far as routes need them."""
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if pp == 1:
@@ -118,7 +118,7 @@ def _layers(
         group = kv_cache_config.kv_cache_groups[table]
         for name in group.layer_names:
             tensor = kv_caches.get(name)
-            if tensor is None:  # another pipeline stage's
+            if tensor is None:  # belongs to another pipeline stage
                 continue
             if (table, tensor.data_ptr()) in seen:  # layers that share one cache
                 continue
@@ -131,13 +131,13 @@ def _layers(
 
 
 def _check_states(name: str, tensor: torch.Tensor, pages: int, page_size: int) -> None:
-    """Raises UnsupportedGeometryError where a page, undivided, does not have one state for each of its
-    tokens. Taken for parts of pages, such pages would be those of other requests."""
+    """Raises UnsupportedGeometryError if a page does not have one state for each of its tokens. Treated as parts of
+    pages, such pages would be pages of other requests."""
     found, states = tensor.shape[0], tensor.shape[2]
     if found == pages and states != page_size:
         raise UnsupportedGeometryError(
             f"cache of {name} keeps {states} states for the {page_size} tokens of a page, as DeepSeek V4 "
-            "does: PDConnector moves caches with one for each token; serve this model without "
+            "does: PDConnector moves caches with one state per token; serve this model without "
             "disaggregation"
         )
 
@@ -151,7 +151,7 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
     order = _order(tensor)
     packing = CpuPacking.of(vllm_config, layer.name) if tensor.device.type == "cpu" else None
     if known and getattr(spec, "state_content_bytes", None) is not None:
-        # Such as B12X, whose two "heads" are K and V of all heads.
+        # For example B12X: its two "heads" are K and V of all heads.
         dtype, known = f"{dtype} as {_backend(vllm_config, layer.name)} packs it", False
     if packing is not None and kind == "attention" and not packing.known(spec, kernel_page_size):
         dtype, known = f"{dtype} packed as {packing.name}", False
@@ -165,7 +165,7 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         key_dim, value_dim = tensor.shape[3], 0
     rows, heads_apart = _rows(layer.tensor)
     where = packing.name if packing else _backend(vllm_config, layer.name)
-    # Scales count for pages that pass as they are, too: unlike ones mean unlike values.
+    # Scales count for pages that pass unchanged, too: different scales mean different values.
     scales = (1.0, 1.0) if dtype in _FLOATS else _scales(layer, vllm_config)
     group = Group(
         kind=kind,
@@ -187,7 +187,7 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
 
 
 def _kind(layer: _Layer) -> tuple[Kind, int]:
-    """What a layer keeps, and its window in tokens (0: everything)."""
+    """The kind of a layer's cache, and its window in tokens (0: no window)."""
     from vllm.v1 import kv_cache_interface as kv
 
     spec = layer.spec
@@ -199,7 +199,7 @@ def _kind(layer: _Layer) -> tuple[Kind, int]:
     if type(spec) is kv.FullAttentionSpec:
         return "attention", 0
     mend = "serve this model without disaggregation"
-    if isinstance(spec, kv.ChunkedLocalAttentionSpec):  # Llama 4's; as full attention, all is kept
+    if isinstance(spec, kv.ChunkedLocalAttentionSpec):  # Llama 4's; full attention keeps all KV
         mend = "start both engines with --disable-hybrid-kv-cache-manager"
     raise UnsupportedGeometryError(
         f"cache of {layer.name} is of kind {type(spec).__name__}: PDConnector moves full and "
@@ -221,16 +221,15 @@ def _dtype(layer: _Layer, vllm_config: "VllmConfig") -> str:
 
 
 def _is_fnuz() -> bool:
-    """Whether this device's FP8 is the kind without negative zero and infinities, whose codes mean
-    half of what OCP's mean."""
+    """Whether this device's FP8 has no negative zero and no infinities (fnuz). Its codes stand for half of OCP's
+    values."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_fp8_fnuz())
 
 
 def _scaled_by_head(layer: _Layer, vllm_config: "VllmConfig") -> bool:
-    """Whether each head has scales of its own (llm-compressor's `attn_head`), of which vLLM tells the
-    largest only."""
+    """Whether each head has its own scale (llm-compressor's `attn_head`). vLLM tells only the largest of them."""
     module = vllm_config.compilation_config.static_forward_context.get(layer.name)
     scales = (getattr(module, name, None) for name in ("_k_scale", "_v_scale"))
     return any(scale is not None and scale.numel() > 1 for scale in scales)
@@ -248,7 +247,7 @@ def _halves(
 
 
 def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-    """The layer as bytes, for pages that pass as they are; and whether heads lie apart."""
+    """The layer as bytes, for pages that pass unchanged; and whether its heads lie apart."""
     size = tensor.element_size()
     pages, heads, tokens, width = tensor.shape
     apart = tensor.stride(3) == 1 and tensor.stride(2) == width
@@ -282,14 +281,14 @@ def _order(tensor: torch.Tensor) -> str:
 
 
 def _total_heads(own: int, vllm_config: "VllmConfig") -> int:
-    """KV heads of a layer in the whole model; this rank has `own` of them."""
+    """KV heads of a layer in the whole model; `own` is this rank's number."""
     tp = vllm_config.parallel_config.tensor_parallel_size
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     return total if max(1, total // tp) == own else own * tp
 
 
 def _scales(layer: _Layer, vllm_config: "VllmConfig") -> tuple[float, float]:
-    """Factors that stored K and V are multiplied with."""
+    """Factors to multiply stored K and V with."""
     module = vllm_config.compilation_config.static_forward_context.get(layer.name)
     return float(getattr(module, "_k_scale_float", 1.0)), float(
         getattr(module, "_v_scale_float", 1.0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's checkpoint and its config lie on this disk. A model may be named by a folder, a file, a
-repository, a repository and a quantisation (GGUF), or an address of an object store."""
+"""Where vLLM's checkpoint and its config lie on this disk. A model is named by a folder, a file, a repository, a
+repository and a quantisation (GGUF), or an address in an object store."""
 
 import hashlib
 import json
@@ -32,8 +32,8 @@ _READ_FROM_DISK = frozenset(
         "bitsandbytes",
     }
 )
-"""Load formats with which vLLM reads the files in the model's folder. Tensorizer's are elsewhere, a weight
-cache may be of older files, and of a plugin's loader nothing is known."""
+"""Load formats with which vLLM reads files in the model's folder. Others are left out: Tensorizer's files lie
+elsewhere, a weight cache may be older than its files, and a plugin's loader is unknown."""
 
 
 def weights_path(
@@ -43,13 +43,13 @@ def weights_path(
     download_dir: str | None = None,
     subfolder: str = "",
 ) -> Path | None:
-    """Where the weights of a model are: a folder or a file; None where they are not on this disk.
+    """Where the weights of a model are: a folder or a file; None if they are not on this disk.
 
     Args:
-        model: as vLLM was told.
+        model: the name that vLLM was given.
         revision: of the repository.
-        weights: where vLLM loads weights from, if it is another place.
-        download_dir: where vLLM keeps repositories, if not in Hugging Face's cache.
+        weights: another place from which vLLM loads weights, if there is one.
+        download_dir: vLLM's folder for repositories, if not Hugging Face's cache.
         subfolder: of the model's folder.
     """
     name = weights or model
@@ -70,9 +70,8 @@ def weights_path(
 
 
 def read_config(model: "ModelConfig") -> dict[str, Any]:
-    """The config that vLLM serves: `config.json` as it is on disk, with the operator's overrides, or
-    vLLM's own object where there is no such file. Beside it, under its name, `params.json`, where vLLM
-    reads that instead."""
+    """The config that vLLM serves: `config.json` as it is on disk, with the operator's overrides. Without that file,
+    vLLM's own object. If vLLM reads `params.json` instead, it is added under its name."""
     overrides = model.hf_overrides
     folder = _folder(getattr(model, "hf_config_path", None) or model.model, model.revision)
     if folder is not None and isinstance(overrides, Mapping | None):
@@ -88,15 +87,15 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
 
 
 def read_processor_files(model: "ModelConfig") -> dict[str, str]:
-    """What the checkpoint says of how images and the like are processed: the files' text by name."""
+    """The checkpoint's files on processing images and other inputs: their text, by name."""
     folder = _folder(model.model, model.revision)
     files = () if folder is None else (folder / name for name in _PROCESSOR_FILES)
     return {file.name: file.read_text(errors="replace") for file in files if file.is_file()}
 
 
 def remote_code(model: "ModelConfig", served: Mapping[str, Any]) -> str | None:
-    """Fingerprint of the code that comes with a checkpoint, where vLLM runs the model by it
-    (`--trust-remote-code`); None where it does not.
+    """Fingerprint of the code that comes with a checkpoint, if vLLM runs that code (`--trust-remote-code`);
+    None if not.
 
     Args:
         served: the model's config.
@@ -124,7 +123,7 @@ def _folder(place: str, revision: str | None) -> Path | None:
 
 
 class Place(NamedTuple):
-    """What vLLM's loader is told of a checkpoint."""
+    """A checkpoint's place, as vLLM's loader is given it."""
 
     name: str
     revision: str | None
@@ -137,17 +136,17 @@ def model_files(
     others: Iterable[Any] = (),
     loaded: Mapping[Hashable, CheckpointFiles] = MappingProxyType({}),
 ) -> tuple[CheckpointFiles, ...] | None:
-    """The files that a model is loaded from, the checkpoints in order; None where some are not on this disk, or
-    are not what was loaded.
+    """The files from which a model is loaded, the checkpoints in order. None if some are not on this disk, or are
+    not the files that were loaded.
 
     Args:
-        others: what else the model is loaded from, such as another model that is a part of it: `Source`s
-            of vLLM's loader.
+        others: other sources of the model, such as another model that is a part of it: `Source`s of vLLM's
+            loader.
         loaded: checkpoints that were opened when vLLM loaded them. Others are opened now.
     """
     load_format = str(load.load_format)
     if load_format not in _READ_FROM_DISK:
-        logger.info("--load-format %s: files on this disk say nothing of the weights", load_format)
+        logger.info("--load-format %s: files on this disk do not describe the weights", load_format)
         return None
     places = [Place(getattr(model, "model_weights", "") or model.model, model.revision)]
     places += [Place(each.model_or_path, each.revision, each.subfolder or "") for each in others]
@@ -166,7 +165,7 @@ def model_files(
 
 
 def open_files(path: Path, load: "LoadConfig") -> CheckpointFiles | None:
-    """Open the files of weights in a folder that vLLM loads, or one file; None where there are none."""
+    """Open the weight files that vLLM loads from a folder, or a single file; None if there are none."""
     load_format = str(load.load_format)
     try:
         if load_format == "auto" and any(path.glob(_MISTRALS_WEIGHTS)):
@@ -178,21 +177,21 @@ def open_files(path: Path, load: "LoadConfig") -> CheckpointFiles | None:
 
 
 def in_cache(repository: str, revision: str | None, download_dir: str | None = None) -> Path | None:
-    """The folder of a repository in Hugging Face's cache, or in the folder that vLLM has in its place."""
+    """A repository's folder in Hugging Face's cache, or in vLLM's folder in its place."""
     from huggingface_hub import snapshot_download
 
     try:
         found = snapshot_download(
             repository, revision=revision, cache_dir=download_dir, local_files_only=True
         )
-    except Exception as error:  # no such repository, or no name of one: whatever it is called
+    except Exception as error:  # no such repository, or not a repository's name, whatever it raises
         logger.debug("%s is not in the cache: %s", repository, error)
         return None
     return Path(found)
 
 
 def _mistrals(folder: Path, config_format: str) -> dict[str, Any]:
-    """`params.json`, where vLLM takes the config from it."""
+    """`params.json`, if vLLM takes the config from it."""
     file = folder / "params.json"
     chosen = str(config_format) == "mistral" or (
         str(config_format) == "auto" and any(folder.glob(_MISTRALS_WEIGHTS))
@@ -206,8 +205,8 @@ def _mistrals(folder: Path, config_format: str) -> dict[str, Any]:
 def _overridden(
     config: dict[str, Any], overrides: Mapping[str, Any], served: object
 ) -> dict[str, Any]:
-    """A config with overrides, as vLLM has it: those of a config within go into that, and any other value
-    takes the old one's place.
+    """A config with overrides, merged as vLLM merges them. An override of a nested config goes into that config;
+    any other value replaces the old value.
 
     Args:
         served: vLLM's own object of this config.

@@ -39,7 +39,7 @@ from pd_connector.vllm.weight_loads import watch_calls
 from pd_connector.vllm.windows import Windows
 from pd_connector.vllm.worker_side import WorkerSide
 
-try:  # 0.32 and later count cached tokens by where they came from
+try:  # 0.32 and later count cached tokens by source
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:
     CacheHitSource = None
@@ -62,7 +62,7 @@ HOST_VARIABLE = "VLLM_HOST_IP"
 
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):
-    """Made once in the scheduler and once in each worker; holds the side of its role only."""
+    """Made once in the scheduler and once in each worker; has only the side of its role."""
 
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.P2P
@@ -80,7 +80,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert transfer.engine_id is not None
         config = load_config(transfer.kv_connector_extra_config)
         _check_supported(vllm_config)
-        # vLLM's own default is "fail" and cannot be told from a choice, so ours decides.
+        # vLLM's own default is "fail" and cannot be told from a choice, so our config decides.
         # The scheduler reads the policy after it has made its connector.
         transfer.kv_load_failure_policy = config.on_failure
         self._engine_id = transfer.engine_id
@@ -165,11 +165,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Called within a MultiConnector of which another part knows one page table only."""
+        """Called within a MultiConnector if another of its parts supports only one page table."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        """Asked by 0.32 and later: pages of these groups are filled by loads."""
+        """Called by 0.32 and later: loads fill pages of these groups."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def has_pending_push_work(self) -> bool:
@@ -187,14 +187,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.address()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called with every step, as a rule before pages of preempted requests are overwritten
+        """Called with every step, usually before pages of preempted requests are overwritten
         (`runner.revokes_late`)."""
         assert self._worker is not None
         assert isinstance(kv_connector_metadata, StepCommands)
         self._worker.take_back(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Called before the forward pass of every step, so that transfers run beside it."""
+        """Called before the forward pass of every step, so that transfers run during it."""
         super().bind_connector_metadata(connector_metadata)
         assert self._worker is not None
         assert isinstance(connector_metadata, StepCommands)
@@ -224,12 +224,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Called when a layer's KV has been computed: it may be sent."""
+        """Called after a layer's KV was computed: its KV may be sent."""
         assert self._worker is not None
         self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """Called when the step has computed everything; waits for nothing."""
+        """Called after the step has computed everything; waits for nothing."""
         assert self._worker is not None
         self._worker.end()
 
@@ -253,12 +253,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Full graphs would skip `save_kv_layer`."""
+        """Full CUDA graphs would skip `save_kv_layer`."""
         return load_config(extra_config).overlap == "layer"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Asked by 0.33: no, for an engine that sleeps frees pages that may be on their way."""
+        """Called by 0.33. No: an engine that sleeps frees pages that may still be in transfer."""
         return False
 
     @classmethod
@@ -280,7 +280,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     def reset_cache(self) -> bool:
-        """Nothing is cached between requests. vLLM resets caches when it is paused for new weights."""
+        """Nothing is cached between requests. vLLM resets caches when it pauses for new weights."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
@@ -292,7 +292,7 @@ def load_config(extra: dict[str, Any]) -> Config:
 
 
 def _gets_embeddings(vllm_config: "VllmConfig") -> bool:
-    """Whether an encode engine sends it the embeddings of images and the like."""
+    """Whether an encode engine sends this engine the embeddings of images and other inputs."""
     told = vllm_config.ec_transfer_config
     return told is not None and bool(told.is_ec_consumer)
 
@@ -300,22 +300,22 @@ def _gets_embeddings(vllm_config: "VllmConfig") -> bool:
 def _check_supported(vllm_config: "VllmConfig") -> None:
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # 0.31
         raise ConfigError(
-            "calculate_kv_scales: vLLM would compute scales of the FP8 cache when it serves already, and peers "
-            "are told them when it starts; take a checkpoint that has scales, or leave the option out"
+            "calculate_kv_scales: vLLM would compute scales of the FP8 cache while it serves, but peers are told "
+            "the scales when it starts; take a checkpoint that has scales, or leave the option out"
         )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError(
-            "enable_sleep_mode: an engine that falls asleep takes away the memory of pages that are on their "
-            "way to another engine; leave the option out, or end the process instead"
+            "enable_sleep_mode: an engine that falls asleep frees the memory of pages while another engine "
+            "fetches them; leave the option out, or end the process instead"
         )
-    # 0.32; before, it was one of the model's settings.
+    # 0.32; earlier, a setting of the model.
     if any(
         getattr(getattr(vllm_config, part, None), "enable_return_routed_experts", False)
         for part in ("aux_output_config", "model_config")
     ):
         raise ConfigError(
-            "enable_return_routed_experts: which experts a prompt took is known only where it was computed, "
-            "and does not pass to the decode engine; leave the option out"
+            "enable_return_routed_experts: only the prefill engine knows which experts a prompt took, and "
+            "does not send them to the decode engine; leave the option out"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side knows of a request whose prompt is computed elsewhere."""
+"""The scheduler side's record of a request whose prompt is computed elsewhere."""
 
 import enum
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ Pair = tuple[tuple[Source, ...], str]
 
 
 class Stage(enum.Enum):
-    """How far a fetch is."""
+    """The state of a fetch."""
 
-    WATCHED = enum.auto()  # waits for its KV to begin to come; holds no pages here
-    HELD = enum.auto()  # waits for pages here; its KV is kept there
+    WATCHED = enum.auto()  # waits until its KV begins to arrive; holds no pages here
+    HELD = enum.auto()  # waits for pages here; the producer keeps its KV
     LOADING = enum.auto()
-    AUDITED = enum.auto()  # computed here, to be compared with its KV: `audits.Audits` has it
-    OVER = enum.auto()  # loaded, failed or not needed: from now on an ordinary request
+    AUDITED = enum.auto()  # computed here, to compare with its KV (`audits.Audits`)
+    OVER = enum.auto()  # loaded, failed or not needed; now an ordinary request
 
 
 @dataclass(slots=True)
@@ -31,18 +31,16 @@ class Fetch:
     adapter: str  # name and content; empty for none
     peers: tuple[Peer, ...]
     wait: bool
-    tokens: (
-        int  # that are wanted at most: the last one of a prompt is computed here, for its logits
-    )
+    tokens: int  # most wanted tokens; a prompt's last token is computed here, for its logits
     stage: Stage
-    computed_tokens: int = 0  # found in the prefix cache when vLLM asked last
+    computed_tokens: int = 0  # tokens in the prefix cache when vLLM asked last
     failed: bool = False  # its load has failed: it is computed here
-    outcome: str = ""  # what has become of it, as the counter `handoffs` names it
-    had_room: bool = False  # there was room for it when vLLM asked last, after its load had failed
+    outcome: str = ""  # its outcome, as the counter `handoffs` names it
+    had_room: bool = False  # there was room when vLLM asked last, after the load failed
 
     @property
     def waiting(self) -> bool:
-        """Whether it has no pages yet."""
+        """Whether the request has no pages yet."""
         return self.stage in (Stage.WATCHED, Stage.HELD)
 
     @property
@@ -57,7 +55,7 @@ class Fetch:
         *,
         compares: bool = False,
     ) -> Load:
-        """The command that fetches tokens from the first that was not cached to `stop_token`."""
+        """The command that fetches tokens from the first one that is not cached to `stop_token`."""
         return Load(
             request=request,
             transfer=self.transfer,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose `kv_transfer_params` cannot be followed: counted each, and logged seldom."""
+"""Requests whose `kv_transfer_params` cannot be followed. All are counted, few are logged."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from pd_connector.telemetry import Telemetry
 logger = logging.getLogger("pd_connector.vllm")
 
 PAUSE_S = 60.0
-"""Between two lines of one cause. Where a proxy is set up wrongly, every request would be a line."""
+"""Time between two log lines of one cause, in seconds. With a misconfigured proxy, every request would log a line."""
 
 
 class IgnoredParams:

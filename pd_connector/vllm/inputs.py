@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the KV of a prompt depends on beside its tokens: images and the like by content, and what an engine is told of
-them and of adapters (`adapters`)."""
+"""Everything beside its tokens that the KV of a prompt depends on: images and other inputs by content, and the
+engine's settings for them and for adapters (`adapters`)."""
 
 import hashlib
 import json
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MOST_INPUTS = 4096
-"""Images and the like whose hashes are remembered."""
+"""Number of inputs (images and others) whose hashes are remembered."""
 LEAST_ELEMENTS = 256
-"""Of the largest tensor of an image or the like. One with less is told by its size only, as where an encode
-engine has the rest."""
+"""Fewest elements in the largest tensor of an input. With fewer, the input has only sizes: its content is on an
+encode engine."""
 
 
 def adapter_settings(vllm_config: "VllmConfig") -> str:
-    """Fingerprint of what an engine is told of adapters and their KV depends on; empty where it does
-    with them what they say."""
+    """Fingerprint of the engine's settings for adapters that their KV depends on; empty if the settings change
+    nothing."""
     told = vllm_config.lora_config
     if told is None:
         return ""
@@ -45,7 +45,7 @@ def adapter_settings(vllm_config: "VllmConfig") -> str:
 
 
 def processor_settings(vllm_config: "VllmConfig") -> str:
-    """Fingerprint of how the engine processes images and the like; empty where it processes none."""
+    """Fingerprint of how the engine processes images and other inputs; empty if it processes none."""
     told = vllm_config.model_config.multimodal_config
     if told is None:
         return ""
@@ -70,8 +70,8 @@ class RequestIdentity:
         adapters: what is known of the engine's adapters.
 
     Args:
-        settings: what the engine is told of adapters (`adapter_settings`).
-        processor: how it processes images and the like (`processor_settings`).
+        settings: the engine's settings for adapters (`adapter_settings`).
+        processor: how it processes images and other inputs (`processor_settings`).
     """
 
     def __init__(self, settings: str = "", processor: str = "") -> None:
@@ -83,7 +83,7 @@ class RequestIdentity:
         """Fingerprint of everything that the KV of a request's prompt depends on.
 
         Args:
-            tokens: of the prompt's beginning that is meant; all of it by default.
+            tokens: length of the prompt's beginning to hash; all of it by default.
 
         Raises:
             OSError: the content of its adapter is not known.
@@ -101,15 +101,14 @@ class RequestIdentity:
         )
 
     def _input(self, feature: Any) -> str:
-        """Hash of what the model is given for an image or the like: of what the engine's processor
-        made of it, so that the processor's settings count, and the model's path does not, which is
-        in vLLM's own identifier."""
+        """Hash of what the model is given for an image or other input, after the engine's processor. So the
+        processor's settings count. The model's path, a part of vLLM's own identifier, does not."""
         known, data = str(feature.identifier), feature.data
         if known in self._inputs:
             self._inputs.move_to_end(known)
         elif is_elsewhere(data):
-            # Processed elsewhere, or in shared memory: vLLM's identifier is all there is. It knows
-            # nothing of the engine's own settings.
+            # Processed elsewhere, or in shared memory: there is only vLLM's identifier. It does not include
+            # the engine's own settings.
             return f"{feature.modality} {known} {self._processor}".rstrip()
         else:
             content = _content(data)
@@ -122,17 +121,17 @@ class RequestIdentity:
 
 
 def is_elsewhere(data: Mapping[str, Any] | None) -> bool:
-    """Whether the processed data of an image or the like is in another process, or in shared memory."""
+    """Whether the processed data of an input is in another process, or in shared memory."""
     return data is None or "address" in data
 
 
 def elements(value: object) -> int:
-    """Of the largest tensor or array within a value."""
+    """Elements of the largest tensor or array within a value."""
     return max((math.prod(one.shape) for one in _arrays(value)), default=0)
 
 
 def has_fractions(value: object) -> bool:
-    """Whether there is a tensor or an array of numbers with fractions within a value."""
+    """Whether a value contains a tensor or an array of numbers with fractions."""
     return any(
         one.is_floating_point()
         if isinstance(one, torch.Tensor)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cached layers as (part of the model, index, kind): the numbers and labels that two engines
-compare them by."""
+"""vLLM's cached layers as (part of the model, index, kind). By these numbers and labels two engines compare
+their caches."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _INDEX = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 class CacheId(NamedTuple):
-    """Which cache this is, on every engine."""
+    """Identifies a cache, the same on every engine."""
 
     number: int  # of the layer; a draft model's layers are numbered from `DRAFT_LAYERS` on
     label: str  # part of the model and kind of cache
@@ -21,13 +21,13 @@ class CacheId(NamedTuple):
 def identify(names: Sequence[str], drafts: frozenset[str] = frozenset()) -> dict[str, CacheId]:
     """Number and label of each cache.
 
-    A layer has the number of its index. If layers have several caches, all caches of a part are
-    numbered in order; the labels tell them apart.
+    A layer's number is its index. If layers have several caches, all caches of a part are numbered in order;
+    the labels tell them apart.
 
     Args:
         names: vLLM's names, such as `model.layers.3.self_attn.attn`.
-        drafts: those of the draft model. Their indices are counted from its first layer on: vLLM
-            goes on counting after the model's own layers for some, and begins anew for others.
+        drafts: names of the draft model's caches. Their indices are counted from its first layer: for some
+            drafts vLLM continues after the model's own layers, for others it begins at 0.
 
     >>> found = identify(["model.layers.3.self_attn.attn", "draft_model.model.layers.3.self_attn.attn"],
     ...                  frozenset(["draft_model.model.layers.3.self_attn.attn"]))
@@ -45,7 +45,7 @@ def identify(names: Sequence[str], drafts: frozenset[str] = frozenset()) -> dict
 
 
 def index_of(name: str) -> int:
-    """The index of a layer in its name: the first number that is a part of its own."""
+    """The index of a layer in its name: the first number between dots."""
     match = _INDEX.search(name)
     if match is None:
         raise ValueError(f"layer {name!r} has no index in its name")
@@ -57,12 +57,12 @@ def draft_names(
     layers: int,
     models: Mapping[str, int | None],
 ) -> frozenset[str]:
-    """The caches of a draft model, where the engine speculates with one.
+    """The caches of a draft model, if the engine speculates with one.
 
     Args:
         names: of all caches, the model's own first, as vLLM made them.
-        layers: of the model itself.
-        models: which model each cache is of, by any number; None where that is not known.
+        layers: number of the model's own layers.
+        models: a number for each cache that tells its model; None if that is unknown.
     """
     own = next((models[name] for name in names if models.get(name) is not None), None)
     return frozenset(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector's scheduler side and worker side tell each other, through vLLM."""
+"""Messages between the connector's scheduler side and worker side, sent through vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from pd_connector.kv.geometry import Shard
 
 
 class Prefill(NamedTuple):
-    """A request whose KV is on offer while a step computes more of it."""
+    """A request whose KV is offered while a step computes more of it."""
 
     transfer: str
     request: str
@@ -25,34 +25,33 @@ class Prefill(NamedTuple):
 
 
 class AuditReport(NamedTuple):
-    """A rank has compared what it holds of an audited request: with nothing found wrong, or with a
+    """A rank has ended its comparison for an audited request: with no cause if nothing was wrong, or with a
     cause."""
 
     request: str
     cause: Cause | None
-    engines: tuple[str, ...]  # whose KV it was
+    engines: tuple[str, ...]  # the producers of the KV
     detail: str
 
 
 @dataclass
 class StepCommands(KVConnectorMetadata):
-    """Scheduler to worker, each step: commands for the agent, in order, and the prefills that
-    stream."""
+    """Scheduler to worker, each step: commands for the agent, in order, and the prefills that stream."""
 
     commands: list[Command] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     idle: bool = False  # the step computes nothing
     compare_weights: bool = False  # they may have changed since the step before
-    # Ended requests whose pages were kept to be compared, and may be freed.
+    # Ended requests: their pages were kept for a comparison, and may be freed.
     over: list[str] = field(default_factory=list)
-    # How often the weights of a rank have changed, as far as the scheduler knows.
+    # How often each rank's weights have changed, as far as the scheduler knows.
     weight_changes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
 class RankAddress(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: where consumers reach this rank (port 0: nowhere), and what it
-    holds."""
+    """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), and the rank's
+    shard."""
 
     host: str
     port: int
@@ -61,11 +60,13 @@ class RankAddress(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerActivity(KVConnectorWorkerMetadata):
-    """Worker to scheduler, each step: watched requests whose KV can be
-    loaded now (`ready`), and those whose KV will not come (`unavailable`); audits that have ended;
-    requests whose KV was refused because its producer has not passed an audit (`unaudited`); the
-    gauges of ranks of which one has changed; how often the weights of ranks have changed, if they have; and why KV of
-    requests has not come."""
+    """Worker to scheduler, each step.
+
+    `ready`: watched requests whose KV can be loaded now. `unavailable`: watched requests whose KV will not come.
+    `unaudited`: requests whose KV was refused because its producer has not passed an audit. Also: audits that
+    have ended, the gauges of ranks with a changed gauge, how often ranks' weights have changed (if they have),
+    and why KV of requests has not come.
+    """
 
     ready: frozenset[str] = frozenset()
     unavailable: frozenset[str] = frozenset()

@@ -33,8 +33,8 @@ class PDStats(KVConnectorStats):
     """One step's counts, observations and gauges, as plain data that vLLM can serialise.
 
     `data` is `{"counts": [[name, value of its label, amount]], "observations": {name: [seconds]},
-    "gauges": {name: sum over all ranks}}`. Gauges come from the scheduler, which hears of every rank: vLLM
-    gives the stats of a step to any one of several API servers.
+    "gauges": {name: sum over all ranks}}`. Gauges come from the scheduler, which hears of every rank: if there
+    are several API servers, vLLM gives the stats of a step to any one of them.
     """
 
     def __post_init__(self) -> None:
@@ -81,20 +81,20 @@ class PDStats(KVConnectorStats):
 
 
 class RankGauges:
-    """The gauges of all ranks of an engine, as their workers told last."""
+    """The gauges of all ranks of an engine, as their workers reported them last."""
 
     def __init__(self) -> None:
         self._by_rank: dict[int, Mapping[str, float]] = {}
         self._changed = False
 
     def update(self, told: Mapping[int, Mapping[str, float]]) -> None:
-        """Ranks have told their gauges."""
+        """Ranks have reported their gauges."""
         self._by_rank.update(told)
         self._changed |= bool(told)
 
     @property
     def under_way(self) -> bool:
-        """Whether some rank has told last that transfers are under way."""
+        """Whether a rank's last report says that transfers are under way."""
         return any(gauges.get(name) for gauges in self._by_rank.values() for name in UNDER_WAY)
 
     def changed(self) -> dict[str, float] | None:

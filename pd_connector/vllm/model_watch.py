@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a rank of vLLM that change while it serves are told from the moment on when they begin to."""
+"""Watches a rank's weights, which may change while vLLM serves, and tells peers as soon as a change begins."""
 
 import logging
 import time
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_connector.vllm")
 
 _COMPARE_S = 60.0
-"""Time between two looks at the weights in memory, in seconds, where nothing says that they may have
-changed. One takes milliseconds."""
+"""Time between two comparisons of the weights in memory, in seconds, while no event announces a change. One
+comparison takes milliseconds."""
 _SETTLE_S = 1.0
-"""Time after weights were loaded, in seconds, in which more of them may follow: a trainer sends them in parts."""
+"""Time after a load of weights in which more may follow, in seconds: a trainer sends weights in parts."""
 
 
 class ModelWatch:
     """Used by the engine's thread of a worker.
 
     Args:
-        facts: what peers are told when the agent starts.
-        loaded: fingerprints of the parameters in memory, as the facts have them.
-        files: what they were loaded from; None where that is not known. It closes them.
-        submit: hands a command to the agent.
+        facts: the model as peers are told it when the agent starts.
+        loaded: fingerprints of the parameters in memory, as in the facts.
+        files: the files that the weights were loaded from; None if unknown. The watch closes them.
+        submit: passes a command to the agent.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ModelWatch:
         self._told = ToldModel(facts, files, submit)
         self._loaded = self._as_on_disk = loaded
         self._next_compare = time.monotonic() + _COMPARE_S
-        self._tells_at = 0.0  # when weights that were withdrawn are told again, if no more change
+        self._tells_at = 0.0  # when withdrawn weights are told again, unless they change again
         self._loading = self._whole = False
         if (model := loaded_model(vllm_config)) is not None:
             watch_model(model)
@@ -56,7 +56,7 @@ class ModelWatch:
 
     @property
     def changes(self) -> int:
-        """How often the weights have changed. KV that was computed before is not that of the present ones."""
+        """How often the weights have changed. KV from before the last change does not fit the present weights."""
         return self._told.changes
 
     def step(self, *, asked: bool, idle: bool) -> None:
@@ -76,14 +76,14 @@ class ModelWatch:
             self._compare()
 
     def change_version(self, version: str) -> None:
-        """The operator has changed the weights while the engine served, and calls them so now."""
+        """The operator has changed the weights while the engine served, and this is their version now."""
         if not self._told.withdrawn:
             self._told.other_weights()
         self._loaded = loaded_weights(self._vllm_config)
         self._tell_memory(version)
 
     def loading(self) -> None:
-        """Weights begin to change now (`weight_loads.Listener`)."""
+        """Weights begin to change (`weight_loads.Listener`)."""
         self._loading, self._whole = True, False
         self._told.withdraw()
 
@@ -93,19 +93,19 @@ class ModelWatch:
         self._tells_at = time.monotonic() + (0.0 if over else _SETTLE_S)
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Stop telling peers."""
         LOADS.forget(self)
         self._told.close()
 
     def _compare(self) -> None:
-        """Find out whether the weights are still those that peers were told of."""
+        """Check whether the weights are still those that peers were told."""
         self._next_compare = time.monotonic() + _COMPARE_S
         if self._loaded.sampled and loaded_weights(self._vllm_config) != self._loaded:
             self._told.other_weights()
             self._tell()
 
     def _tell(self) -> None:
-        """Weights have changed: tell what they are now."""
+        """Weights have changed: tell peers the present ones."""
         self._loaded = loaded_weights(self._vllm_config)
         whole, self._whole = self._whole, False
         files = loaded_files(self._vllm_config) if whole else None
@@ -120,8 +120,8 @@ class ModelWatch:
         self._tell_memory()
 
     def _tell_memory(self, version: str = "") -> None:
-        """Tell the parameters as they are in memory now; nothing of them where some that have no samples were
-        loaded anew: they may be unlike although the others are alike."""
+        """Tell peers the parameters in memory. If parameters without samples were loaded again, tell nothing: they
+        may differ even though all samples are equal."""
         loaded = self._loaded
         if loaded.kernels != self._as_on_disk.kernels:
             loaded = Loaded()

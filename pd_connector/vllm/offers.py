@@ -30,7 +30,7 @@ class Offers:
 
     Args:
         windows: page sizes and windows of the engine's page tables.
-        address: this engine's, as proxies are told.
+        address: this engine's address, as proxies are told it.
         streams: whether KV is sent while its prompt is computed.
     """
 
@@ -44,7 +44,7 @@ class Offers:
         self._streaming = Streaming(windows) if streams else None
 
     def describe(self, request: "Request") -> None:
-        """A request has come that only asks who the engine's ranks are."""
+        """A request has come that only asks for the addresses of the engine's ranks."""
         self._describes.add(request.request_id)
 
     def add(self, request: "Request", transfer: str, identity: bytes) -> Command:
@@ -55,20 +55,20 @@ class Offers:
         return Expect(transfer)
 
     def weights_changed(self) -> list[Command]:
-        """The weights have changed: what is known by now has KV of before, or of both."""
+        """The weights have changed: KV of all known prompts is of the old weights, or of both."""
         known, self._known = self._known, {}
         for request_id in known if self._streaming else ():
             self._streaming.discard(request_id)  # type: ignore[union-attr]
         return [Withdraw(transfer, request) for request, (transfer, _) in known.items()]
 
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[Prefill]]:
-        """Commands for the agents, and what this step computes of prompts that are streamed."""
+        """Commands for the agents, and this step's part of the prompts that stream."""
         return self._streaming.step(output) if self._streaming else ([], [])
 
     def finished(
         self, request: "Request", pages: tuple[list[int], ...], *, complete: bool
     ) -> Ended:
-        """A request has ended, whichever it is.
+        """A request has ended; it may be a request without an offer.
 
         Args:
             pages: its page ids by table.
@@ -106,8 +106,8 @@ class Offers:
 
 
 def _words(request: "Request", transfer: str, identity: bytes) -> LastWords | None:
-    """The first token, for decode engines that go on from it. vLLM does not tell a connector its
-    logprob: who wants that takes it from this engine's answer."""
+    """The first token, for decode engines that continue from it. vLLM does not tell a connector the token's log
+    probability; a router takes that from this engine's answer."""
     if not request.output_token_ids:
         return None
     first = request.output_token_ids[0]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module of a model has which other as a part.
+"""Records which module of a model contains which other module.
 
-vLLM gives a connector its attention layers, but not the modules above them, which know how keys are
-rotated and hold the weights. A hook of PyTorch, installed before vLLM builds the model, records each
-module's parent.
+vLLM gives a connector its attention layers, but not the modules above them. Those know how keys are rotated, and
+hold the weights. A hook of PyTorch, installed before vLLM builds the model, records each module's parent.
 """
 
 import weakref
@@ -20,14 +19,14 @@ _watching: list[Any] = []
 
 
 def watch() -> None:
-    """Note the owner of every module that is made from now on. Harmless to repeat."""
+    """Record the parent of every module made from now on. Harmless to repeat."""
     if not _watching:
         _watching.append(register_module_module_registration_hook(_note))
 
 
 def owners(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The module's parent, then its parent, and so on up to the model. Nothing where `watch` was not
-    called before the model was built."""
+    """The module's parent, then its parent, and so on up to the model. Nothing if `watch` was not called before
+    the model was built."""
     seen = {id(module)}
     while (owner := _owners.get(module)) is not None and (found := owner()) is not None:
         if id(found) in seen:
@@ -38,7 +37,7 @@ def owners(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def model_of(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The whole model that a module is a part of, if that is known."""
+    """The whole model that contains a module, if known."""
     above = list(owners(module))
     return above[-1] if above else None
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How vLLM's CPU attention packs K and V within a page.
 
-Its pages are `[head][K|V]`. With AMX both lie in tiles, as its matrix unit reads them; with the other
-instruction sets we know, K lies as `[dim][token]` and V as `[token][dim]`. What a page looks like is
-tried out with vLLM's own operation, and pages that look otherwise pass only between engines of the
-same kind.
+Its pages are `[head][K|V]`. With AMX, K and V both lie in tiles, as the matrix unit reads them. With the other
+known instruction sets, K lies as `[dim][token]` and V as `[token][dim]`. A trial with vLLM's own operation
+confirms the layout. Pages with another layout pass only between engines of the same kind.
 """
 
 import functools
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 _TILE = 16  # rows of an AMX tile
-_PAIR = 2  # elements that it multiplies at once
+_PAIR = 2  # elements that AMX multiplies at once
 
 
 class CpuPacking(NamedTuple):
     """The packing of one layer's backend."""
 
-    name: str  # of the backend and the instruction set
+    name: str  # backend and instruction set
     isa: str | None  # as vLLM calls it; None for backends that do not pack
 
     @classmethod
@@ -37,7 +36,7 @@ class CpuPacking(NamedTuple):
         return cls(f"{name}-{isa or torch.backends.cpu.get_cpu_capability()}", isa)
 
     def known(self, spec: "AttentionSpec", page_size: int) -> bool:
-        """Whether `halves` is right for pages of this form."""
+        """Whether `halves` is right for pages of this shape."""
         packs = self.name.startswith("CPU_ATTN") and self.isa is not None
         if not packs or spec.head_size != spec.head_size_v:
             return False
@@ -64,9 +63,9 @@ class CpuPacking(NamedTuple):
 def _amx_halves(
     tensor: torch.Tensor, key_dim: int, value_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of pages in AMX tiles. Along the axis that AMX multiplies, pairs of elements lie side
-    by side; sixteen such pairs of the other axis follow one another. K is `[token / 16][dim / 2][16 tokens][2 dims]`, and V, which is
-    multiplied along the tokens, `[dim / 16][token / 2][16 dims][2 tokens]`."""
+    """K and V of pages in AMX tiles. Along the axis that AMX multiplies, pairs of elements lie side by side, followed
+    by the pairs of the other axis, sixteen in all. K is `[token / 16][dim / 2][16 tokens][2 dims]`. V is multiplied
+    along the tokens: `[dim / 16][token / 2][16 dims][2 tokens]`."""
     pages, heads, tokens, _ = tensor.shape
     page, head, *_ = tensor.stride()
     row = _TILE * _PAIR
@@ -84,7 +83,7 @@ def _amx_halves(
 
 @functools.cache
 def _as_expected(isa: str | None, page_size: int, dim: int, dtype: torch.dtype) -> bool:
-    """Let vLLM write one page, and look whether its K and V are where we expect them."""
+    """Let vLLM write one page, and check that its K and V are at the expected places."""
     from vllm import _custom_ops
 
     heads = 2

@@ -5,8 +5,8 @@ import logging
 
 
 def register() -> None:
-    """Make `"kv_connector": "PDConnector"` known to vLLM, and AMX usable; note what the model that is
-    built consists of, and which files it is loaded from. Harmless to repeat."""
+    """Register `"kv_connector": "PDConnector"` with vLLM, and make AMX usable. Also record the modules of the model
+    that is built, and the files from which it is loaded. Harmless to repeat."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from pd_connector.vllm import owners, weight_loads
@@ -21,10 +21,10 @@ def register() -> None:
 
 
 def ask_for_amx() -> bool:
-    """Ask Linux for AMX's tiles where vLLM would use them; returns whether the process has them.
+    """Ask Linux for AMX's tiles if vLLM would use them; returns whether the process has them.
 
-    vLLM's attention on a CPU uses them without asking, as if a matrix product in AMX had always come
-    before. On a decode engine none has: its first step computes one token, and Linux kills it (SIGILL).
+    vLLM's attention on a CPU uses tiles without asking, because a matrix product in AMX has usually asked before.
+    On a decode engine none has: its first step computes one token, and Linux kills the process (SIGILL).
     """
     import torch
     from vllm.platforms import current_platform
@@ -35,7 +35,7 @@ def ask_for_amx() -> bool:
 
 
 def join_engine_log() -> None:
-    """Send the package's log where vLLM's goes, in its form."""
+    """Send the package's log to vLLM's log, in the same format."""
     ours, theirs = logging.getLogger("pd_connector"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose load failed, beside another part of vLLM's MultiConnector that would load, too.
+"""Requests whose load failed, while another part of vLLM's MultiConnector could load them, too.
 
-vLLM counts the pages that the failed load would still need, and adds those of the other part's load: it waits for
-room for twice the prompt. What waits behind the request, loads that have ended among it, waits as long, for ever in a
-cache that has not so many pages. Such a request is computed here instead, and nothing is loaded for it.
+vLLM adds the pages that the failed load would need and the pages of the other part's load: it waits for room for
+twice the prompt. Requests behind it wait as long, even those whose loads have ended. In a cache with fewer pages they
+wait for ever. Such a request is computed here instead, and nothing is loaded for it.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _not_told() -> int:
-    """vLLM has not told its pages yet."""
+    """Placeholder until vLLM hands over its pages."""
     return 0
 
 
@@ -25,7 +25,7 @@ class Recomputed:
     """Called by vLLM's scheduler only.
 
     Attributes:
-        free_pages: how many pages of vLLM's cache nobody holds.
+        free_pages: returns the number of free pages in vLLM's cache.
 
     Args:
         page_sizes: tokens of a page, by table.
@@ -38,8 +38,8 @@ class Recomputed:
     def asked(self, request: "Request", fetch: Fetch) -> None:
         """vLLM looks for room for a request whose load failed.
 
-        If it asks again although there was room, the other part's load keeps the request waiting: vLLM is told
-        to read no cache for it, which neither part then does.
+        If vLLM asks again although there was room, the other part's load keeps the request waiting. vLLM is then
+        told to read no cache for it, so that neither part loads.
         """
         if fetch.had_room:
             request.skip_reading_prefix_cache = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a layer of vLLM's rotates its keys, by the values that its module was made with."""
+"""How a vLLM layer rotates its keys, from the values with which its module was made."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,14 @@ from pd_connector.kv.rotation_table import Made, Row, table_row
 from pd_connector.vllm.owners import owners
 
 _LEVELS = 4
-"""Owners that are asked for the rotation of a layer's keys: the attention block, and around it."""
+"""Owners searched for the rotation of a layer's keys: the attention block, and modules around it."""
 _OF_TRANSFORMERS = ("default", "linear", "llama3", "yarn")
-"""Types of rotation that transformers' modules keep for all of their life."""
+"""Types of rotation that a transformers module keeps for its whole life."""
 
 
 def rotation_text(layer: torch.nn.Module) -> str | None:
-    """The rotation of a layer's keys: empty where its block says that it rotates nothing (every fourth of
-    Llama 4's), None where the block has none that is known."""
+    """The rotation of a layer's keys. Empty if its block says that it does not rotate (every fourth layer of Llama
+    4), None if the block has no known rotation."""
     for owner in _blocks(layer):
         found = {name: part for name, part in owner.named_children() if is_rotary(part)}
         if found:
@@ -44,11 +44,11 @@ def _text(module: torch.nn.Module) -> str:
 
 
 def _made_by_transformers(module: torch.nn.Module) -> Made | None:
-    """The same for a module of transformers', by which vLLM runs models that it has no code of its own for.
-    None where the rotation depends on a batch, or differs from layer to layer.
+    """The same for a module of transformers, with which vLLM runs models that it has no code for. None if the
+    rotation depends on a batch, or differs from layer to layer.
 
-    Dims are taken to pair by halves: the module does not say, and where it is otherwise, the engine that
-    says so has another rotation.
+    The module does not say how dims pair; they are taken to pair by halves. If an engine says otherwise, its
+    rotation differs.
     """
     frequencies = getattr(module, "inv_freq", None)
     config = getattr(module, "config", None)
@@ -64,7 +64,7 @@ def _made_by_transformers(module: torch.nn.Module) -> Made | None:
 
 
 def _row_of_frequencies(module: torch.nn.Module) -> Row:
-    """Rows of the table that a module of transformers' makes when it is used."""
+    """Rows of the table that a transformers module computes when it is used."""
     frequencies = module.inv_freq.detach().double().cpu()
     magnitude = float(getattr(module, "attention_scaling", 1.0))
 
@@ -77,7 +77,7 @@ def _row_of_frequencies(module: torch.nn.Module) -> Row:
 
 
 def _made_with(module: torch.nn.Module) -> Made | None:
-    """The arguments that vLLM made the module with, from its own register of these."""
+    """The arguments with which vLLM made the module, from vLLM's own register."""
     from vllm.model_executor.layers import rotary_embedding
 
     for key, known in getattr(rotary_embedding, "_ROPE_DICT", {}).items():
@@ -88,7 +88,7 @@ def _made_with(module: torch.nn.Module) -> Made | None:
         if dual_chunk is not None:
             told |= {"rope_type": "dual_chunk", "dual_chunk": dict(dual_chunk)}
         if told.get("rope_type") == "yarn" and hasattr(module, "cache_max_position_num"):
-            # A multimodal YaRN of vLLM's stretches from as many positions as its table has.
+            # vLLM's multimodal YaRN stretches from the number of positions in its table.
             told["original_max_position_embeddings"] = module.cache_max_position_num
         long = bool(getattr(module, "use_long_rope", False))
         return Made(told, int(rotary_dim), not is_neox_style, int(max_position), long)
@@ -96,7 +96,7 @@ def _made_with(module: torch.nn.Module) -> Made | None:
 
 
 def _row(module: torch.nn.Module) -> Row | None:
-    """Rows of a LongRoPE's table, which has one part for short sequences, and one for long ones."""
+    """Rows of a LongRoPE table, which has a part for short sequences and a part for long ones."""
     both = dict(module.named_buffers(recurse=False)).get("long_short_cos_sin_cache")
     if both is None:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector in the scheduler: which requests fetch KV, and which offer it.
 
-It decides and holds no KV; commands travel to the workers with the next step. If anything is wrong
-with a request's parameters, the request is computed here as if it had none.
+It decides and holds no KV; commands travel to the workers with the next step. If a request's parameters are wrong,
+the request is computed here as if it had none.
 """
 
 import json
@@ -47,19 +47,19 @@ class SchedulerSide:
     Attributes:
         offers: the prompts that are computed here for other engines.
         unfilled: pages that other requests must not find in vLLM's prefix cache.
-        stale: pages that hold KV of other weights than the present ones.
+        stale: pages that hold KV of other weights than the present weights.
         recomputed: requests whose load failed.
 
     Args:
         config: settings.
-        engine_id: told to proxies, and checked by consumers when they dial.
+        engine_id: told to proxies; consumers check it when they dial.
         windows: page sizes and windows of the engine's page tables.
-        ranks: of this engine.
+        ranks: number of ranks of this engine.
         produces: whether requests may offer their KV.
         consumes: whether requests may fetch their KV.
-        adapters: what the engine is told of adapters (`inputs.adapter_settings`).
-        processor: how it processes images and the like (`inputs.processor_settings`).
-        encoded_elsewhere: whether it gets the embeddings of such inputs from an encode engine.
+        adapters: the engine's settings for adapters (`inputs.adapter_settings`).
+        processor: how it processes images and other inputs (`inputs.processor_settings`).
+        encoded_elsewhere: whether an encode engine sends it the embeddings of such inputs.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SchedulerSide:
         self._workers_called = False
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
-        """Where the workers listen, and what each holds."""
+        """The addresses of the workers, and each worker's shard."""
         self.offers.address = sealed(self.offers.address._replace(peers=peers), self._config.key)
         if self._config.address_file:
             self._publish(Path(self._config.address_file))
@@ -140,7 +140,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens to fetch beyond what is cached here; None: ask again. May be asked often."""
+        """Tokens to fetch beyond those cached here; None: ask again. May be asked often."""
         request_id = request.request_id
         fetch = self._fetches.get(request_id)
         fetches = fetch is not None and fetch.waiting
@@ -165,7 +165,7 @@ class SchedulerSide:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Pages have been allocated: fetch into them, or tell the producer that nothing is wanted."""
+        """Pages have been allocated: fetch into them, or tell the producer that no KV is wanted."""
         fetch = self._fetches.get(request.request_id)
         if fetch is None:
             return
@@ -202,7 +202,7 @@ class SchedulerSide:
         self._commands += compared
         commands, self._commands = self._commands, []
         idle = output.total_num_scheduled_tokens == 0
-        # An engine that was paused to change its weights computes nothing until that is done.
+        # An engine that is paused for new weights computes nothing until the weights have changed.
         compare = self._workers_called or (self._weights_may_change and not idle)
         self._workers_called = False
         self._weights_may_change &= idle
@@ -213,7 +213,7 @@ class SchedulerSide:
         self._weights_may_change = True
 
     def workers_called(self) -> None:
-        """An operator has called a method of the workers, which may have changed weights."""
+        """An operator has called a method of the workers. It may have changed the weights."""
         self._workers_called = True
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
@@ -255,16 +255,15 @@ class SchedulerSide:
 
     @property
     def pending_work(self) -> bool:
-        """Whether steps are needed although no request is: for commands, audits, weights that may have changed, and until
-        all ranks have told that no transfer is under way. vLLM tells metrics with steps only."""
+        """Whether steps are needed even without a request: for commands, audits, weights that may have changed, or
+        ranks that have not yet reported the end of their transfers. vLLM reports metrics only with steps."""
         waits = self._gauges.under_way or self._audits.pending or self._workers_called
         return bool(self._commands or waits)
 
     def request_finished(
         self, request: "Request", pages: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended, in whatever way. Returns whether its pages stay, and the answer
-        for the proxy.
+        """A request has ended in some way. Returns whether its pages stay, and the answer for the proxy.
 
         Args:
             pages: its page ids by table.
@@ -304,7 +303,7 @@ class SchedulerSide:
             self._ignore(request, Cause.UNTRUSTED_ADDRESS, str(error))
             return
         watch = parsed.wait and self._config.defer_pages
-        # A prompt may go on after the producer's: a proxy has appended its first token, for instance.
+        # A prompt may continue after the producer's, for example if a proxy has appended its first token.
         computed = request.num_prompt_tokens
         if parsed.remote_num_tokens is not None:
             computed = parsed.remote_num_tokens
@@ -321,8 +320,8 @@ class SchedulerSide:
     def _identity_of(
         self, request: "Request", tokens: int | None = None
     ) -> tuple[bytes, str] | None:
-        """What KV of its first tokens (all by default) depends on, and its adapter; None where that is not known, and
-        the request is computed here."""
+        """What KV of its first tokens (all by default) depends on, and its adapter. None if that is unknown; the
+        request is then computed here."""
         try:
             return self.identity.of(request, tokens), self.identity.adapters.name(request)
         except OSError as error:

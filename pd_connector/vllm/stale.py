@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that hold KV of other weights than the present ones: of those before, or of a producer that has others.
+"""Pages that hold KV of other weights than the present weights: of earlier weights, or of a producer with others.
 
-vLLM keeps its prefix cache when weights change in place, unless it is told to reset it. So all pages are taken out of
-it. Requests that run meanwhile have KV of both kinds; vLLM goes on to cache their pages, which are taken out as well.
+vLLM keeps its prefix cache when weights change in place, unless it is told to reset the cache. So all pages are
+evicted from it. Requests that run during the change have KV of both weights. vLLM continues to cache their pages, so
+those are evicted as well.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ class StalePages:
     """Called by vLLM's scheduler only.
 
     Attributes:
-        changes: how often the weights of ranks have changed, as far as they have told.
+        changes: how often each rank's weights have changed, as far as reported.
     """
 
     def __init__(self) -> None:
@@ -29,11 +30,11 @@ class StalePages:
         self._mixed: dict[str, set[int]] = {}  # pages of requests that ran when weights changed
 
     def bind(self, pool: "BlockPool") -> None:
-        """This is vLLM's prefix cache."""
+        """Attach vLLM's prefix cache."""
         self._evict, self._pages = pool.evict_blocks, pool.num_gpu_blocks
 
     def changed(self, changes: Mapping[int, int]) -> bool:
-        """Weights of ranks have changed so often. Returns whether that is news."""
+        """Record how often each rank's weights have changed. Returns whether a number is new."""
         if not changes or self.changes | dict(changes) == self.changes:
             return False
         self.changes |= changes
@@ -41,7 +42,7 @@ class StalePages:
         return True
 
     def distrusted(self, gauges: Mapping[int, Mapping[str, float]]) -> None:
-        """How many producers ranks distrust. KV that came of one before it was, is as wrong."""
+        """Record how many producers each rank distrusts. KV that such a producer sent earlier is as wrong."""
         for rank, told in gauges.items():
             producers = told.get("distrusted_producers", 0.0)
             if producers > self._distrusted.get(rank, 0.0):
@@ -53,7 +54,7 @@ class StalePages:
         self._mixed = {request: self._mixed.get(request, set()) for request in self._running}
 
     def step(self, output: "SchedulerOutput") -> None:
-        """A step was scheduled: vLLM has cached pages that it will fill."""
+        """A step was scheduled: vLLM has cached pages that the step will fill."""
         self._running.update(new.req_id for new in output.scheduled_new_reqs)
         if not self._mixed:
             return

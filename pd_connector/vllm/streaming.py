@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler knows of running prefills: which of their KV is computed, step by step."""
+"""What the scheduler knows of running prefills: which part of their KV is computed, step by step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class _Prompt:
     tokens: int
     pages: list[list[int]] = field(default_factory=list)
     computed: int = 0
-    # First page of each table that is offered, since the prompt is computed; empty before.
+    # First offered page of each table, once the prompt is computed; empty before.
     offered: tuple[int, ...] = ()
 
 
@@ -43,7 +43,7 @@ class Streaming:
         self._prompts: dict[str, _Prompt] = {}
 
     def add(self, request: "Request", transfer: str, identity: bytes) -> None:
-        """A request has been queued whose KV will be fetched."""
+        """A request has been queued. A consumer will fetch its KV."""
         self._prompts[request.request_id] = _Prompt(transfer, identity, request.num_prompt_tokens)
 
     def discard(self, request_id: str) -> None:
@@ -51,7 +51,7 @@ class Streaming:
         self._prompts.pop(request_id, None)
 
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[Prefill]]:
-        """What has changed with this step, and what the step will compute."""
+        """Commands for this step, and the prompts that the step will compute."""
         commands: list[Command] = []
         for request_id in output.preempted_req_ids or ():
             prompt = self._prompts.get(request_id)
@@ -62,7 +62,7 @@ class Streaming:
         for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
             if not prompt.computed and getattr(output, "has_sync_kv_loads", False):
-                # Another connector fills pages within the step, and says only later whether it could.
+                # Another connector fills pages within the step, and reports only later whether it could.
                 self.discard(request_id)  # offered when it has ended
                 continue
             if prompt.computed >= prompt.tokens:  # it decodes here; its whole prompt is on offer
@@ -77,8 +77,8 @@ class Streaming:
         return commands, prefills
 
     def _take_back(self, request_id: str, prompt: _Prompt, computed: int) -> list[Command]:
-        """A sliding window passes the prompt while it decodes: pages that vLLM has freed are no
-        longer offered. The others are; who needs a freed one is refused."""
+        """A sliding window passes the prompt while it decodes. Pages that vLLM has freed are no longer offered, the
+        others still are. A consumer that needs a freed page is refused."""
         first = prompt.offered or self._windows.first_wanted(prompt.tokens)
         ends = (pages_for(prompt.tokens, size) for size in self._windows.page_sizes)
         kept = map(max, first, self._windows.first_kept(computed))
@@ -98,8 +98,8 @@ class Streaming:
 def scheduled(
     output: "SchedulerOutput", known: Mapping[str, _HasPages]
 ) -> Iterator[tuple[str, int]]:
-    """The requests of `known` that this step computes, each with its tokens computed before. Their page
-    tables are brought up to date."""
+    """The requests of `known` that this step computes, each with its tokens computed before. Updates their page
+    tables."""
     for new in output.scheduled_new_reqs:
         request = known.get(new.req_id)
         if request is not None:
@@ -121,11 +121,11 @@ def scheduled(
 
 
 def _all_computed_before(output: "SchedulerOutput") -> bool:
-    """Whether what a request has found in a cache is there when its first step begins.
+    """Whether the cached KV that a request has found is there when the request's first step begins.
 
-    vLLM puts pages into the cache when it schedules their computation. A request of the same step finds
-    them, and they are filled while that step computes; so are copies of cached pages, and what another
-    connector loads within the step (which 0.31 does not tell).
+    vLLM puts pages into the cache when it schedules their computation. Another request of the same step can find
+    such pages, which fill only during that step. The same holds for copies of cached pages, and for pages that
+    another connector loads within the step (0.31 does not tell).
     """
     alone = len(output.num_scheduled_tokens) == 1
     loads = getattr(output, "has_sync_kv_loads", True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose prompt this engine cannot compute, and can only fetch.
+"""Requests whose prompt this engine cannot compute, only fetch.
 
-Since 0.32 a vLLM decode engine takes images and the like without their content: with an encode engine and a prefill
-engine before it, it needs their sizes only. Where it has to encode such a one, the whole engine ends.
+Since 0.32 a vLLM decode engine accepts images and other inputs without their content: behind an encode engine and a
+prefill engine, it needs only their sizes. If it has to encode such an input, the whole engine ends.
 """
 
 import logging
@@ -21,12 +21,12 @@ class Uncomputable:
     """Used by the scheduler's thread only.
 
     Args:
-        encoded_elsewhere: this engine gets the content from an encode engine: it can compute all prompts.
+        encoded_elsewhere: an encode engine sends the content, so this engine can compute all prompts.
     """
 
     def __init__(self, *, encoded_elsewhere: bool) -> None:
         self._encoded_elsewhere = encoded_elsewhere
-        self._needed: dict[str, int] = {}  # tokens that must be there before the rest is computed
+        self._needed: dict[str, int] = {}  # tokens whose KV must be here first
         self._told: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
@@ -41,17 +41,17 @@ class Uncomputable:
             self._needed[request.request_id] = max(place.offset + place.length for place in bare)
 
     def waits(self, request_id: str, tokens: int) -> bool:
-        """Whether a request must not be computed when so many of its tokens' KV are here or can be fetched.
+        """Whether a request must not be computed if KV of only `tokens` tokens is here or can be fetched.
 
-        vLLM offers a connector no way to end one request; this one waits until its client gives up.
+        vLLM offers a connector no way to end one request, so this request waits until its client gives up.
         """
         if tokens >= self._needed.get(request_id, 0):
             return False
         if request_id not in self._told:
             self._told.add(request_id)
             logger.warning(
-                "request %s: it came without the content of its images, and its KV did not come from a "
-                "prefill engine: it waits until its client gives up (config key on_failure: fail ends it)",
+                "request %s: it came without the content of its images, and no prefill engine sent its KV: "
+                "it waits until its client gives up (config key on_failure: fail ends it)",
                 request_id,
             )
         return True
@@ -63,7 +63,7 @@ class Uncomputable:
 
 
 def _is_bare(data: Mapping[str, Any] | None) -> bool:
-    """Whether processed data has sizes only, which are few whole numbers."""
+    """Whether processed data has only sizes, which are few whole numbers."""
     if is_elsewhere(data):
         return False
     return elements(data) < LEAST_ELEMENTS and not has_fractions(data)

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that a load has filled in part, because a sliding window begins within them.
+"""Pages that a load fills only in part, because a sliding window begins within them.
 
-vLLM takes every page of a load for filled, and puts it into its prefix cache when it schedules the request
-after the load. Other requests must not find it there. vLLM caches within its scheduling, where a connector is
-called soon afterwards, or, where the request finds no room, when the scheduling has ended.
+vLLM treats every page of a load as filled, and caches it when it schedules the request after the load. Other requests
+must not find such a page in the prefix cache. vLLM caches while it schedules, and calls a connector soon afterwards.
+If the request finds no room, vLLM calls only after the scheduling.
 """
 
 from collections.abc import Callable, Iterable
 
 
 def _nothing_cached(pages: set[int]) -> None:
-    """vLLM has not told its prefix cache yet."""
+    """Placeholder until vLLM hands over its prefix cache."""
 
 
 class UnfilledPages:
-    """Those of all requests. Called by vLLM's scheduler only.
+    """The partly filled pages of all requests. Called only by vLLM's scheduler.
 
     Attributes:
-        evict: takes pages out of vLLM's prefix cache; those that are not in it are passed over.
+        evict: removes pages from vLLM's prefix cache; ignores pages that are not in it.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class UnfilledPages:
         self._loaded: dict[str, set[int]] = {}
 
     def load(self, request: str, pages: Iterable[int]) -> None:
-        """A load begins that fills these pages in part."""
+        """A load begins that fills only a part of these pages."""
         if found := set(pages):
             self._loading[request] = found
 
     def load_ended(self, request: str, *, failed: bool) -> None:
-        """The load has ended. vLLM caches no page of one that failed."""
+        """The load has ended. vLLM caches no page of a failed load."""
         pages = self._loading.pop(request, None)
         if pages and not failed:
             self._loaded[request] = pages
@@ -42,7 +42,7 @@ class UnfilledPages:
             self.evict(pages)
 
     def settle(self, request: str) -> None:
-        """vLLM has cached the pages of this request, if it ever does."""
+        """vLLM has cached this request's pages, or never will."""
         self._loading.pop(request, None)
         if pages := self._loaded.pop(request, None):
             self.evict(pages)

@@ -7,21 +7,21 @@ SUPPORTED = ((0, 31), (0, 33))  # first and last, both included
 
 
 def supported_range() -> tuple[str, str]:
-    """The first and the last one."""
+    """The first and the last version."""
     first, last = (f"{major}.{minor}" for major, minor in SUPPORTED)
     return first, last
 
 
 def advice(version: str, name: str = "vllm") -> str:
-    """What to do about a version that is not supported; empty for the others.
+    """What to do about an unsupported version; empty for a supported one.
 
     Args:
-        name: of its distribution.
+        name: name of the distribution.
     """
     first, last = supported_range()
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        return f"cannot tell this version; {first} to {last} are supported"
+        return f"this version number is unreadable; {first} to {last} are supported"
     release = int(match[1]), int(match[2])
     if release < SUPPORTED[0]:
         return f"{first} to {last} are supported: upgrade {name}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights are what vLLM loads, at the moment when it does.
+"""Watches vLLM's loads of weights at the moment they happen.
 
-A connector comes into being seconds after the weights were loaded, and is told nothing when they are loaded anew. So
-vLLM's loaders are watched: the files that they read are opened as well, and later looked at through these. The
-methods with which a worker changes weights in place are watched, too, and the model's own `load_weights`, which
-trainers call.
+A connector is made seconds after the weights were loaded, and vLLM tells it nothing when they are loaded again. So
+vLLM's loaders are watched: each file that they read is opened here as well, and read later through that handle. The
+worker's methods that change weights in place are watched, too, and the model's own `load_weights`, which trainers
+call.
 """
 
 import functools
@@ -32,18 +32,18 @@ _WHOLE = ("reload_weights", "load_model")
 _BEGINNINGS = ("start_weight_update", "start_draft_weight_update")
 _PARTS = ("update_weights",)
 _ENDS = ("finish_weight_update",)
-"""Methods of vLLM's worker that change its weights; between a beginning and its end, too, weights are neither."""
+"""Methods of vLLM's worker that change its weights. Between beginning and end, weights are neither old nor new."""
 _WATCHED = "_pd_connector_watched"
 
 
 class Listener(Protocol):
-    """Told of weights that change in place."""
+    """Receives events of weights that change in place."""
 
     def loading(self) -> None:
         """Weights begin to change now."""
 
     def loaded(self, *, over: bool, whole: bool) -> None:
-        """Weights have changed: all of them, if `whole`. If it is not `over`, more may follow soon."""
+        """Weights have changed: all of them, if `whole`. If not `over`, more changes may follow soon."""
 
 
 class WeightLoads(LoadedFiles):
@@ -56,18 +56,18 @@ class WeightLoads(LoadedFiles):
         self._session = False  # between the beginning and the end of an update
 
     def listen(self, listener: Listener) -> None:
-        """Tell it of changes from now on."""
+        """Report changes to this listener from now on."""
         self._listeners.add(listener)
 
     def forget(self, listener: Listener) -> None:
-        """Tell it nothing any more."""
+        """Report nothing more to this listener."""
         self._listeners.discard(listener)
 
     @contextmanager
     def change(
         self, *, begins: bool = False, ends: bool = False, whole: bool = False
     ) -> Iterator[None]:
-        """Within, weights change in place.
+        """A context in which weights change in place.
 
         Args:
             begins: an update of several parts begins.
@@ -93,10 +93,10 @@ class WeightLoads(LoadedFiles):
 
 
 class Caller(Protocol):
-    """Told that methods of workers were called."""
+    """Receives an event for each call of a worker method."""
 
     def workers_called(self) -> None:
-        """One has returned."""
+        """A call has returned."""
 
 
 LOADS = WeightLoads()
@@ -105,14 +105,14 @@ _watching: list[Any] = []
 
 
 def watch() -> None:
-    """Watch vLLM's loaders from the first model on that is built in this process, or in one that is forked from
-    it. They are not imported before: that takes a second, and most processes need none. Harmless to repeat."""
+    """Watch vLLM's loaders. Watching begins with the first model that this process, or a fork of it, builds. The
+    loaders are not imported earlier: that takes a second, and most processes do not need it. Harmless to repeat."""
     if not _watching:
         _watching.append(register_module_module_registration_hook(_building))
 
 
 def watch_model(model: torch.nn.Module) -> None:
-    """Watch what loads weights into this model, which is loaded."""
+    """Watch all methods that load weights into this model, which is loaded already."""
     _watch_workers()
     original = getattr(model, "load_weights", None)
     if original is None or hasattr(original, _WATCHED):
@@ -128,7 +128,7 @@ def watch_model(model: torch.nn.Module) -> None:
 
 
 def watch_calls(side: Caller) -> None:
-    """Tell it of calls of workers' methods, by which an operator may change weights as he likes."""
+    """Tell `side` of each call of a worker method: an operator may change weights by any of them."""
     from vllm.v1.engine.core import EngineCore
 
     _callers.add(side)
@@ -141,7 +141,7 @@ def watch_calls(side: Caller) -> None:
         try:
             return original(core, method, *args, **options)
         finally:
-            if method not in vars(WorkerExtension):  # these change nothing that is not told
+            if method not in vars(WorkerExtension):  # they tell every change themselves
                 for caller in list(_callers):
                     caller.workers_called()
 
@@ -170,7 +170,7 @@ def _loads(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_weights(loader: Any, model: Any, model_config: Any, *args: Any, **options: Any) -> Any:
         with _quiet("the files that are loaded"):
             name = getattr(model_config, "model_weights", "") or model_config.model
-            if Path(name).exists():  # a loader may read it without more ado
+            if Path(name).exists():  # a loader may read it directly
                 place = Place(name, model_config.revision)
                 LOADS.begin(place, open_files(Path(name), loader.load_config))
         try:
@@ -182,7 +182,7 @@ def _loads(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepares(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The loader finds the files, or downloads them, and reads them next."""
+    """The loader finds or downloads the files, and reads them next."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -201,7 +201,7 @@ def _prepares(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _folder(prepared: Any) -> Path | None:
-    """Where the files lie that a loader has prepared: it tells the folder, that and more, or the files."""
+    """The folder of the files that a loader has prepared. It returns the folder, a tuple with it, or the files."""
     first = prepared[0] if isinstance(prepared, tuple | list) and prepared else prepared
     if not isinstance(first, str) or "://" in first:
         return None
@@ -239,7 +239,7 @@ def _changes(original: Callable[..., Any], told: dict[str, bool]) -> Callable[..
 
 @contextmanager
 def _quiet(what: str) -> Iterator[None]:
-    """Whatever goes wrong here does not keep the engine from loading; then nothing is known."""
+    """A fault in here must not stop the engine from loading; then nothing is known of the weights."""
     try:
         yield
     except Exception as error:

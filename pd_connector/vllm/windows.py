@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pages of a running request vLLM has freed because a sliding window has passed them.
 
-vLLM tells nobody: what it says of a step has only the pages that were added.
+vLLM does not report freed pages: its step output has only the pages that were added.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ class Windows:
     """Page sizes and windows of an engine's page tables.
 
     Args:
-        tables: of each page table, tokens of a page, and of the window (0: everything is kept).
+        tables: for each page table, the tokens of a page and of the window (0: no window).
     """
 
     def __init__(self, tables: Iterable[tuple[int, int]]) -> None:
@@ -23,7 +23,7 @@ class Windows:
 
     @classmethod
     def of(cls, specs: Iterable[Any]) -> "Windows":
-        """Those of vLLM's KV cache groups, by their `kv_cache_spec`."""
+        """The windows of vLLM's KV cache groups, from each group's `kv_cache_spec`."""
         return cls((int(spec.block_size), _window(spec)) for spec in specs)
 
     @property
@@ -32,8 +32,8 @@ class Windows:
         return tuple(page_size for page_size, _ in self.tables)
 
     def first_kept(self, computed: int) -> tuple[int, ...]:
-        """The first page of each table that vLLM may still have, of a request with so many tokens
-        computed. It frees pages when it schedules the request, and never earlier than this says.
+        """The first page of each table that vLLM may still have, after `computed` tokens of a request. vLLM frees
+        pages when it schedules the request, and never frees this page or a later one earlier.
 
         >>> Windows([(16, 0), (16, 32)]).first_kept(100)  # tokens 69 to 99 are attended next
         (0, 4)
@@ -44,15 +44,15 @@ class Windows:
         )
 
     def first_wanted(self, prompt_tokens: int) -> tuple[int, ...]:
-        """The first page of each table that a consumer of the prompt may want. It computes the last
-        token itself."""
+        """The first page of each table that a consumer of the prompt may want. The consumer computes the last token
+        itself."""
         return self.first_kept(prompt_tokens - 1)
 
     def unfilled(
         self, tables: Iterable[Sequence[int]], first_token: int, stop_token: int
     ) -> frozenset[int]:
-        """Pages that a load of tokens [first_token, stop_token) may fill in part only, because a window
-        begins within them. vLLM counts every page of a load as filled.
+        """Pages that a load of tokens [first_token, stop_token) may fill only in part, because a window begins within
+        them. vLLM counts every page of a load as filled.
 
         Args:
             tables: vLLM's page ids by table.

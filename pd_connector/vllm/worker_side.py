@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector in a worker: describes the cache to an agent and relays commands and outcomes."""
+"""The connector in a worker: describes the cache to an agent, and relays commands and outcomes."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -42,7 +42,7 @@ logger = logging.getLogger("pd_connector.vllm")
 
 
 class WorkerSide:
-    """Called by vLLM's model runner only. The agent exists from `register` until `close`."""
+    """Called only by vLLM's model runner. The agent exists from `register` until `close`."""
 
     def __init__(
         self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: Config
@@ -55,27 +55,27 @@ class WorkerSide:
         self._model: ModelWatch | None = None
         self._told_changes = 0
         self._rank = int(vllm_config.parallel_config.rank)
-        self._gauges: dict[str, float] = {}  # before the last outcomes were taken
-        self._told: dict[str, float] = {}  # as the scheduler knows them
+        self._gauges: dict[str, float] = {}  # as they were before the last outcomes were taken
+        self._told: dict[str, float] = {}  # as last reported to the scheduler
         self._prefills: list[Prefill] = []
         self._idle = False
         self._backoff = IdleBackoff(alone=vllm_config.parallel_config.world_size == 1)
         self._lockstep = in_lockstep(vllm_config)
-        # Number of the layer, by the name that `save_kv_layer` gives.
+        # Layer number by the name that `save_kv_layer` passes.
         self._layers: dict[str, int] = {}
         self._ready: set[str] = set()
         self._unavailable: set[str] = set()
         self._causes: dict[str, Cause] = {}
-        self._compared: set[str] = set()  # requests of loads that compare
+        self._compared: set[str] = set()  # requests with a load that only compares
         self._audits: list[AuditReport] = []
         self._unaudited: set[str] = set()
-        self._over: list[str] = []  # requests whose pages were kept to be compared
+        self._over: list[str] = []  # requests whose pages were kept for a comparison
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's cache tensors (by layer name) and start the agent.
 
         Raises:
-            UnsupportedGeometryError: the cache has a form that cannot be moved.
+            UnsupportedGeometryError: the cache has a layout that cannot be moved.
         """
         self.close()
         caches = identify_caches(self._vllm_config, list(kv_caches))
@@ -123,8 +123,8 @@ class WorkerSide:
         return self._address
 
     def begin(self, step: StepCommands) -> None:
-        """A step begins: hand its commands to the agent, before anything is computed. Once this
-        has returned, no page is read that the step may reuse."""
+        """A step begins. Pass its commands to the agent before anything is computed. After the return no page is read
+        that the step may reuse."""
         assert self._agent is not None or not step.commands
         changes = 0
         if self._model is not None:
@@ -144,12 +144,12 @@ class WorkerSide:
             self._backoff.reset()
 
     def take_back(self, step: StepCommands) -> None:
-        """A step will be prepared: no page is read from now on that this may overwrite."""
+        """A step is about to be prepared. After the return no page is read that the step may overwrite."""
         if self._agent is not None:
             self._agent.take_back(step.commands)
 
     def layer_computed(self, name: str) -> None:
-        """The step has computed this layer's KV, of all its requests."""
+        """The step has computed this layer's KV for all of its requests."""
         number = self._layers.get(name)
         if self._prefills and number is not None and self._config.overlap in ("layer", "auto"):
             self._computed(number + 1)
@@ -161,10 +161,10 @@ class WorkerSide:
             self._prefills = []
 
     def outcomes(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose pages may be freed, whose load has ended, and whose load failed."""
+        """Requests whose pages may be freed, whose load has ended, and whose load has failed."""
         if self._idle and self._agent and not self._lockstep:
             self._backoff.pause(self._agent.wait_for_outcome)
-        # Gauges that are at rest here were so when all that is taken below had been counted.
+        # Read before the outcomes: a gauge at rest here was at rest when those outcomes were counted.
         self._gauges = self._agent.telemetry.gauges() if self._agent else {}
         sent, self._over = set(self._over), []
         received: set[str] = set()
@@ -192,11 +192,11 @@ class WorkerSide:
         return sent, received, failed
 
     def stats(self) -> PDStats | None:
-        """What was counted since the last step, if anything."""
+        """Counts since the last step, if there are any."""
         return PDStats.of(self._agent.telemetry) if self._agent else None
 
     def activity(self) -> WorkerActivity:
-        """What has ended or changed since the last call."""
+        """Everything that has ended or changed since the last call."""
         changed, self._told = self._gauges != self._told, self._gauges
         activity = WorkerActivity(
             frozenset(self._ready),
@@ -213,7 +213,7 @@ class WorkerSide:
 
     @property
     def outgoing_transfers(self) -> int:
-        """Transfers that consumers have yet to fetch from this rank."""
+        """Transfers that consumers have not yet fetched from this rank."""
         gauges = self._agent.telemetry.gauges() if self._agent else {}
         return int(gauges.get("outgoing_transfers", 0))
 
@@ -226,13 +226,13 @@ class WorkerSide:
             self._agent = None
 
     def change_version(self, version: str) -> None:
-        """The operator has changed the weights while the engine served, and calls them so now."""
+        """The operator has changed the weights while the engine served, and this is their version now."""
         if self._model is not None:
             self._model.change_version(version)
 
     def _of_before(self, commands: Iterable[Command]) -> Iterator[Command]:
-        """The commands of a scheduler that does not know yet that weights have changed: pages that it names may
-        hold KV of before. They are neither offered nor compared."""
+        """Filters the commands of a scheduler that has not heard of the latest weights. The pages named there
+        may hold KV of earlier weights. They are neither offered nor compared."""
         for command in commands:
             match command:
                 case Offer(transfer, request):
@@ -246,7 +246,7 @@ class WorkerSide:
                     yield command
 
     def _weights_changed(self) -> dict[int, int]:
-        """How often they have, if the scheduler has not heard it."""
+        """How often this rank's weights have changed, if the scheduler has not heard it."""
         if self._model is None or self._model.changes == self._told_changes:
             return {}
         self._told_changes = self._model.changes
@@ -259,8 +259,8 @@ class WorkerSide:
 
 
 def gather_ranks(own: Peer) -> list[Peer]:
-    """All ranks of this engine, in the order of (pipeline stage, tensor-parallel rank). Each of them
-    calls this at the same time."""
+    """All ranks of this engine, ordered by (pipeline stage, tensor-parallel rank). Every rank calls this at the same
+    time."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     ranks = [own]

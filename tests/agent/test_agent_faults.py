@@ -45,7 +45,7 @@ def meddling(meddle: Meddle, ends: bool = True) -> dict[str, Any]:
 
 
 def only_first(meddle: Meddle, chunks: int = 1) -> Meddle:
-    """Meddle with so many chunks, and with none after them."""
+    """Meddle with the first `chunks` chunks only."""
     seen = itertools.count()
     return lambda *chunk: meddle(*chunk) if next(seen) < chunks else chunk
 

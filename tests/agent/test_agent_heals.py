@@ -149,7 +149,7 @@ MANY = list(range(1, 21))
 
 
 def move_many(producer: Rank, consumer: Rank, name: str, source: Source | None = None) -> bool:
-    """As `transfer`, with so much KV that it does not come at once."""
+    """As `transfer`, with too much KV to come at once."""
     return transfer(producer, consumer, name, source, (MANY, MANY))
 
 

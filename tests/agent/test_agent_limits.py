@@ -101,7 +101,7 @@ def test_a_connection_over_which_no_session_comes_is_closed(ranks: Ranks):
     assert_serves(producer, consumer)
     with socket.create_connection(("127.0.0.1", producer.agent.port)) as silent:
         silent.settimeout(30.0)
-        while silent.recv(1000):  # libzmq greets whoever connects
+        while silent.recv(1000):  # libzmq greets every peer that connects
             pass
     assert producer.gauge("consumer_sessions") == 1
     assert_serves(producer, consumer, "over the session that was there")

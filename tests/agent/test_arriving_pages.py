@@ -36,7 +36,7 @@ FROM, INTO = range(20), range(24, 44)
 
 
 class Dam(Relay):
-    """Lets so many bytes pass to whoever dialled, and the rest when it is opened."""
+    """Lets `passes` bytes pass to the dialling peer, and the rest when it is opened."""
 
     def __init__(self, port: int, passes: int) -> None:
         self._passes = passes

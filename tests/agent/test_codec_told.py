@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever names a codec that is not used is told why."""
+"""An operator whose config names a codec that is not used is told why."""
 
 import pytest
 from support.agents import LONG, Ranks, ranks

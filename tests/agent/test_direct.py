@@ -57,7 +57,7 @@ def test_elsewhere_they_pass_through_slots(ranks: Ranks, settings: dict[str, Any
 
 
 def test_heads_of_a_wider_shard_are_read_out_of_its_pages(ranks: Ranks):
-    """Of each of the producer's pages, half is wanted."""
+    """Half of each of the producer's pages is wanted."""
     half = geometry_of(Shard(0, 2, 1, 2))
     producer = ranks(LONG | DIRECT, consumes=False)
     consumer = ranks(LONG | DIRECT, produces=False, seed=1, geometry=half, shards=(half.shard,))

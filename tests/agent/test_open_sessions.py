@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is asked by heartbeats, who has answered, and when anybody is looked at."""
+"""Which peers get heartbeats, which have answered, and when a peer is looked at."""
 
 import time
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has the shared secret is let in, and nobody else."""
+"""Only a peer with the shared secret is let in."""
 
 import hashlib
 import time

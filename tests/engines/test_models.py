@@ -78,7 +78,7 @@ def only(*names: str) -> pytest.MarkDecorator:
 
 
 def sizes(pair: Pair, tokens: int) -> dict[str, float]:
-    """Bytes of the KV of so many tokens in all layers, or in those with a window."""
+    """Bytes of KV for `tokens` tokens, in all layers or in the layers with a window."""
     widths = {"window": (0, 3 * 2 * 2 * 32), "hybrid": (2 * 2 * 2 * 32,) * 2}
     full, window = widths[Path(pair.setup.model).name]
     return {"full": full * tokens * 4, "window": window * tokens * 4}

@@ -27,7 +27,7 @@ from pd_connector.tools.launch import HttpError
 
 pytest.importorskip("nixl", reason="the extra `nixl` is not installed")
 
-# Of each pair the prefill engine's settings count, so that turning it round tries the other's.
+# The prefill engine's settings count in each pair, so turning the pair round tries the other's.
 NIXL = Setup.of(transports=["nixl"], prefill_extra={"direction": "read"}, both=True)
 UCX_AND_SHM = Setup.of(
     direction="write",

@@ -16,7 +16,7 @@ _PREFIXED = (Kind.CONSUMER_SAYS, Kind.PRODUCER_SAYS, Kind.CHUNK_LANDS)
 _PACKED = (*_PREFIXED, Kind.PARAMS)
 
 Mutate = Callable[[bytes, int], bytes]
-"""Changes any bytes, to at most so many."""
+"""Changes any bytes; the result has at most this length."""
 
 
 class Mutator:

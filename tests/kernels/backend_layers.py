@@ -119,7 +119,7 @@ class Batch:
         return pages * PAGE + torch.arange(len(pages)) % PAGE
 
     def new(self, of_row: Callable[[int], torch.Tensor], axis: int) -> torch.Tensor:
-        """Of what each row has for all of its tokens, the part of the new ones."""
+        """The new tokens' part of what each row has for all of its tokens."""
         rows = []
         for row, (queries, tokens) in enumerate(zip(self.queries, self.tokens, strict=True)):
             rows.append(of_row(row).narrow(axis, tokens - queries, queries))

@@ -54,7 +54,7 @@ ASYNCHRONOUS = r"\bLDGSTS\.E(?:\.\w+)*?(?:\.(64|128))?(?= )"
 """A load from global to shared memory that nobody waits for, and its width in bits; 32 if it says
 none."""
 WAIT = r"(?<!WARPGROUP\.)\bDEPBAR\.LE SB0, 0x([0-9a-f]+)"
-"""Waits until at most so many groups of asynchronous loads are under way."""
+"""Waits until at most this number of groups of asynchronous loads are under way."""
 
 
 class Launched(NamedTuple):

@@ -59,8 +59,8 @@ def inline_asm(_: Any, asm: str, _constraints: str, values: Any, *_others: Any) 
 
 
 def _two_halves(asm: str, words: Any) -> list[Any]:
-    """Of each two words, which a register holds, the codes that the instruction's selector names:
-    its lowest digit is the byte that comes first."""
+    """The codes that the instruction's selector names, for each two words in a register. The selector's lowest
+    digit is the byte that comes first."""
     selector = re.search(r"prmt\.b32 sorted, \$2, 0, 0x([0-7]{4});", asm)
     assert selector, asm
     order = [int(digit) for digit in reversed(selector[1])]

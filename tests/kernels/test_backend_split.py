@@ -33,7 +33,7 @@ MOST = 100
 
 
 def batch(queries: list[int], padding: int = 0, **changed: Any) -> CommonAttentionMetadata:
-    """Requests with so many new tokens, and some that pad the batch."""
+    """Requests with these numbers of new tokens, and `padding` requests that pad the batch."""
     count = len(queries) + padding
     starts = torch.tensor([0, *queries, *[0] * padding]).cumsum(0).int()
     tokens = int(starts[-1])

@@ -49,7 +49,7 @@ def test_flex_attention_is_given_the_same_mask() -> None:
 def test_flex_attention_is_compiled_for_each_batch_and_never_falls_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch compiles a function for so many shapes, and then runs it as it is."""
+    """torch compiles a function for a limited number of shapes, and then runs it uncompiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     batches = [
         [decode_cases.paged_set([length, 3], TINY, 128, torch.bfloat16) for _ in range(2)]

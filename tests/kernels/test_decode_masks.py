@@ -32,7 +32,7 @@ def _bfloat16_products() -> Iterator[None]:
 
 
 def planned(batch: PagedCall, workers: int = 5, masked: bool = True) -> DecodePlan:
-    """A plan for so many workers, filled by the kernels; checked against its definition."""
+    """A plan for `workers` workers, filled by the kernels; checked against its definition."""
     own = batch if masked else dataclasses.replace(batch, mask_mod=None)
     few = own.plan()
     plan = dataclasses.replace(
@@ -184,7 +184,7 @@ def test_a_plan_that_skips_serves_its_own_mask_only() -> None:
 
 
 def jagged(batch: PagedCall, counts: list[int]) -> PagedCall:
-    """The batch with the last so many queries of each sequence; NaN and 7 lie between them."""
+    """The batch with the last `counts` queries of each sequence; NaN and 7 lie between them."""
     starts = torch.tensor([0, *counts]).cumsum(0)
     pairs = zip(batch.query, counts, strict=True)
     query = torch.cat([own[len(own) - count :] for own, count in pairs]).unsqueeze(1)

@@ -251,7 +251,7 @@ def test_a_key_that_forgets_strides_reads_other_memory(
 
 
 def test_few_functions_are_called_on_the_way(found: Found) -> None:
-    """Of Python, from the call to the launch. What a GPU's host needs for them is measured there:
+    """Counts Python functions from the call to the launch. Their time on a GPU's host is measured by
     `python -m pd_kernels.bench decode --only "host of a call"`."""
     batch = paged_batch([20])
     out = torch.empty_like(batch.query)

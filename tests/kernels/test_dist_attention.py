@@ -51,7 +51,7 @@ class Case:
         return q, *kv.unbind()
 
     def sent_bytes(self, rank: int) -> int:
-        """Queries to those who hold KV, and partials to those who asked."""
+        """Queries to the ranks that hold KV, and partials to the ranks that asked."""
         place = self.placement
         others = [other for other in range(len(self.ranks)) if other != rank]
         asked = sum(len(place.asked(rank, other)) for other in others)

@@ -30,7 +30,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def step(
     decodes: dict[int, int], prefills: dict[int, int], **others: Any
 ) -> tuple[MixedPlan, dict[str, Any]]:
-    """A plan for sequences of so many tokens, each with so many queries, and a layer's arguments."""
+    """A plan for sequences of these lengths, each with its number of queries, and a layer's arguments."""
     counts = [*decodes.values(), *prefills.values()]
     window = others.pop("window", 0)
     batch = paged_batch([*decodes, *prefills], **others)
@@ -76,7 +76,7 @@ def test_several_of_each_kind() -> None:
 
 @pytest.mark.parametrize(("prefills", "decodes"), [(4, 4), (1, 7), (7, 1), (3, 4)])
 def test_every_program_of_either_kind_is_claimed_once(prefills: int, decodes: int) -> None:
-    """And a multiprocessor that runs two programs has one of each kind while both are left."""
+    """A multiprocessor that runs two programs has one of each kind while both are left."""
     processors = 4
     tickets = torch.zeros(processors + 3, dtype=torch.int32)
     found = torch.full((prefills + decodes, 2), -1, dtype=torch.int32)

@@ -75,7 +75,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_head_of_more_tiles_than_run_at_once_is_read_ahead(
     monkeypatch: pytest.MonkeyPatch, programs: list[int], model: Model
 ) -> None:
-    """One program after the other here: whoever polls finds everything published."""
+    """One program runs after the other here, so a program that polls finds everything published."""
     launch = Launch(model)
     wanted = launch.payload(reference_gather)
     monkeypatch.setattr(gather_fp8_kernel, "resident", lambda _: TILES[model] - 1)

@@ -248,7 +248,7 @@ def test_one_file_of_a_form_that_is_not_known_is_sampled(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 2), (32, 2), (71, 1), (48, 8)])
 def test_keys_of_a_fused_projection_count(tmp_path: Path, heads: int, kv_heads: int) -> None:
-    """Of Falcon's, GLM's, Phi's and DBRX's."""
+    """The form of Falcon, GLM, Phi and DBRX."""
     made = tensors()
     fused = np.random.default_rng(1).random(((heads + 2 * kv_heads) * 64, 512), np.float32)
     before = read_weights(save(tmp_path / "model", {**made, "qkv_proj": fused}))
@@ -260,7 +260,7 @@ def test_keys_of_a_fused_projection_count(tmp_path: Path, heads: int, kv_heads: 
 
 
 def test_columns_of_a_fused_projection_count(tmp_path: Path) -> None:
-    """Of GPT-2's, which has Q, K and V beside each other in every row."""
+    """The form of GPT-2, with Q, K and V beside each other in every row."""
     made = {**tensors(), "c_attn": np.random.default_rng(1).random((768, 2304), np.float32)}
     before = read_weights(save(tmp_path / "model", made))
     made["c_attn"][:, 768:1536] *= np.float32(1.5)

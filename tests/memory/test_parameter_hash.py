@@ -49,7 +49,7 @@ def test_rows_columns_and_padding_are_seen_in_any_layout():
 
 
 def test_a_parameter_that_torch_cannot_index_is_seen():
-    """Of quantised weights with padded rows."""
+    """For example quantised weights with padded rows."""
     codes = torch.zeros(300, 64, dtype=torch.uint8)
     seen = codes.view(torch.float4_e2m1fn_x2)[:, :32]
     before = found(seen)

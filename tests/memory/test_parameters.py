@@ -76,7 +76,7 @@ def test_a_single_expert_is_seen():
 
 
 def test_parameters_that_torch_cannot_index_are_sampled():
-    """Of quantised weights with padded rows."""
+    """For example quantised weights with padded rows."""
     model = nn.Module()
     codes = torch.zeros(300, 64, dtype=torch.uint8)
     model.padded = nn.Parameter(codes.view(torch.float4_e2m1fn_x2)[:, :32], False)

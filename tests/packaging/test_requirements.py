@@ -70,7 +70,7 @@ def changes(requirements):
 
 
 def test_vllm_brings_nearly_everything_the_package_needs(project, vllm):
-    """And what it does not needs nothing itself, so that nothing of vLLM's can be moved."""
+    """Packages that vLLM does not bring need nothing themselves, so they cannot move a version of vLLM's."""
     brought = closure(vllm).keys() | OWN
     assert not any(metadata.requires(name) for name in OWN)
     needed = [*project["dependencies"], *project["optional-dependencies"]["router"]]

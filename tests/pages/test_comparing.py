@@ -321,7 +321,7 @@ def test_pages_that_a_window_has_passed_are_passed_over() -> None:
 
 
 def test_a_head_that_is_almost_zero_does_not_make_rounding_look_large() -> None:
-    """Of a head with a thousandth of the others' size, rounding in the residual is a large part."""
+    """Rounding in the residual is a large part of a head with a thousandth of the others' size."""
     sources, (destination,) = pair(Setup(), Setup())
     for rank in (sources[0], destination):
         view = rank.cache._layers.part(0, Part.VALUE)

@@ -231,7 +231,7 @@ def test_what_no_kernel_takes_goes_the_other_way_and_the_caller_sums(
     assert bytes(slot) == bytes(rank.cache.gather(route, chunk, [0, 1, 2], other))
     cache.scatter(route, chunk, [2, 3, 4], slot)
     assert cache.last_checksum is None
-    assert "layers 0-1 are not for kernels: stride" in caplog.text
+    assert "kernels cannot move layers 0-1: stride" in caplog.text
     with pytest.raises(IndexError, match="cache of 5"):
         cache.gather(route, chunk, [0, 1, 5], slot)
 
@@ -259,7 +259,7 @@ def test_without_triton_a_cache_moves_its_pages_all_the_same(
 
 
 class Stream:
-    """Of a GPU's that is not there: what was asked of it, in order."""
+    """Stands for a GPU's stream: records its calls in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

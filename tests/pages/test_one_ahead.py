@@ -47,7 +47,7 @@ def chunk_of(tokens: int) -> Chunk:
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each gather, whether it had been begun before."""
+    """For each gather, whether it was begun before."""
     found: list[bool] = []
     take = OneAhead._take
 

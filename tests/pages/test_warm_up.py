@@ -110,7 +110,7 @@ def compiled() -> dict[str, dict[str, Any]]:
 def test_no_chunk_needs_a_kernel_that_was_not_compiled_before(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
-    """Nor is one compiled that no chunk needs: as many as chunks alone would have compiled."""
+    """No kernel is compiled that no chunk needs: as many as chunks alone would have compiled."""
     assert len(compiled) > 5
     for case, count in compiled.items():
         assert count["after"] == 0, case

@@ -94,7 +94,7 @@ def assert_exact(
     """Every rank of the consumer gets what it wants, once, and nothing else.
 
     Args:
-        tightness: chunks have room for so many pages of one layer.
+        tightness: pages of one layer for which a chunk has room.
         meddle: changes what each producer rank sends.
         rules: by which both sides plan.
 

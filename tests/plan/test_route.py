@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends what to whom: work is shared, and what cannot be brought together is told."""
+"""Which rank sends what to which: work is shared, and geometries that do not fit are refused."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -33,7 +33,7 @@ def distance(
     first_page: int = 0,
     by_token: list[float] | None = None,
 ) -> Distance:
-    """Of pages of four tokens; the third of each is the furthest."""
+    """A distance for pages of four tokens; the third token of each page is the furthest."""
     pages = list(range(first_page, first_page + len(by_page)))
     tokens = [4 * page + 2 for page in pages]
     furthest = by_token or by_page

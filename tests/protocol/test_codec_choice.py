@@ -11,8 +11,8 @@ SAVING = 2.0
 
 
 def transfers(choice: CodecChoice, link: float, coders: float, count: int) -> list[bool]:
-    """Measure so many transfers over a link, in wire bytes a second, with coders, in bytes of KV a
-    second. Returns which were coded."""
+    """Measure `count` transfers: over a link, in wire bytes a second, with coders, in bytes of KV a second. Returns
+    which were coded."""
     done = []
     for _ in range(count):
         coded = choice.coded

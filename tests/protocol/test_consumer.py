@@ -68,7 +68,7 @@ class Bench:
         self.load = Load("request", "t", peers, identity_of("t"), 0, 12, pages, wait)
 
     def up(self, peer: Peer, now: float = 0.0, *, starts: int = 0) -> list[Any]:
-        """A session stands with a producer that has started again so many times."""
+        """A session stands with a producer that has started again `starts` times."""
         epoch = EPOCH + self.peers.index(peer) + 100 * starts
         routes = routes_of(peer.shard, self.shard)
         session = ProducerSession(epoch, self.config.slot_bytes, routes)

@@ -50,8 +50,8 @@ def side(node: str, **engine_kwargs: Any) -> dict[str, Any]:
             "enforce_eager": True,
             "max_num_batched_tokens": 256,
             "kv_cache_memory_bytes": 256 << 20,  # what is larger takes longer to make
-            # What a killed decode replica was to fetch is kept so long; tests that stop decode engines go on
-            # sooner.
+            # The lease of a killed decode replica's KV lasts this long; a shorter one speeds up tests that stop decode
+            # engines.
             "kv_transfer_config": {"kv_connector_extra_config": {"lease_s": 12.0, "slots": 4}},
             **engine_kwargs,
         },

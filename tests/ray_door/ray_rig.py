@@ -89,7 +89,7 @@ class Rig:
         self._cluster = Cluster(
             initialize_head=True,
             head_node_args={
-                "num_cpus": 3,  # so many idle workers are started at once
+                "num_cpus": 3,  # number of idle workers that are started at once
                 "include_dashboard": False,
                 "resources": {"decode": 8},
                 "object_store_memory": 80 << 20,

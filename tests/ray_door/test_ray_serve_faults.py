@@ -173,7 +173,7 @@ def test_a_prefill_replica_killed_during_its_prefill_and_before(rig):
         victim = wait_until(lambda: rig.asked(PREFILL), "a prefill replica has it").pop()
         engine = end_at_once(rig, PREFILL, victim)
         assert_same_logprobs(answer.result(), wanted, TOLERANCE)
-    # Whoever has not noticed yet may choose it before the other.
+    # A process that has not noticed yet may choose the dead replica before the other.
     assert_same_logprobs(ask(rig), wanted, TOLERANCE)
     gone(engine)
 

@@ -194,7 +194,7 @@ def test_a_rotation_is_told_as_other_engines_tell_it(name: str, dtype: torch.dty
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_rotation_that_depends_on_the_batch_is_told_by_its_parameters() -> None:
-    """And is that of no other engine."""
+    """The rotation equals that of no other engine."""
     one = PARAMETERS["longrope"]
     other = {**one, "long_factor": [factor + 1 for factor in one["long_factor"]]}
     texts = [rotation_text(module, _made_with(module)) for module in map(made, (one, other))]

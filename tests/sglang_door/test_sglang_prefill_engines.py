@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine is found by its registry or by a control port; whoever else listens is told apart."""
+"""A prefill engine is found by its registry or by a control port; other listeners are told apart."""
 
 import contextlib
 import json
@@ -138,7 +138,7 @@ def test_a_registry_is_not_believed_about_what_may_not_be_dialled(
 def test_a_registry_that_names_a_stranger_ends_the_look_up(
     ranks: Ranks, registry: Registry, engines: PrefillEngines
 ) -> None:
-    """The registry is plain HTTP: whoever it names must have the key."""
+    """The registry is plain HTTP: an engine that it names must have the key."""
     stranger = ranks({**LONG, "key": KEY})
     address = registry((200, row(stranger.agent.port)))
     problem = found(engines, address).problem
@@ -179,7 +179,7 @@ def test_addresses_that_are_none_end_the_request_and_nothing_else(
 
 
 class Elsewhere(BaseHTTPRequestHandler):
-    """Sends whoever asks to another address."""
+    """Redirects every client to another address."""
 
     to = ""
 

@@ -28,7 +28,7 @@ GAUGES = ("leased_pages", "outgoing_transfers", "incoming_transfers", "landing_s
 
 
 class Ranks:
-    """A prefill engine and a decode engine of so many ranks each, and one request on all of them."""
+    """A prefill engine and a decode engine with these numbers of ranks, and one request on all of them."""
 
     def __init__(self, prefill: int, decode: int) -> None:
         self.prefill = [Engine(produces=True, rank=(n, prefill)) for n in range(prefill)]

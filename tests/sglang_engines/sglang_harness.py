@@ -179,7 +179,7 @@ def assert_idle(*engines: Service) -> None:
 
 
 def text(length: int, seed: int = 0) -> list[int]:
-    """A prompt of so many tokens of the demo's model, which reads bytes: English-like words."""
+    """A prompt of `length` tokens of the demo's model, which reads bytes: English-like words."""
     source, known = random.Random(seed), _TEXT.split()
     words = [source.choice(known) for _ in range(length)]
     return list(" ".join(words).encode()[:length])
@@ -211,7 +211,7 @@ class EnginePool:
         self._number = itertools.count(1)
         self._running: dict[Recipe, SglangEngine] = {}
         self._ahead: set[Recipe] = set()
-        self._dead: list[SglangEngine] = []  # their ports stay reserved for whoever came after them
+        self._dead: list[SglangEngine] = []  # their ports stay reserved for their successors
         self._answers: dict[str, Answer] = {}
 
     @property

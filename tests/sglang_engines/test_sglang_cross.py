@@ -97,7 +97,7 @@ class Cross:
         assert_idle(*(each for each in (self.prefill, self.decode) if each is not self.alone))
 
     def wait_received(self, wanted: float) -> None:
-        """Wait until so many have arrived: an engine brings its metrics up to date now and then."""
+        """Wait until `wanted` transfers have arrived: an engine updates its metrics only now and then."""
         end = time.monotonic() + DEADLINE_S
         while (found := self.received()) < wanted:
             assert time.monotonic() < end, f"{found} of {wanted} transfers: prompts were recomputed"
@@ -105,7 +105,7 @@ class Cross:
 
 
 def ask(client: Client, path: str, prompt: str, *, stream: bool = False, **extra: Any) -> Answer:
-    """A greedy answer of so many tokens, whole or streamed."""
+    """A greedy answer of `TOKENS` tokens, whole or streamed."""
     body: dict[str, Any] = {
         "model": client.model(),
         "max_tokens": TOKENS,

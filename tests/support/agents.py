@@ -140,7 +140,7 @@ class Rank:
         *,
         computed: int | None = None,
     ) -> None:
-        """Offer pages; those of a prefill that goes on, with so many tokens computed."""
+        """Offer pages; with `computed`, those of a running prefill with that number of tokens computed."""
         prompt = len(pages) * self.page_tokens
         final = computed is None
         tokens = prompt if computed is None else computed

@@ -73,7 +73,7 @@ class Layout(NamedTuple):
         return start + place * width + v * shape.key_dim + dim
 
     def elements(self, shape: "Shape") -> int:
-        """Of the whole storage."""
+        """Elements of the whole storage."""
         width = shape.key_dim + shape.value_dim
         whole = shape.pages * (shape.heads * shape.tokens * width)
         return whole + shape.pages * self.parts * self.gap

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pd_connector.tools.launch.proc import MARKER
 
 MOST_BYTES = 1 << 18
-"""Of a call. A socket of packets takes no more by default than 208 KiB."""
+"""Largest message of a call. A socket of packets takes no more by default than 208 KiB."""
 MARKER_BYTES = 400
 """Room for the ids of an engine's families. The environment that /proc shows cannot grow."""
 
@@ -116,8 +116,8 @@ def become(argv: list[str], env: Mapping[str, str], folder: str) -> None:
 def _mark(families: str) -> None:
     """Write the ids of this process's families to where /proc finds its environment.
 
-    Forks have the variables of the process that was started last by `execve`. Whoever looks for members of a
-    family looks there.
+    Forks have the variables of the process that was started last by `execve`. A search for members of a family looks
+    there.
     """
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rsplit(b")", 1)[1].split()

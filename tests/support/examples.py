@@ -6,7 +6,7 @@ import importlib
 
 
 def check_examples(module: str, least: int) -> None:
-    """Run the examples of a module; at least so many of its docstrings must have some."""
+    """Run the examples of a module; at least `least` of its docstrings must have examples."""
     imported = importlib.import_module(module)
     assert doctest.testmod(imported).failed == 0
     found = [test for test in doctest.DocTestFinder().find(imported) if test.examples]

@@ -190,7 +190,7 @@ class FaultTransport(WrappingTransport):
 
 
 class _Later(Generic[T]):
-    """A queue whose entries become due after so many takes."""
+    """A queue whose entries become due after a number of takes."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, T]] = []

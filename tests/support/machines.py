@@ -287,8 +287,8 @@ class World:
         return request
 
     def compute(self, request: str, tokens: int, stop_layer: int | None = None) -> None:
-        """A prefill goes on: to so many tokens, in the layers below `stop_layer` or in all. A step
-        goes on until it has ended: its number of tokens stands."""
+        """A prefill goes on to `tokens` tokens, in the layers below `stop_layer` or in all. A step goes on until
+        it has ended: its number of tokens stays."""
         for rank in self.ranks:
             prefill = rank.prefills.get(request)
             if prefill is None or prefill.final or not self._allot(rank, prefill):

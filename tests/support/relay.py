@@ -51,7 +51,7 @@ class Relay:
         self._deaf = deaf
 
     def cut_after(self, nbytes: int, *, silently: bool) -> None:
-        """Forward so many bytes more to whoever dialled, then reset that connection, or forget it
+        """Forward `nbytes` bytes more to the dialling peer, then reset that connection, or forget it
         `silently`."""
         with self._lock:
             self._left, self._silently = nbytes, silently

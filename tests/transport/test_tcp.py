@@ -217,7 +217,7 @@ class Trickle(Relay):
     """A link of some 25 KB a second."""
 
     def _forward(self, link: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
-        with contextlib.suppress(OSError):  # its end is seen by those who have the other ends
+        with contextlib.suppress(OSError):  # the peer at the other end sees the failure
             data = link.recv(512)
             (pair[1] if link is pair[0] else pair[0]).sendall(data)
         transport.time.sleep(0.02)

@@ -244,7 +244,7 @@ def test_an_adapter_that_changes_while_it_is_loaded_is_not_believed(
 ) -> None:
     folder = adapter(tmp_path / "a")
     load(lora(folder), lambda: changed(folder, 2.0))
-    with pytest.raises(OSError, match="has changed while it was loaded"):
+    with pytest.raises(OSError, match="has changed during its load"):
         known.name(request(folder))
 
 
@@ -447,6 +447,6 @@ def test_with_a_vllm_that_keys_pages_otherwise_no_adapter_is_believed(
     monkeypatch.delattr(kv_cache_utils, adapters._KEYS)
     found = Adapters()
     adapters.watch(found)
-    with pytest.raises(OSError, match="does not let pages be told by an adapter's content"):
+    with pytest.raises(OSError, match="cannot key pages by an adapter's content"):
         found.name(request(adapter(tmp_path / "a")))
     assert found.name(request()) == ""

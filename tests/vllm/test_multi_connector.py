@@ -33,7 +33,7 @@ PROMPT = [place % 250 for place in range(TOKENS)]
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[Scheduler]:
-    """Of a prefill engine that also keeps KV on a disk, and knows one page table of it only."""
+    """The scheduler of a prefill engine that also keeps KV on a disk, with one page table there only."""
     register()
     config = config_of(budget=2 * PAGE, seqs=4, max_model_len=1024, caching=False)
     config.scheduler_config.disable_hybrid_kv_cache_manager = True

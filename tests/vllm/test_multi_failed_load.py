@@ -57,7 +57,7 @@ class Offloaded(KVConnectorBase_V1, SupportsHMA):
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:
-    """Of a decode engine with both parts."""
+    """The scheduler of a decode engine with both parts."""
     register()
     config = config_of(budget=LONG, seqs=4, max_model_len=1024, caching=False)
     ours = {"audit": "off"}

@@ -16,7 +16,7 @@ from pd_connector.vllm import owners, rotary  # noqa: E402
 
 
 def made(parameters, dtype=torch.float32, longest=1024):
-    """A module as vLLM makes it for an engine whose longest sequence has so many tokens."""
+    """A module as vLLM makes it for an engine whose longest sequence has `longest` tokens."""
     rotary_embedding._ROPE_DICT.clear()
     config = VllmConfig()
     config.model_config = type("Model", (), {"max_model_len": longest})()

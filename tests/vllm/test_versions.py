@@ -18,7 +18,7 @@ from pd_connector.vllm.versions import advice
     [
         ("0.30.2", "upgrade vllm"),
         ("0.34.0", "look for a newer pd-connector"),
-        ("dev", "cannot tell this version"),
+        ("dev", "this version number is unreadable"),
     ],
 )
 def test_an_engine_of_an_unsupported_version_warns_when_it_starts(

@@ -75,7 +75,7 @@ def test_without_taking_back_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_still_there_stays_on_offer() -> None:
-    """And it is said again only when a page has gone."""
+    """An offer is sent again only when a page has gone."""
     engine = SteppedEngine(specs=[FULL, window(64)])
     engine.add("p", 100, 200, **OFFER, transfer_id="t")
     for _ in range(2):

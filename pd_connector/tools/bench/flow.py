@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request through a prefill and a decode engine, as a proxy sends it: two orders, one clock.
 
-Both report the same handoff: from the prefill engine's answer to the decode engine's first token.
+Both report the same handoff: the time from the prefill engine's answer to the decode engine's first token.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pd_connector.protocol.params import (
 )
 from pd_connector.tools.launch import Client
 
-DECODED_TOKENS = 2  # the first ends the measurement, the second shows that decoding goes on
+DECODED_TOKENS = 2  # the first ends the measurement, the second shows that decoding continues
 
 _PATH = "/v1/completions"
-# As a proxy for NixlConnector writes it, so that both sides are asked alike.
+# As a proxy for NixlConnector writes it, so that both connectors get the same request.
 _KEEP: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -37,7 +37,7 @@ _KEEP: Mapping[str, Any] = {
 
 
 class BenchError(PDConnectorError):
-    """What was measured is not what was meant to be measured."""
+    """The measurement did not measure what it should."""
 
 
 class Run(NamedTuple):
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
     prefill_s: float  # request sent -> the prefill engine's answer read
     handoff_s: float  # that answer -> first token streamed by the decode engine
-    text: str  # what the decode engine answered
+    text: str  # the decode engine's answer
 
 
 class _Decoded(NamedTuple):
@@ -58,7 +58,7 @@ Flow = Callable[[Client, Client, Mapping[str, Any]], Run]
 
 
 def two_steps(prefill: Client, decode: Client, body: Mapping[str, Any]) -> Run:
-    """The decode engine is asked when the prefill engine has answered, with what it answered.
+    """Asks the decode engine after the prefill engine's answer, with the parameters from that answer.
 
     Raises:
         BenchError: the prefill engine offered nothing.
@@ -71,7 +71,7 @@ def two_steps(prefill: Client, decode: Client, body: Mapping[str, Any]) -> Run:
 
 
 def together(prefill: Client, decode: Client, body: Mapping[str, Any]) -> Run:
-    """Both engines are asked at once, as our router does: KV can move while the prefill computes.
+    """Asks both engines at once, as our router does: KV can move while the prefill computes.
 
     Raises:
         BenchError: the prefill engine offered nothing, or does not describe itself.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What figures were measured on, and what else ran there meanwhile."""
+"""The machine of a measurement, and the other load on it meanwhile."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def describe() -> dict[str, str]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """CPU time that these processes have used; one that has ended counts as none."""
+    """CPU time used by these processes; an ended process counts as 0."""
     return sum(_used_s(Path(f"/proc/{pid}/stat")) for pid in pids)
 
 
 class Noise:
-    """CPU time that others used: everything on this machine but the watched processes and this.
+    """CPU time of everything on this machine except this process and the watched processes.
 
     Args:
         pids: processes that belong to the benchmark.
@@ -46,14 +46,14 @@ class Noise:
         self._own_s = cpu_seconds(self._pids)
 
     def cores(self) -> float:
-        """Cores in use by others since the start, on average."""
+        """Average number of cores that others have used since the start."""
         wall_s = time.monotonic() - self._started_at
         others_s = _busy_s() - self._busy_s - (cpu_seconds(self._pids) - self._own_s)
         return max(0.0, others_s) / wall_s if wall_s > 0 else 0.0
 
 
 def _busy_s() -> float:
-    """CPU time of the whole machine, time stolen by its host included."""
+    """CPU time of the whole machine, including time stolen by its host."""
     first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[1:9])
     return (user + nice + system + irq + softirq + steal) * _TICK_S

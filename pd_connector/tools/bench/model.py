@@ -18,7 +18,7 @@ KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
 """K and V in bfloat16: 32 KiB."""
 
 MADE_UP_WEIGHTS = ("--load-format", "dummy")
-"""vLLM's arguments for a model without weights: the same random ones on every engine."""
+"""vLLM's arguments for a model without weights: the same random weights on every engine."""
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -26,8 +26,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 def write_model(folder: Path) -> Path:
     """Write the config, and the byte model's tokenizer, to this folder, and return it.
 
-    A Llama of 8 layers x 8 KV heads x 128. Its width is small, so that a CPU prefills thousands of
-    tokens in seconds: what a handoff moves does not depend on it.
+    A Llama of 8 layers x 8 KV heads x 128. Its width is small, so that a CPU prefills thousands of tokens in
+    seconds. The size of a handoff does not depend on the width.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(), indent=1) + "\n")
@@ -37,7 +37,7 @@ def write_model(folder: Path) -> Path:
 
 
 def kv_bytes_per_token(folder: Path) -> int:
-    """Bytes of KV that a token of this model has in a 16-bit cache, all layers together.
+    """Bytes of KV per token of this model in a 16-bit cache, over all layers.
 
     Raises:
         OSError, ValueError, KeyError: the folder has no `config.json` of a plain transformer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Either process of a benchmark between two: obeys calls on a socket until it is ended.
+"""Either process of a benchmark with two processes: it answers calls on a socket until it is ended.
 
 A call is msgpack `[name, arguments]`, its answer `[error, result]`.
 """
@@ -15,17 +15,17 @@ from pd_connector.tools.bench.wire.movers import Mover
 
 
 class MovedCache(Protocol):
-    """What a party needs of the KV that is moved."""
+    """What a party needs from the cache that is moved."""
 
     def wipe(self) -> None: ...
 
     def check(self, lossy: bool) -> str:
-        """What is wrong with it after a transfer; empty if nothing is."""
+        """Why it is wrong after a transfer; empty if it is right."""
         ...
 
 
 class Party(abc.ABC):
-    """Its public methods are the calls. `open` sets what is moved, and how."""
+    """Its public methods are the calls. `open` sets the cache and the way to move it."""
 
     cache: MovedCache | None = None
     mover: Mover | None = None
@@ -39,13 +39,13 @@ class Party(abc.ABC):
         self.mover.meet(peer)
 
     def offer(self, number: int) -> float:
-        """Let it be fetched; returns the CPU time that this process has used so far."""
+        """Offer the KV to be fetched; returns the CPU time that this process has used."""
         assert self.mover is not None
         self.mover.offer(number)
         return time.process_time()
 
     def used(self) -> float:
-        """CPU time that this process has used so far, in seconds."""
+        """CPU time that this process has used, in seconds."""
         return time.process_time()
 
     def fetch(self, number: int) -> tuple[float, float, int]:
@@ -68,7 +68,7 @@ class Party(abc.ABC):
 
 
 def obey(party: object, path: str) -> None:
-    """Serve calls on the Unix socket at `path`, for ever."""
+    """Serve calls on the Unix socket at `path` for ever."""
     calls: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
     calls.bind(f"ipc://{path}")
     while True:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other projects' programs that a benchmark compares with, each in a virtual environment of its own."""
+"""Other projects' programs to compare with, each in its own virtual environment."""
 
 import subprocess
 from pathlib import Path
 
 
 def installed_version(environment: Path, package: str) -> str:
-    """The version of a package in a virtual environment; empty if it is not there."""
+    """The version of a package in a virtual environment; empty if it is missing."""
     python = environment / "bin" / "python"
     if not python.exists():
         return ""
@@ -16,7 +16,7 @@ def installed_version(environment: Path, package: str) -> str:
 
 
 def how_to_make(environment: Path, package: str, version: str) -> str:
-    """What to type for an environment with this package, for messages."""
+    """Commands that make an environment with this package, for messages."""
     return (
         f"make an environment of its own with `python3 -m venv {environment} && "
         f"{environment}/bin/pip install {package}=={version}`"

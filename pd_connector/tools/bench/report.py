@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark found: a table for people, rows for programs, and whether the bars were reached.
+"""A benchmark's results: a table for people, rows for programs, and whether the bars were reached.
 
-Every benchmark reports in this form: ours and a baseline, measured in one run.
+Every benchmark reports in this form: ours beside a baseline, measured in one run.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Figure:
     """One figure of a comparison. Its fields are the keys of a row of the JSON file."""
 
     name: str
-    params: Mapping[str, Param]  # with `name` they say which figure it is
+    params: Mapping[str, Param]  # with `name` they identify the figure
     ours: float
     baseline: float
     unit: str
     ratio: float  # ours / baseline
-    bar: float | None  # what the ratio is held to; None where nothing is asked
-    ok: bool  # False only where a bar was missed
+    bar: float | None  # limit of the ratio; None if there is no bar
+    ok: bool  # False only if a bar was missed
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours and the baseline, measured alike.
+    """Ours and the baseline, measured in the same way.
 
     Args:
         name: what was measured.
@@ -43,9 +43,9 @@ class Comparison:
         ours: our values.
         baseline: the baseline's values, in the same unit.
         unit: of both.
-        bar: what the ratio of the medians is held to; None where nothing is asked.
-        more_is_better: the bar is the least that the ratio may be (a throughput), not the most
-            (a time, a cost).
+        bar: limit of the ratio of the medians; None if there is no bar.
+        more_is_better: whether the bar is the least allowed ratio (for a throughput), not the largest (for a
+            time or a cost).
     """
 
     name: str
@@ -63,13 +63,13 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether the bar was reached, or there is none."""
+        """Whether the bar was reached, or there is no bar."""
         if self.bar is None:
             return True
         return self.ratio >= self.bar if self.more_is_better else self.ratio <= self.bar
 
     def rows(self) -> list[Figure]:
-        """The median, to which the bar applies, then the 10th and 90th percentile."""
+        """The median, to which the bar applies, then the 10th and 90th percentiles."""
         rows = []
         for statistic in ("median", "p10", "p90"):
             ours: float = getattr(self.ours, statistic)
@@ -97,10 +97,10 @@ def write_json(path: Path, comparisons: Iterable[Comparison]) -> None:
 
 
 def table(comparisons: Sequence[Comparison], baseline: str) -> Table:
-    """The comparisons as a table, side by side; `baseline` names what ours is compared with.
+    """The comparisons as a table; `baseline` names the other side.
 
-    Each value is a median with its 10th and 90th percentile below it, so that a terminal of 80
-    columns holds both sides.
+    Each value is a median with its 10th and 90th percentiles below it, so that both sides fit a terminal of 80
+    columns.
     """
     columns = list(dict.fromkeys(key for c in comparisons for key in c.params))
     drawn = Table(
@@ -129,7 +129,7 @@ def table(comparisons: Sequence[Comparison], baseline: str) -> Table:
 
 
 def missed(comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """Those whose bar was not reached."""
+    """The comparisons whose bar was missed."""
     return [comparison for comparison in comparisons if not comparison.ok]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every installed package brings its own commands, each imported only when it is asked for.
+"""The command line. Every installed package adds its own commands; each is imported only when it is called.
 
-A command is an entry point of the group `pd_connector.commands`: either a function with typer's annotations,
-or a whole `typer.Typer` where the command has subcommands. It may import an engine, which takes seconds;
-`pd-connector doctor` must work on a machine where such an import fails.
+A command is an entry point of the group `pd_connector.commands`: a function with typer's annotations, or a whole
+`typer.Typer` if the command has subcommands. A command may import an engine, which takes seconds.
+`pd-connector doctor` must work even on a machine on which such an import fails.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from pd_connector.tools.missing import brought_by_the_router, named_if_missing
 COMMANDS = "pd_connector.commands"
 """The group of entry points."""
 BENCHMARKS = "pd_connector.benchmarks"
-"""The same for `pd-connector bench`."""
+"""The group of entry points for `pd-connector bench`."""
 FIRST = ("demo", "doctor", "audit", "bench", "profile", "key")
-"""Their order in the help. Commands that other packages add come after these, by name."""
+"""Order of the commands in the help. Commands of other packages follow, by name."""
 FAILED = 1
 
-# Newer typer carries its own click, older typer uses the installed one: their types are not named here.
+# Newer typer has its own click, older typer uses the installed one. So their types are not named here.
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands are its own, and the entry points of `points`."""
+    """A group with its own commands, and the entry points of `points`."""
 
     points = COMMANDS
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of all commands: first its own, then what is added, by name. Imports none of them."""
+        """Names of all commands: its own first, then added commands by name. Imports none of them."""
         own = super().list_commands(ctx)
         return [*own, *(name for name in load_entry_points(self.points) if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name, imported; None if there is none."""
+        """The command of this name, imported; None if it does not exist."""
         added = load_entry_points(self.points)
         if cmd_name in self.commands or cmd_name not in added:
             return super().get_command(ctx, cmd_name)
@@ -51,7 +51,7 @@ class LazyGroup(TyperGroup):
 
 
 class Commands(LazyGroup):
-    """All commands of `pd-connector`: every one is an entry point."""
+    """All commands of `pd-connector`. Each is an entry point."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands, in the order of the help. Imports none of them."""
@@ -71,7 +71,7 @@ class Benchmarks(LazyGroup):
 
 
 def load(extension: Extension) -> Any:
-    """Import one command, and return it as click's. If it cannot be imported, the command says why."""
+    """Import one command, and return it as click's. If the import fails, the returned command reports why."""
     try:
         found = extension.load()
     except ConfigError as error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks engines the same prompt in every way, and compares the answers.
 
-Every prompt is asked three times, each time with a cache salt of its own, so that no prefix cache
-helps: through the router (time to first token, bytes, descriptors), in the two steps of a simpler
-proxy (where the handoff can be seen from outside), and of the prefill engine alone. The last is
-the reference: one engine computes that answer without disaggregation.
+Every prompt is sent three times, each time with a cache salt of its own, so that no prefix cache helps. First
+through the router (time to first token, bytes, descriptors). Then in the two steps of a simpler proxy, which
+shows the handoff from outside. Last to the prefill engine alone: its answer is the reference, computed without
+disaggregation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METRICS_DEADLINE_S = 20.0
 
 
 class DemoError(PDConnectorError):
-    """The engines run, but do not do what the demo is to show."""
+    """The engines run, but do not do what the demo should show."""
 
 
 class StreamedAnswer(NamedTuple):
@@ -36,18 +36,18 @@ class StreamedAnswer(NamedTuple):
 
 
 class PromptResult(NamedTuple):
-    """What is shown of one prompt."""
+    """The figures shown for one prompt."""
 
     prompt_tokens: int
     first_token_s: float
     handoff_s: float
     wire_bytes: int
     descriptors: int
-    difference: float  # largest of all logprobs to the reference's; infinite when tokens differ
+    difference: float  # largest logprob difference from the reference; infinite if tokens differ
 
 
 class Asker:
-    """Sends prompts in all three ways, and compares."""
+    """Sends prompts in all three ways, and compares the answers."""
 
     def __init__(self, prefill: Client, decode: Client, router: Client) -> None:
         self._prefill = prefill
@@ -56,11 +56,11 @@ class Asker:
         self._model = prefill.model()
 
     def warm_up(self) -> None:
-        """One request each way, so that none of those shown is anybody's first."""
+        """Send one request each way, so that no shown request is an engine's first."""
         self.ask("Once upon a time")
 
     def ask(self, prompt: str) -> PromptResult:
-        """Ask this prompt in all three ways.
+        """Send this prompt in all three ways.
 
         Raises:
             DemoError: the decode engine got no KV, and computed the prompt itself.
@@ -80,7 +80,7 @@ class Asker:
         )
 
     def _two_steps(self, prompt: str) -> StreamedAnswer:
-        """Prefill, and then decode: its first token's time is the handoff."""
+        """Prefill, then decode: the time of the decode engine's first token is the handoff."""
         extra: dict[str, Any] = {"cache_salt": uuid.uuid4().hex}
         body = {**self._body(prompt, extra), "max_tokens": 1}
         body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -124,7 +124,7 @@ class Asker:
 
 
 def wait_for_transfer(decode: Client, before: Samples) -> Samples:
-    """How a decode engine's metrics have grown, once they show the transfer. Raises DemoError."""
+    """The growth of a decode engine's metrics, once they show the transfer. Raises DemoError."""
     deadline = time.monotonic() + METRICS_DEADLINE_S
     while True:
         grown = decode.metrics().since(before)
@@ -138,12 +138,12 @@ def wait_for_transfer(decode: Client, before: Samples) -> Samples:
 
 
 def one_transfer(reply: StreamedAnswer, alone: StreamedAnswer, moved: Samples) -> PromptResult:
-    """What is shown of a prompt for which one transfer has arrived.
+    """The figures for a prompt after the arrival of its one transfer.
 
     Args:
         reply: the pair's answer.
-        alone: what one engine answers.
-        moved: how the decode engine's metrics have grown.
+        alone: one engine's answer.
+        moved: growth of the decode engine's metrics.
     """
     return PromptResult(
         reply.prompt_tokens,
@@ -162,7 +162,7 @@ def difference(reply: StreamedAnswer, reference: StreamedAnswer) -> float:
 
 
 def failures(grown: Samples) -> str:
-    """Counters of failures that have grown, with their causes."""
+    """Failure counters that have grown, with their causes."""
     found = [
         f"{name.removeprefix('pd_connector:')}{sorted(v for k, v in labels if k == 'cause')}"
         for (name, labels), value in grown.items()

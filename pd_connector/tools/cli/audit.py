@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pd-connector audit`: have pairs of engines compare a prompt before users come, and say what came of it."""
+"""`pd-connector audit`: has pairs of engines compare a prompt before users come, and reports the result."""
 
 import json
 import time
@@ -19,14 +19,14 @@ from pd_connector.tools.cli.checks.peer import Ask, PeerError
 VERDICT_S = 20.0
 """Longest wait for the end of an audit, in seconds."""
 _ROUNDS = 4
-"""Prompts at most: each path of a pair is audited by itself, and one more shows that KV is used."""
+"""Most prompts: each path of a pair is audited by itself, and one more shows that KV is used."""
 _LOOK_S = 0.5
 _AUDITS = "pd_connector:audits_total"
 _RECEIVED = "pd_connector:received_transfers_total"
 
 
 class Engine(NamedTuple):
-    """An engine that was named."""
+    """An engine that the user named."""
 
     url: str
     ask: Ask
@@ -35,7 +35,7 @@ class Engine(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came of a pair."""
+    """The result for a pair."""
 
     good: bool
     said: str
@@ -81,7 +81,7 @@ def _full(url: str) -> str:
 
 
 def look(url: str, ask: Ask) -> Engine:
-    """What an engine is. Raises PeerError."""
+    """Ask an engine for its role. Raises PeerError."""
     try:
         model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
         body = {"model": model, "prompt": "a", "max_tokens": 1}
@@ -92,7 +92,7 @@ def look(url: str, ask: Ask) -> Engine:
 
 
 def pairs_of(engines: Sequence[Engine]) -> Iterator[tuple[Engine, Engine]]:
-    """Each engine that hands KV over, with each that fetches: those that only fetch, if there are any."""
+    """Each engine that hands KV over, with each that fetches: preferably those that only fetch."""
     only = [engine for engine in engines if not engine.hands_over]
     for prefill, decode in permutations(engines, 2):
         if prefill.hands_over and (decode in only or not only):
@@ -100,7 +100,7 @@ def pairs_of(engines: Sequence[Engine]) -> Iterator[tuple[Engine, Engine]]:
 
 
 def judge(prefill: Engine, decode: Engine, sleep: Callable[[float], None] = time.sleep) -> Verdict:
-    """Send prompts through a pair until KV is used, or does not match."""
+    """Send prompts through a pair until KV is used, or an audit fails."""
     try:
         for _ in range(_ROUNDS):
             ended = _round(prefill, decode, sleep)
@@ -118,7 +118,7 @@ def judge(prefill: Engine, decode: Engine, sleep: Callable[[float], None] = time
 
 
 def _round(prefill: Engine, decode: Engine, sleep: Callable[[float], None]) -> str:
-    """How one prompt ended: `used`, `passed`, or the cause of an audit that did not pass."""
+    """The end of one prompt: `used`, `passed`, or the cause of an audit that did not pass."""
     before, salt = _counts(decode), fresh_salt()
     told = _post(prefill.ask, audit_body(prefill.model, prefill_params(), salt))
     params = told.get("kv_transfer_params")
@@ -132,13 +132,13 @@ def _round(prefill: Engine, decode: Engine, sleep: Callable[[float], None]) -> s
             if ended in grown:
                 return ended
         sleep(_LOOK_S)
-        # Metrics are told with a step of the engine.
+        # The engine reports metrics only with a step.
         _post(decode.ask, {"model": decode.model, "prompt": "a", "max_tokens": 1})
     return "it neither used the KV nor compared it"
 
 
 def _counts(decode: Engine) -> dict[str, float]:
-    """Ends of audits by cause, and transfers that were used."""
+    """Ended audits by cause, and transfers that were used."""
     found: dict[str, float] = {}
     for line in decode.ask("/metrics", None).splitlines():
         name, _, value = line.rpartition(" ")

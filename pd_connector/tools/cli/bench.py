@@ -37,7 +37,7 @@ class EngineName(StrEnum):
 
 
 class Orchestrator(StrEnum):
-    """What may place engines and send them requests, in place of this benchmark itself."""
+    """A program that may place engines and send them requests instead of this benchmark."""
 
     RAY = "ray"
 
@@ -49,19 +49,19 @@ _LINE_UPS = {
     (EngineName.SGLANG, True): sglang.LOCAL,
     (EngineName.CROSS, False): cross.LINK,
 }
-"""By engine, and whether both engines are on one machine."""
+"""Line-ups by engine, and by whether both engines are on one machine."""
 
 app = typer.Typer(
     cls=Benchmarks,
     no_args_is_help=True,
     add_completion=False,
-    help="Measure PDConnector beside what there is otherwise, in one run.",
+    help="Measure PDConnector beside its alternatives, in one run.",
 )
 
 
 @app.callback()
 def group() -> None:
-    """Measure PDConnector beside what there is otherwise, in one run."""
+    """Measure PDConnector beside its alternatives, in one run."""
 
 
 @app.command()
@@ -70,7 +70,7 @@ def handoff(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Who is compared; may be repeated. Over the link: "
+            help="Contender to compare; may be repeated. Over the link: "
             f"{', '.join(vllm.LINK.ours)}; with --local: {', '.join(vllm.LOCAL.ours)} "
             f"({', '.join(vllm.LOCAL.default)}); with --engine sglang: "
             f"{', '.join(sglang.LINK.ours)}; with --engine cross: {', '.join(cross.LINK.ours)}; "
@@ -89,7 +89,7 @@ def handoff(
     on: Annotated[
         Orchestrator | None,
         typer.Option(
-            help="Time to first token through this; `ray`: Ray Serve on two nodes, beside its own NIXL.",
+            help="Measure time to first token through `ray`: Ray Serve on two nodes, beside its own NIXL.",
             show_default=False,
         ),
     ] = None,
@@ -121,8 +121,8 @@ def handoff(
     device: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --gpu: where both processes work, or, given twice, the producer and the "
-            "consumer (cuda:0); cpu tries it out in host memory.",
+            help="With --gpu: device of both processes, or, given twice, of the producer and the "
+            "consumer (cuda:0); cpu tries the benchmark in host memory.",
             show_default=False,
         ),
     ] = None,
@@ -201,7 +201,7 @@ def _handoff_on_gpu(
 
 
 def _devices(names: Sequence[str] | None) -> tuple[str, str]:
-    """The producer's and the consumer's."""
+    """The devices of the producer and the consumer."""
     found = list(names or ["cuda:0"])
     for name in found:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
@@ -227,7 +227,7 @@ def _handoff_on_ray(
     with exit_codes(stderr), terminate_as_interrupt():
         _check(bench.problem(), over_link=True)
         found = bench.measure(lambda line: stderr.print(line, markup=False, highlight=False))
-    capacity = f"{found[0].capacity:.2f} requests/s, which is theirs"
+    capacity = f"{found[0].capacity:.2f} requests/s, the baseline's capacity"
     notes = [
         f"link: {link_mbit:,.0f} Mbit/s each way, between two Ray nodes in network namespaces",
         f"requests: answered a second while {ray.AT_ONCE} are under way",
@@ -253,7 +253,7 @@ def _check_possible(bench: HandoffBench) -> None:
 
 
 def _check(problem: str, *, over_link: bool) -> None:
-    """Raises BenchError naming what is missing: an engine says it only after half a minute."""
+    """Raises BenchError that names what is missing. An engine would report it only after half a minute."""
     if problem:
         raise BenchError(problem)
     if over_link and (reason := available()):
@@ -264,7 +264,7 @@ def _check(problem: str, *, over_link: bool) -> None:
 
 
 def _notes(bench: HandoffBench, findings: HandoffFindings) -> list[str]:
-    """What a reader of the table must know."""
+    """Notes that a reader of the table must know."""
     notes = []
     if bench.link_mbit is not None:
         notes.append(

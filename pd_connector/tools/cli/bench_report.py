@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all benchmark commands share: how they tell what they found, and how they end."""
+"""Shared by all benchmark commands: the output of results, and the exit codes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ INTERRUPTED = 130
 """Exit codes other than 0."""
 
 QUIET_CORES = 0.1
-"""What other programs may use before the figures are called provisional."""
+"""Most cores that other programs may use before the figures are called provisional."""
 
 
 @contextmanager
 def exit_codes(console: Console) -> Iterator[None]:
-    """Turn what goes wrong inside into a line and an exit code."""
+    """A context that turns an error into a line and an exit code."""
     try:
         yield
     except (PDConnectorError, OSError) as error:
@@ -40,9 +40,9 @@ def exit_codes(console: Console) -> Iterator[None]:
 def report(
     tables: Sequence[tuple[str, Sequence[Comparison]]], notes: Sequence[str], json: Path | None
 ) -> None:
-    """Print tables, each with the name of its baseline, and what a reader of them must know.
+    """Print tables, each with the name of its baseline, and notes for their reader.
 
-    Raises typer.Exit when a bar was missed.
+    Raises typer.Exit if a bar was missed.
     """
     console = Console()
     for baseline, comparisons in tables:
@@ -61,6 +61,6 @@ def report(
 
 
 def noise_note(others_cores: float) -> str:
-    """Whether the machine was quiet."""
+    """A note on whether the machine was quiet."""
     verdict = "quiet" if others_cores <= QUIET_CORES else "not quiet: the figures are provisional"
     return f"cores used by other programs meanwhile: {others_cores:.2f} ({verdict})"

@@ -27,26 +27,24 @@ def serve(
         list[float] | None,
         typer.Option(
             min=0.05,
-            help="Part of the rival's capacity; may be repeated (0.5, 0.8, 1.1).",
+            help="Share of the rival's capacity; may be repeated (0.5, 0.8, 1.1).",
             show_default=False,
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=10, help="Requests of one run.")] = 50,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with other requests.")] = 3,
-    scale: Annotated[
-        float, typer.Option(min=1.0, help="What the trace's lengths are divided by.")
-    ] = 32.0,
+    scale: Annotated[float, typer.Option(min=1.0, help="Divisor of the trace's lengths.")] = 32.0,
     link_mbit: Annotated[
         float, typer.Option(min=1.0, help="Rate of the link each way, in Mbit/s.")
     ] = 1000.0,
     json: Json = None,
 ) -> None:
-    """What users see of a whole serving stack: ours beside vLLM's own, under a trace's load.
+    """Compare whole serving stacks, as users see them: ours beside vLLM's own, under a trace's load.
 
     Ours: PDConnector (codec auto), its router, PrefixAwareScheduler. Theirs: NixlConnector,
     vllm-router, vLLM's scheduler. Each has a prefill and a decode engine in two network namespaces
-    joined by a limited link (needs root), and both serve the same requests in turn, at parts of what
-    theirs can do. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    joined by a limited link (needs root). Both serve the same requests in turn, at shares of the
+    rival's capacity. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
     bench = ServeBench(trace, peer_env, link_mbit, Plan(load or LOADS, requests, rounds, scale))
     stderr = Console(stderr=True)
@@ -57,7 +55,7 @@ def serve(
 
 
 def _notes(bench: ServeBench, version: str, findings: ServeFindings) -> list[str]:
-    """What a reader of the table must know."""
+    """Notes that a reader of the table must know."""
     promise = findings.promise
     in_time = (
         f"first token within {promise.ttft_s:.2f} s, then {promise.tpot_s * 1e3:.0f} ms a token"
@@ -66,8 +64,8 @@ def _notes(bench: ServeBench, version: str, findings: ServeFindings) -> list[str
         *(f"{name}: {parts}" for name, parts in PARTS.items()),
         f"vllm-router {version}",
         f"link: {bench.link_mbit:,.0f} Mbit/s each way, between two network namespaces",
-        f"load 1.0: {findings.capacity:.2f} requests/s, what theirs completes",
-        f"goodput: {in_time} (5 and 2 times what theirs takes on idle engines)",
+        f"load 1.0: {findings.capacity:.2f} requests/s, the rival's capacity",
+        f"goodput: {in_time} (5 and 2 times the rival's times on idle engines)",
     ]
     for name, cores in findings.rest_cores.items():
         notes.append(f"cores at rest, {name}: {cores:.2f}")

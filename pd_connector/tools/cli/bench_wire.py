@@ -51,7 +51,7 @@ def wire(
 
     32 layers x 8 KV heads x 128 in bfloat16, in pages of 16 tokens that lie in random order; on one
     machine, and between two network namespaces joined by a limited link (needs root), with a key
-    and without. CPU is that of both processes together. Exit code 1 when a bar is missed, 2 when
+    and without. CPU time is of both processes together. Exit code 1 when a bar is missed, 2 when
     nothing was measured.
     """
     for name, volume in (("--mib", mib), ("--link-mib", link_mib)):

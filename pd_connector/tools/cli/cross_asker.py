@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a prefill engine of one kind and a decode engine of another, through the router, and the vLLM
-engine of the two by itself."""
+"""Sends prompts to a prefill engine of one kind and a decode engine of another, through the router, and to the vLLM
+engine of the two alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pd_connector.tools.launch import Client
 
 
 class CrossAsker:
-    """Sends prompts both ways, and compares. Each has a cache salt of its own, so that no prefix cache
+    """Sends prompts both ways, and compares the answers. Each has a cache salt of its own, so that no prefix cache
     helps."""
 
     def __init__(self, decode: Client, router: Client, reference: Client) -> None:
@@ -30,11 +30,11 @@ class CrossAsker:
         self._reference = reference
 
     def warm_up(self) -> None:
-        """One request, so that none of those shown is anybody's first."""
+        """Send one request, so that no shown request is an engine's first."""
         self.ask("Once upon a time")
 
     def ask(self, prompt: str) -> PromptResult:
-        """Ask this prompt of the pair and of the reference.
+        """Send this prompt to the pair and to the reference.
 
         Raises:
             DemoError: an engine answered with an error, or the KV did not come.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pd-connector demo`: prefill, decode and router as real processes, and proof of what they answer."""
+"""`pd-connector demo`: prefill, decode and router as real processes, with a check of their answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FAILED = 1
 INTERRUPTED = 130
 """Exit codes other than 0."""
 
-# Where an engine computes a prompt in other portions, as a decode engine does with the last token,
-# its bfloat16 logprobs may differ from its own by a hundredth or two. Wrong KV differs by more.
+# An engine that computes a prompt in other portions may get slightly different bfloat16 logprobs, by a hundredth
+# or two. A decode engine does so with the last token. Wrong KV differs by more.
 TOLERANCE = 0.05
 
 _TWO_VLLM_HOSTS = (
@@ -76,7 +76,7 @@ HANDOFFS = {
         "prefill computes, so most of this is the prefill"
     ),
 }
-"""What the column shows."""
+"""Meaning of the column `handoff`."""
 
 
 class TransportName(StrEnum):
@@ -110,7 +110,7 @@ def demo(
     logs = log_folder()
     try:
         with terminate_as_interrupt():
-            # Every answer is compared here, the first one too: nothing is left to audit.
+            # Every answer, also the first, is compared here: there is nothing left to audit.
             config: dict[str, Any] = {"audit": "off"}
             if transport is not None:
                 config["transports"] = [str(transport)]
@@ -136,7 +136,7 @@ def demo(
 
 
 def _run(engine: EngineName, stage: Stage, console: Console) -> list[PromptResult]:
-    """Start everything, ask every prompt, and end everything, whatever happens."""
+    """Start everything, send every prompt, and end everything, whatever happens."""
     services, asker_of_them = MAKERS[engine](stage)
     names = ", ".join(service.name for service in services)
     console.print(
@@ -160,7 +160,7 @@ def _run(engine: EngineName, stage: Stage, console: Console) -> list[PromptResul
 
 
 def _prompts(lengths: Iterable[int]) -> list[str]:
-    """Texts of so many bytes, each a token of the demo's model: source that Python brings along."""
+    """Texts of these lengths in bytes; each byte is a token of the demo's model. The text is Python's own source."""
     source = inspect.getsource(argparse).encode("ascii", "replace").decode()
     texts, start = [], 0
     for length in lengths:
@@ -176,8 +176,8 @@ def _table(rows: list[PromptResult], handoff: str) -> Table:
     )
     if any(0 < row.difference <= TOLERANCE for row in rows):
         caption += (
-            " One engine differs from itself as much where it has a long prompt in its prefix cache: "
-            "it sums in another order then."
+            " One engine differs from itself by as much if its prefix cache has a long prompt: "
+            "it then sums in another order."
         )
     table = Table(
         title="Prefill in one process, decode in another", caption=caption, caption_justify="left"

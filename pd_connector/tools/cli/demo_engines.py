@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of `pd-connector demo`, a pair for each of its choices, and what asks them."""
+"""The engines of `pd-connector demo`, a pair for each choice, and the askers that send them prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pd_connector.tools.launch.sglang import (
 
 
 class EngineName(StrEnum):
-    """Engines that the demo can start: of both sides, or of prefill and decode."""
+    """Engines that the demo can start: one for both sides, or one for prefill and one for decode."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -34,7 +34,7 @@ AnyAsker = Asker | SglangAsker | CrossAsker
 
 
 class Stage(NamedTuple):
-    """What the engines of a demo share."""
+    """Shared by the engines of a demo."""
 
     model: Path
     config: dict[str, Any]  # the connector's keys
@@ -43,11 +43,11 @@ class Stage(NamedTuple):
 
 
 Make = Callable[[Stage], tuple[list[Service], Callable[[], AnyAsker]]]
-"""Makes the services of a demo, and what asks them once they run."""
+"""Makes a demo's services, and a function that makes their asker once they run."""
 
 
 def _vllm(stage: Stage) -> tuple[list[Service], Callable[[], Asker]]:
-    """A pair of vLLM engines and a router, and what asks them once they run."""
+    """A pair of vLLM engines and a router, and their asker's maker."""
     prefill = _vllm_engine(stage, "prefill", "kv_producer")
     decode = _vllm_engine(stage, "decode", "kv_consumer")
     router = _router(stage, prefill, decode)
@@ -55,7 +55,7 @@ def _vllm(stage: Stage) -> tuple[list[Service], Callable[[], Asker]]:
 
 
 def _sglang(stage: Stage) -> tuple[list[Service], Callable[[], SglangAsker]]:
-    """A pair of SGLang engines and one that works alone, and what asks them once they run."""
+    """A pair of SGLang engines and an engine that works alone, and their asker's maker."""
     prefill, decode = _sglang_engine(stage, "prefill"), _sglang_engine(stage, "decode")
     reference = _sglang_engine(stage, None)
     return [prefill, decode, reference], lambda: SglangAsker(prefill, decode, reference)
@@ -80,7 +80,7 @@ def _sglang_to_vllm(stage: Stage) -> tuple[list[Service], Callable[[], CrossAske
 
 
 _EXACT = ("--dtype", "float32")
-"""In bfloat16 the tokens of engines that differ may tie. On a GPU memory and speed count for more."""
+"""In bfloat16, tokens of different engines may tie. On a GPU, memory and speed count for more."""
 
 
 def _vllm_engine(stage: Stage, name: str, role: Role, cpu_args: Sequence[str] = ()) -> VllmEngine:
@@ -96,7 +96,7 @@ def _vllm_engine(stage: Stage, name: str, role: Role, cpu_args: Sequence[str] = 
 
 
 def _sglang_engine(stage: Stage, role: SglangRole | None) -> SglangEngine:
-    # Three engines share a GPU where there is only one.
+    # Three engines may have to share one GPU.
     on_gpu = ("--dtype", "bfloat16", "--mem-fraction-static", "0.25")
     name = role or "reference"
     return SglangEngine(

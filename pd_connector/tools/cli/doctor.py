@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pd-connector doctor`: what stands in the way of a handoff, and what to do about it."""
+"""`pd-connector doctor`: finds what prevents a handoff, and says what to do about it."""
 
 import json
 from collections.abc import Iterable

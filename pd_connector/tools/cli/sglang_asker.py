@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a pair of SGLang engines a prompt, as SGLang's router does, and one engine alone the same."""
+"""Sends a prompt to a pair of SGLang engines, as SGLang's router does, and to one engine alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pd_connector.tools.launch.sglang import SglangEngine
 
 
 class SglangAsker:
-    """Sends prompts to the pair and to the reference, and compares."""
+    """Sends prompts to the pair and to the reference, and compares the answers."""
 
     def __init__(
         self, prefill: SglangEngine, decode: SglangEngine, reference: SglangEngine
@@ -32,11 +32,11 @@ class SglangAsker:
         self._reference = reference
 
     def warm_up(self) -> None:
-        """One request, so that none of those shown is anybody's first."""
+        """Send one request, so that no shown request is an engine's first."""
         self.ask("Once upon a time")
 
     def ask(self, prompt: str) -> PromptResult:
-        """Ask this prompt of the pair and of the reference.
+        """Send this prompt to the pair and to the reference.
 
         Raises:
             DemoError: an engine answered with an error, or the KV did not come.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo ships: a small model made by examples/byte_model/train.py."""
+"""The demo's data: a small model made by examples/byte_model/train.py."""
 
 from pathlib import Path
 

@@ -3,14 +3,14 @@
 
 - `family`: a process and everything it started, ended as one
 - `proc`: processes as `/proc` shows them
-- `guard`: ends the families of a launcher that died without ending them itself
-- `ports`: ports that nobody else takes between choosing and listening
-- `service`: an HTTP server that is such a family: readiness, log, start again
-- `causes`: what its log says about a failed start
-- `engine`, `sglang`, `router`: the services there are
-- `census`: what a family has open
-- `client`: HTTP requests to them, and their metrics
-- `progress`: what a person sees while they start
+- `guard`: ends the families of a launcher that died without ending them
+- `ports`: ports that no other program takes between choosing and listening
+- `service`: an HTTP server that is such a family: readiness, log, restart
+- `start_log`: how far a start has come, and why it failed, from the log
+- `engine`, `sglang`, `router`: the services
+- `census`: processes, threads and open files of a family
+- `client`: HTTP requests to services, and their metrics
+- `progress`: what a person sees while services start
 - `signals`: SIGTERM treated as Ctrl-C
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many processes, threads and open files a family has: what grows when something leaks."""
+"""Number of processes, threads and open files of a family. A leak makes them grow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Census(NamedTuple):
 
     @classmethod
     def of(cls, family: Family) -> Census:
-        """Count now. A member that ends meanwhile counts as far as it could be read."""
+        """Count now. If a member ends meanwhile, only what could be read counts."""
         pids = [process.pid for process in family.members()]
         threads = sum(_entries(f"/proc/{pid}/task") for pid in pids)
         return cls(len(pids), threads, sum(_entries(f"/proc/{pid}/fd") for pid in pids))

@@ -26,7 +26,7 @@ class HttpError(PDConnectorError):
 
 
 class Samples(dict[tuple[str, frozenset[tuple[str, str]]], float]):
-    """What `/metrics` said at one moment: value by name and labels."""
+    """The values of `/metrics` at one moment, by name and labels."""
 
     @classmethod
     def parse(cls, text: str) -> Samples:
@@ -39,7 +39,7 @@ class Samples(dict[tuple[str, frozenset[tuple[str, str]]], float]):
         return samples
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum over all samples of this name that have these labels; 0 when there is none."""
+        """Sum over all samples of this name that have these labels; 0 if there are none."""
         wanted = labels.items()
         return sum(v for (n, found), v in self.items() if n == name and wanted <= found)
 
@@ -48,7 +48,7 @@ class Samples(dict[tuple[str, frozenset[tuple[str, str]]], float]):
         return any(found == name for found, _ in self)
 
     def since(self, before: Samples) -> Samples:
-        """How much each value has grown since an earlier moment."""
+        """The growth of each value since an earlier moment."""
         return Samples({key: value - before.get(key, 0.0) for key, value in self.items()})
 
 
@@ -60,19 +60,19 @@ class Client:
         self.timeout_s = timeout_s
 
     def get(self, path: str, timeout_s: float | None = None) -> str:
-        """Body of a GET. Raises HttpError, or OSError when nothing answers."""
+        """Body of a GET. Raises HttpError, or OSError if nothing answers."""
         with self._request("GET", path, None, timeout_s) as response:
             return response.read().decode()
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> Any:
-        """Decoded JSON answer to a POST. Raises HttpError, or OSError when nothing answers."""
+        """Decoded JSON answer to a POST. Raises HttpError, or OSError if nothing answers."""
         with self._request("POST", path, body, timeout_s) as response:
             return json.loads(response.read())
 
     def stream(
         self, path: str, body: Mapping[str, Any], timeout_s: float | None = None
     ) -> Iterator[Any]:
-        """Events of a streamed answer, decoded, as they come. Closing the iterator hangs up."""
+        """Decoded events of a streamed answer, as they come. Closing the iterator closes the connection."""
         with self._request("POST", path, {**body, "stream": True}, timeout_s) as response:
             while line := response.readline():
                 if line.startswith(b"data:"):
@@ -95,7 +95,7 @@ class Client:
         return Samples.parse(self.get("/metrics", 10.0))
 
     def model(self) -> str:
-        """Name of the model that is served."""
+        """Name of the served model."""
         return str(json.loads(self.get("/v1/models", 10.0))["data"][0]["id"])
 
     def _request(
@@ -110,7 +110,7 @@ class Client:
             connection.request(
                 method, path, None if body is None else json.dumps(body).encode(), headers
             )
-            # With "Connection: close" the response owns the socket, and closing it hangs up.
+            # With "Connection: close" the response owns the socket; closing the response closes the connection.
             response = connection.getresponse()
         except HTTPException as error:
             connection.close()

@@ -21,14 +21,14 @@ PAGE_TOKENS = 32
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    # Without these each engine claims and pins all cores, and two engines fight for them.
+    # Without these each engine claims and pins all cores, and two engines compete for them.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
 
 GPU_ARGS = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 << 30))
-"""Several engines share a GPU here. Told the size of its cache, an engine does not look how much
-memory is free while its neighbours start."""
+"""Several engines share a GPU here. An engine that is given its cache size does not measure free memory, which
+changes while its neighbours start."""
 
 LINK_ONLY = {
     # UCX would find the shared memory that joins both namespaces, and the management link.
@@ -38,7 +38,7 @@ LINK_ONLY = {
 
 
 def on_cpu() -> bool:
-    """Whether the installed vLLM is a CPU build; its own platform choice looks at the same."""
+    """Whether the installed vLLM is a CPU build; vLLM's own choice of a platform uses the same rule."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return distribution == "vllm-cpu" or "cpu" in metadata.version(distribution)
@@ -52,14 +52,14 @@ class VllmEngine(Service):
 
     Args:
         model: folder of the model.
-        role: its part in disaggregation; None for an engine on its own.
-        connector: vLLM's name of the connector; None for an engine on its own.
+        role: its part in disaggregation; None for an engine that works alone.
+        connector: vLLM's name of the connector; None for an engine that works alone.
         extra_config: the connector's own config (`kv_connector_extra_config`).
         kv_transfer: further keys of `--kv-transfer-config`, such as `kv_load_failure_policy`.
-        args: further arguments of vLLM's server; a later one wins over ours.
-        env: further variables; they win over ours.
-        namespace: where it runs; None for here. There it serves HTTP on the management address,
-            whatever `host` says, and hands KV over on the limited link.
+        args: further arguments of vLLM's server; a later argument overrides ours.
+        env: further variables; they override ours.
+        namespace: where it runs; None for here. There it serves HTTP on the management address, whatever
+            `host` says, and hands KV over on the limited link.
         python: interpreter of the environment that has the engine.
     """
 
@@ -93,7 +93,7 @@ class VllmEngine(Service):
         self.args = list(args)
         self.env = dict(env or {})
         self.python = python
-        # NixlConnector does not look for a free port by itself.
+        # NixlConnector does not find a free port itself.
         self._side_channel = self.reserve() if self.connector == "NixlConnector" else None
 
     def command(self) -> list[str]:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process and everything it started, seen and ended as one.
 
-An engine is a handful of processes, and some of them outlive a parent that is killed and then spin
-at full speed. Members are therefore found in three ways that complement each other: by descent, by
-process group, and by a marker in the environment that also those inherit who lose their parent.
+An engine is a handful of processes. Some of them outlive a parent that is killed, and then spin at full speed.
+Members are therefore found in three ways that complement each other: by descent, by process group, and by a
+marker in the environment. Processes that have lost their parent still inherit the marker.
 
-A family gets a process group of its own, so that Ctrl-C reaches the launcher alone, which then ends
-its families in order. It does not get a session of its own: Linux schedules sessions as groups, and
-a transport's progress thread in one then starves beside an engine's polling loop in another.
+A family gets a process group of its own, so that Ctrl-C reaches only the launcher, which then ends its families in
+order. It does not get a session of its own: Linux schedules sessions as groups, and a transport's progress thread in
+one session then starves beside an engine's polling loop in another.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pd_connector.tools.launch import proc
 from pd_connector.tools.launch.guard import guarded
 
 POLITE_S = 15.0
-"""How long a family may take to end by itself after SIGTERM."""
+"""How long a family may take to end after SIGTERM."""
 LINGER_S = 2.0
-"""How long what a process leaves behind may take to end after it."""
+"""How long processes left behind by an ended process may take to end."""
 POLL_S = 0.05
 
 Popen = Callable[..., "subprocess.Popen[bytes]"]
@@ -40,7 +40,7 @@ class Family:
     Args:
         command: program and arguments.
         env: variables added to this process's own.
-        log: file that gets everything the family prints, appended; None discards it.
+        log: file to which all output of the family is appended; None discards it.
         popen: starts the process, as `subprocess.Popen` does.
     """
 
@@ -58,8 +58,8 @@ class Family:
             **os.environ,
             **(env or {}),
             proc.MARKER: ":".join(filter(None, lineage)),
-            # Engines rename their processes; by default that overwrites what /proc shows of the
-            # environment, and with it the marker.
+            # Engines rename their processes. By default that overwrites the environment in /proc, and with it
+            # the marker.
             "SPT_NOENV": "1",
         }
         self._seen: dict[int, proc.Process] = {}
@@ -80,7 +80,7 @@ class Family:
 
     @property
     def returncode(self) -> int | None:
-        """How the started process ended; None while it runs. Its descendants may outlive it."""
+        """Exit status of the started process; None while it runs. Its descendants may outlive it."""
         return self._root.poll()
 
     def members(self) -> list[proc.Process]:
@@ -88,7 +88,7 @@ class Family:
         processes = proc.table()
         pids = {pid for pid in processes if self.id in proc.families(pid)}
         if self._root.returncode is None:
-            # Until the root is reaped, its pid can mean nothing else.
+            # Until the root is reaped, its pid cannot belong to another process.
             pids |= {p.pid for p in processes.values() if p.group == self.pid}
             pids.add(self.pid)
         pids = proc.descendants(processes, pids)
@@ -115,11 +115,11 @@ class Family:
         self.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a paused family go on (SIGCONT)."""
+        """Let a paused family continue (SIGCONT)."""
         self.signal(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """Ask the started process to end; without it, ask everything it left behind."""
+        """Ask the started process to end; if it has ended, ask the processes it left behind."""
         if self._root.poll() is None:
             self._root.terminate()
         else:
@@ -127,7 +127,7 @@ class Family:
         self.resume()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the whole family is gone; False when some of it is still there."""
+        """Wait until the whole family has ended; False if a member is still there."""
         deadline = time.monotonic() + timeout_s
         while self._root.poll() is None or self.members():
             if time.monotonic() >= deadline:
@@ -136,10 +136,10 @@ class Family:
         return True
 
     def kill(self) -> None:
-        """End every member at once (SIGKILL), and wait until all are gone.
+        """End every member at once (SIGKILL), and wait until all have ended.
 
         Raises:
-            TimeoutError: something survives even that; the message has its pids.
+            TimeoutError: a process survives SIGKILL; the message has its pid.
         """
         proc.kill_all(self.members)
         self._root.wait()
@@ -161,7 +161,7 @@ class Family:
 
 
 def stop_all(families: Iterable[Family], polite_s: float = POLITE_S) -> None:
-    """End several families side by side, within the time that one may take."""
+    """End several families at the same time, within the time limit for one."""
     families = list(families)
     try:
         for family in families:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard: a small process that outlives its launcher, to end the families it left behind.
+"""The guard: a small process that outlives its launcher, and ends the families that the launcher leaves behind.
 
-However the launcher dies (an exception, SIGKILL, a closed terminal), the kernel closes its end of a
-pipe; the guard, reading the other end, then ends every process that carries the launcher's marker
-(`proc.watch`). PR_SET_PDEATHSIG would not do: it reaches only direct children, and fires when the
-*thread* that started them ends.
+However the launcher dies (an exception, SIGKILL, a closed terminal), the kernel closes its end of a pipe. The guard
+reads the other end, and then ends every process with the launcher's marker (`proc.watch`). PR_SET_PDEATHSIG is not
+enough: it reaches only direct children, and fires when the *thread* that started them ends.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from pd_connector.tools.launch import proc
 
 
 class _Guard(NamedTuple):
-    launcher: str  # id that everything this launcher starts is marked with
+    launcher: str  # id that marks everything this launcher starts
     process: subprocess.Popen[bytes]
-    pipe: int  # our end, open for as long as we live
+    pipe: int  # the launcher's end, open as long as the launcher lives
 
 
-_guards: dict[int, _Guard] = {}  # by the launcher's own pid: a fork needs a guard of its own
+_guards: dict[int, _Guard] = {}  # by the launcher's own pid: a fork needs its own guard
 _lock = threading.Lock()
 
 
 def guarded() -> str:
-    """The id of this launcher. Its guard is started when it is first asked for."""
+    """The id of this launcher. The first call starts its guard."""
     with _lock:
         guard = _guards.get(os.getpid())
         if guard is None or guard.process.poll() is not None:
@@ -48,7 +47,7 @@ def _start(launcher: str) -> _Guard:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environment,
-        # A group of its own: Ctrl-C, or a kill of the launcher's group, must not reach it.
+        # A group of its own: Ctrl-C, or a signal to the launcher's group, must not reach it.
         process_group=0,
     )
     os.close(reading)

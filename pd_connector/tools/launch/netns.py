@@ -5,13 +5,13 @@
       |  mgmt (unlimited, one each)  |
     [ namespace ] === link (limited both ways) === [ namespace ]
 
-Everything that a namespace's processes send to the other namespace passes the limited link, for
-there is no other road. The root namespace reaches each of them over a management link of its own, so
-that HTTP clients stay where they are. Namespaces divide the network only: shared memory still joins
-both sides, so that a transport that would use it has to be told not to.
+Everything that a process in one namespace sends to the other passes the limited link, because there is no other
+route. The root namespace reaches each of them over its own management link, so HTTP clients can stay there.
+Namespaces divide only the network. Shared memory still joins both sides, so a transport that would use it must
+be told not to.
 
-Needs root and iproute2; `available` says why not. A launcher that is killed leaves its namespaces
-behind. Their names say whose they were, and the next `Bed` removes them.
+Needs root and iproute2; `available` says why not. A launcher that is killed leaves its namespaces behind. Their names
+tell their owner, and the next `Bed` removes them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ MANAGEMENT = "mgmt0"
 """Names of the two devices in each namespace."""
 
 BURST = "256k"
-"""What passes at once: at 1 Gbit/s, two milliseconds."""
+"""Burst of the link: at 1 Gbit/s, two milliseconds."""
 QUEUE = "50ms"
-"""How long a packet may wait before the link before it is dropped."""
+"""How long a packet may wait before the link; then it is dropped."""
 
 FIRST_PORT = 8000
-"""Below the range from which the system chooses ports, so that nobody has one by chance."""
+"""Below the range from which the system chooses ports, so that no program gets one of these by chance."""
 
 _NETWORKS = 250
 _claiming = threading.Lock()
 _FOLDER = Path("/run/netns")
-# pd, the owner's pid and start (a pid comes again), the network's number, the side.
+# pd, the owner's pid and start time (a pid is reused), the network's number, the side.
 _NAME = re.compile(r"pd-(\d+)-(\d+)-\d+-[ab]")
 
 
@@ -60,16 +60,16 @@ class Namespace:
 
     name: str
     address: str  # on the limited link: for data between the two sides
-    management: str  # reached from the root namespace, and not from the other side
+    management: str  # reachable from the root namespace, not from the other side
     _ports: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_PORT), repr=False)
 
     @property
     def prefix(self) -> list[str]:
-        """What to put before a command to run it here. Pid, group and environment stay the same."""
+        """Words before a command to run it here. Pid, group and environment stay the same."""
         return ["ip", "netns", "exec", self.name]
 
     def port(self) -> int:
-        """A port of this namespace that has not been given out before."""
+        """A port of this namespace that was not given out before."""
         return next(self._ports)
 
 
@@ -77,10 +77,10 @@ class Bed:
     """Two namespaces with loopback, a limited link and management links, for a `with` block.
 
     Args:
-        rate_mbit: what the link carries each way, in Mbit/s.
+        rate_mbit: rate of the link each way, in Mbit/s.
 
     Raises:
-        NetnsError: on entry, when they cannot be made; what there was is removed again.
+        NetnsError: on entry, if they cannot be made. Parts that were made are removed again.
     """
 
     def __init__(self, rate_mbit: float = 1000.0) -> None:
@@ -126,7 +126,7 @@ class Bed:
         self._remove()
 
     def _claim(self) -> None:
-        """Find a number that nobody uses: a device of this name can exist only once."""
+        """Find an unused number: only one device of this name can exist."""
         for number in range(_NETWORKS):
             if Path(f"/sys/class/net/{_outside(number, 'a')}").exists():
                 continue
@@ -151,7 +151,7 @@ class Bed:
 
 @functools.cache
 def available() -> str:
-    """Why namespaces cannot be had here, in words; empty when they can. Tried once."""
+    """Why namespaces are impossible here, in words; empty if they are possible. Tried once."""
     try:
         with Bed():
             return ""
@@ -160,7 +160,7 @@ def available() -> str:
 
 
 def remove_stale() -> list[str]:
-    """Remove namespaces whose owner has ended; their names. What still runs in them runs on."""
+    """Remove namespaces whose owner has ended; returns their names. Processes in them continue."""
     removed = []
     for name in _names():
         match = _NAME.fullmatch(name)
@@ -182,7 +182,7 @@ def _names() -> list[str]:
 
 
 def _namespace(number: int, side: str) -> Namespace:
-    """198.18.0.0/15 is set aside for benchmarks (RFC 2544): no real network has these addresses."""
+    """A namespace's addresses. 198.18.0.0/15 is reserved for benchmarks (RFC 2544): no real network uses it."""
     owner = proc.read(os.getpid())
     assert owner is not None, "/proc shows this process"
     index = "ab".index(side)
@@ -211,9 +211,9 @@ def _join_root(number: int, sides: tuple[Namespace, ...]) -> None:
 
 
 def _delete(name: str) -> None:
-    """Delete a namespace with its links, as far as they exist.
+    """Delete a namespace with its links, if they exist.
 
-    By name, for a namespace in which something still runs outlives its name, and its links with it.
+    Links are deleted by name: a namespace in which a process still runs outlives its name, and so would its links.
     """
     _attempt("ip", "-n", name, "link", "delete", LINK)
     _attempt("ip", "-n", name, "link", "delete", MANAGEMENT)
@@ -227,7 +227,7 @@ def _do(*command: str) -> None:
 
 
 def _attempt(*command: str) -> str:
-    """Run a command; why it failed, empty when it did not."""
+    """Run a command; returns why it failed, empty if it succeeded."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False

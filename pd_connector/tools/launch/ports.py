@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free ports that stay ours from the moment they are chosen.
+"""Free ports that stay reserved from the moment they are chosen.
 
-A port that is looked up, closed and handed to a program may be taken in between by another test run.
-Here a socket that never listens keeps it bound. The kernel then offers it to nobody who asks for any
-free port, while a server that asks for this one by number and sets SO_REUSEADDR or SO_REUSEPORT, as
-servers do, binds it beside us and gets all its connections.
+If a port is looked up, closed and passed to a program, another test run may take it in between. Here a socket
+that never listens keeps the port bound. The kernel then does not offer it to programs that ask for any free
+port. A server that asks for this port by number and sets SO_REUSEADDR or SO_REUSEPORT, as servers do, binds it
+as well and gets all connections.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Port:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(family, kind, protocol)
         self._socket.bind(address)
-        # Only now: a socket that allows sharing while it chooses may be given a shared port.
+        # Set only now: a socket that allows sharing while it chooses may be given a shared port.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self.number: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Give the port up: for servers that do not share it, just before they start."""
+        """Release the port just before the start of a server that does not share it."""
         self._socket.close()
 
     def __int__(self) -> int:

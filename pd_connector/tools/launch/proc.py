@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes as `/proc` shows them, and the guard's program, which ends what a launcher left behind.
+"""Processes as `/proc` shows them, and the guard's program, which ends processes that a launcher left behind.
 
-Standard library only, and run by path: the guard must start in a moment and stay small.
+Uses only the standard library, and is run by path: the guard must start in a moment and stay small.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 MARKER = "PD_CONNECTOR_FAMILY"
-"""Environment variable that every process of a family inherits: the ids of all the families it
-belongs to, joined by colons. A process that has lost its parent is still recognised by it."""
+"""Environment variable that every process of a family inherits: the ids of all families of the process, joined by
+colons. It identifies a process that has lost its parent."""
 
 POLITE_S = 5.0
-"""Time between SIGTERM and SIGKILL: engines remove their shared memory in it."""
+"""Time between SIGTERM and SIGKILL, in which engines remove their shared memory."""
 TRACKER_S = 5.0
-"""Time for Python's resource trackers to clean up, once those they serve are gone."""
+"""Time for Python's resource trackers to clean up after the processes that they serve."""
 UNKILLABLE_S = 30.0
-"""How long SIGKILL may take: a process inside a system call ends after the call."""
+"""Longest time for SIGKILL: a process inside a system call ends after the call."""
 
 
 class Process(NamedTuple):
-    """One process; `started` tells it from a later one with the same pid."""
+    """One process; `started` distinguishes it from a later process with the same pid."""
 
     pid: int
     started: int  # clock ticks since boot
@@ -41,25 +41,25 @@ class Process(NamedTuple):
 
 
 def read(pid: int) -> Process | None:
-    """The process with this pid, or None when there is none."""
+    """The process with this pid; None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except OSError:
         return None
-    # The name, in parentheses, may itself hold spaces and parentheses.
+    # The name, in parentheses, may itself contain spaces and parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
     return Process(pid, int(fields[19]), int(fields[1]), int(fields[2]), fields[0].decode())
 
 
 def table() -> dict[int, Process]:
-    """All processes there are, by pid."""
+    """All processes, by pid."""
     found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {process.pid: process for process in found if process is not None}
 
 
 def descendants(processes: dict[int, Process], roots: Iterable[int]) -> set[int]:
-    """Pids of `roots` and of all that descend from them, as far as they are in the table."""
+    """Pids of `roots` and of all their descendants in the table."""
     children: dict[int, list[int]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process.pid)
@@ -74,7 +74,7 @@ def descendants(processes: dict[int, Process], roots: Iterable[int]) -> set[int]
 
 
 def families(pid: int) -> list[str]:
-    """Ids of the families this process was born into; empty when it cannot be read."""
+    """Ids of the families into which this process was born; empty if they cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
@@ -88,7 +88,7 @@ def families(pid: int) -> list[str]:
 
 
 def signal_all(processes: Iterable[Process], number: int) -> None:
-    """Send a signal to each process that is still the one it was."""
+    """Send a signal to each process, unless its pid now belongs to another process."""
     for process in processes:
         now = read(process.pid)
         if now is None or now.started != process.started:
@@ -100,10 +100,10 @@ def signal_all(processes: Iterable[Process], number: int) -> None:
 
 
 def watch(launcher: str, parent: str) -> None:
-    """Wait until the launcher is gone, then end what carries its id (the guard's program)."""
+    """Wait until the launcher has ended, then end all processes with its id (the guard's program)."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # A fork of the launcher may hold the pipe open after the launcher's death: watch both.
+    # A fork of the launcher may hold the pipe open after the launcher's death, so both are watched.
     while os.getppid() == int(parent):
         readable, _, _ = select.select([sys.stdin.buffer], [], [], 1.0)
         if readable and not os.read(0, 1):
@@ -122,16 +122,16 @@ def end(family: str, polite_s: float = POLITE_S) -> None:
 
 
 def kill_all(members: Callable[[], list[Process]]) -> None:
-    """SIGKILL everybody, again and again, since a process may start another meanwhile.
+    """Send SIGKILL to all members, again and again, because a process may start another meanwhile.
 
-    Python's resource trackers are given a moment more: they end when those they serve are gone,
-    and remove the shared memory that those left in /dev/shm.
+    Python's resource trackers get a moment more. They end after the processes that they serve, and remove the
+    shared memory left in /dev/shm.
 
     Raises:
-        TimeoutError: something survives even that; the message has its pids.
+        TimeoutError: a process survives SIGKILL; the message has its pid.
     """
     started = time.monotonic()
-    alone_since = None  # since when only trackers are left
+    alone_since = None  # time since when only trackers are left
     while left := members():
         now = time.monotonic()
         if now - started > UNKILLABLE_S:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees while services start: a spinner each, or plain lines without a terminal."""
+"""What a person sees while services start: a spinner for each, or plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pd_connector.tools.launch.service import (
 
 
 class Display(Protocol):
-    """Says what one service is doing."""
+    """Shows what one service is doing."""
 
     def __call__(self, service: Service, phase: str, *, done: bool = False) -> None: ...
 
@@ -31,10 +31,10 @@ def wait_all(
     timeout_s: float = READY_TIMEOUT_S,
     console: Console | None = None,
 ) -> None:
-    """Wait until all services, started already, answer; show what they do meanwhile.
+    """Wait until all services, which are already started, answer. Show their progress meanwhile.
 
     Raises:
-        StartError: one of them ended or took too long. All of them are stopped then.
+        StartError: a service ended or took too long. All of them are stopped then.
     """
     services = list(services)
     waiting = list(services)

@@ -19,8 +19,8 @@ class RouterProcess(Service):
         prefill: base URLs of prefill engines.
         decode: base URLs of decode engines.
         args: further arguments of the router.
-        hands_over: it counts as ready only when every engine is up and it can hand KV over, not
-            as soon as anybody could answer.
+        hands_over: whether it counts as ready only when every engine is up and it can hand KV over, and not as
+            soon as it can answer.
     """
 
     def __init__(

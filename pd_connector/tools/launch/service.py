@@ -20,7 +20,7 @@ from pd_connector.tools.launch.netns import Namespace
 from pd_connector.tools.launch.ports import Port
 
 READY_TIMEOUT_S = 600.0
-"""Generous: several engines may be starting on two busy cores."""
+"""Generous, because several engines may be starting on two busy cores."""
 POLL_S = 0.2
 LOG_LINES = 60
 
@@ -30,9 +30,9 @@ class StartError(PDConnectorError):
 
 
 class Service(ABC):
-    """One server on one port. The port stays reserved over restarts, until exit.
+    """One server on one port. The port stays reserved over restarts, until the exit.
 
-    With a namespace it runs there, and listens on that namespace's management address.
+    With a namespace the server runs there, and listens on that namespace's management address.
     """
 
     def __init__(
@@ -65,28 +65,28 @@ class Service(ABC):
         return {}
 
     def reserve(self) -> int:
-        """A port where it runs that nobody else is given."""
+        """A port in the server's namespace that no other caller gets."""
         if self.namespace is not None:
             return self.namespace.port()
         self._reserved.append(Port(self.host))
         return self._reserved[-1].number
 
     def phase(self) -> str:
-        """What it is doing while it starts, in a few words."""
+        """The present phase of its start, in a few words."""
         return start_log.phase(self.log_path, self._log_from_bytes)
 
     @property
     def running(self) -> bool:
-        """Whether the server's main process runs. Others of its family may without it."""
+        """Whether the server's main process runs. Other processes of its family may run without it."""
         return self.family is not None and self.family.returncode is None
 
     @property
     def waited_s(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since its start."""
         return time.monotonic() - self.started_at
 
     def start(self) -> Self:
-        """Start it, without waiting. Its log goes on where an earlier run's ended."""
+        """Start it, without waiting. The log continues after an earlier run's."""
         if self.family is not None:
             raise RuntimeError(f"{self.name} has been started already: stop or kill it first")
         command = [*(self.namespace.prefix if self.namespace else ()), *self.command()]
@@ -100,7 +100,7 @@ class Service(ABC):
         return self
 
     def ready(self) -> bool:
-        """Whether it answers now. Raises StartError when it has ended instead."""
+        """Whether it answers now. Raises StartError if it has ended."""
         if not self.running:
             raise StartError(self._report("it ended"))
         return self.client.healthy()
@@ -110,7 +110,7 @@ class Service(ABC):
         timeout_s: float = READY_TIMEOUT_S,
         progress: Callable[[str], None] | None = None,
     ) -> Self:
-        """Wait until it answers; `progress` gets what it does meanwhile, whenever that changes.
+        """Wait until it answers; `progress` gets each new phase of the start.
 
         Raises:
             StartError: it ended, or did not answer in time. It is stopped then.
@@ -143,7 +143,7 @@ class Service(ABC):
         return "\n".join(start_log.tail(self.log_path, lines))
 
     def stop(self, polite_s: float = POLITE_S) -> None:
-        """End it and its whole family, politely first. Does nothing when it is not started."""
+        """End it and its whole family, with SIGTERM first. Does nothing if it is not started."""
         if self.family is not None:
             self.family.stop(polite_s)
             self.family = None
@@ -155,12 +155,12 @@ class Service(ABC):
             self.family = None
 
     def pause(self) -> None:
-        """Freeze its whole family: it neither works nor answers, and its sockets stay open."""
+        """Freeze its whole family: it neither works nor answers, but its sockets stay open."""
         if self.family is not None:
             self.family.pause()
 
     def resume(self) -> None:
-        """Let a paused service go on."""
+        """Let a paused service continue."""
         if self.family is not None:
             self.family.resume()
 
@@ -187,7 +187,7 @@ class Service(ABC):
 
 
 def stop_services(services: Iterable[Service], polite_s: float = POLITE_S) -> None:
-    """End several services side by side."""
+    """End several services at the same time."""
     services = list(services)
     stop_all([s.family for s in services if s.family is not None], polite_s)
     for service in services:
@@ -195,5 +195,5 @@ def stop_services(services: Iterable[Service], polite_s: float = POLITE_S) -> No
 
 
 def log_folder() -> Path:
-    """A new folder for logs, kept after this process ends: somebody may want to read them."""
+    """A new folder for logs. It is kept after this process ends, for the user to read."""
     return Path(tempfile.mkdtemp(prefix="pd-connector-"))

@@ -23,27 +23,27 @@ from pd_connector.tools.launch.service import Service
 SglangRole = Literal["prefill", "decode"]
 
 PYTHON_VARIABLE = "PD_CONNECTOR_SGLANG_PYTHON"
-"""Names the Python of the environment that has SGLang: it cannot share one with vLLM."""
+"""Variable that names the Python of the environment with SGLang, which cannot share one with vLLM."""
 
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
-    # The first request would wait a minute for a C++ compiler.
+    # Otherwise the first request would wait a minute for a C++ compiler.
     "TORCH_COMPILE_DISABLE": "1",
     # SGLang makes a CUDA event for a cached prefix that it sends early.
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
 }
 CPU_ARGS = ("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph")
 CPU_DECODE_ARGS = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
-"""SGLang's default takes pinned memory, which needs CUDA."""
+"""SGLang's default needs pinned memory, and so CUDA."""
 
 
 def sglang_python() -> str:
-    """The Python of an environment with SGLang: this one, or the one that ci/setup-sglang makes beside
-    it, or the one that the variable names.
+    """The Python of an environment with SGLang: this one, the one that ci/setup-sglang makes beside it, or the
+    one that the variable names.
 
     Raises:
-        PDConnectorError: there is none.
+        PDConnectorError: there is no such Python.
     """
     if named := os.environ.get(PYTHON_VARIABLE):
         return named
@@ -61,7 +61,7 @@ def sglang_python() -> str:
 
 @cache
 def sglang_on_cpu(python: str) -> bool:
-    """Whether the torch of this environment knows no GPU."""
+    """Whether the torch of this environment has no GPU support."""
     asked = "import torch; print(torch.cuda.is_available())"
     return subprocess.check_output([python, "-c", asked], text=True).strip() != "True"
 
@@ -71,17 +71,17 @@ class SglangEngine(Service):
 
     Args:
         model: folder of the model.
-        role: its part in disaggregation; None for an engine on its own.
+        role: its part in disaggregation; None for an engine that works alone.
         backend: SGLang's name of the transfer backend.
         extra_config: PDConnector's config keys.
         page_size: tokens of a page.
         tp: tensor-parallel ranks.
-        max_tokens: tokens that fit in its cache.
-        args: further arguments of SGLang's server; a later one wins over ours.
-        env: further variables; they win over ours.
-        namespace: where it runs; None for here. There it listens everywhere: its HTTP server is
-            asked at the management address, and its registry and data on the limited link.
-        python: interpreter of the environment that has SGLang; found by default.
+        max_tokens: most tokens in its cache.
+        args: further arguments of SGLang's server; a later argument overrides ours.
+        env: further variables; they override ours.
+        namespace: where it runs; None for here. There it listens on all addresses: its HTTP server is reached at
+            the management address, and its registry and data on the limited link.
+        python: interpreter of the environment with SGLang; found by default.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SglangEngine(Service):
         return command + self.args
 
     def environment(self) -> dict[str, str]:
-        # Its health check would compute a token each time, and take a second.
+        # Its own health check would compute a token each time, which takes a second.
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         if sglang_on_cpu(self.python):
             environment |= CPU_ENVIRONMENT

@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread. Main thread only."""
+    """A context in which SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread. Main thread only."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a service's log says: how far its start has come, and why it failed."""
+"""Reads a service's log: how far its start has come, and why it failed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _COMMAND = re.compile(r"^\$ |non-default args")
 # The line of a traceback that names the exception, with or without vLLM's prefix.
 _RAISED = re.compile(r"^(?:\(.*?\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$")
 _KILLS_ITSELF = "kill_process_tree called"
-"""SGLang ends all of its processes like this, the one that says so included, when one of them has failed."""
+"""After a failure of one process, SGLang ends all of its processes like this, also the one that reports the
+failure."""
 _NOISE = re.compile(r'Route: /|Available routes|" 200 OK$')
 
-# What a line of vLLM's log means for somebody who waits, in the order in which they come.
+# Meanings of lines in vLLM's log, in the order in which the lines come.
 _PHASES = (
     (re.compile(r"non-default args"), "reading the model's config"),
     (re.compile(r"Initializing a V1 LLM engine"), "starting the worker"),
@@ -27,7 +28,7 @@ _PHASES = (
 
 class _Known(NamedTuple):
     pattern: str
-    words: str  # what it means, and what to do
+    words: str  # meaning and advice
 
 
 _KNOWN = (
@@ -82,7 +83,7 @@ _KNOWN = (
 
 
 def tail(log: Path, lines: int | None, start_bytes: int = 0) -> list[str]:
-    """The last lines (None: all) of a log from `start_bytes` on, without routes and requests that went well."""
+    """The last lines (None: all) of a log from `start_bytes` on, without routes and successful requests."""
     try:
         with log.open("rb") as file:
             file.seek(start_bytes)
@@ -94,7 +95,7 @@ def tail(log: Path, lines: int | None, start_bytes: int = 0) -> list[str]:
 
 
 def phase(log: Path, start_bytes: int = 0) -> str:
-    """What an engine that writes this log, from `start_bytes` on, is doing, in a few words."""
+    """The present phase of the engine that writes this log, from `start_bytes` on, in a few words."""
     for line in reversed(tail(log, 400, start_bytes)):
         for pattern, words in reversed(_PHASES):
             if pattern.search(line):
@@ -103,14 +104,14 @@ def phase(log: Path, start_bytes: int = 0) -> str:
 
 
 def likely_cause(lines: list[str], returncode: int | None) -> str | None:
-    """The most likely reason for a failed start, with what to do; None when nothing is known.
+    """The most likely reason for a failed start, with advice; None if unknown.
 
-    `lines` is the whole log of the failed run: what comes last is often only a consequence.
+    `lines` is the whole log of the failed run: the last lines are often only a consequence.
     """
     by_itself = any(_KILLS_ITSELF in line for line in lines)
     if returncode == -signal.SIGKILL and not by_itself:
         return "killed by SIGKILL: most likely this machine ran out of memory (see dmesg)"
-    # Lines that repeat the command contain the words of many a failure.
+    # Lines that repeat the command contain the words of many failures.
     candidates = [line for line in lines if not _COMMAND.search(line)]
     for pattern, words in _KNOWN:
         for line in candidates:

@@ -58,7 +58,7 @@ class FakeBoard:
     def write(
         self, *, waiting_s: float = 0.0, classes: Sequence[str] = ("premium", "free")
     ) -> None:
-        """A report of now: so much work, in requests of a quarter of a second, waits in `premium`."""
+        """A report of now: `waiting_s` of work, in requests of a quarter of a second, waits in `premium`."""
         work = [0.0] * BUCKETS
         work[bucket_of(0.25)] = waiting_s
         none = (0.0,) * BUCKETS
@@ -79,7 +79,7 @@ class Server:
     clock: Clock
     status: int = 200
     pieces: Sequence[tuple[float, bytes]] = ((0.0, b"{}"),)
-    """Of the body: seconds until it comes, and what comes."""
+    """Pieces of the body: seconds until each comes, and its bytes."""
     streamed: bool = False
     usage: Any = None
     bodies: list[bytes] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Bench:
         return asyncio.run(self._send(scope, raw))
 
     def premium(self, tokens: int = 100, **extra: Any) -> Got:
-        """A request of class `premium` with a prompt of so many token ids."""
+        """A request of class `premium` with a prompt of `tokens` token ids."""
         body = {"prompt": list(range(tokens)), "max_tokens": 1, **extra}
         return self.post(body, headers=[("x-customer-tier", "premium")])
 

@@ -179,7 +179,7 @@ def test_engine_figures_reach_the_metrics_when_they_are_asked_for(bench: Bench) 
 
 
 def _load(bench: Bench, *, arriving_s: float, decoding: int = 0, idle: bool = False) -> None:
-    """A report with nothing waiting, so much prefill coming per second, and sequences decoding."""
+    """A report with nothing waiting, `arriving_s` of prefill per second, and `decoding` sequences."""
     bench.board.write()
     post = bench.board.post
     load = replace(post.report.classes["premium"], arriving=(arriving_s,) + (0.0,) * (BUCKETS - 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is let in: those for whom the promise will be kept, judged by when they will be served."""
+"""Requests are let in if the promise will be kept for them, judged by when they will be served."""
 
 from __future__ import annotations
 

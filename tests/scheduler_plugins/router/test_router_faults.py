@@ -476,7 +476,7 @@ def test_a_client_that_leaves_takes_both_requests_with_it(when: str) -> None:
 def test_a_client_that_leaves_with_its_whole_answer_was_served(
     streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sends one request closes its connection at once, while the prefill copy is being let go."""
+    """The client of one request closes its connection at once, while the prefill copy is being let go."""
     run_copy = PrefillCopy._run
 
     async def slow_to_go(copy: PrefillCopy) -> None:

@@ -265,7 +265,7 @@ def test_the_first_logprob_is_the_one_of_the_engine_that_chose_the_token(streams
 
 
 def test_as_many_first_tokens_are_told_as_were_asked_for() -> None:
-    """SGLang has one dummy token in their place, so often; vLLM tells the chosen one beside the likeliest."""
+    """SGLang has one dummy token as often in their place; vLLM tells the chosen one beside the likeliest."""
     told = {"x": -3.0, "a": -0.25, "c": -2.5, "b": -2.0}
     first = {"tokens": ["x"], "token_logprobs": [-3.0], "top_logprobs": [told]}
 

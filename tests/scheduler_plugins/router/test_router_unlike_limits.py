@@ -37,7 +37,7 @@ UNLIKE = {
 
 
 def refuses_from(tokens: int, says: str = "too long") -> Any:
-    """An engine with a context of so many tokens: one token more than a prompt must fit."""
+    """An engine with a context of `tokens` tokens: one token more than a prompt must fit."""
 
     async def behave(
         engine: FakeEngine, request: web.Request, body: dict[str, Any]
@@ -73,7 +73,7 @@ def test_a_prefill_engine_is_not_asked_for_a_prompt_beyond_its_context() -> None
 
 @pytest.mark.parametrize("lacks", UNLIKE)
 def test_what_a_prefill_engine_does_not_take_the_decode_engine_answers_at_once(lacks: str) -> None:
-    """And the next prompt finds the prefill engine as it was: a 400 says nothing of it."""
+    """The next prompt finds the prefill engine unchanged, because a 400 says nothing about the engine."""
 
     async def scenario() -> None:
         async with World(**GRACE) as w:

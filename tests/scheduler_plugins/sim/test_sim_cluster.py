@@ -136,7 +136,7 @@ def test_others_see_a_block_when_it_is_computed_and_its_event_has_come() -> None
     def split(lag_s: float, at_s: float) -> list[str | None]:
         made = cluster(2, lag_s=lag_s, policy="cache_aware")
         again = replace(one("a", 160), id="b", arrival_s=at_s)
-        # Whoever is busy is not asked without a match: the second request shows what was known.
+        # A busy engine is not asked without a match: the second request shows what was known.
         served = made.run([one("a", 160), again, one("c", 160, at_s + 1e-3)])
         return [each.p for each in served[:2]]
 

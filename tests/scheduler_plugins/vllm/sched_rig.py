@@ -152,7 +152,7 @@ class Rig:
         )
         if seconds_per_token and isinstance(self.scheduler, PrefixAwareScheduler):
             # Times of a worker that takes none teach nothing.
-            # With several classes a step costs so much by itself that none is kept short.
+            # With several classes the fixed cost of a step is so high that no step is kept short.
             shared = len(self.scheduler._live.classes) > 1
             fixed = CostModel(a=seconds_per_token, c=shared * seconds_per_token * budget / 10)
             self.scheduler._steps.fit = SimpleNamespace(

@@ -209,7 +209,7 @@ def test_messages_that_are_no_events_cost_the_engines_part_only(tmp_path: Path) 
 
 
 def adjacent_ports(several: int) -> int:
-    """The first of so many free ports in a row."""
+    """The first of `several` free ports in a row."""
     while True:
         held = [socket.create_server(("127.0.0.1", 0))]
         first: int = held[0].getsockname()[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To whom a prefill gives way: to those who start in its place, and to nobody else."""
+"""A prefill gives way only to requests that start in its place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rig_of(tmp_path: Path, bound: int = 256, policy: str = "fcfs", **more: Any) 
 
 
 def test_two_that_had_no_room_do_not_take_turns_for_the_sake_of_a_third(tmp_path: Path) -> None:
-    """Both start before the class that is owed. A step computes half a page: whoever yields loses it."""
+    """Both start before the class that is owed. A step computes half a page: a request that yields loses it."""
     rig = rig_of(tmp_path, bound=0, seqs=1)
     for name in ("a", "b"):
         rig.add(name, words(ord(name), 40), qos="free")

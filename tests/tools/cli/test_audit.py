@@ -37,7 +37,7 @@ def engine(
 
 
 def verdict(*ends: str) -> tuple[bool, str]:
-    """Of a decode engine whose prompts end like that, one after the other; then nothing moves."""
+    """The verdict on a decode engine whose prompts end like that, one after the other; then nothing moves."""
     metrics: dict[str, float] = {'received_transfers_total{engine="0"}': 0.0}
     left = list(ends)
 

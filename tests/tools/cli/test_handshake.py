@@ -19,7 +19,7 @@ __all__ = ["ranks"]
         (
             "a",
             "",
-            "answers nobody who shows no key",
+            "does not answer without a key",
             "set PD_CONNECTOR_KEY here to that engine's key",
         ),
         ("", "b", "has no key, and PD_CONNECTOR_KEY is set here", "start that engine with"),

@@ -215,7 +215,7 @@ def test_closing_a_stream_hangs_up():
 
 
 def test_an_unknown_failure_is_named_by_its_first_exception():
-    """A worker's exception is followed by those of everybody who waited for it."""
+    """A worker's exception is followed by exceptions of all processes that waited for it."""
     prefix = "(EngineCore pid=7) ERROR 11-21 08:00:55 [core.py:1510] "
     log = [
         "(APIServer pid=6) WARNING [system_utils.py:255] errors like `OSError: [Errno 24] ...`",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench handoff --gpu`: KV moved between two processes on a GPU over NIXL, collated by the transfer
-kernels, beside one descriptor per page.
+"""`bench handoff --gpu`: KV moved between two processes on a GPU over NIXL. Compares payloads that the transfer
+kernels collate with one descriptor per page.
 
-Everything runs in the same two processes, one contender after the other, the baseline first and last.
-What has arrived is verified after each run, outside the time.
+Everything runs in the same two processes, one contender after the other, with the baseline first and last.
+Received KV is verified after each run, outside the measured time.
 """
 
 import importlib.util
@@ -24,31 +24,31 @@ from pd_kernels.bench.caches import MODELS, Model
 
 CODECS = ("raw", "fp8_e4m3", "int8")
 AGENTS = ("agent-device", "agent-host")
-"""Whole agents, with their slots on the device, or in pinned host memory."""
+"""Whole agents, with their slots on the device or in pinned host memory."""
 PROMPT_TOKENS = (512, 7_500, 32_000)
 SLOTS = 4
 SLOT_BYTES = 64 << 20
-"""As much memory as a connector's slots have by default, in fewer and larger ones: a launch takes
+"""As much memory as a connector's slots have by default, in fewer and larger slots: launching a kernel takes
 longer than the kernel needs for 16 MiB."""
 _BARS = {("Llama-3.1-8B", 7_500, "raw"): 1 / 2.5}
 _BASELINE = "NIXL pages"
 _PATIENCE_S = 100.0
-"""For agents: kernels are compiled before the first chunk."""
+"""Warm-up runs of agents: kernels are compiled before the first chunk."""
 
 
 @dataclass(frozen=True)
 class GpuBench:
-    """What is measured.
+    """The parameters of one measurement.
 
     Args:
-        devices: the producer's and the consumer's, as torch names them, such as `cuda:0`; `cpu` tries
-            everything out in host memory, where figures mean nothing and have no bar.
-        codecs: of ours; or names of `AGENTS`, which send `raw`.
+        devices: of the producer and the consumer, as torch names them, such as `cuda:0`. `cpu` tries the
+            benchmark in host memory; its figures then mean nothing and have no bar.
+        codecs: codecs of ours, or names of `AGENTS`, which send `raw`.
         prompt_tokens: prompt lengths.
         runs: measured runs of each contender.
         warm_ups: runs before them, not counted.
-        models: what one rank holds.
-        slots: of either side's slab.
+        models: the part of a model that one rank holds.
+        slots: number of slots in each side's slab.
         slot_bytes: size of each.
     """
 
@@ -69,7 +69,7 @@ class GpuBench:
         """Measure everything.
 
         Raises:
-            BenchError: something is missing here, KV did not arrive, or not all of it was right.
+            BenchError: something is missing here, or KV did not arrive, or not all of it was right.
         """
         self._check_possible()
         with GpuPair(self.devices) as pair:
@@ -83,7 +83,7 @@ class GpuBench:
             return WireFindings([(_BASELINE, found)], noise.cores())
 
     def notes(self) -> list[str]:
-        """What a reader of the table must know."""
+        """Notes that a reader of the table must know."""
         if not self.on_gpu:
             return ["in host memory: the figures say nothing of a GPU"]
         import torch
@@ -166,7 +166,7 @@ class GpuBench:
 
 
 def _kind(contender: str) -> str:
-    """What the two processes are told to become."""
+    """The kind of mover that both processes open."""
     if contender in AGENTS:
         return "agent"
     return "pages" if contender == _BASELINE else "collated"

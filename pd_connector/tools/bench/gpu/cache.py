@@ -15,7 +15,7 @@ from pd_kernels.bench.caches import Model
 
 PAGE_TOKENS = 16
 _SHIFT = 977
-"""Each layer has the values of the one before it, moved by so many places."""
+"""Each layer has the values of the previous layer, moved by this many elements."""
 _SIDES = ("producer", "consumer")
 
 
@@ -23,11 +23,11 @@ class GpuCache:
     """All layers of one rank in bfloat16, pages of 16 tokens as `[head][token][K, V]`.
 
     Args:
-        role: `producer` or `consumer`. The producer's cache holds normal random values, the
-            consumer's zeros; each has its prompt's pages in a random order of its own.
-        model: what the rank holds.
+        role: `producer` or `consumer`. The producer's cache holds normal random values, the consumer's
+            holds zeros. Each has its prompt's pages in its own random order.
+        model: the part of a model that the rank holds.
         tokens: of the prompt; the last page may be partly filled. The cache holds nothing else.
-        device: where it lies.
+        device: device of the memory.
     """
 
     def __init__(self, role: str, model: Model, tokens: int, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class GpuCache:
 
     @property
     def memory(self) -> str:
-        """What NIXL calls memory of this kind."""
+        """NIXL's name for this kind of memory."""
         return "VRAM" if self.device.type == "cuda" else "DRAM"
 
     @property
@@ -75,11 +75,11 @@ class GpuCache:
         return Geometry(Shard(0, model.layers, 0, 1), (group,))
 
     def layer_pages(self) -> dict[int, LayerPages]:
-        """The cache as the kernels take it."""
+        """The cache in the form that kernels take."""
         return {number: self._views(layer) for number, layer in enumerate(self.layers)}
 
     def paged(self) -> PagedCache:
-        """The cache as an agent takes it."""
+        """The cache in the form that an agent takes."""
         return PagedCache(self.layer_pages(), self.geometry, by_kernels=True)
 
     def descriptors(self, bases: list[int], device: int) -> npt.NDArray[np.uint64]:
@@ -101,17 +101,17 @@ class GpuCache:
         self.wait()
 
     def wait(self) -> None:
-        """Until all that was queued on the device is done."""
+        """Wait until all work queued on the device is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def check(self, lossy: bool) -> str:
-        """What is wrong with a consumer's cache after a transfer; empty if all tokens are right."""
+        """Why a consumer's cache is wrong after a transfer; empty if all tokens are right."""
         theirs, mine = self.tables["producer"], self.tables["consumer"]
         tail = self.tokens - (self.page_count - 1) * PAGE_TOKENS
         for number, layer in enumerate(self.layers):
             wanted, found = self._values(number)[theirs], layer[mine]
-            for pages in (wanted, found):  # what lies behind the prompt is nobody's
+            for pages in (wanted, found):  # the slots after the prompt belong to no token
                 pages[-1, :, tail:] = 0
             if not lossy:
                 if not torch.equal(found, wanted):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL over UCX on memory of either kind, as the GPU benchmark uses it."""
+"""NIXL over UCX on host or device memory, as the GPU benchmark uses it."""
 
 import os
 import time
@@ -19,7 +19,7 @@ class Endpoint:
     Args:
         role: of this side, for its name.
         cache: tells the kind of memory.
-        regions: address and bytes of what transfers read and write, on the cache's device.
+        regions: address and bytes of the memory that transfers read and write, on the cache's device.
         settings: of `nixl_agent_config`.
 
     Raises:
@@ -55,8 +55,8 @@ class Endpoint:
         self.remote = self.nixl.add_remote_agent(metadata).decode()
 
     def write(self, here: int, there: int, nbytes: int, peer_device: int, note: bytes) -> Any:
-        """Start to write bytes to an address of the peer's; the note follows them. Returns a
-        handle. Raises MoveError."""
+        """Start to write bytes to an address in the peer's memory; the note follows them. Returns a handle. Raises
+        MoveError."""
         ours = self.nixl.get_xfer_descs([(here, nbytes, self.device)], self.memory)
         theirs = self.nixl.get_xfer_descs([(there, nbytes, peer_device)], self.memory)
         handle = self.nixl.initialize_xfer("WRITE", ours, theirs, self.remote, note, [_BACKEND])
@@ -68,13 +68,13 @@ class Endpoint:
         self.nixl.send_notif(self.remote, note)
 
     def notes(self) -> list[bytes]:
-        """Those that have come from the peer since the last call."""
+        """The peer's notes since the last call."""
         found = self.nixl.get_new_notifs([_BACKEND])
         return [note for notes in found.values() for note in notes]
 
     def ended(self, handle: Any) -> bool:
-        """Whether a transfer has, which is forgotten then. A write's note is sent by this call.
-        Raises MoveError where it has failed."""
+        """Whether a transfer has ended; an ended transfer is forgotten. This call also sends a write's note. Raises
+        MoveError if the transfer has failed."""
         state = self.nixl.check_xfer_state(handle)
         if state == "PROC":
             return False

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What brings a prompt's KV from one GPU process to another over NIXL: a descriptor per page, or slabs
-that the transfer kernels collate."""
+"""Two ways to bring a prompt's KV from one GPU process to another over NIXL: a descriptor per page, or slabs that the
+transfer kernels collate."""
 
 import contextlib
 import struct
@@ -27,10 +27,9 @@ _CREDIT = struct.Struct("<I")  # number
 
 
 class PerPage(Mover):
-    """As vLLM's NixlConnector does (`nixl/base_worker.py`, `nixl/pull_worker.py`): each layer is a
-    region, each page of it a descriptor in a prepared list, and the consumer reads those of its
-    prompt straight into its own pages. A progress thread polls in both processes. Nothing is
-    checked."""
+    """Works as vLLM's NixlConnector (`nixl/base_worker.py`, `nixl/pull_worker.py`). Each layer is a region, and each
+    of its pages a descriptor in a prepared list. The consumer reads its prompt's pages straight into its own pages.
+    A progress thread polls in both processes. Nothing is verified."""
 
     def __init__(self, role: str, cache: GpuCache) -> None:
         self._cache = cache
@@ -81,11 +80,11 @@ class PerPage(Mover):
 
 
 class _Queued(NamedTuple):
-    """A chunk that is being gathered or scattered."""
+    """A chunk whose gather or scatter is queued."""
 
     number: int
     sums: torch.Tensor  # in host memory, once `done`
-    event: torch.cuda.Event | None  # None where nothing is queued, but done at once
+    event: torch.cuda.Event | None  # None if nothing is queued, because it is done at once
 
     @property
     def done(self) -> bool:
@@ -93,12 +92,12 @@ class _Queued(NamedTuple):
 
 
 class Collated(Mover):
-    """Chunks are gathered into slots of a slab on the device, written into the consumer's slots by
-    NIXL, scattered, and their checksums compared. A slot is used again when its chunk was scattered.
+    """Chunks are gathered into slots of a slab on the device. NIXL writes them into the consumer's slots. There they
+    are scattered, and their checksums compared. A slot is reused once its chunk was scattered.
 
     Args:
         codec: on the wire.
-        slots: of either slab.
+        slots: number of slots in each slab.
         slot_bytes: size of each.
     """
 
@@ -158,7 +157,7 @@ class Collated(Mover):
         self._end.close()
 
     def _serve(self) -> None:
-        """Send every chunk once the consumer says so, each when there is a slot for it."""
+        """Send every chunk once the consumer has asked, each as soon as a slot is free."""
         try:
             self._send()
         except Exception as error:
@@ -194,7 +193,7 @@ class Collated(Mover):
         return self._end.write(here, there, nbytes, self._peer["device"], note)
 
     def _queue(self, number: int, move: Callable[..., torch.Tensor | None]) -> _Queued:
-        """Gather or scatter a chunk, from or to its slot."""
+        """Queue the gather or scatter of a chunk, from or to its slot."""
         chunk: Chunk = self._chunks[number]
         pages = [self._cache.pages[page] for page in chunk.pages(self._route.source.page_size)]
         place = self._place(number)
@@ -215,7 +214,7 @@ class Collated(Mover):
         return number % self._count * self._slot_bytes
 
     def _streamed(self) -> contextlib.AbstractContextManager[object]:
-        """With the stream of our own current."""
+        """A context in which the mover's own stream is current."""
         if self._stream is None:
             return contextlib.nullcontext()
         stream: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._stream)
@@ -228,7 +227,7 @@ class Collated(Mover):
 
 
 def _patience() -> Callable[[], None]:
-    """To be called while waiting: raises MoveError when that has taken too long."""
+    """Returns a function to call in a waiting loop; it raises MoveError after too long a wait."""
     deadline = time.monotonic() + TIMEOUT_S
 
     def wait() -> None:

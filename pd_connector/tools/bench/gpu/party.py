@@ -14,7 +14,7 @@ from pd_kernels.bench.caches import Model
 
 
 class GpuParty(Party):
-    """A cache on a device, another for each model and prompt."""
+    """A cache on a device, a new one for each model and prompt length."""
 
     cache: GpuCache | None = None
 
@@ -43,7 +43,7 @@ class GpuParty(Party):
         return self.mover.address()
 
     def _filled(self, model: Model, tokens: int) -> GpuCache:
-        """The cache of this model and prompt; one at a time."""
+        """The cache for this model and prompt length; there is one at a time."""
         if self.cache is None or (self.cache.model, self.cache.tokens) != (model, tokens):
             self.cache = None
             if self._device.type == "cuda":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench handoff` is going to do, and doing it: engines started, measured and ended."""
+"""The plan of one `bench handoff`, and its execution: engines started, measured and ended."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class HandoffBench:
     """One comparison of ours with the baselines.
 
     Args:
-        line_up: which engines, and what can be compared on them.
+        line_up: the engines, and the contenders that can be compared on them.
         ours: contenders beside the baselines.
         link_mbit: rate of the link between two namespaces; None for one machine without a link.
-        model: folder or name; None for the usual one, which the line-up names.
+        model: folder or name; None for the line-up's default.
         prompt_tokens: prompt lengths.
         runs: measured rounds for each length.
         warm_ups: rounds before them, not counted.
@@ -55,11 +55,10 @@ class HandoffBench:
 
     @property
     def groups(self) -> list[list[Contender]]:
-        """Which pairs run at once.
+        """The groups of pairs that run at once.
 
-        Over a link one pair at a time, with the first baseline first and last to see drift: four
-        engines with this much KV are too many for a small machine, and NIXL's polling slows who is
-        beside it.
+        Over a link one pair runs at a time, and the first baseline runs first and last to show drift. Four
+        engines with this much KV are too many for a small machine, and NIXL's polling slows its neighbours.
         """
         baselines = self.line_up.baselines_of(self.ours)
         if self.link_mbit is None:
@@ -67,10 +66,10 @@ class HandoffBench:
         return [[one] for one in (*baselines, *self.ours, baselines[0])]
 
     def measure(self, console: Console) -> HandoffFindings:
-        """Measure everything; no engine and no namespace is left, whatever happens.
+        """Measure everything. At the end no engine and no namespace is left, whatever happens.
 
         Raises:
-            PDConnectorError: nothing could be measured, or not what was meant to be.
+            PDConnectorError: nothing could be measured, or the measurement was not the intended one.
         """
         logs = log_folder()
         console.print(f"engines' logs in {logs}", highlight=False)
@@ -95,12 +94,12 @@ class HandoffBench:
         return findings(measured, failures)
 
     def _stage(self, stack: contextlib.ExitStack, logs: Path) -> PairSetup:
-        # A page more than the longest request, for the tokens that are decoded.
+        # A page more than the longest request, for the decoded tokens.
         max_model_len = max(4096, max(self.prompt_tokens) + 64)
         namespaces, env = None, dict[str, str]()
         if self.link_mbit is not None:
             namespaces = stack.enter_context(Bed(self.link_mbit)).namespaces
-            # As a variable: arguments can be read by everybody on the machine.
+            # As a variable: every user on the machine can read arguments.
             env = {KEY_VARIABLE: secrets.token_hex(32)}
         if self.model is not None:
             return PairSetup(self.model, max_model_len, logs, (), env, namespaces)

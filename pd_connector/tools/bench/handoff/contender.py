@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is compared: connectors with their configs, and what is asked of each."""
+"""Contenders: connectors with their configs, and the bars that each must reach."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pd_connector.tools.bench.report import Param
 
 Setting = str | int | float | bool | Sequence[str]
 Bars = Mapping[int, float]
-"""From this many prompt tokens on (key), a handoff may take at most this share of the other's
-(value)."""
+"""Bars by least prompt length: from this many tokens (key) on, a handoff may take at most this share (value) of the
+other contender's time."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Contender:
     """A connector with its config.
 
     Args:
-        name: what a person calls it.
-        connector: the engine's name of it.
+        name: its name for users.
+        connector: the engine's name for it.
         config: its own config.
-        params: what tells it from the others, for the report.
-        against: contenders that it is compared with, by name, and the bars; empty for a baseline.
-        together: both engines are asked at once, so that KV moves while the prefill computes.
-        slowest: the bars hold against the slowest of `against`, and not against the others.
+        params: columns of the report that tell it from the others.
+        against: names of the contenders to compare with, and the bars; empty for a baseline.
+        together: whether both engines are asked at once, so that KV moves while the prefill computes.
+        slowest: whether the bars hold only against the slowest of `against`.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Contender:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether others are compared with it, and it with none."""
+        """Whether it is only compared with, and not compared itself."""
         return not self.against
 
     def bar(self, other: str, tokens: int) -> float | None:
-        """The bar against another contender for prompts of this length; None where nothing is asked."""
+        """The bar against another contender for prompts of this length; None if there is no bar."""
         bars = self.against.get(other, {})
         reached = [start for start in bars if start <= tokens]
         return bars[max(reached)] if reached else None
@@ -54,5 +54,5 @@ Contenders = Mapping[str, Contender]
 
 
 def by_name(*contenders: Contender) -> Contenders:
-    """Contenders by their names, for good."""
+    """Contenders by their names, read-only."""
     return MappingProxyType({contender.name: contender for contender in contenders})

@@ -43,10 +43,10 @@ _FAILURES = (
 
 
 class Whereabouts(NamedTuple):
-    """Where a prefill engine is asked for KV."""
+    """The addresses at which a prefill engine is asked for KV."""
 
-    ranks: ProducerAddress  # what a vLLM engine is told
-    bootstrap: tuple[str, int]  # what an SGLang engine is told
+    ranks: ProducerAddress  # for a vLLM decode engine
+    bootstrap: tuple[str, int]  # for an SGLang decode engine
 
 
 class Side(ABC):
@@ -60,17 +60,17 @@ class Side(ABC):
 
     @abstractmethod
     def whereabouts(self) -> Whereabouts:
-        """Of a prefill engine that runs. Raises BenchError: it does not tell."""
+        """The addresses of a running prefill engine. Raises BenchError if the engine does not tell."""
 
     @abstractmethod
     def prefill(self, prompt: Sequence[int], room: int, salt: str, where: Whereabouts) -> float:
-        """Compute a prompt, and say when that had ended, in seconds of `time.time`."""
+        """Compute a prompt; returns the time of its end, in seconds of `time.time`."""
 
     @abstractmethod
     def decode(
         self, prompt: Sequence[int], room: int, salt: str, where: Whereabouts
     ) -> tuple[float, str]:
-        """Go on from a prompt's KV; gives the time of the first token, and the text."""
+        """Decode from a prompt's KV; returns the time of the first token, and the text."""
 
 
 class VllmSide(Side):
@@ -163,7 +163,7 @@ class SglangSide(Side):
 
 @dataclass(frozen=True)
 class CrossContender(Contender):
-    """Which engine prefills, and which decodes."""
+    """The kinds of the prefill and the decode engine."""
 
     kinds: tuple[Kind, Kind] = ("vLLM", "SGLang")
 
@@ -210,8 +210,8 @@ class CrossPair(Pair):
 
 
 def _whereabouts(engine: Service, told: object, port: int | None) -> Whereabouts:
-    """What an engine tells of itself. Without a registry's `port`, an SGLang engine is sent to the
-    control port of one of its ranks."""
+    """The addresses that an engine tells. Without a registry's `port`, an SGLang engine is given the control port of
+    one rank."""
     address = parse_address(told)
     if address is None:
         raise BenchError(f"{engine.name} does not tell where it hands KV over: {told}")
@@ -244,7 +244,7 @@ _COMPLETIONS = "/v1/completions"
 _CONFIG: Mapping[str, Any] = {
     "transports": ["tcp"],
     "codec": "raw",
-    "model_id": sglang.MODEL_ID,  # made-up weights are no files that could be compared
+    "model_id": sglang.MODEL_ID,  # made-up weights are not files to compare
 }
 _BASELINES = by_name(_pair("vLLM", "vLLM"), _pair("SGLang", "SGLang"))
 _OURS = by_name(_pair("vLLM", "SGLang"), _pair("SGLang", "vLLM"))

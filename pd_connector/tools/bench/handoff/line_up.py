@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench handoff` can compare on one kind of engine."""
+"""The contenders that `bench handoff` can compare on one kind of engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LineUp:
 
     Args:
         engine: the kind of engine.
-        baselines: what ours are compared with; the first is measured first and last over a link.
-        ours: everything that can be chosen.
-        default: what is measured if nothing is chosen.
+        baselines: contenders that ours are compared with; over a link the first is measured first and last.
+        ours: all contenders that can be chosen.
+        default: contenders that are measured without a choice.
         pair: makes a pair of engines for a contender; they are not started.
-        problem: why nothing can be measured here, and what to do; empty where it can.
-        measuring_model: whether the model with much KV is served by default, not the demo's.
+        problem: why nothing can be measured here, with advice; empty if it can.
+        measuring_model: whether the default model is the one with much KV, not the demo's.
     """
 
     engine: str
@@ -33,6 +33,6 @@ class LineUp:
     measuring_model: bool
 
     def baselines_of(self, chosen: Sequence[Contender]) -> list[Contender]:
-        """The baselines that some of these are compared with."""
+        """The baselines with which any of these is compared."""
         wanted = {name for contender in chosen for name in contender.against}
         return [baseline for name, baseline in self.baselines.items() if name in wanted]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench handoff`: the time from a finished prefill to the first decoded token, beside a baseline.
 
-A `TurnMeasurement` is of pairs of engines that run at once. They are measured in turn, A B A B, so that
-all see the same noise. A pair that keeps cores busy while it has nothing to do (NIXL's progress
-threads poll) would slow the others: it is frozen while they are measured, and spins as it likes
-while it is measured itself. Where a machine holds one pair only, there is a measurement for each,
-with the same prompts. `findings` puts measurements together.
+A `TurnMeasurement` measures pairs of engines that run at once. It measures them in turn, A B A B, so that all see the
+same noise. Some pairs keep cores busy even with nothing to do (NIXL's progress threads poll). Such a pair would
+slow the others, so it is frozen while they are measured; during its own measurement it runs freely. If a machine
+holds only one pair, each pair has its own measurement, with the same prompts. `findings` joins measurements.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from pd_connector.tools.bench.report import Comparison, Param
 from pd_connector.tools.bench.sample import Sample
 
 SPINNING_CORES = 0.2
-"""A pair that uses more than this at rest spins. One that waits uses a hundredth."""
+"""A pair that uses more cores than this at rest polls. A pair that waits uses a hundredth of a core."""
 LOOK_S = 3.0
-"""How long to look at engines at rest."""
+"""How long engines at rest are watched."""
 REST_WINDOW_S = 0.2
 REST_CORES = 0.15
-"""A pair has come to rest when it uses no more than this above what it uses at rest."""
+"""A pair has come to rest when it uses at most this many cores more than its value at rest."""
 REST_TIMEOUT_S = 10.0
 LONG_ANSWER_PROMPT_TOKENS = 64
 TOKEN_RATE_BAR = 0.95
-"""A decode engine must keep this part of the baseline's token rate while it receives."""
+"""Least share of the baseline's token rate that a decode engine must keep while it receives."""
 
 Say = Callable[[str], None]
 Runs = Mapping[int, Sequence[Run]]
@@ -42,27 +41,27 @@ Runs = Mapping[int, Sequence[Run]]
 
 @dataclass(frozen=True)
 class Series:
-    """What was measured of one pair."""
+    """Measurements of one pair."""
 
     contender: Contender
     runs: Runs
-    rest_cores: float  # what the pair uses while it has nothing to do
-    frozen: bool  # it spins, and was frozen while others were measured
+    rest_cores: float  # cores that the pair uses with nothing to do
+    frozen: bool  # it polls, and was frozen while others were measured
     receiving: Receiving | None = None  # with the longest prompt
 
 
 @dataclass(frozen=True)
 class MeasuredPairs:
-    """What was measured of pairs that ran at once."""
+    """Measurements of pairs that ran at once."""
 
     series: Sequence[Series]
-    restless: int  # runs that began although some engine was not at rest
-    others_cores: float  # used by programs that do not belong to the measurement
+    restless: int  # runs that began while some engine was not at rest
+    others_cores: float  # used by programs outside the measurement
 
 
 @dataclass(frozen=True)
 class HandoffFindings:
-    """Everything the measurements tell together."""
+    """The results of all measurements together."""
 
     tables: list[
         tuple[str, list[Comparison]]
@@ -72,22 +71,22 @@ class HandoffFindings:
     others_cores: float
     unlike: int  # prompts that two pairs answered differently
     drift: dict[int, float]  # the first baseline's last median / its first, where it ran twice
-    failures: Mapping[str, str]  # contenders that were not measured to the end, and why
+    failures: Mapping[str, str]  # contenders whose measurement did not end, and why
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """Those of all tables."""
+        """The comparisons of all tables."""
         return [one for _, several in self.tables for one in several]
 
 
 class TurnMeasurement:
-    """Pairs of engines that run already.
+    """Measures pairs of engines that are already running.
 
     Args:
         pairs: measured in turn.
         runs: measured rounds for each prompt length; in a round every pair runs once.
         warm_ups: rounds before them, not counted.
-        say: gets a line whenever there is something to tell.
+        say: gets a line for each event worth telling.
     """
 
     def __init__(self, pairs: Sequence[Pair], runs: int, warm_ups: int, say: Say) -> None:
@@ -147,7 +146,7 @@ class TurnMeasurement:
         return self._turn(index).run(prompt, salt)
 
     def _receiving(self, tokens: int) -> list[Receiving | None]:
-        """What receiving costs each pair."""
+        """The cost of receiving to each pair."""
         prompt, other = self._prompts.make(tokens), self._prompts.make(LONG_ANSWER_PROMPT_TOKENS)
         return [
             measure_receiving(self._turn(index), prompt, other, self._runs)
@@ -169,8 +168,8 @@ class TurnMeasurement:
         return len(self._pairs) > 1 and self._rest_cores[index] > SPINNING_CORES
 
     def _look(self) -> list[float]:
-        """Cores that each pair uses while it has nothing to do. The others are frozen meanwhile: two
-        pairs that spin would share the cores, and each would seem busy when it has them alone."""
+        """Cores that each pair uses with nothing to do. The other pairs are frozen meanwhile: two polling pairs would
+        share the cores, and neither would show what it uses alone."""
         found = []
         for pair in self._pairs:
             for other in self._pairs:
@@ -185,7 +184,7 @@ class TurnMeasurement:
         return found
 
     def _rest(self) -> None:
-        """Wait until no engine works any more."""
+        """Wait until every engine is idle."""
         allowed = [cores + REST_CORES for cores in self._rest_cores]
         deadline = time.monotonic() + REST_TIMEOUT_S
         while True:
@@ -210,7 +209,7 @@ def findings(
     """Compare ours with the baseline, over all measurements of the same prompt lengths.
 
     Args:
-        failures: contenders that were not measured to the end, and why.
+        failures: contenders whose measurement did not end, and why.
 
     Raises:
         ValueError: a baseline or ours is missing.
@@ -236,7 +235,7 @@ def findings(
 
 
 def _compare_all(ours: Sequence[Series], other: str, series: Sequence[Series]) -> list[Comparison]:
-    """Those of ours that are compared with this contender, which may have been measured twice."""
+    """Those of ours to compare with this contender, which may have been measured twice."""
     against = [found for found in series if found.contender.name == other]
     compared = [one for one in ours if other in one.contender.against]
     found = [
@@ -251,7 +250,7 @@ def _compare_all(ours: Sequence[Series], other: str, series: Sequence[Series]) -
 def _bar(
     what: str, tokens: int, ours: Contender, other: str, series: Sequence[Series]
 ) -> float | None:
-    """What `ours` is held to beside `other`; None where nothing is asked."""
+    """The bar of `ours` beside `other`; None if there is no bar."""
     if what != "handoff":
         return None
     if ours.slowest:
@@ -266,7 +265,7 @@ def _bar(
 
 
 def _sample(what: str, tokens: int, series: Sequence[Series]) -> Sample:
-    """A figure of all these series' runs, in milliseconds."""
+    """A figure of all runs of these series, in milliseconds."""
     runs = [run for one in series for run in one.runs[tokens]]
     return Sample(tuple(getattr(run, f"{what}_s") for run in runs)).scaled(1e3)
 
@@ -295,7 +294,7 @@ def _compare_receiving(ours: Series, against: Sequence[Series]) -> list[Comparis
 
 
 def _unlike(all_runs: Sequence[Runs]) -> int:
-    """All measurements sent the same prompts in the same order."""
+    """Prompts that pairs answered differently. All measurements sent the same prompts in the same order."""
     return sum(
         len({run.text for run in runs}) > 1
         for tokens in all_runs[0]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's own NIXL backend on a machine without a GPU: it takes every pool for GPU memory, although
-its transfers work from host memory, too. A plugin of SGLang's tells it so."""
+"""SGLang's own NIXL backend on a machine without a GPU. The backend treats every pool as GPU memory, although its
+transfers also work from host memory. A plugin of SGLang corrects that."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _host_memory(kinds: Any, expected_len: int) -> Sequence[str]:
 
 
 def with_plugin(folder: Path) -> dict[str, str]:
-    """Variables with which an engine of SGLang finds this plugin.
+    """Environment variables with which an SGLang engine finds this plugin.
 
     Args:
-        folder: where what installs it is written to; kept while engines start.
+        folder: gets the files that install the plugin; keep it while engines start.
     """
     info = folder / "pd_connector_nixl_host_memory-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ _POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were co
 
 @dataclass(frozen=True)
 class PairSetup:
-    """What all pairs of one comparison have in common.
+    """What all pairs of one comparison share.
 
     Args:
         model: folder or name.
@@ -41,7 +41,7 @@ class PairSetup:
 
 
 class Pair(ABC):
-    """Two engines on this machine; starting and stopping them is up to the caller.
+    """Two engines on this machine. The caller starts and stops them.
 
     Args:
         contender: the connector that both have.
@@ -49,7 +49,7 @@ class Pair(ABC):
         decode: the consumer.
 
     Attributes:
-        measured_receiving: whether it is also measured what receiving costs.
+        measured_receiving: whether the cost of receiving is measured, too.
     """
 
     measured_receiving = False
@@ -69,7 +69,7 @@ class Pair(ABC):
         return self._pids
 
     def cpu_seconds(self) -> float:
-        """CPU time that both engines have used."""
+        """CPU time used by both engines."""
         return cpu_seconds(self.pids)
 
     def pause(self) -> None:
@@ -78,21 +78,21 @@ class Pair(ABC):
             engine.pause()
 
     def resume(self) -> None:
-        """Let frozen engines go on. Harmless to repeat."""
+        """Let frozen engines continue. Harmless to repeat."""
         for engine in self.engines:
             engine.resume()
 
     @abstractmethod
     def run(self, prompt: Sequence[int], salt: str) -> Run:
-        """Send one request through both engines, in the order that the contender asks for.
+        """Send one request through both engines, in the order that the contender needs.
 
         Args:
             prompt: token ids.
-            salt: keeps this run's pages apart from those that earlier runs left in the caches.
+            salt: separates this run's pages from pages of earlier runs in the caches.
         """
 
     def begin(self) -> None:
-        """From now on `check` watches whether every prompt's KV arrives."""
+        """From now on `check` verifies that every prompt's KV arrives."""
         self._before = self.engines[1].metrics()
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Pair(ABC):
         """Make sure that the decode engine has fetched the KV of every run since `begin`.
 
         Raises:
-            BenchError: it did not, so that its times are not those of a handoff.
+            BenchError: it has not, so its times are not times of a handoff.
         """
 
     def _check_none_failed(self, names: Sequence[str]) -> None:
@@ -111,20 +111,20 @@ class Pair(ABC):
             raise BenchError(f"{decode.name}: {failures}; see {decode.log_path}")
 
     def decoding(self, prompt: Sequence[int]) -> AbstractContextManager[Sequence[float]]:
-        """Within, the decode engine decodes one long answer; gives the times at which its tokens came,
-        in seconds of `time.perf_counter`, as they come. Called where `measured_receiving`."""
+        """A context in which the decode engine decodes one long answer. Yields the times of its tokens as they
+        come, in seconds of `time.perf_counter`. Called if `measured_receiving`."""
         raise NotImplementedError
 
     def kv_gb(self, tokens: int) -> float:
-        """GB of KV that so many tokens have in the engine's cache. Called where
+        """GB of KV for `tokens` tokens in the engine's cache. Called if
         `measured_receiving`."""
         raise NotImplementedError
 
 
 class Prompts:
-    """Prompts of exactly the wanted length, none like another, for whatever model is served.
+    """Prompts of exactly the wanted length, all different, for any served model.
 
-    Made anew with the same seed for the same model, it gives the same prompts.
+    With the same seed and model it gives the same prompts again.
     """
 
     def __init__(self, client: Client, seed: int = 0) -> None:
@@ -133,5 +133,5 @@ class Prompts:
         self._random = random.Random(seed)
 
     def make(self, tokens: int) -> list[int]:
-        """The next prompt: token ids of some text in random order."""
+        """The next prompt: token ids of a text in random order."""
         return self._random.choices(self._pool, k=tokens)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench handoff --on ray`: time to first token through Ray Serve, beside Ray's `NixlConnectorBackend`.
 
-One application at a time, with the same prompts. The part after the prefill is what is left of the time
-to the first token without the prefill replica's own part of it, which Serve logs.
+One application runs at a time, with the same prompts. Serve logs the prefill replica's own time. The rest of the
+time to the first token is the part after the prefill.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CONTENDERS = by_name(
 )
 RATE_BAR = 1.2
 LOAD = 0.8
-"""Part of the baseline's capacity at which both are measured."""
+"""Share of the baseline's capacity at which both are measured."""
 AT_ONCE = 4
-"""Requests that are under way all the time while capacity is measured."""
+"""Requests under way at all times while capacity is measured."""
 LOADED = 18
-"""Requests of a run under load."""
+"""Requests in a run under load."""
 ANSWER_TOKENS = 4
 _LETTERS = string.ascii_lowercase + " "
 _PROMPT_TOKENS = "ray_vllm_prompt_tokens_by_source_total"
@@ -63,13 +63,13 @@ class TimedAnswer(NamedTuple):
 
     @property
     def after_s(self) -> float:
-        """What is left without the prefill replica's part."""
+        """The rest, without the prefill replica's part."""
         return self.ttft_s - self.prefill_s
 
 
 @dataclass(frozen=True)
 class RayMeasured:
-    """What was measured of one application."""
+    """Measurements of one application."""
 
     contender: Contender
     runs: Mapping[int, Sequence[TimedAnswer]]  # by prompt length
@@ -99,7 +99,7 @@ class RayBench:
     _sent_tokens: int = field(default=0, init=False)
 
     def problem(self) -> str:
-        """Why nothing can be measured here, and what to do; empty where it can."""
+        """Why nothing can be measured here, with advice; empty if it can."""
         for module, mend in (
             ("ray", "use an environment that has it: pip install 'pd-connector[ray]'"),
             ("nixl", "the baseline needs it: pip install 'pd-connector[nixl]'"),
@@ -109,7 +109,7 @@ class RayBench:
         return ""
 
     def measure(self, say: Say) -> list[RayMeasured]:
-        """Measure everything, the baseline first; no process and no namespace is left.
+        """Measure everything, the baseline first. At the end no process and no namespace is left.
 
         Raises:
             PDConnectorError: an application does not start, or fails requests.
@@ -136,7 +136,7 @@ class RayBench:
         transfer: dict[str, Any] = {"kv_connector": contender.connector}
         if contender.is_baseline:
             transfer |= {"kv_role": "kv_both", "kv_buffer_device": "cpu"}
-        else:  # shared memory would pass by the link, and an audit would take the first prompt
+        else:  # shared memory would bypass the link, and an audit would take the first prompt
             config = {"transports": ["tcp"], "audit": "off", **contender.config}
             transfer["kv_connector_extra_config"] = config
         builder = RAYS if contender.is_baseline else OURS
@@ -148,7 +148,7 @@ class RayBench:
         self, contender: Contender, stack: RayStack, capacity: float | None, say: Say
     ) -> RayMeasured:
         self._seed = self._sent_tokens = 0  # the same prompts for all
-        # The ingress answers before engines do. A request waits for them, and then all processes are there.
+        # The ingress answers before engines do. A request waits for the engines; then all processes exist.
         self._run(stack, self.prompt_tokens[0])
         noise = Noise(stack.pids)
         runs: dict[int, list[TimedAnswer]] = {}
@@ -172,7 +172,7 @@ class RayBench:
         return RayMeasured(contender, runs, rate, loaded, noise.cores())
 
     def _check(self, contender: Contender, stack: RayStack) -> None:
-        """Make sure that all prompts' KV came over the link."""
+        """Verify that all prompts' KV came over the link."""
         deadline = time.monotonic() + _REPORT_TIMEOUT_S
         while True:
             samples = stack.head.metrics()
@@ -209,7 +209,7 @@ class RayBench:
             time.sleep(0.1)
 
     def _requests(self, per_s: float) -> list[TimedRequest]:
-        """All lengths in turn, at random times with this many a second."""
+        """All lengths in turn, at random times, `per_s` requests a second."""
         moves = random.Random(LOADED)
         at_s, found = 0.0, []
         for number in range(LOADED):
@@ -219,7 +219,7 @@ class RayBench:
         return found
 
     def _prompt(self, tokens: int) -> str:
-        """A letter is a token of the model that is served, and the first one is its own."""
+        """A prompt of `tokens` tokens. Each letter is a token of the served model, which adds a first one."""
         self._seed += 1
         self._sent_tokens += tokens
         return "".join(random.Random(self._seed).choices(_LETTERS, k=tokens - 1))

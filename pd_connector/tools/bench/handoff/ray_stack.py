@@ -24,17 +24,17 @@ MODEL_ID = "bench"
 OURS = "pd_connector.ray:build_pd_app"
 RAYS = "ray.serve.llm:build_pd_openai_app"
 EXPORT_MS = 200
-"""How often Ray's processes hand their metrics to the endpoint of their node."""
+"""How often Ray's processes report their metrics to their node's endpoint."""
 _GCS_PORT = 6379
 _PREFILLED = re.compile(r" \S+_Prefill:\S+ \S+ \S+ -- CALL completions OK ([\d.]+)ms")
 
 
 class RayNode(Service):
-    """One node: a raylet, and the cluster's own processes on the first.
+    """One node: a raylet, and on the first node also the cluster's own processes.
 
     Args:
-        side: what runs there, `prefill` or `decode`; also the name of its resource.
-        head: the first node; None: this one is it.
+        side: the side that runs there, `prefill` or `decode`; also the name of its resource.
+        head: the first node; None if this is the first.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class RayNode(Service):
             KEY_VARIABLE: self._key,
             HOST_VARIABLE: address,
             "HF_HUB_OFFLINE": "1",
-            "RAY_AUTH_MODE": "disabled",  # or each node would want a file with the first one's token
+            "RAY_AUTH_MODE": "disabled",  # else each node needs the first node's token
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",  # 15 otherwise: whatever else runs would come first
+            "RAY_worker_niceness": "0",  # default 15: every other program would come first
             "VLLM_HOST_IP": address,
             "VLLM_NO_USAGE_STATS": "1",
         }
@@ -87,7 +87,7 @@ class RayNode(Service):
 
 
 class ServeApplication(Service):
-    """`serve run` with a config file; it answers once its replicas are there."""
+    """`serve run` with a config file; it answers once its replicas are ready."""
 
     def __init__(self, config: Path, head: RayNode, logs: Path) -> None:
         super().__init__("Serve", "", None, logs / "serve.log", head.namespace)
@@ -115,7 +115,7 @@ class RayStack:
     """A cluster with one application, for a `with` block.
 
     Args:
-        builder: import path of what builds the application.
+        builder: import path of the function that builds the application.
         transfer: the connector's `kv_transfer_config`, the same for both sides.
         engine: further arguments of both engines.
         namespaces: of prefill and decode.
@@ -157,7 +157,7 @@ class RayStack:
     def prefills_s(self) -> list[float]:
         """Seconds that each prefill took, from the replica's call to its answer, as Serve logs them.
 
-        Ray's histograms would tell in which bucket a time was, and nothing more.
+        Ray's histograms would only tell a time's bucket.
         """
         found = []
         for log in self.head.folder.glob("session_2*/logs/worker-*.err"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What receiving costs a decode engine: CPU time, and tokens of an answer that it is decoding.
+"""The cost of receiving to a decode engine: CPU time, and tokens of an answer that it decodes meanwhile.
 
-Prompts that the prefill engine has in its cache are handed over again and again, so that nearly
-nothing is computed beside the transfer.
+Prompts that the prefill engine has in its cache are handed over again and again. So almost nothing is computed beside
+the transfer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TRANSFERS = 3
 
 
 class Receiving(NamedTuple):
-    """What was measured of one pair, several times."""
+    """Measurements of one pair, several times."""
 
-    cpu_s_per_gb: tuple[float, ...]  # of both engines, for GB of KV in their caches
+    cpu_s_per_gb: tuple[float, ...]  # of both engines, per GB of KV in their caches
     tokens_per_s: tuple[float, ...]  # of a long answer that is decoded meanwhile
 
 
@@ -31,12 +31,12 @@ def measure_receiving(
     """Hand over one prompt many times.
 
     Args:
-        prompt: is handed over.
+        prompt: the prompt to hand over.
         other: prompt of the long answer.
-        runs: measurements of each.
+        runs: number of measurements of each kind.
     """
     salt = uuid.uuid4().hex
-    pair.run(prompt, salt)  # from now on the prefill engine has it
+    pair.run(prompt, salt)  # from now on the prefill engine has it cached
     cpu = [_cpu_s(pair, prompt, salt) / (TRANSFERS * pair.kv_gb(len(prompt))) for _ in range(runs)]
     with pair.decoding(other) as times:
         rates = [_rate(pair, prompt, salt, times) for _ in range(runs)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang: PDConnector beside SGLang's own NIXL backend.
 
-Both engines are asked at once, as SGLang's router does, and each prompt is computed in one step. The
-prefill engine answers when its KV has been taken; when its prefill ended it tells in that answer.
+Both engines are asked at once, as SGLang's router does. Each prompt is computed in one step. The prefill engine
+answers after its KV was fetched; the answer tells when its prefill ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pd_connector.tools.launch.sglang import (
 
 NIXL_BACKEND = "nixl"
 MODEL_ID = "bench"
-"""Made-up weights are the same on every engine, but are no files that could be compared."""
+"""Model id for made-up weights. They are the same on every engine, but are not files to compare."""
 LONG_ANSWER_TOKENS = 7000
 BESIDE_TOKENS = 8192
 """Room in a cache beside the longest request, for one long answer with its prompt."""
@@ -55,7 +55,7 @@ _UNLIKE: Bars = {0: 1.10}
 
 @dataclass(frozen=True)
 class SglangContender(Contender):
-    """A backend of SGLang's with the shape of its two engines.
+    """An SGLang backend, with the page sizes and ranks of its two engines.
 
     Args:
         pages: tokens of a page, of the prefill and of the decode engine.
@@ -96,7 +96,7 @@ def engine_of(
 
 
 def answer(engine: Service, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Events of an engine's answer that bring tokens. Raises BenchError: it answers with an error."""
+    """Events of an engine's answer that bring tokens. Raises BenchError if the answer is an error."""
     for event in engine.client.stream("/generate", body):
         if "error" in event:
             raise BenchError(f"{engine.name} answers with an error: {event['error']}")
@@ -104,7 +104,7 @@ def answer(engine: Service, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def decoded(engine: Service, body: Mapping[str, Any]) -> tuple[float, str]:
-    """When an answer's first token came, in seconds of `time.time` (0: none came), and the text."""
+    """The time of an answer's first token, in seconds of `time.time` (0: no token came), and the text."""
     first_at, text = 0.0, ""
     for event in answer(engine, body):
         first_at = first_at or time.time()
@@ -167,7 +167,7 @@ class SglangPair(Pair):
         return Run(prefilled - started, first_at - prefilled, text)
 
     def check(self) -> None:
-        """A decode engine of SGLang computes no prompt: what did not come is a failed request."""
+        """A decode engine of SGLang computes no prompt: if KV does not come, the request fails."""
         self._check_none_failed(_FAILURES)
 
     @contextmanager
@@ -183,7 +183,7 @@ class SglangPair(Pair):
                     times.append(time.perf_counter())
                     begun.set()
                     if ended.is_set():
-                        break  # hangs up, and the engine stops
+                        break  # closes the connection, and the engine stops
                 else:
                     raise BenchError(
                         f"{self._decode.name} ended its long answer of {LONG_ANSWER_TOKENS} tokens "
@@ -273,7 +273,7 @@ _OVER_LINK: Contenders = by_name(
     _ours("raw", {_PAGE_16.name: _STREAMED}, overlap="layer"),
     _ours("int8", {_PAGE_16.name: _STREAMED}, overlap="layer"),
     _ours("raw", {_PAGE_1.name: _RAW, _ALIKE.name: _NO_SLOWER}, pages=(1, 1)),
-    # What the baseline refuses is held to ours between engines that are alike.
+    # The baseline refuses these pairs of engines; ours is held to pairs of like engines instead.
     _ours("raw", {_PAGE_16.name: {}, _ALIKE.name: _UNLIKE}, pages=(1, 64)),
     _ours("raw", {_PAGE_16.name: {}, _ALIKE.name: _UNLIKE}, tp=(2, 1)),
 )

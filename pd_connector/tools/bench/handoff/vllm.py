@@ -29,7 +29,7 @@ _HALF: Bars = {0: 0.65, 2048: 0.55}
 _STREAMED: Bars = {2048: 0.30}
 
 FAST_MBIT = 10_000.0
-"""From this rate of the link on other bars hold: processors are slower than the link there, and a codec gains less."""
+"""From this rate of the link on other bars hold: processors are then slower than the link, and a codec gains less."""
 _RAW_FAST: Bars = {0: 1.0, 3500: 0.60}
 _INT8_FAST: Bars = {0: 1.0, 3500: 0.50}
 _STREAMED_FAST: Bars = {0: 0.10}
@@ -41,7 +41,7 @@ def _over_link(codec: str, overlap: str, bars: Bars) -> Contender:
     return Contender(
         f"{codec}+overlap" if streams else codec,
         "PDConnector",
-        # Shared memory would pass by the link.
+        # Shared memory would bypass the link.
         {"transports": ["tcp"], "codec": codec, "overlap": overlap},
         params,
         {BASELINE.name: bars},
@@ -64,7 +64,7 @@ def engine_of(
     namespace: Namespace | None,
 ) -> VllmEngine:
     """One engine of a pair, not started."""
-    # An audit would take the first prompt of a run from what is measured.
+    # An audit would take the first prompt of a run out of the measurement.
     ours = {"audit": "off"} if connector == "PDConnector" else {}
     return VllmEngine(
         stage.model,
@@ -121,11 +121,11 @@ class VllmPair(Pair):
         self._prompt_tokens = 0
 
     def check(self) -> None:
-        """A decode engine of vLLM computes a prompt itself whose KV does not come."""
+        """A decode engine of vLLM computes a prompt itself if its KV does not come."""
         grown = self._decode.metrics().since(self._before)
         fetched = grown.total(_PROMPT_TOKENS, source="external_kv_transfer")
         failures = {name: count for name in _FAILURES if (count := grown.total(name))}
-        # The last token of a prompt is computed by whoever decodes.
+        # The decode engine computes the last token of a prompt itself.
         if failures or fetched < 0.95 * self._prompt_tokens:
             raise BenchError(
                 f"{self._decode.name} fetched {fetched:.0f} of {self._prompt_tokens} prompt "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench serve` is going to do, and doing it: stacks started, measured and ended."""
+"""The plan of one `bench serve`, and its execution: stacks started, measured and ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ServeBench:
         trace: file in Mooncake's form.
         peer_env: virtual environment with the rival's router.
         link_mbit: rate of the link between the engines.
-        plan: what is measured.
+        plan: loads, requests and rounds.
     """
 
     trace: Path
@@ -51,7 +51,7 @@ class ServeBench:
     plan: Plan
 
     def check(self) -> str:
-        """The rival's version. Raises BenchError naming what is missing, and what to do."""
+        """The rival's version. Raises BenchError that names what is missing, with advice."""
         version = router_version(self.peer_env)
         if not version:
             env = self.peer_env
@@ -73,10 +73,10 @@ class ServeBench:
         return version
 
     def measure(self, console: Console) -> ServeFindings:
-        """Measure everything; no process and no namespace is left, whatever happens.
+        """Measure everything. At the end no process and no namespace is left, whatever happens.
 
         Raises:
-            PDConnectorError: nothing could be measured, or not what was meant to be.
+            PDConnectorError: nothing could be measured, or the measurement was not the intended one.
         """
         lines = read(self.trace, self.plan.requests * self.plan.rounds)
         logs = log_folder()

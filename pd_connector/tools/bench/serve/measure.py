@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both stacks in turn, at loads that are set by what the rival can do, and what that tells."""
+"""Measures both stacks in turn, at loads derived from the rival's capacity, and compares them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ GOODPUT_BARS = {1.1: 1.5}
 TPOT_BAR = 1.05
 TTFT_PROMISE = 5.0
 TPOT_PROMISE = 2.0
-"""What is promised, as multiples of what the rival's mean request takes on idle engines."""
+"""The promise, as multiples of the rival's mean times on idle engines."""
 
 WARM_UPS = 8
 AT_REST = 10
-"""Requests sent one after the other: until everything is compiled, and for the promise."""
+"""Requests sent one after the other: to compile everything, and to set the promise."""
 AT_ONCE = 8
-"""Requests that are under way all the time while capacity is measured."""
+"""Requests under way at all times while capacity is measured."""
 MOST_FAILED = 0.05
-"""A run of which more has failed is not compared."""
+"""A run in which a larger share fails is not compared."""
 LOOK_S = 3.0
 
 Say = Callable[[str], None]
@@ -40,13 +40,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The parameters of one measurement.
 
     Args:
-        loads: parts of the rival's capacity.
-        requests: of one run.
+        loads: shares of the rival's capacity.
+        requests: number of requests in one run.
         rounds: repetitions, each with other requests of the trace.
-        scale: by what the trace's lengths are divided.
+        scale: divisor of the trace's lengths.
     """
 
     loads: Sequence[float]
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Promise:
-    """A request that keeps both was served in time."""
+    """A request that keeps both limits was served in time."""
 
     ttft_s: float
     tpot_s: float
@@ -76,30 +76,30 @@ class Turn:
 
     @property
     def served(self) -> list[Answer]:
-        """Those that did not fail."""
+        """The answers that did not fail."""
         return [answer for answer in self.answers if not answer.failure]
 
 
 @dataclass(frozen=True)
 class ServeFindings:
-    """Everything that was measured."""
+    """The results of all measurements."""
 
     comparisons: Sequence[Comparison]
     promise: Promise
     capacity: float  # the rival's, requests a second
-    failed: Mapping[str, Counter[str]]  # by stack, then by what was said
+    failed: Mapping[str, Counter[str]]  # by stack, then by the error's text
     sources: Mapping[str, Mapping[str, float]]  # of the decode engines' prompt tokens, by stack
     rest_cores: Mapping[str, float]
     others_cores: float
 
 
 class Measurement:
-    """Two stacks that run already.
+    """Measures two stacks that are already running.
 
     Args:
         ours, rival: the stacks.
-        lines: the trace: for each round `plan.requests`.
-        say: gets a line whenever there is something to tell.
+        lines: the trace; each round takes `plan.requests` of them.
+        say: gets a line for each event worth telling.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class Measurement:
         )
 
     def _rounds(self, capacity: float) -> dict[float, list[tuple[Turn, Turn]]]:
-        """Runs by load, each of ours and of the rival with the same requests."""
+        """Runs by load: pairs of ours and the rival's with the same requests."""
         turns: dict[float, list[tuple[Turn, Turn]]] = {load: [] for load in self._plan.loads}
         for number in range(self._plan.rounds):
             lines = self._lines_of(number)
             for load in self._plan.loads:
                 requests = timed(lines, load * capacity, self._plan.scale, self._next_seed())
                 found: dict[str, Turn] = {}
-                # Who begins changes, so that neither always has the quieter minute.
+                # The stacks begin alternately, so that neither always has the quieter minute.
                 for stack in self._stacks if number % 2 else reversed(self._stacks):
                     found[stack.name] = turn = self._turn(stack, requests)
                     times = [answer.ttft_s for answer in turn.served]
@@ -192,7 +192,7 @@ class Measurement:
         return [answer for answer in answers if not answer.failure]
 
     def _note(self, stack: Stack, answers: Sequence[Answer]) -> None:
-        """Count what failed. Raises BenchError where that is too much."""
+        """Count failures. Raises BenchError if there are too many."""
         failures = [answer.failure for answer in answers if answer.failure]
         self._failed[stack.name].update(failures)
         if len(failures) > MOST_FAILED * len(answers):
@@ -219,7 +219,7 @@ class Measurement:
 
 
 class _Turn:
-    """A stack's turn: outside of it the stack disturbs nobody."""
+    """A stack's turn. Outside of its turn a stack disturbs no other."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -234,7 +234,7 @@ class _Turn:
 def compared(
     turns: Mapping[float, Sequence[tuple[Turn, Turn]]], promise: Promise
 ) -> list[Comparison]:
-    """Ours beside the rival for every load: one value for each round."""
+    """Ours beside the rival for every load: one value per round."""
     found = []
     for load, pairs in turns.items():
         ours, rival = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -260,7 +260,7 @@ def compared(
 
 
 def goodput(turn: Turn, promise: Promise) -> float:
-    """Requests a second that were served in time. If none was, as if one had been: a ratio needs a
+    """Requests a second that were served in time; one request at least is counted, because a ratio needs a
     number."""
     kept = sum(promise.kept(answer) for answer in turn.answers)
     return max(1, kept) / turn.span_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests sent at their times, whether or not earlier ones are answered, and how each was answered."""
+"""Sends requests at their times, whether or not earlier requests are answered, and records each answer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pd_connector.tools.launch import Client, HttpError
 
 _PATH = "/v1/completions"
 _PATIENCE_S = 120.0
-"""A request that is silent for so long has failed."""
+"""A request has failed after this silence, in seconds."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request was answered; without `failure` both times are there."""
+    """The answer to one request; without a `failure` both times are set."""
 
     ttft_s: float = 0.0  # due -> first token read
-    tpot_s: float = 0.0  # between two tokens after that, on average
+    tpot_s: float = 0.0  # average time between two later tokens
     failure: str = ""
 
 
@@ -40,8 +40,8 @@ def send(client: Client, model: str, requests: Sequence[TimedRequest]) -> list[A
 def completion_rate(
     client: Client, model: str, requests: Sequence[TimedRequest], at_once: int
 ) -> tuple[float, list[Answer]]:
-    """Requests a second that are answered if `at_once` are under way all the time; times of the
-    requests are left out."""
+    """Requests a second that are answered while `at_once` requests are under way at all times. The requests' own
+    times are ignored."""
     began = time.monotonic()
     with ThreadPoolExecutor(at_once) as threads:
         answers = list(
@@ -70,5 +70,5 @@ def _ask(client: Client, model: str, request: TimedRequest, due: float) -> Answe
         return Answer(failure=str(error))
     if not first:
         return Answer(failure="the answer ended without a token")
-    # Events may hold several tokens each, but their number is known.
+    # An event can hold several tokens, but their total is known.
     return Answer(first - due, (last - first) / (request.max_tokens - 1))

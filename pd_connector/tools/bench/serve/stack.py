@@ -23,14 +23,14 @@ PARTS = {
     OURS: "PDConnector (codec auto), pd-router, PrefixAwareScheduler",
     RIVAL: "NixlConnector, vllm-router, vLLM's scheduler",
 }
-"""What the stacks are made of, by name."""
+"""The parts of each stack, by name."""
 
 _PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 
 
 @dataclass(frozen=True)
 class StackSetup:
-    """What both stacks have in common.
+    """What both stacks share.
 
     Args:
         model: folder of the model.
@@ -61,7 +61,7 @@ class VllmRouterProcess(Service):
     def command(self) -> list[str]:
         address = ["--host", self.host, "--port", str(self.port)]
         address += ["--prometheus-port", str(self._metrics_port)]
-        # There is one engine of each role: policies that look at prompts would only cost time.
+        # There is one engine of each role: policies that inspect prompts would only cost time.
         mode = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
         return [self._program, *address, *mode, *self._engines]
 
@@ -70,7 +70,7 @@ class VllmRouterProcess(Service):
 
 
 class Stack(ABC):
-    """Engines with a router; starting and stopping is up to the caller."""
+    """Engines with a router. The caller starts and stops them."""
 
     name: str
 
@@ -81,7 +81,7 @@ class Stack(ABC):
 
     @property
     def services(self) -> tuple[Service, ...]:
-        """All of it, engines first: a router looks for its engines when it starts."""
+        """All services, engines first: a router looks for its engines when it starts."""
         return (*self.engines, self.router)
 
     @property
@@ -93,7 +93,7 @@ class Stack(ABC):
         return self._pids
 
     def cpu_seconds(self) -> float:
-        """CPU time that all of it has used."""
+        """CPU time used by the whole stack."""
         return cpu_seconds(self.pids)
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Stack(ABC):
             service.resume()
 
     def prompt_tokens(self) -> dict[str, float]:
-        """Where the decode engine's prompt tokens came from so far, by source."""
+        """The decode engine's prompt tokens up to now, by their source."""
         found: dict[str, float] = {}
         for (name, labels), value in self.engines[1].metrics().items():
             if name == _PROMPT_TOKENS:
@@ -121,7 +121,7 @@ class OurStack(Stack):
     name = OURS
 
     def __init__(self, setup: StackSetup, key: Mapping[str, str]) -> None:
-        # Shared memory would pass by the link.
+        # Shared memory would bypass the link.
         config = {"transports": ["tcp"], "codec": "auto", "overlap": "auto"}
         prefill, decode = _engines("ours", "PDConnector", config, setup, OUR_SCHEDULER, key)
         log = setup.logs / "ours-router.log"
@@ -129,7 +129,7 @@ class OurStack(Stack):
         super().__init__(prefill, decode, RouterProcess(*urls, name="our router", log_path=log))
 
     def rest(self) -> None:
-        """It waits, and uses a hundredth of a core for that."""
+        """Nothing to do: a waiting stack uses a hundredth of a core."""
 
 
 class RivalStack(Stack):
@@ -144,7 +144,7 @@ class RivalStack(Stack):
         super().__init__(prefill, decode, router)
 
     def rest(self) -> None:
-        """NIXL's progress threads poll: they would take both cores from the other stack."""
+        """Freeze it: NIXL's progress threads poll, and would take both cores from the other stack."""
         for service in self.services:
             service.pause()
 
@@ -155,7 +155,7 @@ def program(environment: Path) -> Path:
 
 
 def router_version(environment: Path) -> str:
-    """The version of the rival's router; empty if it is not there."""
+    """The version of the rival's router; empty if it is missing."""
     return installed_version(environment, RIVAL_ROUTER) if program(environment).exists() else ""
 
 

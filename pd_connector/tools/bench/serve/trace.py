@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in the shape of a recorded trace, scaled down to what small engines can serve."""
+"""Requests in the shape of a recorded trace, scaled down for small engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from pd_connector.tools.bench.flow import BenchError
 
 BLOCK_TOKENS = 512
-"""Tokens that an id of the trace stands for."""
+"""Tokens for which an id of the trace stands."""
 _LETTERS = string.ascii_lowercase + " "
 
 
@@ -38,10 +38,10 @@ class Line(msgspec.Struct):
 
 
 def read(path: Path, requests: int) -> list[Line]:
-    """The first so many requests of a trace in Mooncake's form (JSON lines).
+    """The first `requests` requests of a trace in Mooncake's form (JSON lines).
 
     Raises:
-        BenchError: it cannot be read, has another form, or is shorter.
+        BenchError: the trace cannot be read, has another form, or is shorter.
     """
     try:
         with path.open("rb") as lines:
@@ -60,9 +60,9 @@ def read(path: Path, requests: int) -> list[Line]:
 def timed(lines: Sequence[Line], per_s: float, scale: float, seed: int) -> list[TimedRequest]:
     """These requests, `per_s` a second on average, with lengths divided by `scale`.
 
-    Recorded times are binned, so each request is moved at random within its bin. Equal ids become
-    equal text; another seed gives other text, so that no run finds what an earlier one has cached.
-    A letter is a token of the model that is served.
+    Recorded times are binned, so each request is moved at random within its bin. Equal ids become equal text.
+    Another seed gives other text, so that no run finds pages of an earlier run in a cache. Each letter is a token
+    of the served model.
     """
     moves = random.Random(seed)
     bins = sorted({line.timestamp for line in lines})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A paged cache without an engine, whose every byte is known to both sides of a transfer."""
+"""A paged cache without an engine. Both sides of a transfer know its every byte."""
 
 import random
 
@@ -23,7 +23,7 @@ LOSSY_ERROR = 0.04
 
 _WIDTH = 2 * HEAD_DIM
 _SHIFT = 977
-"""Each layer has the values of the one before it, moved by so many places."""
+"""Each layer has the values of the previous layer, moved by this many elements."""
 _SIDES = ("producer", "consumer")
 
 
@@ -31,8 +31,8 @@ class WireCache:
     """32 layers x 8 KV heads x 128 in bfloat16, pages of 16 tokens as `[head][token][K, V]`.
 
     Args:
-        role: `producer` or `consumer`. The producer's cache holds normal random values, the
-            consumer's zeros; each has its prompt's pages in a random order of its own.
+        role: `producer` or `consumer`. The producer's cache holds normal random values, the consumer's holds
+            zeros. Each has its prompt's pages in its own random order.
         tokens: of the prompt, a multiple of 16; the cache holds nothing else.
     """
 
@@ -68,7 +68,7 @@ class WireCache:
         return self.tokens * TOKEN_BYTES
 
     def paged(self) -> PagedCache:
-        """The cache as an agent takes it."""
+        """The cache in the form that an agent takes."""
         return PagedCache({n: _views(layer) for n, layer in enumerate(self.layers)}, self.geometry)
 
     def descriptors(self, bases: list[int]) -> npt.NDArray[np.uint64]:
@@ -88,7 +88,7 @@ class WireCache:
             layer.zero_()
 
     def check(self, lossy: bool) -> str:
-        """What is wrong with a consumer's cache after a transfer; empty if all pages are right."""
+        """Why a consumer's cache is wrong after a transfer; empty if all pages are right."""
         theirs, mine = self.tables["producer"], self.tables["consumer"]
         for number, layer in enumerate(self.layers):
             wanted, found = self._values(number)[theirs], layer[mine]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench wire`: KV moved between two processes without engines, beside one descriptor per page.
 
-Everything runs in the same two processes, one contender after the other: the baselines first and last,
-so that all see the same noise. What has arrived is verified after each run, outside the time.
+Everything runs in the same two processes, one contender after the other, with the baselines first and last, so
+that all see the same noise. Received KV is verified after each run, outside the measured time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from pd_connector.tools.bench.wire.pair import WirePair, WireRun
 from pd_connector.tools.bench.wire.size import TOKEN_BYTES
 
 MAX_DESCRIPTORS = 1 / 50
-"""Ours may need at most this share of the descriptors of the baseline, where it collates: pages that
-are read where they lie are as many pieces as they are pages."""
+"""Largest share of the baseline's descriptors that ours may need when it collates. Pages that are read in place
+need as many pieces as there are pages."""
 LOCAL_BAR = 0.55
-"""Share of the baseline's rate to reach, for pages of one machine: ours copies and then sums them, the baseline copies alone
-and looks at nothing."""
+"""Share of the baseline's rate to reach for pages on one machine. Ours copies and then hashes the bytes; the baseline
+only copies and verifies nothing."""
 _GB = 1e9
 
 Say = Callable[[str], None]
@@ -28,14 +28,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class WireContender:
-    """One way to move KV, and what is asked of it.
+    """One way to move KV, with its bar.
 
     Args:
-        name: what a person calls it.
+        name: its name for users.
         kind: `ours`, `pages` (a descriptor per page) or `plain` (bytes over TCP).
         settings: of our agents.
-        bar: the least of the baseline's rate that is asked for; None for nothing.
-        collates: whether chunks are gathered; over shared memory like pages are read where they lie.
+        bar: least share of the baseline's rate; None for no bar.
+        collates: whether chunks are gathered. Over shared memory, like pages are read in place instead.
     """
 
     name: str
@@ -46,7 +46,7 @@ class WireContender:
 
     @property
     def lossy(self) -> bool | None:
-        """Whether pages need only be nearly right; None for bytes that go nowhere."""
+        """Whether pages may have small errors; None for bytes that are not stored."""
         return None if self.kind == "plain" else self.settings.get("codec", "raw") != "raw"
 
     @property
@@ -75,14 +75,14 @@ def link_contender(transport: str, codec: str) -> WireContender:
 
 
 def insecure_contender(transport: str, codec: str) -> WireContender:
-    """Ours over a link without a key: what encryption costs is the difference to `link_contender`."""
+    """Ours over a link without a key. The difference to `link_contender` is the cost of encryption."""
     contender = link_contender(transport, codec)
     settings = {**contender.settings, "key": "", "insecure": True}
     return replace(contender, name=f"{contender.name}, insecure", settings=settings)
 
 
 class WireFindings(NamedTuple):
-    """Tables with the names of their baselines, and how busy others kept the machine, in cores."""
+    """Tables with the names of their baselines, and the cores used by other programs."""
 
     tables: list[tuple[str, list[Comparison]]]
     others_cores: float
@@ -100,7 +100,7 @@ def measure(
     """Measure all contenders in turn.
 
     Args:
-        place: `local` or `link`; over a link the line rate is a baseline, too.
+        place: `local` or `link`; over a link the line rate is also a baseline.
 
     Raises:
         BenchError: KV did not arrive, or not all of it was right.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What brings a prompt's KV from one process to another: our agent, NIXL page by page, or plain TCP."""
+"""Ways to bring a prompt's KV from one process to another: our agent, NIXL page by page, or plain TCP."""
 
 import abc
 import os
@@ -39,7 +39,7 @@ class Mover(abc.ABC):
 
     @abc.abstractmethod
     def address(self) -> dict[str, Any]:
-        """What the other side needs to know."""
+        """The address that the other side needs."""
 
     @abc.abstractmethod
     def meet(self, peer: Mapping[str, Any]) -> None:
@@ -47,23 +47,23 @@ class Mover(abc.ABC):
 
     @abc.abstractmethod
     def offer(self, number: int) -> None:
-        """As the producer: let the whole prompt be fetched once, as transfer `number`."""
+        """As the producer: offer the whole prompt for one fetch, as transfer `number`."""
 
     @abc.abstractmethod
     def fetch(self, number: int) -> int:
-        """As the consumer: fetch transfer `number`, and wait until it is there.
+        """As the consumer: fetch transfer `number`, and wait until it has arrived.
 
         Returns:
-            How many descriptors that took. For ours these are chunks, or the pieces that it read where it
-            reads pages; for plain TCP there is one.
+            The number of descriptors. For ours these are chunks, or pieces if it reads pages in place; plain TCP
+            has one.
 
         Raises:
-            MoveError: it did not come.
+            MoveError: it did not arrive.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free everything but the cache."""
+        """Free everything except the cache."""
 
 
 class Ours(Mover):
@@ -107,8 +107,8 @@ class Ours(Mover):
         while not (ended := self._agent.outcomes()):
             if time.monotonic() > deadline:
                 raise MoveError(f"nothing has ended within {TIMEOUT_S:g} s")
-            # As the worker of an engine with nothing else to do. Until the agent has the load, there
-            # is nothing to wait for.
+            # Waits as the worker of an idle engine does. Until the agent has the load, there is nothing to wait
+            # for.
             time.sleep(POLL_S)
             self._agent.wait_for_outcome(_WAIT_S)
         (finished,) = ended
@@ -124,9 +124,9 @@ class Ours(Mover):
 
 
 class PagePerDescriptor(Mover):
-    """NIXL, used as vLLM's NixlConnector does (`nixl/base_worker.py`, `nixl/pull_worker.py`): each
-    layer is a region, each page of it a descriptor in a prepared list, and the consumer reads those
-    of its prompt straight into its own pages. A progress thread polls in both processes."""
+    """NIXL, used as vLLM's NixlConnector does (`nixl/base_worker.py`, `nixl/pull_worker.py`). Each layer is a region,
+    and each of its pages a descriptor in a prepared list. The consumer reads its prompt's pages straight into its own
+    pages. A progress thread polls in both processes."""
 
     def __init__(self, role: str, cache: WireCache) -> None:
         os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # as vLLM does
@@ -185,7 +185,7 @@ class PagePerDescriptor(Mover):
 
 
 class PlainTcp(Mover):
-    """The same number of bytes over one TCP connection, from and into one buffer: what a link can carry."""
+    """The same number of bytes over one TCP connection, between two buffers: the link's own rate."""
 
     def __init__(self, role: str, cache: WireCache, host: str) -> None:
         self._nbytes = cache.nbytes
@@ -211,7 +211,7 @@ class PlainTcp(Mover):
             self._connection.settimeout(TIMEOUT_S)
 
     def serve(self) -> None:
-        """As the producer: wait until it is asked for, and send it."""
+        """As the producer: wait for the request, and send."""
         assert self._connection is not None
         self._connection.recv(1)
         left = self._nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes, and prompts that move from the one to the other."""
+"""Two processes, and prompts that move from one to the other."""
 
 import sys
 import tempfile
@@ -20,7 +20,7 @@ from pd_connector.tools.launch.netns import Namespace
 
 START_S = 120.0
 CALL_S = 180.0
-"""How long a party may take to answer."""
+"""Longest time for a party's answer."""
 _POLL_MS = 200
 _LAST_LINES = 5
 
@@ -28,18 +28,18 @@ _LAST_LINES = 5
 class WireRun(NamedTuple):
     """One prompt moved, and verified."""
 
-    seconds: float  # asked for -> in the consumer's pages
+    seconds: float  # request -> in the consumer's pages
     cpu_s: float  # of both processes
     descriptors: int
 
 
 class WirePair:
-    """Both processes, while inside the `with` block; ended with it.
+    """Both processes, alive within the `with` block.
 
     Args:
         tokens: of the prompt.
         env: variables added to both.
-        namespaces: where they run; empty for here.
+        namespaces: where they run; empty for this one.
 
     Raises:
         BenchError: on entry and later, when a process fails.
@@ -93,10 +93,10 @@ class WirePair:
         """Move the prompt once.
 
         Args:
-            lossy: whether pages need only be nearly right; None for bytes that go nowhere.
+            lossy: whether pages may have small errors; None for bytes that are not stored.
 
         Raises:
-            BenchError: it did not arrive, or is not right.
+            BenchError: it did not arrive, or is wrong.
         """
         self._numbers += 1
         before_s = self._producer.call("offer", number=self._numbers)
@@ -107,12 +107,12 @@ class WirePair:
         return WireRun(seconds, cpu_s, descriptors)
 
     def compute(self, kind: str) -> None:
-        """Let a thread of each side compute, from now on; see `Busy`."""
+        """From now on a thread of each side computes; see `Busy`."""
         for party in (self._producer, self._consumer):
             party.call("compute", kind=kind)
 
     def computed(self) -> tuple[int, float]:
-        """Stop that; returns how many rounds both threads had, and their CPU seconds."""
+        """Stop the computing threads; returns the number of their rounds, and their CPU seconds."""
         found = [party.call("computed") for party in (self._producer, self._consumer)]
         return sum(rounds for rounds, _ in found), sum(cpu_s for _, cpu_s in found)
 
@@ -134,7 +134,7 @@ class WirePair:
 
 
 class Started(Protocol):
-    """A process, or a family of them, that this one can stop and end."""
+    """A process or a family of processes that this process can stop and end."""
 
     @property
     def pid(self) -> int: ...
@@ -165,7 +165,8 @@ class PartyProcess:
         return self.family.pid
 
     def call(self, name: str, timeout_s: float = CALL_S, **arguments: Any) -> Any:
-        """Raises BenchError: the call failed, was not answered, or the process has ended."""
+        """Call a method of the party. Raises BenchError if the call fails, has no answer, or the process has
+        ended."""
         self._calls.send(msgspec.msgpack.encode([name, arguments]))
         deadline = time.monotonic() + timeout_s
         while not self._calls.poll(_POLL_MS):
@@ -187,7 +188,7 @@ class PartyProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # It has nothing to tidy up: a polite end would only take longer.
+        # It has nothing to clean up, so SIGKILL is quicker.
         self.family.kill()
 
     def _last_lines(self) -> str:

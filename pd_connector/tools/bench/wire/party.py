@@ -20,7 +20,7 @@ class WireParty(Party):
         self.cache: WireCache = WireCache(role, tokens)
 
     def open(self, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-        # A connector lowers it for the whole process, and this one may measure others after it.
+        # A connector lowers it for the whole process, and this process may measure others afterwards.
         sys.setswitchinterval(PYTHON_SWITCH_MS / 1000)
         self.mover = make_mover(kind, self._role, self.cache, self._host, settings)
         return self.mover.address()

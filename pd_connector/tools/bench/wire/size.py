@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench wire` moves: sizes, in bfloat16."""
+"""Sizes of what `bench wire` moves, in bfloat16."""
 
 LAYERS = 32
 KV_HEADS = 8

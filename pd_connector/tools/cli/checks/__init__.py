@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pd-connector doctor` looks at.
+"""The checks of `pd-connector doctor`.
 
-`probe` and `nixl` ask the machine and write down facts; `software`, `transports`, `network`,
-`limits` and `peer` turn facts into findings and touch nothing, so that tests give them any machine.
+`probe` and `nixl` examine the machine and record facts. `software`, `transports`, `network`, `limits` and `peer` turn
+facts into findings and touch nothing, so that tests can describe any machine.
 """

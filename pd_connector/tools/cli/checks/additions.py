@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other packages add (docs/extending.md), and whether it can be loaded."""
+"""Additions of other packages (docs/extending.md), and whether they load."""
 
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
@@ -8,7 +8,7 @@ AREA = "additions"
 
 
 def check(facts: Facts) -> list[Finding]:
-    """All findings of this area; none where no other package adds anything."""
+    """All findings of this area; none if no other package adds anything."""
     return [
         Finding(
             AREA,

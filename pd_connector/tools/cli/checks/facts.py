@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was seen on this machine: plain data, filled in by `probe`, read by the checks."""
+"""Facts about this machine: plain data, filled in by `probe`, read by the checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of trying something in a process of its own."""
+    """The outcome of a trial in a process of its own."""
 
     works: bool
     detail: str = ""
-    """What it printed, or why it failed."""
+    """Its output, or why it failed."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Addition:
     source: str
     """The package, and the object there."""
     trial: Trial
-    """What came of loading it."""
+    """The outcome of loading it."""
 
 
 @dataclass(frozen=True)
@@ -32,41 +32,41 @@ class Software:
 
     python: tuple[int, int, int] = (3, 11, 0)
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Installed version by distribution, of those the doctor knows; absent if not installed."""
+    """Installed version by distribution, for the distributions that the doctor knows; absent if not installed."""
     plugins: tuple[str, ...] = ()
     """Values of the entry points called `pd_connector` in the group `vllm.general_plugins`."""
     sglang_plugins: tuple[str, ...] = ()
-    """The same in the group `sglang.srt.plugins`."""
+    """Values of the same entry points in the group `sglang.srt.plugins`."""
     torch_cuda: str | None = None
-    """CUDA version torch was built for; None for a CPU build or no torch."""
+    """CUDA version that torch was built for; None for a CPU build or without torch."""
     gpus: tuple[str, ...] = ()
     """One line per GPU: name, driver version, memory."""
     additions: tuple[Addition, ...] = ()
     gpu_error: str = ""
-    """What nvidia-smi said when it failed; empty if it worked or is not there."""
+    """Message of a failed nvidia-smi; empty if it worked or is missing."""
 
 
 @dataclass(frozen=True)
 class Transports:
-    """What KV can travel over."""
+    """Means by which KV can travel."""
 
     zmq: str = ""
     curve: bool = False
     fast_aes: bool = True
-    """Whether the processor has instructions for AES-GCM, which encrypts data over tcp then."""
+    """Whether the processor has instructions for AES-GCM. If so, that cipher encrypts data over tcp."""
     nixl: Trial | None = None
     """None if it is not installed."""
     device_slots: Trial | None = None
     """Whether NIXL moves memory of the first GPU; None without a GPU, or without NIXL."""
     peermem: bool = False
-    """Whether the kernel module is loaded by which RDMA devices reach a GPU's memory."""
+    """Whether the kernel module is loaded with which RDMA devices reach a GPU's memory."""
     ucxx: Trial | None = None
     """None if it is not installed."""
     ucx_devices: tuple[str, ...] | None = None
-    """Lines `transport device` of `ucx_info -d`; None if that program is not there."""
+    """Lines `transport device` of `ucx_info -d`; None if that program is missing."""
     rdma_devices: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    """What moves memory between machines without the processors: RDMA devices, NVLink's channels."""
+    """Hardware that moves memory between machines without the processors: RDMA devices, NVLink's channels."""
     interfaces: tuple[str, ...] = ()
 
 
@@ -77,16 +77,16 @@ class Network:
     addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Addresses by interface, loopback included."""
     outward: str | None = None
-    """The address this host uses to reach other networks; None without a route."""
+    """The address with which this host reaches other networks; None without a route."""
     hostname: str = "localhost"
     resolved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Addresses by name, of the host name and the configured host; empty if one does not resolve."""
+    """Addresses of the host name and the configured host, by name; empty if a name does not resolve."""
     bindable: Mapping[str, str] = field(default_factory=dict)
     """By host: why no free port can be bound on it; an empty string if one can."""
     port_range: tuple[int, int] = (32768, 60999)
-    """Ports the system picks free ones from."""
+    """Range from which the system picks free ports."""
     firewalls: tuple[str, ...] = ()
-    """Firewall managers that are switched on."""
+    """Active firewall managers."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it, with the environment variables."""
+    """All facts, with the environment variables."""
 
     software: Software = Software()
     transports: Transports = Transports()

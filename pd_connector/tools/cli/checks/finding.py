@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row of what the doctor says."""
+"""One row of the doctor's report."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How bad it is. `warn` works but may not be what was meant; `fail` does not work."""
+    """Severity. `warn` works but may not be what was meant; `fail` does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -15,12 +15,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found, and what to do about it."""
+    """The result of one check, with advice."""
 
     area: str
-    """Heading the row stands under: software, additions, transports, network, limits, or a peer's URL."""
+    """Heading above the row: software, additions, transports, network, limits, or a peer's URL."""
     name: str
     status: Status
     found: str
     advice: str = ""
-    """Empty where nothing is to be done."""
+    """Advice; empty if there is nothing to do."""

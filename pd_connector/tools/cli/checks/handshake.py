@@ -13,17 +13,17 @@ from pd_connector.errors import Cause, ConfigError
 HANDSHAKE_S = 5.0
 
 Problem = tuple[str, str]
-"""What was found, and what to do about it."""
+"""The result, and what to do about it."""
 
 
 def greet(
     host: str, port: int, environment: Mapping[str, str] = os.environ, limit_s: float = HANDSHAKE_S
 ) -> Problem | None:
-    """Ask an engine for its ranks over its control port; returns why it does not tell them, and on which side the
-    key is wrong.
+    """Ask an engine for its ranks over its control port. Returns why it does not tell them, and which side's key is
+    wrong.
 
     Args:
-        limit_s: of each of two tries.
+        limit_s: for each of two tries.
     """
     key = environment.get(KEY_VARIABLE, "").strip()
     try:
@@ -39,7 +39,7 @@ def greet(
     if refused.cause in (Cause.VERSION, Cause.MALFORMED_MESSAGE):
         return str(refused), "install one version of pd-connector on both sides"
     if not key:
-        found = f"{host}:{port} answers nobody who shows no key, and {KEY_VARIABLE} is not set here"
+        found = f"{host}:{port} does not answer without a key, and {KEY_VARIABLE} is not set here"
         return found, f"set {KEY_VARIABLE} here to that engine's key, and try again"
     if _refused(host, port, "", limit_s) is None:
         found = f"{host}:{port} has no key, and {KEY_VARIABLE} is set here"
@@ -53,7 +53,7 @@ def greet(
 
 
 def _refused(host: str, port: int, key: str, limit_s: float) -> RefusedError | None:
-    config = Config(key=key, insecure=True)  # also over a network: nothing but ranks is asked for
+    config = Config(key=key, insecure=True)  # also over a network: the only request is for ranks
     try:
         ask_ranks(config, host, port, time.monotonic() + limit_s)
     except RefusedError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits that end in errors far away from their cause."""
+"""Limits whose errors appear far away from their cause."""
 
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
@@ -16,7 +16,7 @@ def check(facts: Facts) -> list[Finding]:
 
 
 def files(facts: Facts) -> Finding:
-    """Open files: vLLM raises its own soft limit, so that the hard one counts."""
+    """Open files. vLLM raises its own soft limit, so the hard limit counts."""
     limit = facts.limits.files
     found = "unlimited" if limit is None else str(limit)
     if limit is None or limit >= FILES_WANTED:
@@ -31,7 +31,7 @@ def files(facts: Facts) -> Finding:
 
 
 def shared_memory(facts: Facts) -> Finding:
-    """vLLM's processes and UCX talk through /dev/shm; Docker gives it 64 MiB."""
+    """vLLM's processes and UCX communicate through /dev/shm; Docker gives it 64 MiB."""
     limits = facts.limits
     found = f"{_mib(limits.shm_bytes)}, {_mib(limits.shm_free_bytes)} free"
     if limits.shm_free_bytes >= SHM_WANTED_BYTES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under which address peers reach this host, whether it can be bound, and how it is protected."""
+"""The address at which peers reach this host, whether it can be bound, and how it is protected."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from pd_connector.tools.cli.checks.finding import Finding, Status
 
 AREA = "network"
 ENGINE_HOST_VARIABLES = ("VLLM_HOST_IP", "SGLANG_HOST_IP")
-"""The engines' own variables for the address of this host, which their doors take."""
+"""The engines' own variables for the address of this host. Their doors use them."""
 
 
 def check(facts: Facts) -> list[Finding]:
@@ -23,7 +23,7 @@ def check(facts: Facts) -> list[Finding]:
 
 
 def configured_host(environment: Mapping[str, str]) -> str:
-    """The host engines started from here use, unless their config names another."""
+    """The host of engines started from here, unless their config names another."""
     try:
         return Config.load({}, environment, _engines_own(environment)).host
     except ConfigError:
@@ -31,7 +31,7 @@ def configured_host(environment: Mapping[str, str]) -> str:
 
 
 def _engines_own(environment: Mapping[str, str]) -> str:
-    """The variable of an engine's own that names this host; empty for none."""
+    """An engine's own variable that names this host; empty for none."""
     return next((name for name in ENGINE_HOST_VARIABLES if environment.get(name)), "")
 
 
@@ -57,7 +57,7 @@ def addresses(facts: Facts) -> Finding:
 
 
 def host_name(facts: Facts) -> Finding:
-    """Debian writes the host's own name to /etc/hosts as 127.0.1.1: peers given it dial themselves."""
+    """Debian writes the host's own name to /etc/hosts as 127.0.1.1. Peers that get this address dial themselves."""
     name = facts.network.hostname
     found = facts.network.resolved.get(name, ())
     shown = f"{name} -> {', '.join(found) or 'nothing'}"
@@ -129,7 +129,7 @@ def port(facts: Facts) -> Finding:
 
 
 def firewall(facts: Facts) -> Finding:
-    """Firewalls cannot be asked without being root; the doctor says what must be open."""
+    """Only root can ask firewalls; the doctor says which ports must be open."""
     first, last = facts.network.port_range
     advice = f"between machines let TCP ports {first}-{last} through from the other engines"
     active = ", ".join(facts.network.firewalls)

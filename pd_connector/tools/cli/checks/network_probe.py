@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks this machine about its addresses, names, ports and firewalls."""
+"""Reads this machine's addresses, names, ports and firewalls."""
 
 import fcntl
 import ipaddress
@@ -12,12 +12,12 @@ from pd_connector.tools.cli.checks.facts import Network
 
 _SIOCGIFADDR = 0x8915
 _DEFAULT_PORTS = (32768, 60999)
-# Addresses kept for documentation: connecting a datagram socket sends nothing, it only asks for a route.
+# Addresses for documentation: connecting a datagram socket sends nothing, it only looks up a route.
 _ELSEWHERE = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def network(host: str) -> Network:
-    """What this machine's network looks like to an engine whose `host` is this."""
+    """This machine's network, as an engine with this `host` sees it."""
     name = socket.gethostname()
     return Network(
         addresses=_addresses(),
@@ -37,7 +37,7 @@ def _addresses() -> dict[str, tuple[str, ...]]:
             request = struct.pack("256s", interface.encode()[:15])
             try:
                 answer = fcntl.ioctl(asker, _SIOCGIFADDR, request)
-            except OSError:  # it has none
+            except OSError:  # it has no address
                 continue
             found.setdefault(interface, []).append(socket.inet_ntoa(answer[20:24]))
     inet6 = Path("/proc/net/if_inet6")
@@ -63,7 +63,7 @@ def _outward() -> str | None:
 def _resolve(host: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter: it can be no name
+    except (OSError, UnicodeError):  # UnicodeError: not a possible name
         return ()
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # as the connector does
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))

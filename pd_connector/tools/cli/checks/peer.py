@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine elsewhere: is it up, is it ours, and can its control port be reached from here?"""
+"""An engine elsewhere: whether it is up, uses PDConnector, and has a control port that is reachable from here."""
 
 import json
 import socket
@@ -15,9 +15,9 @@ from pd_connector.remedies import outage_in, staged_in
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 BACKEND = "pd_connector"
-"""What our transfer backend is called in SGLang."""
+"""SGLang's name for our transfer backend."""
 TIMEOUT_S = 10.0
-DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after what it is computing
+DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after its present work
 _DESCRIBE = {"do_remote_decode": True, "do_remote_prefill": False, "describe": True}
 
 Ask = Callable[[str, Mapping[str, Any] | None], str]
@@ -25,15 +25,15 @@ Ask = Callable[[str, Mapping[str, Any] | None], str]
 Connect = Callable[[str, int], str]
 """Open and close a TCP connection; returns why that failed, or an empty string."""
 Greet = Callable[[str, int], tuple[str, str] | None]
-"""Make the handshake of the control channel; returns why that failed, and what to do (`handshake.greet`)."""
+"""Make the control channel's handshake; returns why it failed, and what to do (`handshake.greet`)."""
 
 
 class PeerError(Exception):
-    """No answer, or one that is an error."""
+    """There is no answer, or the answer is an error."""
 
 
 def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
-    """All findings about one peer; each needs the one before it."""
+    """All findings about one peer. Each needs the finding before it."""
     try:
         ask("/health", None)
     except PeerError as error:
@@ -69,7 +69,7 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
 
 
 def _sglang(ask: Ask) -> dict[str, Any] | None:
-    """What an SGLang engine tells of itself; None if it is none."""
+    """An SGLang engine's state; None for another engine."""
     try:
         told = json.loads(ask("/server_info", None))
     except (PeerError, ValueError):
@@ -80,7 +80,7 @@ def _sglang(ask: Ask) -> dict[str, Any] | None:
 def _sglang_findings(
     url: str, told: dict[str, Any], ask: Ask, connect: Connect, greet: Greet
 ) -> list[Finding]:
-    """SGLang is not sent a prompt: one without a bootstrap room would be refused."""
+    """SGLang is not sent a prompt: it would refuse one without a bootstrap room."""
     mode, backend = told["disaggregation_mode"], told.get("disaggregation_transfer_backend")
     engine = Finding(url, "SGLang", Status.OK, f"{told.get('version', '?')}, {mode}")
     if mode not in ("prefill", "decode") or backend != BACKEND:
@@ -120,8 +120,8 @@ def _version(url: str, ask: Ask) -> Finding:
 
 
 def _transfers(url: str, ask: Ask) -> list[Finding]:
-    """Whether KV arrives there, if it is an engine that fetches KV; and whether that of a GPU takes the short
-    way, if it is one that sends."""
+    """Whether KV arrives at an engine that fetches KV, and whether KV of a sending engine's GPU takes the short
+    way."""
     try:
         metrics = ask("/metrics", None)
     except PeerError:
@@ -173,7 +173,7 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect, greet: Greet) 
 
 
 def _without_address(url: str, params: Any, ask: Ask) -> Finding:
-    """A decode engine has no control port; an engine without our connector has no metrics of ours."""
+    """A decode engine has no control port. An engine without PDConnector does not have its metrics."""
     try:
         ours = "pd_connector:" in ask("/metrics", None)
     except PeerError:
@@ -192,13 +192,13 @@ def _without_address(url: str, params: Any, ask: Ask) -> Finding:
 
 
 def repr_short(error: Exception) -> str:
-    """An error in one line: its own words, or its type where it has none."""
+    """An error in one line: its message, or its type if there is no message."""
     text = str(error) if isinstance(error, PeerError) else f"unexpected answer ({error!r})"
     return text[:300]
 
 
 def asker(url: str, api_key: str | None) -> Ask:
-    """Asks over HTTP. Proxy variables are for the internet; engines are dialled directly."""
+    """A function that asks over HTTP. Proxy variables are for the internet; engines are dialled directly."""
     opener = build_opener(ProxyHandler({}))
     base = url.rstrip("/").removesuffix("/v1")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks this machine. Imports no engine, and does what can crash in a process of its own."""
+"""Examines this machine. Imports no engine, and runs in a process of its own whatever could crash."""
 
 import importlib.util
 import os
@@ -41,7 +41,7 @@ ADDITIONS = {
     TRANSPORT_GROUP: "transport",
     "scheduler_plugins.policies": "policy",
 }
-"""What one entry point is, by group."""
+"""What an entry point adds, by group."""
 TRIAL_S = 60.0
 _ROOT = str(Path(pd_connector.__file__).parents[1])
 PROGRAM_S = 20.0
@@ -76,7 +76,7 @@ _UCXX_TRIAL = (
 
 
 def look() -> Facts:
-    """Everything the checks want to know. Takes seconds, for NIXL is started once."""
+    """All facts that the checks need. Takes seconds, because NIXL is started once."""
     software = _software()
     return Facts(
         software,
@@ -88,10 +88,10 @@ def look() -> Facts:
 
 
 def attempt(code: str, timeout_s: float = TRIAL_S) -> Trial:
-    """Run Python code in a process of its own: it may crash, or hang."""
+    """Run Python code in a process of its own: it could crash, or hang."""
     try:
-        # Not from the current folder, whose files could stand in for installed packages; but from where
-        # this package lies.
+        # Not from the current folder, whose files could hide installed packages, but from this package's
+        # folder.
         ended = subprocess.run(
             [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {_ROOT!r})\n{code}"],
             capture_output=True,
@@ -150,7 +150,7 @@ def _torch_cuda() -> str | None:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    """One line per GPU, and what went wrong."""
+    """One line per GPU, and the error message."""
     query = "--query-gpu=name,driver_version,memory.total"
     try:
         said = _output(["nvidia-smi", query, "--format=csv,noheader"])
@@ -214,7 +214,7 @@ def _limit(value: int) -> int | None:
 
 
 def _output(command: list[str]) -> str | None:
-    """Standard output of a program; None if it is not there. Raises if it fails."""
+    """Standard output of a program; None if the program is missing. Raises if it fails."""
     if shutil.which(command[0]) is None:
         return None
     ended = subprocess.run(

@@ -32,7 +32,7 @@ def python(facts: Facts) -> Finding:
 
 
 def engines(facts: Facts) -> list[Finding]:
-    """One finding per installed engine, or one that there is none."""
+    """One finding per installed engine, or one finding that there is none."""
     versions = facts.software.versions
     findings = [_vllm(name, versions[name]) for name in VLLM if name in versions]
     if len(findings) == len(VLLM):
@@ -89,7 +89,7 @@ def entry_point(facts: Facts) -> Finding:
             AREA, name, Status.FAIL, found, f"pip install pd-connector in this environment{instead}"
         )
     chosen = facts.environment.get("VLLM_PLUGINS")
-    # vLLM takes an empty value for a list of no plug-ins, unlike an unset one.
+    # vLLM reads an empty value as a list without plug-ins, and an unset one as all plug-ins.
     if chosen is not None and PLUGIN not in chosen.split(","):
         return Finding(
             AREA,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What KV can travel over from here, and what UCX's variables make of it."""
+"""Means by which KV can travel from here, and the effect of UCX's variables on them."""
 
 from pd_connector.config import Config
 from pd_connector.tools.cli.checks.facts import Facts, Trial
@@ -7,7 +7,7 @@ from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.transport.choice import Machine, choose
 
 AREA = "transports"
-# Names, or beginnings of names, of UCX transports that reach another machine.
+# Names of UCX transports that reach another machine, or their beginnings.
 _REACHES_OUT = ("all", "tcp", "rc", "ud", "dc", "ib", "srd", "gga")
 
 
@@ -28,7 +28,7 @@ def check(facts: Facts) -> list[Finding]:
 
 
 def automatic(facts: Facts) -> Finding:
-    """What `transports: auto` takes here, and why no faster transport between machines."""
+    """The transports that `transports: auto` takes here, and why none is faster between machines."""
     seen = facts.transports
     machine = Machine(seen.devices, seen.nixl is not None)
     plain = choose(Config(), machine)
@@ -41,7 +41,7 @@ def automatic(facts: Facts) -> Finding:
 
 
 def tcp(facts: Facts) -> Finding:
-    """What encrypts control messages and bulk data between machines, once a key is set."""
+    """The ciphers for control messages and bulk data between machines, once a key is set."""
     found = f"pyzmq {facts.software.versions.get('pyzmq', '?')}, libzmq {facts.transports.zmq}"
     if facts.transports.curve:
         cipher = "AES-GCM" if facts.transports.fast_aes else "ChaCha20-Poly1305"
@@ -60,7 +60,7 @@ def tcp(facts: Facts) -> Finding:
 
 
 def nixl(facts: Facts) -> Finding:
-    """Whether an agent with the backend UCX can be made."""
+    """Whether a NIXL agent with the backend UCX can be made."""
     trial = facts.transports.nixl
     if trial is None:
         return Finding(
@@ -142,11 +142,11 @@ def devices(facts: Facts) -> Finding:
 
 
 def ucx_tls(facts: Facts) -> list[Finding]:
-    """A UCX_TLS that keeps KV on this machine."""
+    """Whether UCX_TLS keeps KV on this machine."""
     value = facts.environment.get("UCX_TLS")
     if value is None:
         return []
-    # "^a,b" is everything but a and b.
+    # "^a,b" means everything except a and b.
     names = [name.strip().lstrip("\\") for name in value.split(",")]
     if value.startswith("^") or any(name.startswith(_REACHES_OUT) for name in names):
         return [Finding(AREA, "UCX_TLS", Status.OK, value)]
@@ -156,13 +156,13 @@ def ucx_tls(facts: Facts) -> list[Finding]:
             "UCX_TLS",
             Status.WARN,
             value,
-            "nothing in it reaches another machine: add tcp, or rc where there is RDMA, or unset it",
+            "no transport in it reaches another machine: add tcp, or rc with RDMA, or unset it",
         )
     ]
 
 
 def ucx_net_devices(facts: Facts) -> list[Finding]:
-    """A UCX_NET_DEVICES that names devices this host does not have."""
+    """Whether UCX_NET_DEVICES names devices that this host does not have."""
     value = facts.environment.get("UCX_NET_DEVICES")
     if value is None:
         return []
@@ -170,7 +170,7 @@ def ucx_net_devices(facts: Facts) -> list[Finding]:
     # An RDMA device is written with its port: mlx5_0:1.
     names = [name.strip() for name in value.lstrip("^").split(",")]
     missing = [name for name in names if name.partition(":")[0] not in known]
-    # Patterns are UCX's to resolve.
+    # UCX itself resolves patterns.
     missing = [name for name in missing if not set(name) & set("*?[")]
     if not missing:
         return [Finding(AREA, "UCX_NET_DEVICES", Status.OK, value)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may speak to the router, encrypted or not, and names that stand for several engines."""
+"""Which clients may speak to the router, encrypted or not, and names that stand for several engines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who can steer the router by its admin API: its operator, and no web page that the operator visits."""
+"""Only its operator can steer the router by its admin API, and no web page that the operator visits."""
 
 from __future__ import annotations
 

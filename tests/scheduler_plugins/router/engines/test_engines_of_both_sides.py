@@ -27,7 +27,7 @@ async def handing_over(world: World) -> None:
 
 
 def partners(world: World) -> list[tuple[str, str]]:
-    """Who decoded each request, by the transfers that both sides were told of."""
+    """The decode engine of each request, by the transfers that both sides were told of."""
     prefilled = {}
     for fake in (*world.p, *world.d):
         for params in filter(None, fake.params):

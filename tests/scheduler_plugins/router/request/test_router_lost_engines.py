@@ -44,11 +44,11 @@ def answer_to(body: dict[str, Any], chat: bool) -> Iterator[bytes]:
 
 
 class Lost:
-    """An answer in pieces (`Exchange`). Its engine is given up just after a piece was taken, before whoever waits for it has
-    been woken."""
+    """An answer in pieces (`Exchange`). Its engine is given up just after a piece was taken, before the waiting
+    task has been woken."""
 
     def __init__(self, data: bytes, cuts: list[int], lost_at: int | None) -> None:
-        """`cuts`: lengths of the pieces, in turn. `lost_at`: so many bytes come, -1: all; None: it lives."""
+        """`cuts`: lengths of the pieces, in turn. `lost_at`: number of bytes that come, -1: all; None: it lives."""
         self.status, self.headers, self.engine = 200, {"Content-Type": "text/event-stream"}, None
         self._lost = lost_at is not None
         self._left = data if lost_at is None else data[: lost_at % (len(data) + 1)]

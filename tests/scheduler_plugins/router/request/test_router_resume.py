@@ -47,7 +47,7 @@ class Speaker:
     """An engine whose model always says the same: token n is the n-th word of `ANSWER`."""
 
     def __init__(self, dies_after: int | None = None, *, owes: str = "") -> None:
-        """`dies_after`: so many tokens. `owes`: it dies after the last one: before it has told why it ended
+        """`dies_after`: number of tokens. `owes`: it dies after the last token, before it has told why it ended
         (`reason`), or after that (`rest`)."""
         self.dies_after = dies_after
         self.owes = owes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who tokenizes prompts for the index, and what engines are sent then."""
+"""Which part tokenizes prompts for the index, and what engines are sent then."""
 
 import asyncio
 import json
