@@ -179,7 +179,7 @@ def test_the_key_is_in_no_message_and_not_in_what_a_config_looks_like() -> None:
     ],
 )
 def test_a_key_that_can_be_guessed_is_refused_with_how_to_make_one(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"`pd-connector key` makes one") as caught:
+    with pytest.raises(ConfigError, match=r"`pd-connector key` makes a strong key") as caught:
         _load(key=key)
     assert key not in str(caught.value)
 

@@ -120,12 +120,15 @@ class PDPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        audits = extra.get("audit") != "off"
         counter, gauge, histogram = (metric_types[t] for t in (Counter, Gauge, Histogram))
         self._counters = {
             **{name: counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()},
             **{
                 name: counter(PREFIX + name, text, [*labelnames, LABEL[name]])
                 for name, text in (COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT).items()
+                if name != "audits" or audits  # a router looks for it before it sends an audit
             },
         }
         self._gauges = {

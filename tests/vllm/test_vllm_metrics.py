@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from prometheus_client import Counter, Gauge, Histogram
 from pd_connector.vllm.metrics import PDPromMetrics
 
-metrics = PDPromMetrics(SimpleNamespace(kv_transfer_config=None),
+metrics = PDPromMetrics(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={})),
     {kind: kind for kind in (Counter, Gauge, Histogram)}, ["model_name", "engine"], {0: ["m", "0"]})
 gauges = {"leased_pages": float(sys.argv[1])}
 counts = [["received_transfers", "", 2]]

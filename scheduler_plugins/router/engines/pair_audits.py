@@ -29,8 +29,8 @@ _LIMIT_S = 60.0
 """Longest wait for an answer. The prompt waits behind what the engine computes."""
 _LEAST_CONTEXT = 256
 """Tokens of the smallest context that the prompt certainly fits in."""
-_OURS = b"pd_connector:"
-"""What the metrics of an engine with our connector begin with."""
+_OURS = b"pd_connector:audits"
+"""A metric that only an engine which audits has: our connector, unless `audit` is `off`."""
 
 Key = tuple[ProducerAddress, int, str, int, int]
 
