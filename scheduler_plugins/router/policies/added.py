@@ -74,8 +74,7 @@ def added_rule(name: str) -> Callable[[], Rule] | None:
 def added_names() -> list[str]:
     """Names of other packages' router policies and rules. Loads them.
 
-    Raises ConfigError if one
-    cannot be loaded.
+    Raises ConfigError if one cannot be loaded.
     """
     added = load_entry_points(GROUP).items()
     return [name for name, point in added if _is(point.load(), (Policy, Rule))]

@@ -4,8 +4,7 @@
 | URL | engines |
 |---|---|
 | `dns+http://prefill.example:8100` | one engine at each address that the name resolves to |
-| `k8s+http://NAMESPACE:8100/app=vllm,role=prefill` | one engine in each ready pod with these labels
-|
+| `k8s+http://NAMESPACE:8100/app=vllm,role=prefill` | one engine in each ready pod with these labels |
 """
 
 from __future__ import annotations
