@@ -27,7 +27,8 @@ FIRST_TOKEN_BUCKETS_S = (
 )  # fmt: skip
 
 OUTCOMES = ("handed_over", "audited", "unaudited", "cached", "aborted")
-"""What can become of a request that was sent to a pair, as decode engines count it; anything else is why its prompt was recomputed."""
+"""Outcomes of requests to pairs, as decode engines count them. Any other outcome is the cause of a recomputed
+prompt."""
 
 
 class Metrics:

@@ -53,7 +53,7 @@ class Candidates:
         self._retry_after_s: dict[BackendEngine, int] = {}
         """Overloaded engines, with the seconds after which to ask again."""
         self._refusal: tuple[BackendEngine, RefusedError] | None = None
-        """Of all prefill engines that refused the request, the one with the longest context, and its answer."""
+        """The prefill engine with the longest context among the engines that refused the request, and its answer."""
         self._accepted = 0
 
     def knows(self, tokens: int) -> None:
