@@ -80,7 +80,7 @@ class ConnectionLimit:
             if not self._idle:
                 return False
             oldest = next(iter(self._idle))
-            logger.debug("%d connections: one that was idle is closed", len(self._open))
+            logger.debug("%d connections: an idle one is closed", len(self._open))
             self._idle.pop(oldest).abort()
             self._open.pop(oldest, None)
         self._open[connection.inner] = self._idle[connection.inner] = connection
@@ -181,7 +181,7 @@ class BodyBudget:
         """
         if own_bytes + size_bytes > self._most_bytes:
             raise BodyTooLargeError(
-                f"parsed, the request body takes more than {self._most_bytes >> 20} MiB (router option --bodies-mib)"
+                f"the parsed request body takes more than {self._most_bytes >> 20} MiB (router option --bodies-mib)"
             )
         if self.held_bytes + size_bytes > self._most_bytes:
             raise NoRoomError

@@ -53,7 +53,7 @@ def why_refused(request: web.Request, config: RouterConfig) -> str | None:
         return f"web pages of {origin} are not allowed (router option --allowed-origins)"
     if request.path in FOR_OPERATORS and not is_known_host(request, allowed, config.host):
         host = request.headers.get("Host", "")
-        return f"Host {host!r}: must be an address, localhost, or named by --allowed-origins"
+        return f"Host {host!r}: must be an address, localhost, or a name from --allowed-origins"
     return None
 
 

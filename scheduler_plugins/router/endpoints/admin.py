@@ -72,7 +72,7 @@ async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
         wanted = (
             "Authorization: Bearer TOKEN, with PD_ROUTER_ADMIN_KEY or the token in the router's log"
         )
-        return _error(f"wrong or no token: must be sent as {wanted}", 401)
+        return _error(f"wrong or no token: send it as {wanted}", 401)
     if request.method != "GET" and request.content_type != _JSON:
         return _error(f"Content-Type {request.content_type}: must be {_JSON}", 415)
     try:

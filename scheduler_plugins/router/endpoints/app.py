@@ -177,7 +177,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
     except BodyTooLargeError as error:
         return closing(error_response(str(error), "invalid_request_error", 413))
     except NoRoomError:
-        message = "the router holds as many request bodies as it may; retry later"
+        message = "the router's memory for request bodies is full; retry later"
         return closing(retry_after(error_response(message, "service_unavailable", 503), 1))
     except web.HTTPException as error:
         if error.status < 400:

@@ -199,7 +199,9 @@ class Exchange:
         except OSError as error:
             raise failure_of(error) from error
         if (coding := self.headers.get("Content-Encoding", "identity")) != "identity":
-            raise EngineFailedError("malformed", f"its answer is compressed ({coding}), unasked")
+            raise EngineFailedError(
+                "malformed", f"its answer is compressed ({coding}), which was not asked for"
+            )
 
     def _close(self) -> None:
         # Closing an unfinished answer closes the connection, so the engine aborts the request.

@@ -147,7 +147,7 @@ class EngineWatch:
             try:
                 engine.role = await self._side(facts)
             except EngineFailedError as failure:
-                engine.reason = f"it does not tell its side: {failure}"
+                engine.reason = f"it does not report its side: {failure}"
                 return False
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
         engine.was_vllm = facts is None
@@ -159,7 +159,9 @@ class EngineWatch:
                 *(engine.url, engine.role, facts.mode),
             )
         if engine.whole:
-            logger.info("%s is no half of a pair: it answers what pairs do not", engine.url)
+            logger.info(
+                "%s works outside a pair: it answers requests that pairs cannot", engine.url
+            )
         return True
 
     async def _side(self, facts: SglangFacts | None) -> Role:

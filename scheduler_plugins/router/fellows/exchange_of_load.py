@@ -164,7 +164,7 @@ class Fellows:
         engines = dict[str, list[float]]()
         for engine in self._engines():
             counts = self._own(engine)
-            # A leaving engine waits for this router's requests only.
+            # Open requests are not sent, because a leaving engine waits only for this router's own.
             counts[Count.OPEN] = 0.0
             # Also report an engine whose last prompt has ended. That time is when its next prompt began, which may be
             # another router's.

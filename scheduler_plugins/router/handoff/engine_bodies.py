@@ -64,7 +64,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "st
 generated tokens only, and at the first token there are none."""
 _PASSED = ("cache_salt", "priority")
 _OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-"""Fields about transfers. Clients are not trusted with them, so the router drops them."""
+"""Fields about transfers. The router drops them from clients' requests, because clients are not trusted."""
 
 
 class Prefill(NamedTuple):

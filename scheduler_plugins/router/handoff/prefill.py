@@ -119,7 +119,7 @@ class PrefillCopy:
         trace: TracebackType | None,
     ) -> None:
         self._task.cancel()
-        if error is not None:  # the failure stays in `failure` for later callers
+        if error is not None:  # wait, so a failure is noted before `failure` is read
             await asyncio.gather(self._task, return_exceptions=True)
         # Do not wait after a complete answer. A client with a single request may close its connection now. That
         # cancels this task, and the client would count as gone.
@@ -139,7 +139,7 @@ class PrefillCopy:
         none."""
         await self._task
         if self._answer is None:
-            raise EngineFailedError("no_logprobs", "the prefill engine told no log probabilities")
+            raise EngineFailedError("no_logprobs", "the prefill engine sent no log probabilities")
         return self._answer
 
     async def usage_patch(self, decode: Kind | None) -> UsagePatch | None:
@@ -209,7 +209,7 @@ class PrefillCopy:
         seen = body.address_in(answer)
         if seen is not None and self.engine.moved(self._rank, seen):
             self._pool.confirm(self.engine, self._rank, seen)
-            why = f"its KV is at {seen.host}:{seen.port}, and the decode engine was told otherwise"
+            why = f"its KV is at {seen.host}:{seen.port}, but the decode engine got another address"
             raise EngineFailedError("moved", why, accepted=False)
         if self._alone and self.engine.prefills == 1:
             took_s = asyncio.get_running_loop().time() - self._begun_at

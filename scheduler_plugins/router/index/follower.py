@@ -104,7 +104,7 @@ class EventFollower:
             told["note"] = f"no event has come from {self._endpoint} yet"
         elif self.first:
             told["note"] = (
-                f"engines send no snapshot: what was cached before batch {self.first} is not known"
+                f"engines send no snapshot: blocks cached before batch {self.first} are not known"
             )
         if state.unknown:
             told["unknown_blocks"] = state.unknown

@@ -242,16 +242,14 @@ def needs_one_engine(body: Mapping[str, Any], endpoint: str = "") -> str:
         return (
             ""
             if endpoint in TOKENIZERS
-            else f"{endpoint}: not with pairs of SGLang's engines; {served}"
+            else f"{endpoint}: pairs of SGLang engines cannot answer it; {served}"
         )
     if (body.get("n") or 1) > 1:
         return f"n {body['n']}: pairs of SGLang's engines give one answer; send the request n times, {alone}"
     if body.get("use_beam_search"):
-        return f"use_beam_search: not with pairs of SGLang's engines; leave it out, {alone}"
+        return f"use_beam_search: pairs of SGLang engines cannot do it; leave it out, {alone}"
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs")):
-        return (
-            f"logprobs of the prompt: not with pairs of SGLang's engines; leave them out, {alone}"
-        )
+        return f"logprobs of the prompt: pairs of SGLang engines cannot return them; leave them out, {alone}"
     return ""
 
 

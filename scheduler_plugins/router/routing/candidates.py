@@ -224,7 +224,7 @@ class Candidates:
             elif engine in others:
                 continue
             elif engine.up and engine.draining:
-                found.append((engine, "draining", "it drains, or is to leave"))
+                found.append((engine, "draining", "it drains or leaves"))
             elif engine.up:
                 found.append((engine, "not_tried", f"not tried: {self._untried()}"))
             else:
@@ -237,4 +237,4 @@ class Candidates:
             return f"{self._attempts} engines had failed (setting attempts)"
         if self.able(begun=True) is not None:
             return "the retry budget was used up"
-        return "it answers together with an engine of the other side, and none of those is left"
+        return "it needs an engine of the other side, and none is left"

@@ -148,8 +148,7 @@ class PromptTokens:
         return Tokenized(await self._by_engine({**asked, "model": named or model.name}), adapter)
 
     def confirmed(self, digest: str, engine: BackendEngine) -> bool:
-        """Whether a check since the engine's start has shown that it tokenizes as this tokenizer
-        (`Tokenized.digest`)."""
+        """Whether the engine, since its start, was seen to tokenize as this tokenizer (`Tokenized.digest`)."""
         return self._verdicts.get((engine, engine.starts, digest)) == ""
 
     async def close(self) -> None:
@@ -193,8 +192,8 @@ class PromptTokens:
         self._learnt_of = starts
 
     async def _difference(self, folder: str, model: str) -> tuple[str, str]:
-        """The digest of the model's files if they make the engines' tokens, else empty; and the reason why an engine
-        gets text."""
+        """The digest of the model's files if they make the engines' tokens, else empty; and why an engine gets
+        text."""
         try:
             digest = await self._workers.digest(folder)
             serving = [one for one in self._engines() if not one.models or model in one.models]
@@ -254,7 +253,7 @@ class PromptTokens:
         engine: BackendEngine | None = None,
         limit_s: float = LIMIT_S,
     ) -> object:
-        """The answer of `engine`, or of any engine if it is None. None if no engine could be asked, or it lacks the
+        """The answer of `engine`, or of any engine (None). None if no engine could be asked, or lacks the
         endpoint."""
         engine = engine or self._least_busy(content.get("model") if content else None)
         if engine is None:

@@ -126,7 +126,7 @@ def _load(folder: str, digest: str) -> Any:
 def files_digest(folder: str) -> str:
     """A digest of all files that may define the tokenizer. Raises TokenizerError."""
     if not folder:
-        raise TokenizerError("no engine says where its model lies")
+        raise TokenizerError("no engine reports the folder of its model")
     digest = hashlib.sha256()
     try:
         for path in sorted(Path(folder).iterdir()):

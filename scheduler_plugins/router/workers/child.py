@@ -65,7 +65,7 @@ class Child:
                 status = None
             pause_s = 0.0 if loop.time() - begun_s > STEADY_S else min(LONGEST_PAUSE_S, 2 * pause_s)
             logger.warning(
-                "worker %d has ended (status %s): another one is started in %g s",
+                "worker %d has ended (status %s): it is restarted in %g s",
                 *(self.row, status, pause_s),
             )
             await asyncio.sleep(pause_s)
@@ -93,7 +93,7 @@ class Child:
         except LinkClosedError:
             pass
         except Exception:
-            logger.exception("worker %d said what cannot be used: it is ended", self.row)
+            logger.exception("worker %d sent an unusable message: it is ended", self.row)
             self._process.kill()
         finally:
             self._link = None

@@ -62,7 +62,7 @@ class Worker(Backend):
             async with asyncio.timeout(METRICS_LIMIT_S):
                 return await found
         except TimeoutError:
-            logger.warning("the keeper did not tell the metrics within %g s", METRICS_LIMIT_S)
+            logger.warning("the keeper did not send the metrics within %g s", METRICS_LIMIT_S)
             return metrics.render()
         finally:
             del self._asked[number]
