@@ -26,11 +26,11 @@ HELP = {
     "connect_timeout_s": "longest time to open a connection to an engine",
     "first_byte_timeout_s": "longest wait for a stream's first byte",
     "answer_timeout_s": "longest wait for an answer that is not streamed",
-    "idle_timeout_s": "longest pause inside an answer, and of a client",
+    "idle_timeout_s": "longest pause inside an answer, and longest time that a client neither sends nor reads",
     "refusal_grace_s": "longest wait for the decode engine after the prefill engine refused its copy",
     "health_interval_s": "pause between two health checks of one engine",
     "health_timeout_s": "longest wait for an answer of /health",
-    "health_misses": "unanswered health checks in a row after which an engine counts as hung",
+    "health_misses": "an engine counts as hung after this many health checks in a row without an answer",
     "drain_timeout_s": "time that an engine which refuses connections has to finish its requests",
     "probe_timeout_s": "longest wait for a prefill engine to report its address",
     "probe_retry_s": "pause before a prefill engine without an address is asked again",
@@ -121,7 +121,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
         default=[],
         type=_kv_events,
         metavar="URL=EVENTS[,REPLAY]",
-        help="where an engine publishes its KV events (vLLM's --kv-events-config), and replays them",
+        help="endpoints where an engine publishes and replays KV events (vLLM's --kv-events-config)",
     )
     parser.add_argument(
         "--engine",
@@ -189,7 +189,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
         "--tokenizer",
         default="",
         metavar="FOLDER",
-        help="folder with the model's tokenizer.json; default: the model folder that the engines report",
+        help="folder with the model's tokenizer.json; empty: the model folder that the engines report",
     )
     parser.add_argument(
         "--profile",
@@ -201,7 +201,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
         "--decode-policy",
         default="",
         metavar="NAME",
-        help="rule that chooses the decode engine; default: the rule that belongs to --policy",
+        help="rule that chooses the decode engine; empty: the rule that belongs to --policy",
     )
     parser.add_argument(
         "--api-key",

@@ -465,7 +465,10 @@ def test_an_endpoint_that_pairs_of_sglang_do_not_serve_is_refused_with_what_to_d
         async with world("s", "s") as w:
             reply = await w.post(path, {"model": "m", "input": "a"})
             assert reply.status == 400
-            assert f"{path}: pairs of SGLang engines cannot answer it" in reply.json["error"]["message"]
+            assert (
+                f"{path}: pairs of SGLang engines cannot answer it"
+                in reply.json["error"]["message"]
+            )
             assert not any(engine.bodies for engine in (*w.p, *w.d))
 
     run(scenario())
