@@ -32,7 +32,7 @@ prompt."""
 
 
 class Metrics:
-    """One router's metrics, in a registry of their own."""
+    """The metrics of one router, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -17,7 +17,7 @@ from scheduler_plugins.router.engines.answer import Answer, BrokenAnswerError
 MOST_HEADER_BYTES = 64 << 10
 """Most bytes of an answer's headers."""
 _JOINED_BYTES = 64 << 10
-"""Longest request that is copied into one piece with its headers."""
+"""Longest body that is copied into one piece with its headers."""
 
 
 class Origin(NamedTuple):

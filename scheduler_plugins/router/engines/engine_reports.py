@@ -20,16 +20,16 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 class Told(NamedTuple):
     """An engine's report of its own load."""
 
-    queued_s: float | None = None  # of prefill; None: not told
+    queued_s: float | None = None  # of prefill; None: not reported
     waiting: int = 0
     batch: int = 0
     context: int = 0
-    free_kv: float | None = None  # tokens; None: not told
-    block_tokens: int = 0  # 0: not told
+    free_kv: float | None = None  # tokens; None: not reported
+    block_tokens: int = 0  # 0: not reported
     blocks: int = 0
     costs: CostModel | None = None
     kv_events: tuple[str, str | None] | None = None  # of rank 0: endpoint, replay endpoint
-    ranks: tuple[int, ...] = ()  # data-parallel ones; empty: not told
+    ranks: tuple[int, ...] = ()  # data-parallel ranks; empty: not reported
 
 
 def from_report(raw: bytes, host: str) -> Told | None:

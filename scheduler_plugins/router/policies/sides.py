@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy made of two rules: one chooses the prefill engine, the other the decode engine."""
+"""A policy of two rules: one chooses the prefill engine, the other the decode engine."""
 
 from __future__ import annotations
 

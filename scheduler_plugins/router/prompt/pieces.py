@@ -290,5 +290,5 @@ class PieceDecoder:
 
 
 def _is_half(character: str, first: int) -> bool:
-    """Whether a character is half of one beyond U+FFFF: the first (0xD800) or the second (0xDC00)."""
+    """Whether a character is half of a surrogate pair: the first half (0xD800) or the second (0xDC00)."""
     return bool(character) and first <= ord(character) < first + 0x400

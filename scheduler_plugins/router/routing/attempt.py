@@ -78,6 +78,4 @@ class AbleEngines(NamedTuple):
     decode: list[BackendEngine]  # can answer the client; never empty
     prefill: list[BackendEngine]
     cause: str  # why there is no prefill engine
-    cpu_prefill: Sequence[
-        BackendEngine
-    ] = ()  # prefill engines for requests that are not interactive
+    cpu_prefill: Sequence[BackendEngine] = ()  # for requests that are not interactive
