@@ -247,9 +247,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     except Exception as error:
         if client_request is not None and client_request.begun:
             raise  # aiohttp closes the connection; it is too late for another answer
-        if isinstance(
-            error, RecursionError
-        ):  # the parser had a little more stack left than this code
+        if isinstance(error, RecursionError):  # the parser had more stack left than this code
             return _bad_request(
                 body.BadRequestError("the request body is nested too deeply"), request_id
             ), "bad_request"

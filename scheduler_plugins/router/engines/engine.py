@@ -159,9 +159,7 @@ class BackendEngine(Loaded):
         """Take the engine's outcomes of handoffs since its start, and count the new ones."""
         for outcome, count in handoffs.items():
             before = self.handoffs.get(outcome, 0)
-            new = (
-                count - before if count >= before else count
-            )  # a lower count: the engine has restarted
+            new = count - before if count >= before else count  # lower: the engine has restarted
             labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
             self.metrics.handoffs.labels(*labels).inc(new)
         self.handoffs = handoffs

@@ -106,9 +106,7 @@ class EnginePool(Pool):
         for engine in self.engines:
             role = roles.get(engine.url)
             if role and engine.role_given and Role.BOTH in (role, engine.role):
-                self.set_role(
-                    engine, role
-                )  # an engine that is asked for its side keeps it meanwhile
+                self.set_role(engine, role)  # one side stays, so its requests go on
         wanted = dict.fromkeys(roles.items())
         leaving = list[BackendEngine]()
         for engine in self.engines:

@@ -125,7 +125,7 @@ class Fellows:
                     gatekeeper.close()
 
     def _gatekeeper(self, context: zmq.asyncio.Context) -> Gatekeeper | None:
-        """Admits connections that have the secret. `_tell` calls it regularly."""
+        """Admits connections that have the secret, whenever `_tell` runs it; None: there is no secret."""
         if self._keys is None:
             return None
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)

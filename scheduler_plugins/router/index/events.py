@@ -95,9 +95,7 @@ def decode(payload: bytes) -> Batch:
     """
     batch = _decoded(payload)
     if not isfinite(batch.ts):
-        raise EventError(
-            f"its time is {batch.ts}"
-        )  # NaN and infinity cannot be compared with later times
+        raise EventError(f"its time is {batch.ts}")  # it would break comparisons with later times
     return batch
 
 

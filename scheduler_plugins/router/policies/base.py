@@ -157,9 +157,7 @@ class Route(NamedTuple):
 
     p: str | None  # computes the prompt; None or the same as `d`: `d` computes it
     d: str  # answers the client
-    pull_from: str | None = (
-        None  # `p` fetches the longest cached prefix from this engine or pool first
-    )
+    pull_from: str | None = None  # `p` first fetches the longest cached prefix from here
 
 
 class Reject(NamedTuple):

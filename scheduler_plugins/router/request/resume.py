@@ -262,9 +262,7 @@ class StreamRecord:
             if self._chat and "delta" not in choice:
                 choice["delta"] = {"content": choice.pop("text", "")}
             elif self._chat:
-                choice["delta"].pop(
-                    "role", None
-                )  # the client has it already; some clients join all roles they get
+                choice["delta"].pop("role", None)  # sent already; some clients join all roles
         usage = content.get("usage")
         if isinstance(usage, dict):
             again = self._before
