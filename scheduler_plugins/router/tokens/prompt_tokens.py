@@ -56,8 +56,7 @@ class Tokenized(NamedTuple):
     """In the form of `index.hashes.token_bytes`; None: the prompt could not be tokenized."""
     adapter: str = ""
     digest: str = ""
-    """Digest of the tokenizer. Engines that are `confirmed` for it can be sent these tokens instead of the text.
-    Empty: no engine can."""
+    """Digest of the tokenizer. `confirmed` engines can be sent these tokens instead of the text. Empty: none can."""
 
 
 NOT_TOKENIZED = Tokenized(None)
@@ -167,8 +166,7 @@ class PromptTokens:
             self._learning = asyncio.create_task(self._learn(), name="learn the model's tokenizer")
 
     async def _learn(self) -> None:
-        """Ask an engine for its model. Compare the tokens of all engines that serve it with the tokens of the model's
-        files."""
+        """Ask an engine for its model. Compare the tokens of all its engines with those of the model's files."""
         starts = frozenset((one, one.starts) for one in self._engines())
         answer = await self._ask("GET", "/v1/models", None)
         data = answer.get("data") if isinstance(answer, dict) else None
