@@ -16,30 +16,30 @@ from scheduler_plugins.router.policies.registry import DEFAULT
 CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
 API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 
-# Everything else in RouterConfig is a number with a default, and becomes an option by its name.
+# All other fields of RouterConfig are numbers with defaults. Each becomes an option of the same name.
 HELP = {
     "workers": "processes that serve clients, on one port",
-    "members_interval_s": "pause between two looks at which engines dns+http:// and k8s+http:// stand for",
-    "front_queue": "requests of each class that may wait at the router; 0: all wait at the engines",
-    "engine_queue_s": "with --front-queue: prefill that every engine may have queued meanwhile",
+    "members_interval_s": "pause between two lookups of the engines behind dns+http:// and k8s+http://",
+    "front_queue": "most requests of each class that wait at the router; 0: all wait at the engines",
+    "engine_queue_s": "with --front-queue: requests wait once every engine has this much prefill queued",
     "port": "port to listen on, 0 for any free one",
-    "connect_timeout_s": "time to open a connection to an engine",
+    "connect_timeout_s": "longest time to open a connection to an engine",
     "first_byte_timeout_s": "longest wait for a stream's first byte",
     "answer_timeout_s": "longest wait for an answer that is not streamed",
-    "idle_timeout_s": "longest pause inside an answer, and of a client",
-    "refusal_grace_s": "wait for the decode engine after the prefill engine refused its copy",
+    "idle_timeout_s": "longest pause inside an answer, and longest time that a client neither sends nor reads",
+    "refusal_grace_s": "longest wait for the decode engine after the prefill engine refused its copy",
     "health_interval_s": "pause between two health checks of one engine",
-    "health_timeout_s": "time in which /health must be answered",
-    "health_misses": "unanswered health checks in a row after which an engine counts as hung",
-    "drain_timeout_s": "how long an engine that refuses connections may finish its requests",
-    "probe_timeout_s": "time in which a prefill engine must tell its address",
+    "health_timeout_s": "longest wait for an answer of /health",
+    "health_misses": "an engine counts as hung after this many health checks in a row without an answer",
+    "drain_timeout_s": "time that an engine which refuses connections has to finish its requests",
+    "probe_timeout_s": "longest wait for a prefill engine to report its address",
     "probe_retry_s": "pause before a prefill engine without an address is asked again",
-    "attempts": "engines that may accept one request and fail it",
+    "attempts": "most engines that may accept one request and fail it",
     "body_mib": "largest request body in MiB",
-    "bodies_mib": "most that all request bodies may take together, in MiB",
-    "connections": "most connections of clients",
-    "header_timeout_s": "time in which a new connection must send its first request's headers",
-    "shutdown_timeout_s": "how long running requests may go on after SIGTERM",
+    "bodies_mib": "most memory of all request bodies together, in MiB",
+    "connections": "most client connections",
+    "header_timeout_s": "longest wait for the headers of a new connection's first request",
+    "shutdown_timeout_s": "time that running requests have to finish after SIGTERM",
 }
 
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
     try:
         return _serve(arguments)
-    except KeyboardInterrupt:  # while it started, before it listens to signals
+    except KeyboardInterrupt:  # during the start, before signal handlers are set
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
@@ -106,7 +106,10 @@ def _parser(config: type) -> argparse.ArgumentParser:
     for side, which in (
         ("prefill", "the prefill engines"),
         ("decode", "the decode engines"),
-        ("cpu-prefill", "prefill engines for long prompts that nobody waits for: --policy length"),
+        (
+            "cpu-prefill",
+            "prefill engines for long prompts of classes that are not interactive: --policy length",
+        ),
     ):
         parser.add_argument(
             f"--{side}", nargs="+", action="extend", metavar="URL", help=f"base URLs of {which}"
@@ -118,14 +121,14 @@ def _parser(config: type) -> argparse.ArgumentParser:
         default=[],
         type=_kv_events,
         metavar="URL=EVENTS[,REPLAY]",
-        help="where an engine publishes its KV events (vLLM's --kv-events-config), and replays them",
+        help="endpoints where an engine publishes and replays KV events (vLLM's --kv-events-config)",
     )
     parser.add_argument(
         "--engine",
         nargs="+",
         action="extend",
         metavar="URL",
-        help="base URLs of engines of either side, which are asked which one it is",
+        help="base URLs of engines that tell the router which side they are on",
     )
     parser.add_argument(
         "--config",
@@ -144,20 +147,20 @@ def _parser(config: type) -> argparse.ArgumentParser:
         "--exchange",
         default="",
         metavar="ADDRESS",
-        help="where to tell other routers what this one has sent, as tcp://0.0.0.0:9100",
+        help="address to publish this router's load to other routers, as tcp://0.0.0.0:9100",
     )
     parser.add_argument(
         "--fellows",
         nargs="+",
         action="extend",
         metavar="ADDRESS",
-        help=f"where other routers of these engines tell so; all have the same {KEY_VARIABLE}",
+        help=f"addresses of the other routers' --exchange; all need the same {KEY_VARIABLE}",
     )
     parser.add_argument(
         "--otlp",
         default="",
         metavar="URL",
-        help="where spans are sent, as http://127.0.0.1:4318/v1/traces (extra otel)",
+        help="URL that spans are sent to, as http://127.0.0.1:4318/v1/traces (extra otel)",
     )
     parser.add_argument(
         "--allowed-origins",
@@ -167,36 +170,42 @@ def _parser(config: type) -> argparse.ArgumentParser:
         help="origins of web pages that may use the router from a browser, as https://chat.example.org; *: all",
     )
     for option, meaning in (
-        ("--tls-cert", f"certificate for clients; what they must know is in {CLIENT_KEY_VARIABLE}"),
-        ("--tls-key", "its key, if not in the same file"),
-        ("--engine-ca", "certificate that signed those of engines with https URLs"),
+        (
+            "--tls-cert",
+            f"file with the certificate for clients; {CLIENT_KEY_VARIABLE} has the key that they must send",
+        ),
+        ("--tls-key", "file with the certificate's key, if not the same"),
+        ("--engine-ca", "file with the CA certificate for engines with https URLs"),
     ):
         parser.add_argument(option, default="", metavar="FILE", help=meaning)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
-        "--policy", default=DEFAULT, metavar="NAME", help="which engines serve a request"
+        "--policy",
+        default=DEFAULT,
+        metavar="NAME",
+        help="policy that chooses the engines of a request",
     )
     parser.add_argument(
         "--tokenizer",
         default="",
         metavar="FOLDER",
-        help="where the model's tokenizer.json lies, if not where the engines say that their model does",
+        help="folder with the model's tokenizer.json; empty: the model folder that the engines report",
     )
     parser.add_argument(
         "--profile",
         default="",
         metavar="FILE",
-        help="cost model of engines that tell none; pd-connector profile writes it",
+        help="cost model for engines that report none; pd-connector profile writes it",
     )
     parser.add_argument(
         "--decode-policy",
         default="",
         metavar="NAME",
-        help="which decode engine, if not by the rule that goes with --policy",
+        help="rule that chooses the decode engine; empty: the rule that belongs to --policy",
     )
     parser.add_argument(
         "--api-key",
-        default=argparse.SUPPRESS,  # the help would show the variable's value
+        default=argparse.SUPPRESS,  # otherwise the help would show the variable's value
         metavar="KEY",
         help=f"key for the router's own requests to the engines; better given in {API_KEY_VARIABLE}",
     )
@@ -219,7 +228,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
 
 
 def _kv_events(text: str) -> tuple[str, tuple[str, str | None]]:
-    """`http://host:8100=tcp://host:5557,tcp://host:5558`: an engine's URL, and where its events are."""
+    """Parse `http://host:8100=tcp://host:5557,tcp://host:5558`: an engine's URL, and the endpoints of its events."""
     url, separator, addresses = text.partition("=")
     events, _, replay = addresses.partition(",")
     if not separator or not events:

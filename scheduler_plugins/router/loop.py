@@ -9,7 +9,8 @@ from typing import Any
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run until `main` returns: by uvloop where it is installed, which takes less CPU time, else by asyncio's own loop."""
+    """Run until `main` returns. Uses uvloop if it is installed, because it takes less CPU time; else asyncio's own
+    loop."""
     try:
         import uvloop
     except ModuleNotFoundError:

@@ -27,30 +27,31 @@ FIRST_TOKEN_BUCKETS_S = (
 )  # fmt: skip
 
 OUTCOMES = ("handed_over", "audited", "unaudited", "cached", "aborted")
-"""What can become of a request that was sent to a pair, as decode engines count it; anything else is why its prompt was recomputed."""
+"""Outcomes of requests to pairs, as decode engines count them. Any other outcome is the cause of a recomputed
+prompt."""
 
 
 class Metrics:
-    """One router's metrics, in a registry of their own."""
+    """The metrics of one router, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "pd_router:requests",
-            "Requests finished, by route and by what became of them.",
+            "Requests finished, by route and outcome.",
             ["route", "outcome"],
             registry=self.registry,
         )
         self.flows = Counter(
             "pd_router:flows",
             "Attempts sent to engines, by flow (disaggregated, decode_alone, prefill_alone) "
-            "and, where not disaggregated, why.",
+            "and, if not disaggregated, by cause.",
             ["flow", "cause"],
             registry=self.registry,
         )
         self.handoffs = Counter(
             "pd_router:handoffs",
-            "Requests by what became of their KV, as decode engines tell: handed_over, audited, unaudited, cached, aborted, "
+            "Requests by the outcome of their KV, as decode engines report: handed_over, audited, unaudited, cached, aborted, "
             "recomputed (with its cause); and alone: sent to one engine (with its cause).",
             ["outcome", "cause"],
             registry=self.registry,
@@ -63,7 +64,7 @@ class Metrics:
         )
         self.rejected = Counter(
             "pd_router:rejected",
-            "Requests turned away because what their class is promised would not be kept.",
+            "Requests rejected because the promise of their class would be broken.",
             ["qos", "cause"],
             registry=self.registry,
         )
@@ -74,31 +75,30 @@ class Metrics:
         )
         self.promise_margin = Gauge(
             "pd_router:promise_margin",
-            "What predicted times to the first token are multiplied with before they are held to "
-            "what is promised.",
+            "Factor for predicted times to the first token, before they are compared with the promise.",
             ["qos"],
             registry=self.registry,
         )
         self.waiting = Gauge(
             "pd_router:requests_waiting",
-            "Requests that wait at the router for engines that have enough to do.",
+            "Requests that wait at the router because engines are busy.",
             ["qos"],
             registry=self.registry,
         )
         self.resumed = Counter(
             "pd_router:resumed_streams",
-            "Streams that went on at another engine after the one that answered was lost.",
+            "Streams that went on at another engine after the answering engine was lost.",
             registry=self.registry,
         )
         self.circuit_opened = Counter(
             "pd_router:circuit_opened",
-            "How often an engine that failed requests in a row was given a pause, by cause.",
+            "Pauses of engines that failed requests in a row, by cause.",
             ["engine", "cause"],
             registry=self.registry,
         )
         self.prefill_failures = Counter(
             "pd_router:prefill_failures",
-            "Prefill copies that failed; the decode side computes the prompt itself then.",
+            "Prefill copies that failed. The decode side then computes the prompt itself.",
             ["cause"],
             registry=self.registry,
         )
@@ -111,7 +111,7 @@ class Metrics:
         )
         self.expected_first_token_s = Histogram(
             "pd_router:expected_time_to_first_token_seconds",
-            "What was predicted for disaggregated streams when their engines were chosen.",
+            "Predicted time to the first token of disaggregated streams, when their engines were chosen.",
             buckets=FIRST_TOKEN_BUCKETS_S,
             registry=self.registry,
         )
@@ -151,7 +151,7 @@ class Metrics:
         )
         self.workers = Gauge(
             "pd_router:workers",
-            "Processes that serve clients; 0 where the router is one process.",
+            "Processes that serve clients; 0 if the router is one process.",
             registry=self.registry,
         )
         self.worker_restarts = Counter(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task that uses what the settings file says, whenever it changes."""
+"""The task that applies the settings file whenever it changes."""
 
 import asyncio
 import logging
@@ -14,14 +14,14 @@ from scheduler_plugins.router.settings.settings_file import AT_START, SettingsEr
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""Pause between two looks at the file."""
+"""Pause between two checks of the file."""
 
 
 @asynccontextmanager
 async def reloading(
     settings: SettingsFile, use: Callable[[RouterConfig], None]
 ) -> AsyncIterator[None]:
-    """Watch the file inside the block, and have what it says used."""
+    """Watch the file inside the block, and call `use` with each new version."""
     task = asyncio.create_task(_reload(settings, use), name="watch the settings file")
     try:
         yield
@@ -31,7 +31,7 @@ async def reloading(
 
 
 def use_settings(shared: Shared, config: RouterConfig) -> None:
-    """Requests that come from now on are served by these settings."""
+    """Use these settings for new requests."""
     old, shared.config = shared.config, config
     shared.connections.connect_timeout_s = config.connect_timeout_s
     if (old.policy, old.decode_policy) != (config.policy, config.decode_policy):
@@ -52,10 +52,10 @@ async def _reload(settings: SettingsFile, use: Callable[[RouterConfig], None]) -
         try:
             use(config)
         except Exception:
-            # The watch goes on: the next edit may be right.
+            # Keep watching, because the next edit may be right.
             logger.exception("the new settings cannot be used")
             continue
         later = [name for name in AT_START if getattr(config, name) != getattr(first, name)]
         if later:
-            logger.warning("%s: hold once the router is started again", ", ".join(later))
+            logger.warning("%s: apply after a restart of the router", ", ".join(later))
         logger.info("the settings have changed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router on a socket, from start to end."""
+"""Serves the router on a socket, from start to end."""
 
 import asyncio
 import logging
@@ -23,12 +23,12 @@ from scheduler_plugins.router.settings.settings_file import SettingsFile
 logger = logging.getLogger(__name__)
 
 SOCKETS_PER_CONNECTION = 3
-"""A client's connection, and one to each of two engines."""
+"""One connection of the client, and one to each of two engines."""
 _OTHER_FILES = 64
 
 
 class RouterServer:
-    """The router listens inside the `async with` block. Leaving ends it; requests have
+    """The router listens inside the `async with` block. Leaving the block ends it; requests have
     `shutdown_timeout_s` to finish."""
 
     def __init__(
@@ -37,24 +37,25 @@ class RouterServer:
         settings: SettingsFile | None = None,
         backend: Backend | None = None,
     ) -> None:
-        """Begin nothing yet.
+        """Start nothing yet.
 
         Args:
-            settings: the file that `config` came from, to be watched.
-            backend: where engines come from; not this process: others listen on the same port, too.
+            settings: the file that `config` came from, which is watched; None: there is no file.
+            backend: provides the engines; None: this process watches them. With a backend, other
+                processes listen on the same port.
         """
         self.config = config
         self.app = create_app(config, settings, backend)
         self._shares_port = backend is not None
         self.port = 0
-        """The port it listens on."""
+        """The port that the router listens on."""
         self.admin_port = 0
         """The port of the admin API; 0: there is none."""
         self._admin: AdminServer | None = None
         self._runner = web.AppRunner(
             self.app,
             handler_cancellation=True,
-            auto_decompress=False,  # `BodyBudget` counts what comes out, and stops in time
+            auto_decompress=False,  # `BodyBudget` counts the decompressed bytes, and stops in time
             access_log=None,
             logger=ServerLog(),
             shutdown_timeout=config.shutdown_timeout_s,
@@ -62,7 +63,7 @@ class RouterServer:
         self._listener: asyncio.Server | None = None
 
     async def __aenter__(self) -> "RouterServer":
-        """Raises OSError if the address cannot be listened on."""
+        """Start to listen. Raises OSError if the address cannot be used."""
         config, connections = self.config, self.app[CONNECTIONS]
         connections.limit = _possible(config.connections)
         encrypted = for_clients(config)
@@ -78,7 +79,7 @@ class RouterServer:
                 ssl_handshake_timeout=config.header_timeout_s if encrypted else None,
                 reuse_port=self._shares_port or None,
             )
-        except (OSError, UnicodeError) as error:  # the latter: a host that can be no name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
             await self._runner.cleanup()
             raise OSError(f"{config.host}:{config.port}: {error}") from None
         self.port = self._listener.sockets[0].getsockname()[1]
@@ -102,7 +103,7 @@ class RouterServer:
         await self.close()
 
     async def close(self) -> None:
-        """Stop listening, and end what runs. May be called twice."""
+        """Stop listening, and end all tasks. Can be called twice."""
         if self._listener is not None:
             self._listener.close()
         if self._admin is not None:
@@ -119,7 +120,7 @@ class AdminServer:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, port: int) -> int:
-        """Listen; returns the port. Raises OSError."""
+        """Start to listen. Returns the port. Raises OSError."""
         await self._runner.setup()
         host = self._config.admin_host
         try:
@@ -144,7 +145,7 @@ async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> N
 
 
 def on_signals() -> asyncio.Event:
-    """Set once SIGINT or SIGTERM has come."""
+    """An event that is set once SIGINT or SIGTERM has come."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
@@ -152,13 +153,13 @@ def on_signals() -> asyncio.Event:
 
 
 def say_running(config: RouterConfig, port: int) -> None:
-    """The line in the log that tells where clients are served."""
+    """Log the address where clients are served."""
     scheme = "https" if config.tls_cert else "http"
     logger.info("Running on %s://%s", scheme, authority(config.host, port))
 
 
 def _possible(wanted: int) -> int:
-    """Connections for which the system gives this process enough files, at most `wanted`."""
+    """Number of connections that the limit of open files allows, at most `wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted * SOCKETS_PER_CONNECTION + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenTelemetry spans of a request: `router`, and in it `prefill`, `transfer` and `decode`.
 
-The engines get the `traceparent` of their own span, so what they trace lies inside it. `transfer` is what the router sees of the handoff: from the
-end of prefill to the decode engine's first bytes. Without `--otlp` the client's `traceparent` is passed on as it came, and nothing here costs anything.
+Each engine gets the `traceparent` of its own span, so the engine's spans lie inside it. `transfer` lasts from the end
+of prefill to the decode engine's first bytes. Without `--otlp`, the client's `traceparent` is passed on unchanged, at
+no cost.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ class Trace(Protocol):
     """The spans of one request."""
 
     def begin(self, name: str, engine: str, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """A span begins. Returns the headers with which the engine is sent its part."""
+        """Begin a span. Returns the headers for the engine's request."""
 
     def end(self, name: str, error: str = "") -> None:
-        """It ends; one that has ended, or was never begun, stays as it is."""
+        """End a span. Does nothing if the span has ended or was never begun."""
 
     def answered(self) -> None:
         """The decode engine's first bytes have come."""
 
     def finish(self, outcome: str) -> None:
-        """The request has ended, and with it every span that is open."""
+        """The request has ended: end every open span."""
 
 
 class NoTrace:
-    """`Trace` of a router that traces nothing."""
+    """`Trace` of a router without tracing."""
 
     def begin(self, name: str, engine: str, headers: Mapping[str, str]) -> Mapping[str, str]:
         return headers
@@ -53,13 +54,13 @@ class NoTrace:
 
 
 class Tracing:
-    """Makes traces, and sends them to a collector from a thread of its own."""
+    """Makes traces, and sends them to a collector from its own thread."""
 
     def __init__(self, endpoint: str) -> None:
         """Send nothing yet.
 
         Args:
-            endpoint: of the collector, OTLP over HTTP; empty: nothing is traced.
+            endpoint: URL of the collector, OTLP over HTTP; empty: nothing is traced.
 
         Raises:
             ModuleNotFoundError: the extra `otel` is not installed.
@@ -78,13 +79,13 @@ class Tracing:
         self._tracer = self._provider.get_tracer(SERVICE)
 
     def request(self, headers: Mapping[str, str], route: str, request_id: str) -> Trace:
-        """The trace of a request that has come; it is a part of the client's, if there is one."""
+        """The trace of a new request. It is a part of the client's trace, if there is one."""
         if self._tracer is None:
             return NoTrace()
         return _Spans(self._tracer, headers, route, request_id)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         if self._provider is not None:
             self._provider.shutdown()
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's side of a request: its connection, who may come in, and the answers it can get."""
+"""The client's side of a request: its connection, its access, and the router's own answers."""

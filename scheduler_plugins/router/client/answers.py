@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router itself says to clients: errors in OpenAI's shape, headers, stream framing."""
+"""The router's own part of answers to clients: errors in OpenAI's format, headers, stream framing."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
 REQUEST_ID = "X-Request-Id"
 LONGEST_RETRY_S = 3600
 
-# RFC 9110 section 7.6.1: headers of one connection, not of the message.
+# RFC 9110 section 7.6.1: headers that belong to one connection, not to the message.
 HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -29,7 +29,7 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-# The body is written anew for each side, uncompressed; the rest is between client and router.
+# The router writes a new, uncompressed body for each side. The other headers concern client and router only.
 NOT_FORWARDED = HOP_BY_HOP | {
     "accept-encoding",
     "content-encoding",
@@ -38,7 +38,7 @@ NOT_FORWARDED = HOP_BY_HOP | {
     "cookie",
     "expect",
     "host",
-    CLASS_HEADER.lower(),  # the router's own word
+    CLASS_HEADER.lower(),  # only the router sets it
 }
 NOT_RETURNED = HOP_BY_HOP | {"content-encoding", "content-length"}
 
@@ -46,13 +46,14 @@ EVENT_STREAM = "text/event-stream"
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _ERROR = b'data: {"error"'
 ABORTED = b'"finish_reason":"abort"'
-"""In an answer that an engine ended early, as vLLM's do when they are stopped. In a text its quotes would have backslashes."""
+"""Marks an answer that an engine ended early, as vLLM does when it is stopped. Inside a text, the quotes would be
+escaped."""
 
 
 def error_body(
     message: str, kind: str, code: int, param: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """An error as OpenAI and vLLM shape it; `more` is added beside the usual fields."""
+    """An error in the format of OpenAI and vLLM. `more` adds fields to the usual ones."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}
 
 
@@ -63,8 +64,8 @@ def error_event(message: str) -> bytes:
 
 
 def error_in(events: bytes) -> tuple[int, str] | None:
-    """The status and the message of a stream's first event, if that is an error of the engine's own:
-    SGLang answers a stream with 200 before it knows whether it will have anything to send."""
+    """Status and message of a stream's first event, if that event is the engine's own error; else None. SGLang
+    answers a stream with 200 before it knows whether the request succeeds."""
     first, _, _ = events.partition(b"\n\n")
     if not first.startswith(_ERROR):
         return None
@@ -77,8 +78,8 @@ def error_in(events: bytes) -> tuple[int, str] | None:
 
 
 def before_error(events: bytes) -> tuple[bytes, tuple[int, str] | None]:
-    """The events before an error of the engine's own, and its status and message; all of them, and None, if
-    there is none. vLLM ends its streams so when its core has died."""
+    """The events before the engine's own error, and the error's status and message. Without an error: all events, and
+    None. vLLM ends its streams with an error when its core has died."""
     at = events.find(_ERROR)
     while at >= 0:
         if (not at or events[at - 1 : at] == b"\n") and (error := error_in(events[at:])):
@@ -88,7 +89,7 @@ def before_error(events: bytes) -> tuple[bytes, tuple[int, str] | None]:
 
 
 def before_abort(events: bytes) -> tuple[bytes, bool]:
-    """The events before the one with which an engine ends its answer early, and whether there is one."""
+    """The events before an abort, with which an engine ends its answer early, and whether there is an abort."""
     at = events.find(ABORTED)
     if at < 0:
         return events, False
@@ -97,7 +98,7 @@ def before_abort(events: bytes) -> tuple[bytes, bool]:
 
 
 def headers_to_engine(headers: Iterable[tuple[str, str]], request_id: str) -> CIMultiDict[str]:
-    """The client's headers as both sides get them, authorization included."""
+    """The client's headers as both engines get them, including authorization."""
     sent = _without(headers, NOT_FORWARDED)
     sent[REQUEST_ID] = request_id
     sent["Content-Type"] = "application/json"
@@ -113,12 +114,12 @@ def headers_to_client(headers: Mapping[str, str], request_id: str) -> CIMultiDic
 
 
 def retry_after_s(headers: Mapping[str, str]) -> int:
-    """Seconds after which an engine wants to be asked again, by its `Retry-After`; at least 1."""
+    """Seconds of an engine's `Retry-After`; at least 1."""
     told = headers.get("Retry-After", "").strip()
     try:
         left_s = int(told) if told.isdecimal() else _until(told)
     except (ValueError, OverflowError):
-        return 1  # neither a number nor a date, or one too large to be either
+        return 1  # neither a number nor a date, or too large
     return max(1, min(left_s, LONGEST_RETRY_S))
 
 
@@ -138,19 +139,19 @@ def _without(headers: Iterable[tuple[str, str]], left_out: frozenset[str]) -> CI
 
 
 class EventCutter:
-    """Lets only whole server-sent events through, so that an error event can follow at any time.
+    """Passes only complete server-sent events, so an error event can follow at any time.
 
-    The bytes are not changed: what `feed` returned, joined, is a prefix of what it was given.
+    The bytes stay unchanged: the joined results of `feed` are a prefix of its joined inputs.
     """
 
     def __init__(self) -> None:
         self.finished = False
-        """Whether the last whole event was the end mark `data: [DONE]`."""
+        """Whether the last complete event was the end mark `data: [DONE]`."""
         self._held = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The events that `chunk` completes, empty if none."""
-        if not self._held and chunk.endswith(b"\n\n"):  # what engines send, mostly
+        """The events that `chunk` completes; empty if it completes none."""
+        if not self._held and chunk.endswith(b"\n\n"):  # the common case
             self._look_for_end(chunk)
             return chunk
         data = self._held + chunk
@@ -162,11 +163,11 @@ class EventCutter:
 
     @property
     def held(self) -> bytes:
-        """The beginning of an event."""
+        """The start of an incomplete event."""
         return self._held
 
     def rest(self) -> bytes:
-        """What is left at the end of the stream: bytes only if they are an unclosed end mark."""
+        """The rest at the end of the stream; not empty only if it is an end mark without its blank line."""
         self._look_for_end(self._held)
         return self._held if self.finished else b""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds what clients may hold: connections, and the memory of request bodies."""
+"""Limits on clients: connections, and the memory of request bodies."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ from scheduler_plugins.router.prompt.pieces import PIECE_BYTES
 logger = logging.getLogger(__name__)
 
 UNCOUNTED_BYTES = 64 << 10
-"""The first bytes that a body takes are not counted, so that small requests pass while large ones fill the
-budget. The number of connections bounds them."""
+"""The first bytes of each body are not counted, so small requests pass while large ones fill the budget. The limit on
+connections bounds these bytes."""
 _ENCODINGS = ("gzip", "deflate")
 _ANY_HEADER = 32 + zlib.MAX_WBITS
-"""For zlib: that of gzip, or its own."""
+"""zlib's code for a gzip header or a zlib header."""
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
@@ -33,10 +33,10 @@ _SAID = (
 class ConnectionLimit:
     """A protocol factory for `loop.create_server` that closes idle connections.
 
-    A connection is *idle* until its request has arrived whole, and again after the answer. A connection
-    that has not sent the headers of its first request within `header_timeout_s` is closed. When there
-    are `limit` connections and another one comes, the one that has been idle longest is closed. If none
-    is idle, the new one is answered with 503.
+    A connection is *idle* until its request has arrived completely, and again after the answer. If the headers of the
+    first request do not come within `header_timeout_s`, the connection is closed. If there are `limit` connections
+    and another comes, the connection that has been idle longest is closed. If none is idle, the new connection is
+    answered with 503.
     """
 
     def __init__(self, limit: int, header_timeout_s: float) -> None:
@@ -50,7 +50,7 @@ class ConnectionLimit:
         return len(self._open)
 
     def wrap(self, make: Callable[[], asyncio.Protocol]) -> "ConnectionLimit":
-        """Use the protocols that `make` makes: aiohttp's. Returns itself."""
+        """Use aiohttp's protocols, which `make` creates. Returns itself."""
         self._make = make
         return self
 
@@ -60,13 +60,13 @@ class ConnectionLimit:
         return _Connection(self, self._make())
 
     def headers_arrived(self, request: web.BaseRequest) -> None:
-        """The headers of a request have arrived: no header timeout any more."""
+        """The headers of a request have arrived: stop the header timeout."""
         if connection := self._open.get(request.protocol):
             connection.stop_timer()
 
     @contextmanager
     def serving(self, request: web.BaseRequest) -> Iterator[None]:
-        """The request has arrived whole: its connection is not idle inside this block."""
+        """The request has arrived completely: its connection is not idle inside this block."""
         connection = self._idle.pop(request.protocol, None)
         try:
             yield
@@ -80,7 +80,7 @@ class ConnectionLimit:
             if not self._idle:
                 return False
             oldest = next(iter(self._idle))
-            logger.debug("%d connections: one that was idle is closed", len(self._open))
+            logger.debug("%d connections: an idle one is closed", len(self._open))
             self._idle.pop(oldest).abort()
             self._open.pop(oldest, None)
         self._open[connection.inner] = self._idle[connection.inner] = connection
@@ -92,7 +92,7 @@ class ConnectionLimit:
 
 
 class _Connection(asyncio.Protocol):
-    """Passes everything on to aiohttp's protocol of the same connection."""
+    """Passes every call on to aiohttp's protocol of the same connection."""
 
     def __init__(self, limit: ConnectionLimit, inner: asyncio.Protocol) -> None:
         self.inner = inner
@@ -102,7 +102,7 @@ class _Connection(asyncio.Protocol):
         self._admitted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
         self._admitted = self._limit._opened(self)
         if not self._admitted:
             self._transport.write(_BUSY % (len(_SAID), _SAID))
@@ -145,17 +145,17 @@ class _Connection(asyncio.Protocol):
 
 
 class BodyTooLargeError(Exception):
-    """One body is larger than a body may be, as the message says."""
+    """A body exceeds the limit for one body. The message names the limit."""
 
 
 class NoRoomError(Exception):
-    """All bodies together are as large as they may be."""
+    """All bodies together have reached their limit."""
 
 
 class BodyBudget:
     """Counts the memory of all request bodies that the router holds.
 
-    A body is held until its request has ended, because another engine may have to be sent it.
+    A body is held until its request has ended, because a retry may send it to another engine.
     """
 
     def __init__(self, most_bytes: int, most_bytes_each: int) -> None:
@@ -165,7 +165,7 @@ class BodyBudget:
 
     @contextmanager
     def reserve(self) -> Iterator["Reservation"]:
-        """Room for one body, given back at the end of the block."""
+        """Room for one body, released at the end of the block."""
         reservation = Reservation(self, self._most_bytes_each)
         try:
             yield reservation
@@ -173,15 +173,15 @@ class BodyBudget:
             self.held_bytes -= reservation.counted_bytes
 
     def take(self, size_bytes: int, own_bytes: int) -> None:
-        """Make room for so many bytes of a body that has `own_bytes`.
+        """Reserve `size_bytes` more for a body that has `own_bytes`.
 
         Raises:
-            NoRoomError: there is none now.
-            BodyTooLargeError: there would be none if this body were alone.
+            NoRoomError: there is no room now.
+            BodyTooLargeError: there would be no room even for this body alone.
         """
         if own_bytes + size_bytes > self._most_bytes:
             raise BodyTooLargeError(
-                f"parsed, the request body takes more than {self._most_bytes >> 20} MiB (router option --bodies-mib)"
+                f"the parsed request body takes more than {self._most_bytes >> 20} MiB (router option --bodies-mib)"
             )
         if self.held_bytes + size_bytes > self._most_bytes:
             raise NoRoomError
@@ -189,7 +189,7 @@ class BodyBudget:
 
 
 class Reservation:
-    """The part of the budget that one body has: its text, and what it takes once it is parsed."""
+    """One body's part of the budget: its text, and its size in memory once parsed."""
 
     def __init__(self, budget: BodyBudget, most_bytes: int) -> None:
         self.counted_bytes = 0
@@ -198,11 +198,11 @@ class Reservation:
         self._uncounted_bytes = UNCOUNTED_BYTES
 
     async def body(self, request: web.BaseRequest) -> dict[str, Any]:
-        """The body of a request, parsed piece by piece: other requests are served meanwhile.
+        """The body of a request, parsed piece by piece, so other requests are served meanwhile.
 
         Raises:
-            BodyTooLargeError, NoRoomError: the rest was not read.
-            BadRequestError: it is none that can be served.
+            BodyTooLargeError, NoRoomError: the body exceeds a limit; its rest was not read.
+            BadRequestError: the body cannot be served.
         """
         steps = parsing(await self._read(request), request.path)
         while True:
@@ -235,8 +235,8 @@ class Reservation:
 
 
 async def _plain(request: web.BaseRequest) -> AsyncIterator[bytes]:
-    """The body as it comes from its connection, without the encoding that it was sent in. No piece is larger than `PIECE_BYTES`
-    if there is one."""
+    """The body as it comes, decoded from its `Content-Encoding`. If there is an encoding, no piece exceeds
+    `PIECE_BYTES`."""
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in (*_ENCODINGS, "identity", ""):
         wanted = ", ".join(_ENCODINGS)
@@ -248,7 +248,7 @@ async def _plain(request: web.BaseRequest) -> AsyncIterator[bytes]:
             continue
         while part:
             try:
-                if inflater.eof:  # one more member of gzip's
+                if inflater.eof:  # a further gzip member follows
                     inflater = zlib.decompressobj(_ANY_HEADER)
                 yield inflater.decompress(part, PIECE_BYTES)
             except zlib.error as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may speak to the router, and what engines learn of who speaks."""
+"""Access of clients to the router, and the client headers that engines get."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from scheduler_plugins.router.prompt.body import ONE_ENGINE
 from scheduler_plugins.router.settings.config import RouterConfig
 
 ANTHROPICS = "X-Api-Key"
-"""In which clients of `/v1/messages` send their key, unless they are told otherwise."""
+"""Header in which clients of `/v1/messages` send their key by default."""
 
 MOST_ID_CHARACTERS = 256
 VERSION = "/version"
 FOR_OPERATORS = ("/", "/live", "/health", "/metrics")
-"""Endpoints that name engines."""
+"""Endpoints whose answers name engines."""
 
 
 def is_guarded(path: str) -> bool:
-    """Whether an endpoint asks for the clients' key, if there is one."""
+    """Whether an endpoint requires the clients' key, if one is set."""
     return path.startswith("/v1/") or path in ONE_ENGINE or path == VERSION
 
 
 def may_enter(request: web.Request, key: str) -> bool:
-    """Whether a client has the key; empty: everybody may enter."""
+    """Whether a client sent the key; always True if `key` is empty."""
     if not key:
         return True
     given = request.headers.get("Authorization") or f"Bearer {request.headers.get(ANTHROPICS, '')}"
@@ -38,9 +38,9 @@ def may_enter(request: web.Request, key: str) -> bool:
 
 
 def id_of(request: web.Request) -> str:
-    """The client's own name of a request, or a new one.
+    """The request id that the client sent, or a new one.
 
-    It comes into logs, of engines as well. What a log's reader could take for the end of a line is escaped, and its end is cut off.
+    The id appears in logs of the router and of engines. So line breaks are escaped, and a long id is cut.
     """
     given = request.headers.get(REQUEST_ID, "")[:MOST_ID_CHARACTERS]
     shown = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in given)
@@ -48,7 +48,7 @@ def id_of(request: web.Request) -> str:
 
 
 def passed_headers(request: web.Request, request_id: str, config: RouterConfig) -> CIMultiDict[str]:
-    """A request's headers as engines get them. A key of the router's own clients is for nobody else."""
+    """A request's headers as engines get them. The router's client key is removed."""
     headers = headers_to_engine(request.headers.items(), request_id)
     if config.client_key:
         headers.popall("Authorization", None)

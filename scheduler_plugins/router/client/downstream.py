@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's side of one request: what is written to it, and how that ends."""
+"""The client's side of one request: writes the answer, and ends it."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -10,7 +10,8 @@ from aiohttp import HttpVersion11, web
 from scheduler_plugins.router.client.answers import error_event
 
 NEVER_WAITS_BYTES = 8 << 10
-"""With so little unsent, a write returns at once and needs no timer: transports let their users wait above 64 KiB, until 16 KiB are left."""
+"""If at most this much is unsent, a write returns at once and needs no timer. Transports make writers wait only above
+64 KiB, until 16 KiB are left."""
 
 
 class ClientGoneError(Exception):
@@ -20,29 +21,29 @@ class ClientGoneError(Exception):
 class Downstream:
     """Writes one answer to the client.
 
-    Every method may raise ClientGoneError.
+    Every method can raise ClientGoneError.
     """
 
     def __init__(self, request: web.Request, idle_timeout_s: float) -> None:
-        """`idle_timeout_s`: longest time in which a client may read nothing."""
+        """`idle_timeout_s`: longest time without a read by the client."""
         self._request = request
         self._idle_timeout_s = idle_timeout_s
         self._response: web.StreamResponse | None = None
         self._ends = False
         self.ended = False
-        """Whether the client has been sent all of an answer."""
+        """Whether all of an answer has been sent."""
         self._chunked = False
 
     @property
     def begun(self) -> bool:
-        """Whether the client has been sent anything."""
+        """Whether anything has been sent."""
         return self._response is not None
 
     async def begin(self, response: web.StreamResponse) -> None:
         """Send the status and the headers. Later calls do nothing."""
         if self._response is None:
             self._response = response
-            # HTTP/1.0 knows no chunks: the connection's end is the body's.
+            # HTTP/1.0 has no chunks: the end of the connection ends the body.
             self._chunked = not isinstance(response, web.Response) and (
                 self._request.version >= HttpVersion11
             )
@@ -58,8 +59,8 @@ class Downstream:
         await self._within_limit(self._begun.write(data), len(data))
 
     def write_now(self, data: bytes) -> bool:
-        """Send a part of the body that is not the first, without a task's waiting. Whether it was sent: not if the client reads more slowly
-        than this, and `write` has to wait for it."""
+        """Send a further part of the body without waiting. Returns False, and sends nothing, if the client reads too
+        slowly; then call `write`."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             _gone("the client closed its connection")
@@ -69,7 +70,7 @@ class Downstream:
         return True
 
     def push(self, data: bytes) -> None:
-        """Send a part of the body that is not the first, however slowly the client reads."""
+        """Send a further part of the body, however slowly the client reads."""
         transport = self._request.transport
         if transport is not None and not transport.is_closing():
             transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
@@ -82,9 +83,9 @@ class Downstream:
         return self._begun
 
     async def interrupt(self, message: str) -> web.StreamResponse:
-        """End a stream that cannot go on, by an error event. The connection stays: closing it would take the client's next
-        request with it, which may be on its way already. An answer that has ended stays as it is; one that is no stream,
-        or was stopped at its end, has no place for an event, so its connection is closed."""
+        """End a stream that cannot go on, with an error event. The connection stays open, because the client's next
+        request may already be on its way. A completed answer stays as it is. An answer that is no stream, or was
+        stopped at its end, has no place for an event, so its connection is closed."""
         if self.ended:
             return self._begun
         if self._ends or isinstance(self._begun, web.Response):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP server logs of clients that do not speak HTTP."""
+"""The HTTP server's log of invalid requests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from aiohttp.log import server_logger
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log, without a traceback for each request that is wrong in itself: whoever reaches the port could fill a disk
-    with them, and they would say that the router has failed. The client is told what is wrong."""
+    """aiohttp's log, without a traceback for each invalid request. Any client could fill the disk with tracebacks,
+    and they would look like failures of the router. The client gets the error."""
 
     def __init__(self) -> None:
         super().__init__(server_logger)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's token: the admin API asks for it, and the live page keeps a seat for it.
+"""The operator's token. The admin API requires it, and the live page reserves places for it.
 
-`PD_ROUTER_ADMIN_KEY` names one. Otherwise the router makes a new one at each start, prints it, and keeps it in a file that only its
-own user can read.
+`PD_ROUTER_ADMIN_KEY` sets the token. Otherwise the router makes a new token at each start, logs it, and keeps it in a
+file that only the router's user can read.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Operator:
-    """Knows the operator of this router by a token."""
+    """Recognizes the operator of this router by a token."""
 
     def __init__(self, key: str) -> None:
-        """`key`: `PD_ROUTER_ADMIN_KEY`; empty: a token is made."""
+        """`key`: `PD_ROUTER_ADMIN_KEY`; empty: a new token is made."""
         self.token = key or secrets.token_urlsafe(32)
         self._made = not key
 
@@ -39,7 +39,7 @@ class Operator:
 
     @contextmanager
     def told(self, config: RouterConfig, port: int) -> Iterator[None]:
-        """Inside the block a token that was made here can be found: in the log, and in `token_file(port)`."""
+        """Publish a token that was made here: in the log, and in `token_file(port)` during the block."""
         if not self._made:
             yield
             return
@@ -59,23 +59,23 @@ class Operator:
             yield
         finally:
             with suppress(OSError):
-                if path.read_text() == self.token:  # another router may have the port meanwhile
+                if path.read_text() == self.token:  # another router may use the port by now
                     path.unlink()
 
 
 def token_file(port: int) -> Path:
-    """Where the token of the router on `port` is kept."""
+    """The file with the token of the router on `port`."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state) / "pd-router" / f"{port}.token"
 
 
 def authority(host: str, port: int) -> str:
-    """Host and port as they stand in a URL."""
+    """Host and port in the form of a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _write(path: Path, token: str) -> None:
-    """Nobody else can read it at any moment. Raises OSError."""
+    """Write the file so that no other user can read it at any moment. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     written = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Web pages that use the router from their visitors' browsers (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol).
 
-A browser sends a page's request wherever the page says, to this machine as well, and only withholds the answer. So a request of a
-page that nobody allowed is refused before it is read.
+A browser sends a page's request to any host, including this machine, and only withholds the answer from the page. So
+the router refuses requests of pages that are not allowed before it reads them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from scheduler_plugins.router.settings.config import RouterConfig
 
 ANY = "*"
 MAX_AGE_S = 600
-"""How long a browser need not ask again."""
+"""Time for which a browser may cache the answer of a preflight, in seconds."""
 _SHOWN = "X-Request-Id, Retry-After"
 _ALLOWED_ORIGIN = "Access-Control-Allow-Origin"
 _OF_PAGES = ("cross-site", "same-site")
-"""`Sec-Fetch-Site` of what another page asks for: an image, say, which has no `Origin`."""
+"""Values of `Sec-Fetch-Site` for requests of other pages. An image, for example, is requested without `Origin`."""
 
 
 def preflight(request: web.Request, allowed: Sequence[str]) -> web.Response | None:
-    """The answer to a browser that asks whether it may send a page's request; None if that is not what it asks.
+    """The answer to a preflight, in which a browser asks whether it may send a page's request; None: no preflight.
 
-    It has no key: browsers send none with this question.
+    A preflight needs no key, because browsers send none with it.
     """
     origin = request.headers.get("Origin")
     asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
@@ -46,23 +46,23 @@ def preflight(request: web.Request, allowed: Sequence[str]) -> web.Response | No
 
 
 def why_refused(request: web.Request, config: RouterConfig) -> str | None:
-    """Why a request may be of a web page that is neither the router's nor allowed, and what to do; None: it is not."""
+    """Why a request may come from a foreign page that is not allowed, and what to do; None: it does not."""
     allowed = config.allowed_origins
     if is_of_foreign_page(request, allowed, config.host):
         origin = request.headers.get("Origin", "another site")
         return f"web pages of {origin} are not allowed (router option --allowed-origins)"
     if request.path in FOR_OPERATORS and not is_known_host(request, allowed, config.host):
         host = request.headers.get("Host", "")
-        return f"Host {host!r}: must be an address, localhost, or named by --allowed-origins"
+        return f"Host {host!r}: must be an address, localhost, or a name from --allowed-origins"
     return None
 
 
 def is_of_foreign_page(request: web.Request, allowed: Sequence[str], bound: str) -> bool:
-    """Whether a browser sent the request for a page that is neither the router's own nor allowed.
+    """Whether a browser sent the request for a page that is not the router's own and not allowed.
 
     Args:
-        allowed: origins.
-        bound: the address that is listened on.
+        allowed: allowed origins.
+        bound: the address that the router listens on.
     """
     origin = request.headers.get("Origin")
     if origin is None:
@@ -78,8 +78,8 @@ def is_of_foreign_page(request: web.Request, allowed: Sequence[str], bound: str)
 def is_known_host(request: web.Request, allowed: Sequence[str], bound: str) -> bool:
     """Whether the request's `Host` can be a name of this router.
 
-    A page's own name may be made to lead to loopback, so that the browser takes the router for the page's own server (DNS
-    rebinding). A router that is bound to loopback is therefore known by addresses, `localhost`, and the names in `allowed` only.
+    A page can let its own name resolve to loopback, so the browser takes the router for the page's server (DNS
+    rebinding). Therefore a router on loopback accepts only addresses, `localhost`, and the names in `allowed`.
     """
     if not is_loopback(bound) or ANY in allowed:
         return True
@@ -96,11 +96,11 @@ def is_known_host(request: web.Request, allowed: Sequence[str], bound: str) -> b
 def marking(
     allowed: Sequence[str],
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """For `Application.on_response_prepare`: lets pages of these origins read what clients are answered. What the router tells of
-    its engines (`/health`, `/metrics`) is for operators."""
+    """A handler for `Application.on_response_prepare`. It lets pages of these origins read answers to clients, but
+    not answers about engines (`/health`, `/metrics`), which are for operators."""
 
     async def mark(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers.popall(_ALLOWED_ORIGIN, None)  # an engine's word on it is not the router's
+        response.headers.popall(_ALLOWED_ORIGIN, None)  # an engine must not decide on origins
         origin = request.headers.get("Origin")
         if origin and is_guarded(request.path) and _may(origin, allowed):
             response.headers[_ALLOWED_ORIGIN] = ANY if ANY in allowed else origin
@@ -116,7 +116,7 @@ def _may(origin: str, allowed: Sequence[str]) -> bool:
 
 
 def _authority(origin: str) -> str:
-    """Host and port of an origin in lower case; "" if it has none."""
+    """Host and port of an origin in lower case; "" if the origin has none."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -124,7 +124,7 @@ def _authority(origin: str) -> str:
 
 
 def _name(authority: str) -> str:
-    """The host of `host:port` in lower case, without the dot at the end of a full name; "" if it is none."""
+    """The host of `host:port` in lower case, without the final dot of a full name; "" if there is no host."""
     try:
         return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
     except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encryption: of what clients send to the router, and of what the router sends to engines."""
+"""TLS between clients and router, and between router and engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler_plugins.router.settings.config import RouterConfig
 
 
 def for_clients(config: RouterConfig) -> ssl.SSLContext | None:
-    """What the router shows to clients; None: they speak plain HTTP. Raises OSError: a file cannot be used."""
+    """The TLS context for clients; None: plain HTTP. Raises OSError if a file cannot be used."""
     if not config.tls_cert:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -18,6 +18,6 @@ def for_clients(config: RouterConfig) -> ssl.SSLContext | None:
 
 
 def for_engines(config: RouterConfig) -> ssl.SSLContext | bool:
-    """Whom the router believes to be an engine with an `https` URL: who has a certificate that `engine_ca` signed, else one
-    that the system trusts."""
+    """The TLS context for engines with `https` URLs. It trusts certificates that `engine_ca` signed; without that
+    setting, the system's CAs (True)."""
     return ssl.create_default_context(cafile=config.engine_ca) if config.engine_ca else True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admin API, on a port of its own: engines join, leave, drain and change sides.
+"""The admin API, on its own port: engines join, leave, drain and change sides.
 
-What is changed here holds until the settings file changes: the file says again then which engines there are.
+Changes hold until the settings file changes. Then the file's list of engines applies again.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def create_admin(pool: EnginePool, operator: Operator, host: str) -> web.Applica
     """The admin API as an application.
 
     Args:
-        operator: the only one that is answered.
-        host: the address that is listened on.
+        operator: checks the operator's token; other clients get no answer.
+        host: the address to listen on.
     """
     app = web.Application(middlewares=[_guard])
     app[_POOL], app[_OPERATOR], app[_HOST] = pool, operator, host
@@ -72,7 +72,7 @@ async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
         wanted = (
             "Authorization: Bearer TOKEN, with PD_ROUTER_ADMIN_KEY or the token in the router's log"
         )
-        return _error(f"wrong or no token: must be sent as {wanted}", 401)
+        return _error(f"wrong or no token: send it as {wanted}", 401)
     if request.method != "GET" and request.content_type != _JSON:
         return _error(f"Content-Type {request.content_type}: must be {_JSON}", 415)
     try:
@@ -123,14 +123,14 @@ async def _set_role(request: web.Request) -> web.StreamResponse:
     sides = _without(pool, engine.url, keep_events=True)
     for side in sides_of(asked.role):
         sides[side] = (*sides[side], engine.url)
-    config = replace(pool.config, **sides)  # says whether an engine is left on each side
+    config = replace(pool.config, **sides)  # raises ValueError if a side has no engine left
     pool.set_role(engine, Role(asked.role))
     pool.use(config)
     return _told(pool)
 
 
 def _check_named_itself(pool: EnginePool, url: str) -> None:
-    """Raises ValueError for one of the engines that a name stands for: the name would bring it back."""
+    """Raises ValueError if the engine belongs to a name, because the name would bring it back."""
     if not _is_given(pool, url):
         raise ValueError(
             f"url {url}: belongs to a name (dns+http, k8s+http); drain it, or change the name"
@@ -138,12 +138,12 @@ def _check_named_itself(pool: EnginePool, url: str) -> None:
 
 
 def _is_given(pool: EnginePool, url: str) -> bool:
-    """Whether the settings have this URL: an engine's, or a name's."""
+    """Whether the settings list this URL, of an engine or of a name."""
     return any(url in getattr(pool.config, side) for side in SIDES)
 
 
 def _without(pool: EnginePool, url: str, *, keep_events: bool = False) -> dict[str, Any]:
-    """The settings of the sides without one engine."""
+    """The settings that list engines, without one engine."""
     config = pool.config
     found: dict[str, Any] = {
         side: tuple(one for one in getattr(config, side) if one != url) for side in SIDES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP endpoints, and what becomes of every error on the way."""
+"""The HTTP endpoints, and the answer to every error."""
 
 import asyncio
 import logging
@@ -79,7 +79,7 @@ from scheduler_plugins.router.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-# nginx' name for it; the client never sees it.
+# nginx's status for a client that has left. The client never sees it.
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -88,14 +88,14 @@ def create_app(
     settings: SettingsFile | None = None,
     backend: Backend | None = None,
 ) -> web.Application:
-    """The router as an aiohttp application. `server.RouterServer` serves it.
+    """The router as an aiohttp application, for `server.RouterServer`.
 
-    It must be served with `handler_cancellation=True`: otherwise a client that disconnects would not
-    end its requests to the engines. Its `CONNECTIONS` must make the protocols of the connections.
+    Serve it with `handler_cancellation=True`: otherwise a client that disconnects does not end its
+    requests to the engines. The app's `CONNECTIONS` must create the protocols of the connections.
 
     Args:
-        settings: the file that `config` came from, to be watched; None: it came from none.
-        backend: where engines come from; None: this process watches them itself.
+        settings: the file that `config` came from, which is watched; None: there is no file.
+        backend: provides the engines; None: this process watches them itself.
     """
     app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config
@@ -118,7 +118,7 @@ def create_app(
     app.router.add_get("/metrics", metrics)
     app[LIVE] = LiveState()
     app.router.add_get("/", page)
-    app.router.add_get(EVENTS, live, allow_head=False)  # it has no end
+    app.router.add_get(EVENTS, live, allow_head=False)  # a HEAD request would never end
     app.on_shutdown.append(app[LIVE].end)
     if config.allowed_origins:
         app.on_response_prepare.append(marking(config.allowed_origins))
@@ -163,7 +163,7 @@ async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncItera
 
 @web.middleware
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Give every error OpenAI's shape."""
+    """Answer every error in OpenAI's format."""
     request.app[CONNECTIONS].headers_arrived(request)
     if (asked := preflight(request, request.app[CONFIG].allowed_origins)) is not None:
         return asked
@@ -177,7 +177,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
     except BodyTooLargeError as error:
         return closing(error_response(str(error), "invalid_request_error", 413))
     except NoRoomError:
-        message = "the router holds as many request bodies as it may; retry later"
+        message = "the router's memory for request bodies is full; retry later"
         return closing(retry_after(error_response(message, "service_unavailable", 503), 1))
     except web.HTTPException as error:
         if error.status < 400:
@@ -190,7 +190,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Both completion endpoints, and those that one engine serves."""
+    """Both completion endpoints, and the endpoints that one engine serves."""
     known = request.app[METRICS]
     outcome = "internal_error"
     known.in_flight.inc()
@@ -246,8 +246,8 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
         raise ClientGoneError(f"request {request_id}: {error}") from None
     except Exception as error:
         if client_request is not None and client_request.begun:
-            raise  # aiohttp closes the connection: too late for any other answer
-        if isinstance(error, RecursionError):  # the parser's stack was a little less deep
+            raise  # aiohttp closes the connection; it is too late for another answer
+        if isinstance(error, RecursionError):  # the parser had more stack left than this code
             return _bad_request(
                 body.BadRequestError("the request body is nested too deeply"), request_id
             ), "bad_request"
@@ -269,7 +269,7 @@ def _bad_request(error: body.BadRequestError, request_id: str) -> web.Response:
 async def _within(
     client_request: ClientRequest, limit_s: float, request_id: str
 ) -> tuple[web.StreamResponse, str]:
-    """Serve the request, or give it up when the client wants no answer any more."""
+    """Serve the request, or give it up once the client's time limit has passed."""
     if limit_s == math.inf:
         return await client_request.serve()
     scope = asyncio.timeout(limit_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the application keeps for its endpoints."""
+"""Keys of the objects that the application keeps for its endpoints."""
 
 from aiohttp import web
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the application gets its engines and metrics from: this process, or the keeper of several workers."""
+"""The source of the application's engines and metrics: this process, or the keeper of several workers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.settings.config import RouterConfig
 
 REUSE_S = 0.5
-"""Longest idle time after which a connection to an engine is used again. Where requests come less often, a new connection
-costs little."""
+"""A connection to an engine is used again if it was idle for at most this time. If requests are rarer, new
+connections cost little."""
 
 
 class Backend(Protocol):
-    """Where the application's engines and metrics come from."""
+    """Provides the application's engines and metrics."""
 
     def pool(self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics) -> Pool:
-        """The engines; nothing has begun yet."""
+        """The engines, not started yet."""
 
     async def render(self, metrics: Metrics) -> bytes:
         """The answer of `/metrics`."""
@@ -34,7 +34,7 @@ class Backend(Protocol):
 
 
 class OneProcess:
-    """`Backend` of a router that is one process."""
+    """`Backend` of a router with a single process."""
 
     def pool(self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics) -> Pool:
         return EnginePool(config, session, metrics)
@@ -47,15 +47,17 @@ class OneProcess:
 
 
 def client_connections(config: RouterConfig) -> EngineConnections:
-    """For clients' requests to engines. A connection is used again while it has been idle for `REUSE_S` at most: an engine ends
-    an idle one at a moment the router cannot know (vLLM after 5 s), and a POST lost to that looks like a dying engine."""
+    """Connections for clients' requests to engines. A connection is used again only if it was idle for at most
+    `REUSE_S`. Engines close idle connections at a time that the router cannot know (vLLM after 5 s). A POST that is
+    lost that way would look like a dying engine."""
     trusted = for_engines(config)
     tls = None if isinstance(trusted, bool) else trusted
     return EngineConnections(config.connect_timeout_s, REUSE_S, tls)
 
 
 def watching_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """For looking after engines. Each request has a connection of its own, so that it also tells whether the engine takes new ones."""
+    """A session for watching engines. Each request opens a new connection, so it also tests that the engine accepts
+    connections."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=for_engines(config)),
         timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /`: a page that shows the engines, and what they have to do, as it changes."""
+"""`GET /`: a live page with the engines and their load."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from scheduler_plugins.router.request.shared import Shared
 EVENTS = "/live"
 EVERY_S = 1.0
 MOST_WATCHERS = 20
-"""Pages that are kept up to date at once, since each costs the router some time: with the operator's token, and without."""
+"""Most open pages, counted apart with and without the operator's token. Each page costs the router some time."""
 _PAGE = (Path(__file__).parent / "page.html").read_text()
 _HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 
 
 async def page(request: web.Request) -> web.StreamResponse:
-    """The page itself, whole: no other file, no other host."""
+    """The page, complete in one file. It loads nothing from other hosts."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
     return web.Response(text=_PAGE, content_type="text/html", headers=headers)
 
 
 class LiveState:
-    """The events that the page reads."""
+    """The stream of events that the page reads."""
 
     def __init__(self) -> None:
         self._watchers = {False: 0, True: 0}
         self._ended = asyncio.Event()
 
     async def end(self, app: web.Application) -> None:
-        """The router ends: an open page must not hold it up."""
+        """End all streams, because an open page must not delay the end of the router."""
         self._ended.set()
 
     async def stream(
         self, request: web.Request, shared: Shared, *, is_operator: bool
     ) -> web.StreamResponse:
-        """The state now, and again every second until the browser leaves, or the router ends.
+        """Send the state now and every second, until the browser leaves or the router ends.
 
-        Strangers take no seat of the operator's.
+        Pages without the token do not use up the operator's limit.
         """
         if self._watchers[is_operator] >= MOST_WATCHERS:
             return web.Response(status=503, text="too many pages watch this router")
@@ -67,7 +67,7 @@ class LiveState:
 
 
 def state(shared: Shared, now_s: float) -> dict[str, Any]:
-    """What the page shows: totals, and each engine with what policies see of it."""
+    """The content of the page: totals, and each engine as policies see it."""
     told = {one["url"] + one["role"]: one for one in shared.pool.describe()}
     engines = []
     for engine in shared.pool.engines:

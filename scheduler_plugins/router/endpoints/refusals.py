@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of the router itself, where no engine's answer can be passed on."""
+"""The router's own error responses, for requests without an engine's answer."""
 
 import math
 
@@ -11,12 +11,12 @@ from scheduler_plugins.router.settings.config import RouterConfig
 
 
 def error_response(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
-    """An error in OpenAI's shape."""
+    """An error in OpenAI's format."""
     return web.json_response(error_body(message, kind, status, param), status=status)
 
 
 def unavailable(error: UnavailableError, config: RouterConfig, request_id: str) -> web.Response:
-    """503 for a client: it counts what was the matter, and names no engine. The log has the names."""
+    """Answer 503 with the number of engines by cause. It names no engine; the log has the names."""
     counted = "; ".join(
         f"{role}: " + ", ".join(f"{count} {cause}" for cause, count in causes.items())
         for role, causes in error.causes.items()
@@ -31,12 +31,12 @@ def unavailable(error: UnavailableError, config: RouterConfig, request_id: str) 
 
 
 def retry_after(response: web.Response, after_s: int) -> web.Response:
-    """The same response, with when to come again."""
+    """The same response, with a `Retry-After` header."""
     response.headers["Retry-After"] = str(after_s)
     return response
 
 
 def closing(response: web.Response) -> web.Response:
-    """Close the connection after this response: a part of the request was not read."""
+    """Close the connection after this response, because a part of the request was not read."""
     response.force_close()
     return response

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints that tell of the engines and of the router: the model list, health, metrics, the live page's events."""
+"""The endpoints with information on engines and router: model list, health, metrics, events of the live page."""
 
 from contextlib import suppress
 from typing import Any
@@ -24,7 +24,7 @@ from scheduler_plugins.router.routing.attempt import UnavailableError
 
 MODELS = "/v1/models"
 PING = "/ping"
-"""SageMaker's name of `/health`."""
+"""SageMaker's path for a health check."""
 
 
 async def models(request: web.Request) -> web.StreamResponse:
@@ -35,7 +35,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     listed: dict[str, Any] = {}
     for engine in _up(shared.pool):
         if found is not None and engine.models <= listed.keys():
-            continue  # it says nothing new
+            continue  # it adds no model
         try:
             response = await _told(request, engine, MODELS, request_id)
         except EngineFailedError as failure:
@@ -61,7 +61,7 @@ async def models(request: web.Request) -> web.StreamResponse:
 
 
 async def model(request: web.Request) -> web.StreamResponse:
-    """One model of that list. vLLM has no such endpoint, OpenAI's clients do (`models.retrieve`)."""
+    """One model of that list. OpenAI's clients use this endpoint (`models.retrieve`); vLLM has none."""
     found = await models(request)
     if not isinstance(found, web.Response) or found.status != 200:
         return found
@@ -83,12 +83,12 @@ async def version(request: web.Request) -> web.StreamResponse:
 
 
 async def ping(request: web.Request) -> web.StreamResponse:
-    """200 when at least one engine can serve, and nothing of which they are."""
+    """200 if at least one engine can serve. The answer names no engine."""
     return web.Response(status=200 if _up(request.app[SHARED].pool) else 503)
 
 
 async def health(request: web.Request) -> web.StreamResponse:
-    """200 when at least one engine can serve, with the state of all."""
+    """200 if at least one engine can serve. The answer has the state of all engines."""
     pool = request.app[SHARED].pool
     decode, prefill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
     serves = bool(_up(pool))
@@ -104,7 +104,7 @@ async def health(request: web.Request) -> web.StreamResponse:
 
 
 async def live(request: web.Request) -> web.StreamResponse:
-    """What the page shows, every second."""
+    """The events of the live page, one each second."""
     shared, is_operator = request.app[SHARED], request.app[OPERATOR].sent(request)
     return await request.app[LIVE].stream(request, shared, is_operator=is_operator)
 
@@ -123,7 +123,7 @@ def _up(pool: Pool) -> list[BackendEngine]:
 async def _told(
     request: web.Request, engine: BackendEngine, path: str, request_id: str
 ) -> web.Response:
-    """What an engine answers to a client's question, its refusals included. Raises EngineFailedError."""
+    """An engine's answer to a client's query, or its refusal. Raises EngineFailedError."""
     shared = request.app[SHARED]
     config = shared.config
     call = EngineCall("GET", path, passed_headers(request, request_id, config))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a vLLM engine hands KV over: it is asked, each data-parallel rank for itself."""
+"""Asks each data-parallel rank of a vLLM engine for its handover address."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from scheduler_plugins.router.engines.ranks import HEADER
 from scheduler_plugins.router.prompt import body
 
 Ask = Callable[[EngineCall], Awaitable[bytes]]
-"""Sends a call to the engine; returns the body of its answer 200, and raises EngineFailedError for any other."""
+"""Sends a call to the engine. Returns the body of an answer 200; raises EngineFailedError for any other answer."""
 
 
 async def addresses_of(
     ask: Ask, headers: Mapping[str, str], model: str, ranks: int
 ) -> tuple[ProducerAddress, ...]:
-    """The address of each data-parallel rank behind the engine's URL; empty where it hands over nothing.
+    """The address of each data-parallel rank behind the engine's URL; empty if the engine hands nothing over.
 
     Raises:
-        EngineFailedError: it did not answer, or answered for other ranks than it was asked for.
+        EngineFailedError: the engine did not answer, or another rank answered than the one asked.
     """
     if ranks < 2:
         address = await _address_of(ask, headers, model)
         return () if address is None else (address,)
     found: list[ProducerAddress] = []
-    # The first twice: an engine that heeds no such header sends requests to one rank after the other.
+    # Rank 0 is asked twice. An engine that ignores the header sends the two requests to different ranks.
     for rank in (0, *range(ranks)):
         address = await _address_of(ask, {**headers, HEADER: str(rank)}, model)
         if address is None:
@@ -50,7 +50,7 @@ async def _address_of(ask: Ask, headers: Mapping[str, str], model: str) -> Produ
 
 
 def decoded(raw: bytes) -> object:
-    """A JSON value. Raises EngineFailedError."""
+    """The JSON value in `raw`. Raises EngineFailedError if it is no JSON."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's answer as it comes: read piece by piece, or handed on without waking a task for each piece."""
+"""A streamed answer of an engine: read piece by piece, or passed to a callback without waking a task for each
+piece."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ from typing import Protocol
 from multidict import CIMultiDict
 
 HELD_BYTES = 256 << 10
-"""Most bytes that are kept for a reader who is slower than the engine; the system's buffers are behind them."""
+"""Most bytes kept for a reader that is slower than the engine. Beyond them the system's socket buffers fill."""
 
 
 class BrokenAnswerError(ConnectionError):
-    """The connection broke before the answer was whole, or what came is no HTTP."""
+    """The connection broke before the answer was complete, or the bytes are no HTTP."""
 
 
 class Flow(Protocol):
-    """What an answer needs of its connection."""
+    """The part of a connection that an answer uses."""
 
     def pause(self) -> None:
-        """Read no more from the engine for now."""
+        """Stop reading from the engine for now."""
 
     def resume(self) -> None:
-        """Read again. Does nothing if it is not paused."""
+        """Read again. Does nothing if the connection is not paused."""
 
     def abort(self) -> None:
         """Close the connection now."""
@@ -65,10 +66,11 @@ class Answer:
         return b"".join(parts)
 
     async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
-        """Give `take` all bytes as they come, at once and in no task, until it returns False. Whether the answer has ended.
+        """Call `take` with all bytes as they come, in the receiving callback, until it returns False. Returns whether
+        the answer has ended.
 
-        After False, which means that `take` has taken its bytes but cannot take more, call again or `read`. What `take` raises ends the
-        answer and is raised here.
+        False from `take` means that it has taken its bytes but can take no more. Then call `pass_to` again, or
+        `read`. An exception of `take` ends the answer and is raised here.
 
         Raises:
             BrokenAnswerError.
@@ -86,7 +88,8 @@ class Answer:
             self._take = None
 
     def close(self) -> None:
-        """Nobody reads any more. An answer that is not whole loses its connection, so that the engine gives the request up."""
+        """Stop reading for good. If the answer is incomplete, its connection is closed, so the engine aborts the
+        request."""
         self._take = None
         if not self._ended:
             self._flow.abort()
@@ -111,30 +114,30 @@ class Answer:
             if not self._take(data):
                 self._take = None
                 self._wake()
-        except Exception as error:  # of whoever reads: it is raised there
+        except Exception as error:  # `_fail` keeps the reader's error; the reader raises it
             self.fail(error)
 
     def end(self) -> None:
-        """The answer is whole."""
+        """The answer is complete."""
         self._ended = True
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """No more will come. What came before can still be read."""
+        """The answer broke off. The bytes that came before can still be read."""
         if not self._ended and self._error is None:
             self._error = error
             self._wake()
 
     @property
     def _handed_on(self) -> bool:
-        """Whether bytes go to whom `pass_to` named; not any more once he has refused."""
+        """Whether bytes go to the callback of `pass_to`; False once the callback has refused."""
         return self._take is not None
 
     def _unheld(self) -> bytes:
         data = self._held[0] if len(self._held) == 1 else b"".join(self._held)
         self._held.clear()
         self._held_bytes = 0
-        if not self._ended:  # the connection may be another answer's by now
+        if not self._ended:  # else the connection may already serve another answer
             self._flow.resume()
         return data
 

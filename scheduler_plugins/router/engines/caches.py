@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines have cached, as the live router learns it: by their events, or by what they computed."""
+"""What engines have cached. The live router learns it from their KV events, or from the prompts that they
+computed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _MOST_SOCKETS = 4096
 
 
 class FollowedRanks:
-    """`engines.Follower` of an engine whose data-parallel ranks each publish events of their own."""
+    """`engine.Follower` of an engine whose data-parallel ranks each publish their own events."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, EventFollower] = {}
@@ -26,18 +27,18 @@ class FollowedRanks:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of the engine's blocks; 0 before any rank has said."""
+        """Tokens of one block of the engine; 0 before any rank has reported it."""
         return max((one.block_tokens for one in self.by_rank.values()), default=0)
 
     @property
     def lag_s(self) -> float | None:
-        """Age of the rank's last batch that was applied latest; None: none came."""
+        """Age of the batch that was applied last, of any rank; None: no batch came."""
         return max(
             (one.lag_s for one in self.by_rank.values() if one.lag_s is not None), default=None
         )
 
     def describe(self) -> dict[str, Any]:
-        """What is known of the engine's cache, for `/health`: of each rank, if there are several."""
+        """The state of the engine's cache, for `/health`; one entry a rank if there are several."""
         told = {rank: one.describe() for rank, one in sorted(self.by_rank.items())}
         if len(told) == 1:
             return next(iter(told.values()))
@@ -65,14 +66,15 @@ class EngineCaches:
         ranks: Sequence[int] = (0,),
         first: int = 0,
     ) -> None:
-        """Listen to the engine's KV events from now on. Ranks that are listened to there already stay as they are.
+        """Follow the engine's KV events from now on. Ranks that are followed at the same endpoints already stay as
+        they are.
 
         Args:
-            endpoint: where they are published, as `tcp://10.0.0.1:5557`.
-            replay: where missing ones are asked for; None: nowhere.
+            endpoint: address of the events, as `tcp://10.0.0.1:5557`.
+            replay: address that replays missing events; None: there is none.
             ranks: the engine's data-parallel ranks.
-            first: the rank of these addresses. Each rank has ports of its own, in the order of the ranks, as vLLM's
-                `ZmqEventPublisher.offset_endpoint_port` gives them.
+            first: the rank that these addresses belong to. Each further rank uses the next port, as in vLLM's
+                `ZmqEventPublisher.offset_endpoint_port`.
         """
         if self._context is None:
             self._context = zmq.asyncio.Context()
@@ -96,7 +98,7 @@ class EngineCaches:
             followed.tasks[rank] = asyncio.create_task(one.run(), name=name)
 
     def unfollow(self, engine: BackendEngine) -> None:
-        """Listen to the engine no more, and forget what it said."""
+        """Stop following the engine, and forget its events."""
         engine.follower = None
         if (followed := self._followed.get(engine.name)) is not None:
             for rank in list(followed.by_rank):
@@ -110,7 +112,7 @@ class EngineCaches:
         self.prefixes.untold_rank(engine.name, rank)
 
     def lost(self, engine: BackendEngine) -> None:
-        """The engine ended, or may have: its cache is gone."""
+        """The engine ended, or may have ended: forget its cache."""
         if (followed := self._followed.get(engine.name)) is not None:
             for one in followed.by_rank.values():
                 one.engine_lost()
@@ -127,19 +129,19 @@ class EngineCaches:
             self.prefixes.prefilled(engine, prompt, now_s)
 
     def describe(self, engine: BackendEngine) -> dict[str, Any]:
-        """What is known of the engine's cache, for `/health`."""
+        """The state of the engine's cache, for `/health`."""
         if (followed := self._followed.get(engine.name)) is not None:
             return followed.describe()
         state = self.prefixes.state(engine.name)
         return {"source": state.source, "blocks": state.blocks}
 
     def lag_s(self, engine: BackendEngine) -> float | None:
-        """Age of the engine's last batch of events when it was applied; None: none came."""
+        """Age of the engine's last batch of events when it was applied; None: no batch came."""
         followed = self._followed.get(engine.name)
         return None if followed is None else followed.lag_s
 
     async def close(self) -> None:
-        """Listen to nobody any more."""
+        """Stop following all engines."""
         tasks = [task for one in self._followed.values() for task in one.tasks.values()]
         self._followed.clear()
         for task in tasks:
@@ -150,7 +152,8 @@ class EngineCaches:
 
 
 def _moved(address: str | None, ports: int) -> str | None:
-    """The address so many ports further; None where there is none, as only TCP has ports."""
+    """The address with its port raised by `ports`; None if the address is None or has no port (only TCP has
+    ports)."""
     if address is None or not ports:
         return address
     host, _, port = address.rpartition(":")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection to an engine: HTTP/1.1 with httptools, which hands bytes on in the callback that received them.
+"""One connection to an engine: HTTP/1.1 with httptools, which passes bytes on in the callback that received them.
 
-aiohttp's client wakes a task for each piece of an answer, and takes 0.1 ms for a request. Engines are watched with it all the same: that
-is seldom.
+aiohttp's client wakes a task for each piece of an answer, and takes 0.1 ms for a request. The router uses aiohttp
+only to watch engines, because those requests are rare.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import httptools
 from scheduler_plugins.router.engines.answer import Answer, BrokenAnswerError
 
 MOST_HEADER_BYTES = 64 << 10
-"""Of an answer."""
+"""Most bytes of an answer's headers."""
 _JOINED_BYTES = 64 << 10
-"""Longest request that is copied into one piece with its headers."""
+"""Longest body that is copied into one piece with its headers."""
 
 
 class Origin(NamedTuple):
-    """What connections are told apart by."""
+    """Host, port and scheme: a connection serves one origin."""
 
     host: str
     port: int
@@ -29,10 +29,10 @@ class Origin(NamedTuple):
 
 
 class Owner(Protocol):
-    """Who keeps connections."""
+    """The owner of connections. It hears when a connection is free or lost."""
 
     def released(self, connection: Connection) -> None:
-        """An answer is whole, and its connection may be used again."""
+        """An answer is complete, and its connection can be used again."""
 
     def lost(self, connection: Connection) -> None:
         """The connection is closed."""
@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes) -> Answer:
-        """Send a request, of which `answer` is told from now on."""
+        """Send a request. Returns its answer, which fills as bytes come."""
         assert self._transport is not None
         self._answer = answer = Answer(self)
         self._header_bytes, self._whole = 0, False
@@ -84,14 +84,14 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # From the transport.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
-        if answer is None:  # nobody asked
+        if answer is None:  # no request is open
             self.abort()
             return
         wrong = ""
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             wrong = f"no HTTP: {error}"
         if parts := self._parts:
-            # All events that came together are handed on together.
+            # Pieces that came in one read are passed on as one.
             body = parts[0] if len(parts) == 1 else b"".join(parts)
             parts.clear()
             answer.arrived(body)
@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         else:
             self._fail(str(error or "closed by the engine"))
 
-    # From the parser.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         if self._whole:
@@ -141,7 +141,7 @@ class Connection(asyncio.Protocol):
         assert self._answer is not None
         status = self._parser.get_status_code()
         if status < 200:
-            self._answer.headers.clear()  # the answer proper is yet to come
+            self._answer.headers.clear()  # an interim answer (1xx); the final answer follows
         else:
             self._answer.begin(status)
 
@@ -149,13 +149,13 @@ class Connection(asyncio.Protocol):
         self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        # To be asked here: the parser forgets it.
+        # Ask now: the parser forgets it after this callback.
         self._stays = self._parser.should_keep_alive()
         self._whole = self._parser.get_status_code() >= 200
 
     @property
     def _ends_with_connection(self) -> bool:
-        """Whether the answer has no end but that of the connection."""
+        """Whether only the end of the connection ends the answer."""
         answer = self._answer
         return bool(
             answer is not None

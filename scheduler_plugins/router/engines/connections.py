@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to engines: whom to connect to, and which connections are used again."""
+"""Requests to engines over connections that are used again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from scheduler_plugins.router.engines.answer import Answer
 from scheduler_plugins.router.engines.connection import Connection, Origin
 
 _RESOLVED_S = 10.0
-"""So long a name's addresses are used again."""
+"""The addresses of a name are looked up again after this time."""
 _STAGGER_S = 0.25
-"""Of several addresses, the next one is tried when the one before has not answered for so long (RFC 8305)."""
+"""If an address has not answered after this time, the next address is tried as well (RFC 8305)."""
 
 
 class NotConnectedError(ConnectionError):
@@ -27,19 +27,19 @@ class NotConnectedError(ConnectionError):
     def __init__(self, reason: str, *, refused: bool = False) -> None:
         super().__init__(reason)
         self.refused = refused
-        """The machine answered that nobody listens there."""
+        """Whether the machine refused the connection: no process listens on the port."""
 
 
 class EngineConnections:
-    """Sends requests to engines. A connection is used again while it has been idle for `reuse_s` at most."""
+    """Sends requests to engines. A connection can be used again if it has been idle for at most `reuse_s`."""
 
     def __init__(
         self, connect_timeout_s: float, reuse_s: float, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Connect to nobody yet.
+        """Open no connection yet.
 
         Args:
-            tls: whom to believe behind an `https` URL; None: whom the system trusts.
+            tls: trusted certificates for `https` URLs; None: the system's.
         """
         self.connect_timeout_s = connect_timeout_s
         self._reuse_s = reuse_s
@@ -52,11 +52,11 @@ class EngineConnections:
     async def request(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None
     ) -> Answer:
-        """Send a request. Returns its answer, of which status and headers have come; whoever gets it must close it.
+        """Send a request. Returns its answer once status and headers have come. The caller must close the answer.
 
         Raises:
             NotConnectedError: no connection within `connect_timeout_s`; nothing was sent.
-            BrokenAnswerError: the connection broke, or what came is no HTTP.
+            BrokenAnswerError: the connection broke, or the bytes are no HTTP.
             ValueError: a header cannot be sent.
         """
         parts = urlsplit(url)
@@ -83,7 +83,7 @@ class EngineConnections:
         await asyncio.sleep(0)  # their transports close their sockets
 
     def released(self, connection: Connection) -> None:
-        """An answer is whole, and its connection may be used again."""
+        """An answer is complete, and its connection can be used again."""
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.setdefault(connection.origin, []).append(connection)
         if self._sweeper is None:
@@ -94,7 +94,7 @@ class EngineConnections:
         self._open.discard(connection)
 
     def _again(self, origin: Origin) -> Connection | None:
-        """A connection that was used before; None if there is none."""
+        """An idle connection; None if there is none."""
         idle = self._idle.get(origin)
         since = asyncio.get_running_loop().time() - self._reuse_s
         while idle:
@@ -105,7 +105,7 @@ class EngineConnections:
         return None
 
     def _sweep(self) -> None:
-        """Close what has been idle for too long."""
+        """Close connections that have been idle for too long."""
         loop = asyncio.get_running_loop()
         since = loop.time() - self._reuse_s
         for origin, idle in list(self._idle.items()):
@@ -145,7 +145,7 @@ class EngineConnections:
         return connection
 
     async def _addresses(self, host: str, port: int) -> list[AddrInfoType]:
-        """Where a name leads. Raises OSError."""
+        """The addresses of a host name. Raises OSError."""
         loop = asyncio.get_running_loop()
         until, found = self._resolved.get((host, port), (0.0, []))
         if loop.time() >= until:
@@ -161,7 +161,7 @@ class EngineConnections:
 
 
 def _numeric(host: str, port: int) -> list[AddrInfoType]:
-    """The address that `host` is already; empty if it is a name. Asks nobody."""
+    """The address if `host` is numeric; empty if it is a name. Does no lookup."""
     try:
         flags = socket.AI_NUMERICHOST
         return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
@@ -172,7 +172,7 @@ def _numeric(host: str, port: int) -> list[AddrInfoType]:
 def _head(
     method: str, path: str, host: str, headers: Mapping[str, str], body: bytes | None
 ) -> bytes:
-    """A request up to its body. Raises ValueError: a header would end early."""
+    """The request line and headers. Raises ValueError if a header has a line break or a NUL in it."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if body is not None:

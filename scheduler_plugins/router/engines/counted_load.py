@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine is busy with, counted by whoever sends it requests. No I/O, no clock.
+"""The load of one engine, counted by the sender of its requests. No I/O, no clock.
 
-The live router and the simulator keep the same counts: what they sent, and what they saw end. So a policy sees in
-the simulation what it would see live.
+The live router and the simulator keep the same counts of requests sent and ended, so a policy sees the same numbers
+in both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scheduler_plugins.router.engines.others import Count, NoOthers, Others
 from scheduler_plugins.router.policies.base import HEAVY_TOKENS
 
 KNOWN_AFTER_S = 0.25
-"""An engine's report may not yet know of what was sent to it this long before."""
+"""An engine's report may miss requests that were sent less than this time before it."""
 
 
 class _Prefill(NamedTuple):
@@ -24,7 +24,7 @@ class _Prefill(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """By how much an engine's own word differed from the counts when it came."""
+    """The difference between an engine's last report and the counts when it came."""
 
     queued_s: float = 0.0
     batch: int = 0
@@ -38,7 +38,7 @@ class _Decode(NamedTuple):
 
 
 class EngineLoad:
-    """Counts of one engine. They change at once when a request is sent, not when the engine tells."""
+    """Counts of one engine. They change at once when a request is sent, not when the engine reports."""
 
     __slots__ = (
         "_busy_since_s",
@@ -65,13 +65,13 @@ class EngineLoad:
         self._heavy = 0
         self._open = 0
         self.correction = Correction()
-        """By how much the engine's own word differed from all these counts."""
+        """The difference between the engine's last report and these counts."""
         self.others: Others = NoOthers()
-        """What others have sent there. All counts below are sums over them and this process."""
+        """Counts of other processes and routers. All counts below are sums over them and this process."""
 
     @property
     def open_exchanges(self) -> int:
-        """HTTP requests open to it."""
+        """Open HTTP requests to the engine."""
         return self._open + int(self.others.sum(Count.OPEN))
 
     @property
@@ -81,12 +81,12 @@ class EngineLoad:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens to compute, cached ones left out."""
+        """Prompt tokens to compute, without cached ones."""
         return self._queued_tokens + int(self.others.sum(Count.QUEUED_TOKENS))
 
     @property
     def batch(self) -> int:
-        """Sequences that decode, those whose KV is on the way included."""
+        """Sequences that decode. A sequence whose KV is on its way counts."""
         return max(0, self._all_decodes + self.correction.batch)
 
     @property
@@ -112,21 +112,22 @@ class EngineLoad:
         return self._sent_context + int(self.others.sum(Count.CONTEXT))
 
     def opened(self, more: int) -> None:
-        """So many exchanges with it were opened; -1: one was closed."""
+        """`more` exchanges with the engine were opened; -1: one was closed."""
         self._open += more
         self._tell()
 
     def queued_s(self, now_s: float) -> float:
         """Predicted seconds until all prompts are computed.
 
-        The one under way was begun when the one before it ended, at the latest; what has passed since is subtracted. It
-        may be late: then it counts nothing, and the others count as a whole.
+        The prompt under way began at the latest when the one before it ended. The time since then is subtracted from
+        its prediction, down to 0. The other prompts count in full.
         """
         own_s = self._all_queued_s - (now_s - self._all_busy_since_s) if self.prefills else 0.0
         told_s, passed_s = self.correction.queued_s, now_s - self.correction.at_s
         if not told_s:
             return max(0.0, own_s)
-        # Work of others is done meanwhile; and what was predicted too long is less wrong by and by.
+        # The correction shrinks with time: the engine works off requests of others, and errors of the prediction
+        # pass.
         left_s = copysign(max(0.0, abs(told_s) - passed_s), told_s)
         return max(0.0, max(0.0, own_s) + left_s)
 
@@ -137,30 +138,30 @@ class EngineLoad:
 
     @property
     def _all_busy_since_s(self) -> float:
-        """When a prompt began or ended there last, whoever sent it."""
+        """When the engine last began or ended a prompt of any sender."""
         return max(self._busy_since_s, self.others.latest(Count.BUSY_SINCE_S))
 
     def accepts(self, now_s: float) -> bool:
-        """Whether the engine has not said that it has no room until later than `now_s`."""
+        """False while the engine's last "no room" still holds."""
         return now_s >= self._full_until_s
 
     def refused(self, until_s: float) -> None:
-        """The engine said that it has no room before this time."""
+        """The engine said that it has no room until this time."""
         self._full_until_s = max(self._full_until_s, until_s)
 
     def told(self, queued_s: float, batch: int, context: int, now_s: float) -> None:
-        """The engine has said how much it has. It holds until it says so again.
+        """Correct the counts by the engine's report. The correction holds until the next report.
 
-        What was sent in the last `KNOWN_AFTER_S` is not counted against it: it may not know of that yet.
+        Requests of the last `KNOWN_AFTER_S` are left out of the comparison, as the report may miss them.
 
         Args:
-            queued_s: seconds of prefill that it has.
-            batch: sequences that decode there, with `context` tokens in their caches.
+            queued_s: seconds of prefill queued at the engine.
+            batch: sequences that decode at the engine, with `context` tokens in their caches.
         """
         known_s = sum(
             one.cost_s for one in self._prefills.values() if one.sent_s <= now_s - KNOWN_AFTER_S
         )
-        known_s += self.others.sum(Count.QUEUED_S)  # nobody knows when each of those was sent
+        known_s += self.others.sum(Count.QUEUED_S)  # when each of those was sent is unknown
         under_way_s = min(known_s, now_s - self._all_busy_since_s) if known_s else 0.0
         self.correction = Correction(
             queued_s - max(0.0, known_s - under_way_s),
@@ -170,12 +171,12 @@ class EngineLoad:
         )
 
     def told_requests(self, waiting: int, running: int, now_s: float) -> None:
-        """The engine has said how many requests it has, and nothing of their length.
+        """Correct the counts by the engine's number of requests. Their lengths are unknown.
 
-        Those that the router did not send are taken to be like those it did.
+        Requests of other senders are taken to have the mean length of the router's own.
         """
         prefills, decodes = self.prefills, self._all_decodes
-        # Prompts of ours may wait or run, and so may sequences of ours whose KV is on its way.
+        # Our prompts may wait or run at the engine. So may our sequences whose KV is on its way.
         others = max(0, waiting + running - prefills - decodes)
         queued = min(others, max(0, waiting - prefills))
         mean_s = self._all_queued_s / prefills if prefills else 0.0
@@ -184,7 +185,8 @@ class EngineLoad:
         self.correction = Correction(queued * mean_s, batch, context, now_s)
 
     def prefill_sent(self, request_id: str, tokens: int, cost_s: float, now_s: float) -> None:
-        """A prompt was sent there; `tokens` of it are to be computed, in `cost_s` seconds as predicted."""
+        """A prompt was sent to the engine. It has `tokens` uncached tokens, which take `cost_s` seconds as
+        predicted."""
         if not self.prefills:
             self._busy_since_s = now_s
         if not self._prefills:
@@ -195,7 +197,7 @@ class EngineLoad:
         self._tell()
 
     def prefill_ended(self, request_id: str, now_s: float) -> None:
-        """A prompt was computed, or given up. Unknown ids change nothing."""
+        """A prompt was computed or given up. Unknown ids change nothing."""
         ended = self._prefills.pop(request_id, None)
         if ended is not None:
             self._queued_s -= ended.cost_s
@@ -204,7 +206,7 @@ class EngineLoad:
             self._tell()
 
     def decode_sent(self, request_id: str, tokens: int, max_tokens: int) -> None:
-        """A request was sent there to decode: it has `tokens` tokens, and may generate `max_tokens` more."""
+        """A request was sent to the engine to decode. It has `tokens` tokens, and may generate `max_tokens` more."""
         heavy = max_tokens > HEAVY_TOKENS
         self._decodes[request_id] = _Decode(tokens, heavy)
         self._sent_context += tokens
@@ -212,7 +214,7 @@ class EngineLoad:
         self._tell()
 
     def decode_ended(self, request_id: str) -> None:
-        """It got its last token, or was given up. Unknown ids change nothing."""
+        """A request got its last token or was given up. Unknown ids change nothing."""
         ended = self._decodes.pop(request_id, None)
         if ended is not None:
             self._sent_context -= ended.context
@@ -220,7 +222,7 @@ class EngineLoad:
             self._tell()
 
     def counts(self) -> tuple[float, ...]:
-        """What this process has sent there, in the order of `Count`."""
+        """The counts of this process alone, in the order of `Count`."""
         return (
             self._open,
             len(self._prefills),
@@ -237,7 +239,7 @@ class EngineLoad:
 
 
 class Loaded:
-    """The counts of an engine as its view shows them to policies (`policies.base.EngineView`)."""
+    """The counts of an engine as policies see them (`policies.base.EngineView`)."""
 
     load: EngineLoad
 

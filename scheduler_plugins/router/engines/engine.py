@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines: who is alive, who is busy, and where prefill engines hand over KV."""
+"""One engine as the router knows it: its state, its load, and the addresses where it hands KV over."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 
 
 class Follower(Protocol):
-    """Follows an engine's KV events, here or in another process."""
+    """Follows an engine's KV events, in this process or in another."""
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of the engine's blocks; 0 before it has said."""
+        """Tokens of one block of the engine; 0 before the engine has reported it."""
 
 
 @dataclass(eq=False)
@@ -39,62 +39,63 @@ class BackendEngine(Loaded):
     role: Role
     metrics: Metrics = field(repr=False)
     role_given: bool = True
-    """Whether the operator has said on which side it is; else it is asked, each time it comes up."""
+    """Whether the operator has given its side; else the engine is asked each time it comes up."""
     up: bool = False
-    """Whether it gets requests."""
+    """Whether the engine gets requests."""
     reason: str = "not checked yet"
-    """Why it is not up, or why it has no address."""
+    """Why the engine is not up, or why it has no address."""
     addresses: tuple[ProducerAddress, ...] = ()
-    """Where each of its data-parallel ranks hands over KV; empty on the decode side, and for an engine without our connector."""
+    """Handover address of each data-parallel rank; empty on the decode side, and for an engine without our
+    connector."""
     warning: str = ""
-    """What is wrong although it serves: no KV arrives there."""
+    """What is wrong although the engine serves, such as KV that does not arrive."""
     handoffs: dict[str, int] = field(default_factory=dict)
-    """What became of requests whose prompts were computed for it, since its start, as it told last."""
+    """Outcomes of requests whose prompts another engine computed, counted since its start, by its last report."""
     kind: Kind | None = None
-    """Which engine it is; None until it has been asked."""
+    """Kind of engine; None until the engine has been asked."""
     was_vllm: bool = False
-    """Whether it was vLLM's when it was asked last, also while it is down."""
+    """Whether the last answer came from vLLM. It stays while the engine is down."""
     whole: bool = False
-    """Whether it is SGLang's and no half of a pair: it computes its prompts, and takes nobody's KV."""
+    """Whether the engine is an SGLang engine outside a pair: it computes its own prompts and takes no KV."""
     model: str = ""
-    """The name of its model, where it is a prefill engine."""
+    """Name of the model, for a prefill engine."""
     models: frozenset[str] = frozenset()
-    """Names of the models and adapters that it serves, as it told last; empty: it has not."""
+    """Names of served models and adapters, by its last report; empty: not reported."""
     context_tokens: int = 0
-    """Most tokens of a prompt and its answer together, as it told last; 0: it has not."""
+    """Most tokens of a prompt and its answer together, by its last report; 0: not reported."""
     bootstrap_port: int | None = None
-    """Where SGLang's decode engines ask for an SGLang prefill engine's ranks."""
+    """Port where SGLang decode engines look up the ranks of an SGLang prefill engine."""
     down_since: float | None = None
-    """When it went down, on the event loop's clock."""
+    """When the engine went down, on the event loop's clock; None: it is up."""
     starts: int = 0
-    """How often it came up: a tokenizer, say, may be another one each time."""
+    """How often the engine came up. Each start may bring a new tokenizer, for example."""
     refusing: bool = False
-    """Down, but only known to take no new connections: it may be draining."""
+    """Down because the engine takes no new connections. It may be draining."""
     load: EngineLoad = field(default_factory=EngineLoad, repr=False)
-    """What this router has sent to it."""
+    """Load that this router has sent to the engine."""
     costs: CostModel = field(default_factory=CostModel.token_count, repr=False)
-    """How long prefill and decode take there. Counts tokens until more is known."""
+    """Predicts how long prefill and decode take. Counts tokens until more is known."""
     circuit: Circuit = field(default_factory=Circuit, repr=False)
-    """Keeps requests from it for a while after it failed several in a row."""
+    """Stops requests to the engine for a while after several failures in a row."""
     paused_for: set[str] = field(default_factory=set, repr=False)
-    """Causes for which the circuit has opened, since it came."""
+    """Causes that have opened the circuit, since the engine joined."""
     draining: bool = False
-    """Whether it gets no new requests, and goes on with those it has."""
+    """Whether the engine finishes its requests and gets no new ones."""
     told_costs: bool = False
-    """Whether a profile or the engine itself says what it costs, so that nothing need be learnt."""
+    """Whether costs come from a profile or from the engine itself, so nothing need be learnt."""
     _fit: OnlineFit = field(default_factory=OnlineFit, repr=False)
     ranks: tuple[int, ...] = (0,)
-    """Its data-parallel ranks, as its load report or its metrics tell."""
+    """Data-parallel ranks, by the engine's load report or metrics."""
     copies: dict[str, int] = field(default_factory=dict, repr=False)
-    """Prompts that it computes for other engines, each with its data-parallel rank's place among `addresses`."""
+    """Prompts that the engine computes for other engines: id of the copy to the index of its rank in `addresses`."""
     copies_sent: Counter[int] = field(default_factory=Counter, repr=False)
-    """How many of them each rank has been sent so far."""
+    """Prompts for other engines that each rank has been sent so far."""
     told_block_tokens: int = 0
-    """Tokens of its blocks, as its load report or its metrics tell; 0: they do not."""
+    """Tokens of one block, by the engine's load report or metrics; 0: not reported."""
     free_kv: float = inf
     pull_prefix: bool = False
     follower: Follower | None = field(default=None, repr=False)
-    """Receives its KV events; None: it sends none, as far as is known."""
+    """Receives the engine's KV events; None: no events are known."""
 
     @property
     def name(self) -> str:
@@ -102,21 +103,21 @@ class BackendEngine(Loaded):
 
     @property
     def hands_over(self) -> bool:
-        """Whether it is used to compute prompts for other engines."""
+        """Whether the router uses the engine to compute prompts for other engines."""
         return self.role in (Role.PREFILL, Role.CPU_PREFILL, Role.BOTH)
 
     def serves(self, role: Role) -> bool:
-        """Whether it is on this side, among others."""
+        """Whether the engine serves this side. An engine may serve both."""
         return self.role is role or (self.role is Role.BOTH and role in (Role.PREFILL, Role.DECODE))
 
     @property
     def in_flight(self) -> int:
-        """Requests open to it."""
+        """Open requests to the engine."""
         return self.load.open_exchanges
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of its blocks: by its events, else as it told, else assumed."""
+        """Tokens of one block: from KV events, else from reports, else assumed."""
         by_events = self.follower.block_tokens if self.follower is not None else 0
         return by_events or self.told_block_tokens or BLOCK_TOKENS
 
@@ -127,8 +128,8 @@ class BackendEngine(Loaded):
         return self.load.accepts(now_s)
 
     def learn(self, load: StepLoad, duration_s: float) -> bool:
-        """A step of this load took so long: a prompt that it computed alone, or one token of a stream. Teaches what
-        steps cost there, unless it tells itself. Returns whether `costs` have changed."""
+        """Learn from one step, unless the engine reports its costs. A step is a prompt computed alone, or one token
+        of a stream. `duration_s` is its time in seconds. Returns whether `costs` have changed."""
         if self.told_costs:
             return False
         before = self._fit.model
@@ -141,51 +142,51 @@ class BackendEngine(Loaded):
 
     @property
     def knows_prefill(self) -> bool:
-        """Whether it is known what prefill costs there."""
+        """Whether the costs of prefill are known."""
         return self.told_costs or self._fit.knows_prefill
 
     def assume(self, peers: Sequence[CostModel]) -> None:
-        """Nothing is known of its prefills: take them to cost what they cost at these engines, on average.
+        """Assume the mean prefill costs of these peers, as nothing is known of this engine.
 
-        With an invented rate an engine that has just come would look far better than the others and get everything, or
-        far worse and get nothing.
+        With an invented rate, a new engine would look far better than the others and get everything, or far worse and
+        get nothing.
         """
         mean = CostModel.mean(peers)
         prefill = replace(self._fit.model, a=mean.a, b=mean.b, c=mean.c)
         self.costs = replace(prefill, chunk_tokens=mean.chunk_tokens)
 
     def told_handoffs(self, handoffs: dict[str, int]) -> None:
-        """It has told what became of requests since its start. What is new is counted."""
+        """Take the engine's outcomes of handoffs since its start, and count the new ones."""
         for outcome, count in handoffs.items():
             before = self.handoffs.get(outcome, 0)
-            new = count - before if count >= before else count  # it has started anew
+            new = count - before if count >= before else count  # lower: the engine has restarted
             labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
             self.metrics.handoffs.labels(*labels).inc(new)
         self.handoffs = handoffs
 
     @property
     def computes_prompts(self) -> bool:
-        """Whether it answers a request without another engine: SGLang's engines of a pair do not."""
+        """Whether the engine can answer a request alone. SGLang engines of a pair cannot."""
         return self.kind is not Kind.SGLANG or self.whole
 
     @property
     def address(self) -> ProducerAddress | None:
-        """Where its first rank hands over KV; None: it does not, as far as is known."""
+        """Handover address of its first rank; None: no address is known."""
         return self.addresses[0] if self.addresses else None
 
     def moved(self, rank: int, seen: ProducerAddress) -> bool:
-        """Whether one of its ranks answers from another address than is known."""
+        """Whether a rank answered from another address than the known one."""
         return bool(self.addresses) and seen not in self.addresses[rank : rank + 1]
 
     def bootstrap(self, rank: int = 0) -> tuple[str, int]:
-        """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's
-        registry where it has one, and the control port of a rank otherwise."""
+        """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's registry if there
+        is one, else the control port of the rank."""
         if self.bootstrap_port is not None:
             return urlsplit(self.url).hostname or "", self.bootstrap_port
         return self.addresses[rank].host, self.addresses[rank].port
 
     def lost(self, now: float, drain_timeout_s: float) -> bool:
-        """Whether nothing more is to be expected of the requests it has."""
+        """Whether the engine's open requests count as lost: it is down, and does not drain within the limit."""
         if self.up or self.down_since is None:
             return False
         return not self.refusing or now - self.down_since >= drain_timeout_s
@@ -198,12 +199,12 @@ class BackendEngine(Loaded):
         self._report()
 
     def set_down(self, now: float, reason: str, *, refusing: bool) -> bool:
-        """Take it out of service; its address is void, as a restart changes it.
+        """Take the engine out of service. Its address is void, because a restart changes it.
 
-        Returns whether it was up.
+        Returns whether the engine was up.
         """
         was_up = self.up
-        # Once known to hang it stays so until it answers: a refusal says nothing better.
+        # A hung engine counts as hung until it answers, even if it refuses connections later.
         self.refusing = refusing and (was_up or self.refusing or self.down_since is None)
         if was_up or self.down_since is None:
             self.down_since = now
@@ -213,7 +214,7 @@ class BackendEngine(Loaded):
         return was_up
 
     def set_addresses(self, addresses: tuple[ProducerAddress, ...], reason: str = "") -> None:
-        """Where its ranks hand over KV, or why that is not known."""
+        """Set the handover addresses of the ranks, or the reason why there are none."""
         self.addresses, self.reason = addresses, reason
         self._report()
 
@@ -231,7 +232,7 @@ class BackendEngine(Loaded):
 
     @contextmanager
     def decoding(self, request_id: str, tokens: int, max_tokens: int) -> Iterator[None]:
-        """Count one request that it answers. Policies see the count at once."""
+        """Count one request that the engine answers. Policies see the count at once."""
         self.load.decode_sent(request_id, tokens, max_tokens)
         try:
             yield
@@ -239,7 +240,7 @@ class BackendEngine(Loaded):
             self.load.decode_ended(request_id)
 
     def describe(self) -> dict[str, Any]:
-        """Its state as `/health` shows it."""
+        """The engine's state as `/health` shows it."""
         state: dict[str, Any] = {
             "url": self.url,
             "role": self.role,
@@ -265,7 +266,7 @@ class BackendEngine(Loaded):
         return state
 
     def forget_metrics(self) -> None:
-        """Its series are for its side: they end when it changes sides, or leaves."""
+        """Remove the engine's metric series. They carry its side, so they end when it changes sides or leaves."""
         known = self.metrics
         for gauge in (known.engine_up, known.engine_in_flight):
             with suppress(KeyError):
@@ -281,7 +282,7 @@ class BackendEngine(Loaded):
 
     def _report(self) -> None:
         if not self.role_given and self.kind is None:
-            return  # nobody knows its side
+            return  # its side is not known yet
         self.metrics.engine_up.labels(self.url, self.role).set(self.up)
         if self.hands_over:
             self.metrics.prefill_addressable.labels(self.url).set(self.address is not None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines tell of their load: our scheduler's report (`GET /pd/load`), else vLLM's metrics.
+"""Load that engines report: our scheduler's report (`GET /pd/load`), else vLLM's metrics.
 
-The router's own counts come first: they change at once. What engines tell corrects them by the work of other clients, and by
-what was predicted wrongly.
+The router's own counts come first, because they change at once. Reports add the work of other clients, and correct
+wrong predictions.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 
 
 class Told(NamedTuple):
-    """What an engine has said of itself."""
+    """An engine's report of its own load."""
 
-    queued_s: float | None = None  # of prefill; None: not told
+    queued_s: float | None = None  # of prefill; None: not reported
     waiting: int = 0
     batch: int = 0
     context: int = 0
-    free_kv: float | None = None  # tokens; None: not told
-    block_tokens: int = 0  # 0: not told
+    free_kv: float | None = None  # tokens; None: not reported
+    block_tokens: int = 0  # 0: not reported
     blocks: int = 0
     costs: CostModel | None = None
     kv_events: tuple[str, str | None] | None = None  # of rank 0: endpoint, replay endpoint
-    ranks: tuple[int, ...] = ()  # data-parallel ones; empty: not told
+    ranks: tuple[int, ...] = ()  # data-parallel ranks; empty: not reported
 
 
 def from_report(raw: bytes, host: str) -> Told | None:
-    """Read the answer of `/pd/load`; None if it is none.
+    """Read an answer of `/pd/load`; None if it is no load report.
 
     Args:
-        host: the engine's, for addresses that name no other.
+        host: the engine's host, for addresses that name none.
     """
     try:
         report = decode(raw)
@@ -57,9 +57,9 @@ def from_report(raw: bytes, host: str) -> Told | None:
 
 
 def from_metrics(text: bytes) -> Told | None:
-    """Read vLLM's metrics, of which there are thousands, for the few that matter; None if they are not there."""
+    """Find the few load metrics among vLLM's thousands; None if they are missing."""
     sums: dict[bytes, float] = {}
-    usages = list[float]()  # of each rank: a request has room in one of them
+    usages = list[float]()  # one a rank; a request must fit into one rank
     try:
         for name, value in _GAUGES.findall(text):
             sums[name] = sums.get(name, 0.0) + float(value)
@@ -84,7 +84,7 @@ def from_metrics(text: bytes) -> Told | None:
 
 
 def apply(engine: BackendEngine, told: Told, now_s: float) -> None:
-    """Correct what the router knows of an engine by what it has said."""
+    """Update the router's view of an engine by its report."""
     if told.costs is not None:
         engine.costs, engine.told_costs = told.costs, True
     if told.ranks:
@@ -96,7 +96,7 @@ def apply(engine: BackendEngine, told: Told, now_s: float) -> None:
     if told.queued_s is not None:
         engine.load.told(told.queued_s, told.batch, told.context, now_s)
     else:
-        # Waiting requests of other clients, each taken for one of ours of mean length.
+        # Other clients' waiting requests are taken to have the mean length of ours.
         engine.load.told_requests(told.waiting, told.batch, now_s)
 
 
@@ -104,7 +104,7 @@ _GAUGES = re.compile(
     rb"^vllm:(num_requests_waiting|num_requests_running|kv_cache_usage_perc)(?:\{[^}]*\})? ([0-9.eE+-]+)$",
     re.MULTILINE,
 )
-# With several API servers a rank has no gauge before its first step; its cache is described from the start.
+# With several API servers, a rank has no gauge before its first step, but its cache info exists from the start.
 _RANKS = re.compile(
     rb'^vllm:(?:num_requests_waiting|cache_config_info)\{[^}]*\bengine="(\d+)"', re.MULTILINE
 )
@@ -125,7 +125,7 @@ def _addresses(report: EngineReport, host: str) -> tuple[str, str | None] | None
 
 
 def _reachable(address: str | None, host: str) -> str | None:
-    """An address as others reach it; None if nobody else can."""
+    """The address as other machines reach it; None if they cannot."""
     if address is None or not address.startswith("tcp://"):
         return None
     found, _, port = address.removeprefix("tcp://").rpartition(":")

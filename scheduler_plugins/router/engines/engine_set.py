@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines, as requests use them."""
+"""The interface to all engines that requests use."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ logger = logging.getLogger(__name__)
 
 
 class Pool(ABC):
-    """All engines, as requests use them."""
+    """The interface to all engines that requests use."""
 
     @property
     @abstractmethod
     def engines(self) -> list[BackendEngine]:
-        """All that are known, whatever their state."""
+        """All known engines, whatever their state."""
 
     @property
     @abstractmethod
     def prefixes(self) -> PrefixReader:
-        """What engines have cached."""
+        """The index of what engines have cached."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Returns once every engine has been checked."""
+        """Start, and return once every engine has been checked."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything that runs."""
+        """Stop all tasks."""
 
     @abstractmethod
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A request to the engine failed. An unreachable engine is down at once; another is checked now."""
+        """A request to the engine failed. An unreachable engine goes down at once; any other engine is checked
+        now."""
 
     @abstractmethod
     def confirm(self, engine: BackendEngine, rank: int, seen: ProducerAddress) -> None:
-        """Compare the address in a prefill engine's answer with the known one; probe if it moved."""
+        """Compare the address in a prefill engine's answer with the known address. If they differ, probe the engine
+        again."""
 
     @abstractmethod
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
@@ -56,16 +58,17 @@ class Pool(ABC):
 
     @abstractmethod
     def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
-        """A step of this load took the engine so long: a prompt that it computed alone, or one token of a stream."""
+        """Learn from one step of the engine that took `duration_s` seconds: a prompt computed alone, or one token of
+        a stream."""
 
     @abstractmethod
     def describe(self) -> list[dict[str, Any]]:
         """The state of every engine, for `/health`."""
 
     def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
-        """Engines of one side that may get a request, without those in `besides`.
+        """Engines of one side that may get a request, without the engines in `besides`.
 
-        Those that failed several requests in a row are left out for a while, unless there are no others.
+        An engine that failed several requests in a row is left out for a while, unless there is no other.
         """
         able = [
             e
@@ -81,7 +84,7 @@ class Pool(ABC):
 
 
 def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Metrics) -> None:
-    """The engine answers, and failed a request: after several in a row it gets a pause."""
+    """Note that an engine which answers failed a request. After several failures in a row it gets a pause."""
     if engine.circuit.failed(failure.cause, asyncio.get_running_loop().time()):
         metrics.circuit_opened.labels(engine.url, failure.cause).inc()
         engine.paused_for.add(failure.cause)
@@ -89,7 +92,7 @@ def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Met
 
 
 def assume_costs(engine: BackendEngine, engines: Iterable[BackendEngine]) -> None:
-    """Let a prefill engine of whose prefills nothing is known be known by its peers among `engines`."""
+    """If a prefill engine's costs are unknown, assume the costs of its peers among `engines`."""
     if not engine.hands_over or engine.knows_prefill:
         return
     peers = [
@@ -105,7 +108,7 @@ def assume_costs(engine: BackendEngine, engines: Iterable[BackendEngine]) -> Non
 
 
 def handoffs_of(pool: Pool) -> dict[str, int]:
-    """What became of requests that were sent to pairs, as all decode engines tell, since the start of each."""
+    """Outcomes of requests to pairs, summed over the reports of all decode engines since their starts."""
     found = Counter[str]()
     for engine in pool.engines:
         found.update(engine.handoffs)

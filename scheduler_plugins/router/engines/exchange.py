@@ -19,27 +19,27 @@ EXCERPT_BYTES = 300
 OVERLOADED = (429, 503)
 """Statuses that mean "ask another engine"."""
 REFUSES = (400, 413, 422)
-"""Statuses that mean that the request is wrong, or more than this engine takes."""
+"""Statuses that mean that the request is wrong, or exceeds this engine's limits."""
 
 
 class EngineFailedError(Exception):
-    """An engine did not do its part. `cause` is the metric label, the message is for people."""
+    """An engine failed a request. `cause` is the metric label; the message is for people."""
 
     def __init__(self, cause: str, message: str, *, accepted: bool = True) -> None:
         super().__init__(message)
         self.cause = cause
         self.accepted = accepted
-        """Whether the engine may have begun to work on the request."""
+        """Whether the engine may have started work on the request."""
 
     @property
     def answered(self) -> bool:
-        """Whether the engine lives, and said that it failed."""
+        """Whether the engine is alive and reported the failure itself."""
         return self.cause.startswith("status_5")
 
     @property
     def blames_request(self) -> bool:
-        """Whether the engine said that the request is wrong. That says nothing of the engine, unless another one
-        takes the request."""
+        """Whether the engine said that the request is wrong. The engine is at fault only if another engine accepts
+        the request."""
         return self.cause.startswith("status_4") and not isinstance(self, OverloadedError)
 
 
@@ -49,24 +49,24 @@ class UnreachableError(EngineFailedError):
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__("connect", message, accepted=False)
         self.refused = refused
-        """The machine answered that nobody listens there: ended, or draining."""
+        """Whether the machine refused the connection: the engine has ended, or drains."""
 
 
 class OverloadedError(EngineFailedError):
-    """The engine answered 429 or 503: another engine is to be asked. It has done no work."""
+    """The engine answered 429 or 503. It has done no work; ask another engine."""
 
     def __init__(self, status: int, message: str, retry_after_s: int) -> None:
         super().__init__(f"status_{status}", f"{status}: {message}", accepted=False)
         self.retry_after_s = retry_after_s
-        """When to come back."""
+        """Seconds after which to try again."""
 
 
 class RefusedError(EngineFailedError):
-    """The engine says that the request is wrong, or more than it takes. That never counts against the engine: another one may
-    have a longer context, a parser or an adapter that this one lacks.
+    """The engine says that the request is wrong, or exceeds its limits. That never counts against the engine: another
+    engine may have a longer context, a parser or an adapter that this engine lacks.
 
     Attributes:
-        status, content: its answer, for the client.
+        status, content: the engine's answer, for the client.
     """
 
     def __init__(self, status: int, content: bytes) -> None:
@@ -77,18 +77,18 @@ class RefusedError(EngineFailedError):
 
 
 class Companion(Protocol):
-    """What runs beside an exchange and may make waiting for it useless."""
+    """Work beside an exchange. If it fails, waiting for the exchange may be useless."""
 
     on_failure: Callable[[], None]
-    """Set by the exchange; to be called when `refused` may have changed."""
+    """Set by the exchange. Call it when the result of `refused` may have changed."""
 
     def refused(self, now: float) -> EngineFailedError | None:
-        """What to give the exchange up for, at this time of the event loop; None: go on."""
+        """The reason to give the exchange up at `now`, on the event loop's clock; None: go on."""
 
 
 @dataclass(frozen=True)
 class EngineCall:
-    """What is sent to an engine."""
+    """A request to an engine: path, headers and body."""
 
     method: str
     path: str
@@ -129,12 +129,12 @@ class Exchange:
         return self._answer.headers
 
     async def read(self) -> bytes:
-        """The next bytes as they came, empty at the end.
+        """The next bytes as they came; empty at the end.
 
         Raises:
             EngineFailedError: the connection broke before the answer was whole.
         """
-        # Up to the first byte it is one wait, from the request's sending on.
+        # The wait for the first byte counts from the sending of the request.
         if self._waiting_since is None:
             self._waiting_since = asyncio.get_running_loop().time()
         try:
@@ -146,7 +146,8 @@ class Exchange:
         return chunk
 
     async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
-        """Give `take` the bytes as they come, as `Answer.pass_to` does, until it returns False. Whether the answer has ended.
+        """Call `take` with the bytes as they come until it returns False, as `Answer.pass_to`. Returns whether the
+        answer has ended.
 
         Raises:
             EngineFailedError: the connection broke before the answer was whole.
@@ -166,7 +167,7 @@ class Exchange:
             self._waiting_since = None
 
     def complete(self) -> None:
-        """All that the client is to be sent has come: the engine is not given up any more, whatever it does now."""
+        """All bytes for the client have come. From now on the engine is not given up, whatever it does."""
         self._complete = True
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(None)
@@ -179,7 +180,7 @@ class Exchange:
         return b"".join(chunks)
 
     def silence(self, now: float) -> EngineFailedError | None:
-        """What to give this exchange up for, None while there is reason to wait."""
+        """The reason to give this exchange up; None while waiting makes sense."""
         if self._waiting_since is None:
             return None
         silent_s = now - self._waiting_since
@@ -198,10 +199,12 @@ class Exchange:
         except OSError as error:
             raise failure_of(error) from error
         if (coding := self.headers.get("Content-Encoding", "identity")) != "identity":
-            raise EngineFailedError("malformed", f"its answer is compressed ({coding}), unasked")
+            raise EngineFailedError(
+                "malformed", f"its answer is compressed ({coding}), which was not asked for"
+            )
 
     def _close(self) -> None:
-        # Closing an unfinished answer closes the connection: the engine aborts the request.
+        # Closing an unfinished answer closes the connection, so the engine aborts the request.
         if self._response is not None:
             self._response.close()
 
@@ -222,11 +225,11 @@ async def exchange(
 ) -> AsyncIterator[Exchange]:
     """Send `call` to `engine` and hand out its answer. Leaving closes the connection.
 
-    While the engine is silent, its health and the limits in `timeouts` are checked every
-    `config.look_s`. Until the first byte `companion` is asked as well.
+    While the engine is silent, its health and the limits in `timeouts` are checked every `config.look_s`. Until the
+    first byte, `companion` is checked as well.
 
     Raises:
-        EngineFailedError: from anywhere in the body, once the engine is given up.
+        EngineFailedError: the engine is given up. It can be raised anywhere in the body of the `async with`.
     """
     loop = asyncio.get_running_loop()
     open_exchange = Exchange(engine, timeouts, config)
@@ -269,11 +272,11 @@ async def exchange(
 
 
 async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> None:
-    """Raise what an error status says about the engine.
+    """Raise the error that a status stands for.
 
     Args:
-        wanted: the only status that is not an error; None: 2xx are not, and 4xx but 429 are the client's.
-            A redirection is an engine's error: it would show the client where engines are.
+        wanted: the only status that is no error. None: 2xx is no error, and 4xx except 429 is the client's error. A
+            redirection is an error of the engine: it would show the client where engines are.
 
     Raises:
         OverloadedError: 429 or 503. EngineFailedError: any other error.
@@ -290,7 +293,7 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
 
 
 async def excerpt(open_exchange: Exchange) -> str:
-    """The beginning of an error answer, on one line; empty if it cannot be read."""
+    """The start of an error answer, on one line; empty if the answer cannot be read."""
     text = b""
     with suppress(EngineFailedError):
         while len(text) < EXCERPT_BYTES and (chunk := await open_exchange.read()):
@@ -299,15 +302,15 @@ async def excerpt(open_exchange: Exchange) -> str:
 
 
 def ended_early() -> EngineFailedError:
-    """It ended an answer that is not whole, as engines do when they are stopped."""
+    """The engine ended an incomplete answer, as engines do when they are stopped."""
     return EngineFailedError("aborted", "it ended the answer early (finish_reason abort)")
 
 
 def failure_of(error: Exception) -> EngineFailedError:
-    """What an error of either HTTP client says about the engine."""
+    """The failure that an error of either HTTP client stands for."""
     if isinstance(error, NotConnectedError):
         return UnreachableError(f"no connection: {error}", refused=error.refused)
-    # No limit on reading is set in the session: a timeout can only be that of connecting.
+    # The session has no read timeout, so a timeout is always the connection's.
     if isinstance(error, aiohttp.ClientConnectorError):
         refused = isinstance(error.os_error, ConnectionRefusedError)
         reason = "refused" if refused else error.os_error.strerror or str(error.os_error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of itself: one method per question, which is one or a few HTTP requests. Nothing is kept here."""
+"""Questions to one engine about itself: one method per question, with one or a few HTTP requests. Keeps no state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from scheduler_plugins.router.engines.kinds import SERVER_INFO, SglangFacts, sgl
 from scheduler_plugins.router.settings.config import RouterConfig
 
 BRIEF_S = 1.0
-"""Longest wait for an engine to tell its load or its models: its health is not asked meanwhile."""
+"""Longest wait for an engine's load or models. The limit is short because health checks pause meanwhile."""
 
 
 class Handover(NamedTuple):
     """How an engine hands KV over."""
 
     model: str  # the name under which it serves its model
-    addresses: tuple[ProducerAddress, ...]  # of its ranks; empty: it hands nothing over
+    addresses: tuple[ProducerAddress, ...]  # one a rank; empty: it hands nothing over
     bootstrap_port: int | None = None  # SGLang's
 
 
@@ -40,33 +40,33 @@ class Models(NamedTuple):
     """What an engine serves."""
 
     names: frozenset[str]  # of its models and adapters
-    context_tokens: int  # most tokens of a prompt and its answer together; 0: it does not tell
+    context_tokens: int  # most tokens of a prompt and its answer together; 0: not reported
 
 
 class Arrivals(NamedTuple):
-    """What a decode engine says of the KV that it was to get."""
+    """A decode engine's report on the KV that it should get."""
 
-    outage: str  # what is wrong where none arrives, and what to do; empty if it does
-    handoffs: dict[str, int]  # what became of requests since its start
+    outage: str  # what is wrong if no KV arrives, and what to do; empty if KV arrives
+    handoffs: dict[str, int]  # outcomes of requests since its start
 
 
 class Inquiry:
-    """Asks one engine. Every method raises EngineFailedError where there is no answer to the question."""
+    """Asks one engine. Every method raises EngineFailedError if the engine does not answer the question."""
 
     def __init__(
         self, url: str, config: Callable[[], RouterConfig], session: aiohttp.ClientSession
     ) -> None:
-        """`config`: the settings now; they may be read again."""
+        """`config`: returns the current settings, which may change."""
         self._url = url
         self._config = config
         self._session = session
 
     async def health(self) -> None:
-        """Returns if the engine can serve."""
+        """Return if the engine can serve."""
         await self._ask(EngineCall("GET", "/health", {}), self._config().health_timeout_s)
 
     async def sglang_facts(self) -> SglangFacts | None:
-        """What SGLang's engines say of themselves; None where the engine is not SGLang's."""
+        """Facts that an SGLang engine reports; None if the engine is not SGLang."""
         try:
             raw = await self._ask(EngineCall("GET", SERVER_INFO, self._headers()))
         except EngineFailedError as failure:
@@ -76,18 +76,18 @@ class Inquiry:
         return sglang_facts(raw)
 
     async def models(self) -> Models:
-        """Its models and adapters."""
+        """Models and adapters of the engine."""
         listed = await self._listed(BRIEF_S)
         names = frozenset(name for one in listed if (name := _name(one)) is not None)
         return Models(names, max(map(_context_tokens, listed), default=0))
 
     async def report(self) -> Told | None:
-        """Its load, as our scheduler reports it; None if that cannot be read."""
+        """Load by our scheduler's report; None if the report cannot be read."""
         raw = await self._ask(EngineCall("GET", report.PATH, self._headers()), BRIEF_S)
         return from_report(raw, urlsplit(self._url).hostname or "")
 
     async def load_by_metrics(self) -> Told | None:
-        """Its load, as its metrics tell it; None if they do not."""
+        """Load by the engine's metrics; None if the metrics have none."""
         return from_metrics(await self._ask(EngineCall("GET", "/metrics", {}), BRIEF_S))
 
     async def arrivals(self) -> Arrivals:
@@ -102,7 +102,7 @@ class Inquiry:
         """How a vLLM engine hands KV over.
 
         Args:
-            ranks: its data-parallel ranks, each of which is asked.
+            ranks: number of data-parallel ranks. Each rank is asked.
         """
         listed = await self._listed(None)
         model = _name(listed[0]) if listed else None
@@ -118,7 +118,7 @@ class Inquiry:
         return Handover(facts.model, facts.replicas, facts.bootstrap_port)
 
     async def _listed(self, limit_s: float | None) -> list[object]:
-        """Its models and adapters; adapters follow their model."""
+        """Models and adapters of the engine; adapters follow their model."""
         call = EngineCall("GET", "/v1/models", self._headers())
         answer = decoded(await self._ask(call, limit_s))
         data = answer.get("data") if isinstance(answer, dict) else None
@@ -131,7 +131,7 @@ class Inquiry:
         return headers
 
     async def _ask(self, call: EngineCall, limit_s: float | None = None) -> bytes:
-        """The body of an answer 200, within `probe_timeout_s` if no limit is given."""
+        """The body of an answer 200. Without a limit, `probe_timeout_s` holds."""
         limit_s = self._config().probe_timeout_s if limit_s is None else limit_s
         try:
             async with (
@@ -158,12 +158,12 @@ class Inquiry:
 
 
 def _context_tokens(listed: object) -> int:
-    """The context's length of one model or adapter of a list; 0: it is not told (adapters have that of their model)."""
+    """Context length of one listed model or adapter; 0: not reported (adapters have their model's context)."""
     told = listed.get("max_model_len") if isinstance(listed, dict) else None
     return told if type(told) is int else 0
 
 
 def _name(listed: object) -> str | None:
-    """The name of one model or adapter of a list."""
+    """Name of one listed model or adapter."""
     name = listed.get("id") if isinstance(listed, dict) else None
     return name if isinstance(name, str) else None

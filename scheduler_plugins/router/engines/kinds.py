@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of engines: how each is told apart, and what it needs in order to hand KV over."""
+"""Kinds of engines: how to tell them apart, and what each needs to hand KV over."""
 
 import json
 from enum import StrEnum
@@ -9,24 +9,25 @@ from pd_connector.protocol.params import ProducerAddress, parse_address
 
 SERVER_INFO = "/server_info"
 _BACKEND = "pd_connector"
-"""SGLang's name of our transfer backend, under which its engines tell their address."""
+"""SGLang's name for our transfer backend. Its engines report their address under this name."""
 
 
 class Kind(StrEnum):
-    """Which engine answers."""
+    """The engine's software."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
 
 
 class SglangFacts(NamedTuple):
-    """What an SGLang engine says of itself.
+    """Facts that an SGLang engine reports.
 
     Attributes:
-        mode: `prefill`, `decode`, or `null` for an engine that works alone.
+        mode: `prefill`, `decode`, or `null` for an engine outside a pair.
         model: the name under which it serves its model.
-        replicas: addresses of a prefill engine with our backend, one for each data-parallel replica.
-        bootstrap_port: where a decode engine of SGLang's asks for a prefill engine's ranks.
+        replicas: handover addresses of a prefill engine with our backend, one a data-parallel
+            replica.
+        bootstrap_port: port where an SGLang decode engine looks up a prefill engine's ranks.
     """
 
     mode: str
@@ -36,19 +37,19 @@ class SglangFacts(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it works alone."""
+        """Whether the engine works alone."""
         return self.mode == "null"
 
 
 class Bootstrap(NamedTuple):
-    """How an SGLang engine names a prefill engine and a transfer."""
+    """SGLang's names for a prefill engine and a transfer."""
 
     host: str
     port: int
     room: int
 
     def fields(self) -> dict[str, object]:
-        """As fields of a request."""
+        """The request fields that carry them."""
         return {
             "bootstrap_host": self.host,
             "bootstrap_port": self.port,
@@ -57,7 +58,7 @@ class Bootstrap(NamedTuple):
 
 
 def sglang_facts(raw: bytes) -> SglangFacts | None:
-    """The facts in an answer of `/server_info`; None where it is not SGLang's."""
+    """The facts in an answer of `/server_info`; None if the answer is not SGLang's."""
     try:
         told = json.loads(raw)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else was sent to an engine: by other processes of this router, and by other routers."""
+"""Load on an engine from other processes of this router and from other routers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Protocol
 
 
 class Count(IntEnum):
-    """What whoever sends requests to an engine counts of it, each a number."""
+    """The counts that each sender of requests keeps for an engine."""
 
     OPEN = 0
-    """Exchanges with it that are open."""
+    """Open exchanges with the engine."""
     PREFILLS = 1
     QUEUED_S = 2
-    """Predicted seconds of its prompts, what has passed not subtracted."""
+    """Predicted seconds of all its prompts. Elapsed time is not subtracted."""
     BUSY_SINCE_S = 3
-    """When it began with the prompt under way, at the latest."""
+    """Latest time at which the prompt under way began."""
     QUEUED_TOKENS = 4
     DECODES = 5
     CONTEXT = 6
@@ -24,20 +24,20 @@ class Count(IntEnum):
 
 
 class Others(Protocol):
-    """What other processes and other routers have sent to one engine."""
+    """The counts of other processes and other routers for one engine."""
 
     def sum(self, count: Count) -> float:
         """The sum of this count over all others."""
 
     def latest(self, count: Count) -> float:
-        """The largest number of any other; 0 if there is none."""
+        """The largest number of all others; 0 if there are no others."""
 
     def tell(self, counts: tuple[float, ...]) -> None:
-        """Our own counts have changed; they are in the order of `Count`."""
+        """Publish this process's own counts, in the order of `Count`."""
 
 
 class NoOthers:
-    """`Others` of a router that is alone, and is one process."""
+    """`Others` for a single router with a single process."""
 
     def sum(self, count: Count) -> float:
         return 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits each pair of engines before users come: one small prompt of nobody, computed on both sides.
+"""Audits each pair of engines before users come: one small test prompt is computed on both sides.
 
 A decode engine computes all prompts itself until an audit of their prefill engine has passed (docs/trust.md#audit).
-Without this the first user's prompt would be the audited one, and all that come meanwhile would be computed twice.
+Otherwise the first user's prompt would be audited, and all prompts that come meanwhile would be computed twice.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from scheduler_plugins.router.settings.config import RouterConfig
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 60.0
-"""Longest wait for an answer. The prompt waits behind what the engine computes."""
+"""Longest wait for an answer. The prompt waits behind the engine's other work."""
 _LEAST_CONTEXT = 256
 """Tokens of the smallest context that the prompt certainly fits in."""
 _OURS = b"pd_connector:audits"
@@ -45,7 +45,7 @@ class _Pair(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Another one after either engine has come up anew."""
+        """Identifies the pair. The key changes when either engine restarts."""
         prefill, decode = self.prefill, self.decode
         address = prefill.addresses[self.rank]
         return address, prefill.starts, decode.url, self.decode_rank, decode.starts
@@ -56,9 +56,9 @@ class _Pair(NamedTuple):
 
 
 class PairAudits:
-    """Sends each pair its prompt, one pair after the other, at most once since both engines came up.
+    """Sends each pair its prompt, one pair after the other, at most once per start of the two engines.
 
-    The prompts are no requests of users: they are in no metric and no load of the router.
+    The prompts are no users' requests: no metric and no load of the router counts them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PairAudits:
         config: Callable[[], RouterConfig],
         session: aiohttp.ClientSession,
     ) -> None:
-        """Begin nothing yet. `engines` and `config` tell what they are now."""
+        """Start nothing yet. `engines` and `config` return the current engines and settings."""
         self._engines = engines
         self._config = config
         self._session = session
@@ -79,7 +79,7 @@ class PairAudits:
             pairs = list(self._pairs())
             self._done &= {pair.key for pair in pairs}
             for pair in pairs:
-                with suppress(LookupError):  # an address that is gone meanwhile
+                with suppress(LookupError):  # an address may be gone by now
                     if pair.key not in self._done and not pair.busy:
                         await self._try(pair)
             await asyncio.sleep(self._config().health_interval_s)
@@ -100,26 +100,26 @@ class PairAudits:
                     yield _Pair(prefill, rank, decode, decode_rank)
 
     async def _try(self, pair: _Pair) -> None:
-        """Send the prompt. Whatever comes of it, the pair gets no other one."""
+        """Send the prompt. Whatever the outcome, the pair gets no second prompt."""
         key, where = pair.key, f"{pair.prefill.url} to {pair.decode.url}"
         self._done.add(key)
         try:
             async with asyncio.timeout(2 * _LIMIT_S):
                 if await self._is_ours(pair.decode):
                     await self._send(pair)
-                    logger.info("%s: a prompt of nobody was sent to be audited", where)
+                    logger.info("%s: a test prompt was sent for the audit", where)
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
             logger.info("%s: no audit before users come: %r", where, error)
         except Exception:
             logger.exception("%s: the audit before users come failed", where)
 
     async def _is_ours(self, decode: BackendEngine) -> bool:
-        """Whether the engine has our connector: no other one compares anything."""
+        """Whether the engine has our connector; other connectors audit nothing."""
         async with self._session.get(f"{decode.url}/metrics") as answer:
             return _OURS in await answer.read()
 
     async def _send(self, pair: _Pair) -> None:
-        """First to the prefill engine; then to the decode engine, with what that has answered."""
+        """Send the prompt to the prefill engine, then to the decode engine with the prefill engine's answer."""
         model, salt = pair.prefill.model, fresh_salt()
         told = await self._ask(pair.prefill, pair.rank, audit_body(model, prefill_params(), salt))
         params = told.get("kv_transfer_params")

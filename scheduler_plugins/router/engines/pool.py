@@ -32,11 +32,11 @@ from scheduler_plugins.router.settings.members import MembersError, is_name, mem
 logger = logging.getLogger(__name__)
 
 LEAVE_LOOK_S = 0.05
-"""Pause between two looks whether an engine that leaves has no requests any more."""
+"""Pause between two checks whether a leaving engine has finished its requests."""
 
 
 class EnginePool(Pool):
-    """All engines. One task per engine polls its health and probes prefill engines."""
+    """All engines. One task per engine polls its health, and probes it if it prefills."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class EnginePool(Pool):
         caches: EngineCaches | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin nothing yet.
+        """Start nothing yet.
 
         Args:
-            caches: filled with what engines have cached; None: new ones.
-            on_change: called when an engine, or what is known of one, has changed.
+            caches: filled with what engines have cached; None: a new object.
+            on_change: called when an engine or its state has changed.
         """
         self._config = config
         self._session = session
@@ -62,7 +62,7 @@ class EnginePool(Pool):
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named: dict[str, tuple[str, ...]] = {}
-        self._name_problems: dict[str, str] = {}  # of names, as they were logged
+        self._name_problems: dict[str, str] = {}  # by name; the problem as it was logged
         self._new_name = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._audits = PairAudits(lambda: self.engines, lambda: self._config, session)
@@ -70,7 +70,7 @@ class EnginePool(Pool):
 
     @property
     def config(self) -> RouterConfig:
-        """The settings now."""
+        """The current settings."""
         return self._config
 
     @property
@@ -82,7 +82,7 @@ class EnginePool(Pool):
         return self.caches.prefixes
 
     async def start(self) -> None:
-        """Begin watching; returns once every engine has been checked, and probed if it is up."""
+        """Start watching. Returns once every engine has been checked, and probed if it is up."""
         await self._ask_names()
         self._named = dict.fromkeys(_names(self._config), ()) | self._named
         self.use(self._config)
@@ -92,10 +92,10 @@ class EnginePool(Pool):
         self._auditing = asyncio.create_task(self._audits.run(), name="audit pairs of engines")
 
     def use(self, config: RouterConfig) -> None:
-        """Settings are these from now on: engines join, leave and change sides as they say.
+        """Use these settings from now on: engines join, leave and change sides accordingly.
 
-        An engine that leaves gets no new requests, and has `drain_timeout_s` for those it has. Before that, engines that join
-        are looked at; and while nobody can tell what a new name stands for, no engine leaves.
+        A leaving engine gets no new requests, and has `drain_timeout_s` for its open ones. Joining engines are
+        checked before others leave. While a new name cannot be looked up, no engine leaves.
         """
         self._config = config
         names = _names(config)
@@ -106,7 +106,7 @@ class EnginePool(Pool):
         for engine in self.engines:
             role = roles.get(engine.url)
             if role and engine.role_given and Role.BOTH in (role, engine.role):
-                self.set_role(engine, role)  # it stays on a side, with what it has
+                self.set_role(engine, role)  # one side stays, so its requests go on
         wanted = dict.fromkeys(roles.items())
         leaving = list[BackendEngine]()
         for engine in self.engines:
@@ -127,7 +127,7 @@ class EnginePool(Pool):
         self._on_change()
 
     def _members(self, urls: Sequence[str]) -> Iterator[str]:
-        """The URLs, names replaced by the engines that they stand for."""
+        """The URLs, with each name replaced by the URLs of its engines."""
         for url in urls:
             yield from self._named.get(url, ()) if is_name(url) else (url,)
 
@@ -141,7 +141,8 @@ class EnginePool(Pool):
                 self.use(self._config)
 
     async def _ask_names(self) -> bool:
-        """Ask which engines names stand for; whether that has changed. Nobody can tell: it stays as it was."""
+        """Look up the engines of all names. Returns whether they changed. If a lookup fails, the engines stay as they
+        were."""
         before = dict(self._named)
         for url in _names(self._config):
             try:
@@ -154,20 +155,20 @@ class EnginePool(Pool):
         return self._named != before
 
     def _note_name(self, url: str, problem: str) -> None:
-        """Say once that nobody tells which engines a name stands for, and once that somebody does again."""
+        """Log once that a name cannot be looked up, and once that it can again."""
         before = self._name_problems.pop(url, "")
         if problem:
             self._name_problems[url] = problem
             if problem != before:
                 logger.warning("%s; the engines known before stay", problem)
         elif before:
-            logger.info("%s: its engines are told again", url)
+            logger.info("%s: its engines can be looked up again", url)
 
     def add(self, url: str, role: Role | None) -> BackendEngine:
-        """Begin to watch an engine. It gets requests once it is up.
+        """Start to watch an engine. It gets requests once it is up.
 
         Args:
-            role: its side; None: it is asked.
+            role: its side; None: the engine is asked.
         """
         known = role is not None
         engine = BackendEngine(url, role or Role.DECODE, self._metrics, role_given=known)
@@ -180,10 +181,10 @@ class EnginePool(Pool):
         return engine
 
     def remove(self, engine: BackendEngine, joining: Sequence[BackendEngine] = ()) -> None:
-        """Let an engine leave: at once if it has no requests, else when they have ended.
+        """Let an engine leave: at once if it has no requests, else when its requests have ended.
 
         Args:
-            joining: engines that come in its place. Until they have been looked at, it gets requests.
+            joining: engines that replace it. The engine gets requests until they have been checked.
         """
         engine.draining = engine.draining or not joining
         watches = [self._watches[one] for one in joining]
@@ -192,7 +193,7 @@ class EnginePool(Pool):
         )
 
     def leaves(self, engine: BackendEngine) -> bool:
-        """Whether the engine was told to leave, and has not yet."""
+        """Whether the engine is leaving and has not left yet."""
         return engine in self._leaving
 
     async def _leave(self, engine: BackendEngine, joining: Sequence[EngineWatch]) -> None:
@@ -217,7 +218,7 @@ class EnginePool(Pool):
         logger.info("%s (%s) has left", engine.url, engine.role)
 
     def set_role(self, engine: BackendEngine, role: Role) -> None:
-        """Use an engine for the other side from now on; what it is doing goes on."""
+        """Use an engine for another side from now on. Its open requests go on."""
         if engine.role is role:
             return
         engine.forget_metrics()
@@ -233,7 +234,7 @@ class EnginePool(Pool):
         self._on_change()
 
     def drain(self, engine: BackendEngine, wanted: bool) -> None:
-        """Whether the engine gets no new requests, and goes on with those it has."""
+        """Set whether the engine drains: it finishes its requests and gets no new ones."""
         engine.draining = wanted
         self._on_change()
 
@@ -246,14 +247,14 @@ class EnginePool(Pool):
         await self.caches.close()
 
     def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
-        # Every request teaches a little: others are told when what is known has changed.
+        # Every request teaches a little; others hear of it only when the costs have changed.
         if engine.learn(load, duration_s):
             for other in self._watches:
                 assume_costs(other, self._watches)
             self._on_change()
 
     def _looked_at(self, engine: BackendEngine) -> None:
-        """Something may have been learnt of an engine."""
+        """An engine's state may have changed."""
         assume_costs(engine, self._watches)
         self._on_change()
 
@@ -273,7 +274,7 @@ class EnginePool(Pool):
         self.check(engine, failure)
 
     def check(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A request to the engine failed, here or in another process. Look at the engine now."""
+        """A request to the engine failed, in this process or in another. Check the engine now."""
         if engine not in self._watches:
             return
         if isinstance(failure, UnreachableError):
@@ -290,5 +291,5 @@ class EnginePool(Pool):
 
 
 def _names(config: RouterConfig) -> set[str]:
-    """The URLs that stand for several engines."""
+    """The names of the settings that stand for several engines."""
     return {url for side in SIDES for url in getattr(config, side) if is_name(url)}

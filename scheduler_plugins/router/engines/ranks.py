@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel ranks behind one URL: which of them a request should go to."""
+"""Data-parallel ranks behind one URL: chooses the rank for a request."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
 from scheduler_plugins.router.policies.base import Request
 
 HEADER = "X-data-parallel-rank"
-"""By which vLLM's completions and chats are sent to a rank, counted among the ranks of that API server."""
+"""vLLM's header that sends a completion or chat to a rank. Ranks count among the ranks of one API server."""
 WORTH_TOKENS = 256
-"""A rank must have so many tokens of the prompt more than any other. With less to gain the engine's own balancing is better."""
+"""A rank is chosen if it has this many more prompt tokens cached than any other. Otherwise the engine's own balancing
+is better."""
 
 
 def for_rank(
     call: EngineCall, engine: BackendEngine, request: Request, prefixes: PrefixReader
 ) -> EngineCall:
-    """The call of a request that one engine answers alone, for the rank that has most of the prompt cached; unchanged
-    where that is of little use."""
+    """The call of a request that one engine answers alone, sent to the rank with most of the prompt cached. The call
+    is unchanged if that gains too little."""
     if engine.kind is not Kind.VLLM or HEADER in call.headers:
         return call
     rank = _with_most(engine, request, prefixes)
@@ -35,9 +36,9 @@ def for_rank(
 def rank_of_prefill(
     engine: BackendEngine, request: Request, prefixes: PrefixReader, headers: Mapping[str, str]
 ) -> int | None:
-    """Which of a vLLM engine's ranks computes a prompt for another engine, as a place among its addresses: the decode
-    engine must be told before. The one that the client names; else that has most of the prompt cached; else that has least to do.
-    None where the engine has one rank, or is SGLang's.
+    """The rank of a vLLM engine that computes a prompt for another engine, as an index in its addresses. The decode
+    engine must know the rank in advance. Order: the rank that the client names, the rank with most of the prompt
+    cached, the rank with the least work. None if the engine has one rank, or is SGLang.
     """
     if len(engine.addresses) < 2 or engine.kind is Kind.SGLANG:
         return None
@@ -53,14 +54,14 @@ def rank_of_prefill(
 
 
 def sent_to(call: EngineCall, rank: int) -> EngineCall:
-    """The call, for this rank among those of the engine's URL."""
+    """The call, sent to this rank of the engine's URL."""
     headers = CIMultiDict(call.headers)
     headers[HEADER] = str(rank)
     return replace(call, headers=headers)
 
 
 def _with_most(engine: BackendEngine, request: Request, prefixes: PrefixReader) -> int | None:
-    """The rank that has most of the prompt cached, among those of the engine's URL; None where that is of little use."""
+    """The rank of the engine's URL with most of the prompt cached; None if it gains too little."""
     prompt = request.hashes
     if len(engine.ranks) < 2 or not isinstance(prompt, PromptKeys):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task that watches one engine: when it is asked for its health, kind, side, address and load, and what its answers change."""
+"""The task that watches one engine: it asks for health, kind, side, address and load, and notes the answers."""
 
 import asyncio
 import logging
@@ -21,13 +21,13 @@ from scheduler_plugins.router.settings.config import RouterConfig
 logger = logging.getLogger(__name__)
 
 MODELS_LOOK_S = 10.0
-"""Pause between two looks at which models and adapters an engine serves."""
+"""Pause between two queries of an engine's models and adapters."""
 OUTAGE_LOOK_S = 15.0
-"""Pause between two looks at a decode engine's metrics, in seconds."""
+"""Pause between two queries of a decode engine's metrics, in seconds."""
 
 
 class EngineWatch:
-    """Polls the health of one engine, and notes in it all that the router wants to know."""
+    """Polls the health of one engine, and keeps its `BackendEngine` up to date."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class EngineWatch:
         caches: EngineCaches,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin nothing yet.
+        """Start nothing yet.
 
         Args:
-            config: the settings now; they may be read again.
-            on_change: called when something may have been learnt of the engine.
+            config: returns the current settings, which may change.
+            on_change: called when the engine's state may have changed.
         """
         self.engine = engine
         self.wake = asyncio.Event()
@@ -65,7 +65,7 @@ class EngineWatch:
             try:
                 await self._check()
             except Exception:
-                # The watch must outlive any surprise, or its engine stays as it is for ever.
+                # The watch must survive any error; otherwise the engine's state would never change again.
                 logger.exception("checking %s failed", self.engine.url)
             self._on_change()
             self.checked.set()
@@ -79,7 +79,7 @@ class EngineWatch:
         try:
             await self._ask.health()
         except EngineFailedError as failure:
-            # A busy engine may be late once; one that refuses, resets or says 503 is not busy.
+            # A busy engine may be late. An engine that refuses, resets or answers 503 is not busy.
             late = failure.cause == "timeout"
             self.misses += late
             if not late or self.misses >= self._config().health_misses:
@@ -108,7 +108,7 @@ class EngineWatch:
             await self._look_for_outage()
 
     async def _hear(self) -> None:
-        """Let the engine tell its load: by its scheduler's report, else by its metrics."""
+        """Ask the engine for its load: by its scheduler's report, else by its metrics."""
         engine, told = self.engine, None
         try:
             if self.reports:
@@ -126,7 +126,7 @@ class EngineWatch:
             engine.metrics.event_lag_s.labels(engine.url).set(lag_s)
         apply(engine, told, asyncio.get_running_loop().time())
         if told.blocks and self._caches.prefixes.state(engine.name).source == "recent":
-            # Without events blocks are of text, as long as `BLOCK_TOKENS` tokens.
+            # Without events, a block is a piece of text of about `BLOCK_TOKENS` tokens.
             room = told.blocks * (told.block_tokens or BLOCK_TOKENS) // BLOCK_TOKENS
             self._caches.prefixes.has_room(engine.name, room)
         given = self._config().kv_events.get(engine.url)
@@ -136,7 +136,7 @@ class EngineWatch:
             self._caches.follow(engine, *told.kv_events, ranks=engine.ranks)
 
     async def _identify(self) -> bool:
-        """Find out which kind of engine it is; False if it does not answer."""
+        """Find out the kind of engine. Returns False if the engine does not answer."""
         engine = self.engine
         try:
             facts = await self._ask.sglang_facts()
@@ -147,7 +147,7 @@ class EngineWatch:
             try:
                 engine.role = await self._side(facts)
             except EngineFailedError as failure:
-                engine.reason = f"it does not tell its side: {failure}"
+                engine.reason = f"it does not report its side: {failure}"
                 return False
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
         engine.was_vllm = facts is None
@@ -159,19 +159,21 @@ class EngineWatch:
                 *(engine.url, engine.role, facts.mode),
             )
         if engine.whole:
-            logger.info("%s is no half of a pair: it answers what pairs do not", engine.url)
+            logger.info(
+                "%s works outside a pair: it answers requests that pairs cannot", engine.url
+            )
         return True
 
     async def _side(self, facts: SglangFacts | None) -> Role:
-        """The side that an engine says it is on. A vLLM engine of both tells where it hands KV over, and
-        so prefills. Raises EngineFailedError."""
+        """The side that an engine reports. A vLLM engine of role `both` reports a handover address, so it prefills.
+        Raises EngineFailedError."""
         if facts is not None:
             return Role.PREFILL if facts.mode == Role.PREFILL else Role.DECODE
         handover = await self._ask.vllm_handover(len(self.engine.ranks))
         return Role.PREFILL if handover.addresses else Role.DECODE
 
     async def _list_models(self) -> None:
-        """Learn which models and adapters the engine serves. Who does not tell is asked for anything."""
+        """Ask the engine for its models and adapters. An engine without a list gets requests for any model."""
         now = asyncio.get_running_loop().time()
         if now < self.models_at:
             return
@@ -182,7 +184,7 @@ class EngineWatch:
             logger.debug("%s: no list of models: %s", self.engine.url, failure)
 
     async def _look_for_outage(self) -> None:
-        """Learn from a decode engine's metrics whether KV arrives there, and what became of requests."""
+        """Read a decode engine's metrics: whether KV arrives, and the outcomes of requests."""
         now = asyncio.get_running_loop().time()
         if now < self.look_at:
             return
@@ -199,14 +201,14 @@ class EngineWatch:
         engine.warning = warning
 
     def _have_ranks_changed(self) -> bool:
-        """Whether a vLLM engine has more or fewer data-parallel ranks than it told addresses of."""
+        """Whether a vLLM engine has more or fewer data-parallel ranks than known addresses."""
         engine = self.engine
         if not engine.addresses or engine.kind is Kind.SGLANG:
             return False
         return len(engine.addresses) != len(engine.ranks)
 
     async def _probe(self) -> None:
-        """Ask a prefill engine for its address; without one it hands over no KV."""
+        """Ask a prefill engine for its address. Without an address it hands no KV over."""
         now = asyncio.get_running_loop().time()
         if now < self.probe_at:
             return
@@ -237,10 +239,10 @@ class EngineWatch:
         return await self._ask.vllm_handover(len(self.engine.ranks))
 
     def set_down(self, reason: str, *, refusing: bool) -> None:
-        """The engine gets nothing until it answers again.
+        """Send the engine nothing until it answers again.
 
         Args:
-            refusing: it takes no new connections, and may go on with what it has.
+            refusing: the engine takes no new connections, and may still finish its requests.
         """
         engine = self.engine
         now = asyncio.get_running_loop().time()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the other workers and other routers have in flight, counted in shared memory and told over ZMQ."""
+"""In-flight work of other workers and other routers: shared counts, and the exchange over ZMQ."""

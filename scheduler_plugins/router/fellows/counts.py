@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of a router has sent to every engine, in memory that all of them read.
+"""Each process's counts for each engine, in shared memory.
 
-Each process writes a row of its own and sums up the others'. So a count is seen by all at once, and nobody waits for anybody.
+Each process writes its own row and sums the rows of the others. So all processes see a count at once, without locks.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from struct import Struct
 from scheduler_plugins.router.engines.others import Count
 
 MOST_ENGINES = 1024
-"""Engines whose counts are shared. Any more are known to each process by its own counts only."""
+"""Most engines with shared counts. For further engines, each process sees its own counts only."""
 _FIELDS = len(Count)
 _COUNTS = Struct(f"={_FIELDS}d")
 _ROW = MOST_ENGINES * _FIELDS
 FELLOWS_ROW = 0
-"""The row for what other routers have sent; workers have those after it."""
+"""The row for the counts of other routers. The rows of workers follow."""
 
 
 def words_for(workers: int) -> int:
-    """64-bit words that the counts of so many workers take."""
+    """Size of the counts of `workers` workers, in 64-bit words."""
     return (1 + workers) * _ROW
 
 
 class SharedCounts:
-    """The table, as one process uses it: shape (rows, engines, counts), of doubles."""
+    """The table of counts as one process uses it: doubles of shape (rows, engines, counts)."""
 
     def __init__(self, memory: mmap.mmap | bytearray, own_row: int | None) -> None:
-        """`own_row`: where this process writes; None: it only reads."""
+        """`own_row`: the row that this process writes; None: it only reads."""
         self._view = memoryview(memory).cast("B").cast("d")
         self._rows = range(len(self._view) // _ROW)
         self._own_row = own_row
@@ -45,11 +45,11 @@ class SharedCounts:
         return EngineCounts(self._view, own, starts)
 
     def clear_row(self, row: int) -> None:
-        """The process that wrote there has ended."""
+        """Clear the row of a process that has ended."""
         self._view[row * _ROW : (row + 1) * _ROW] = memoryview(bytes(8 * _ROW)).cast("d")
 
     def clear_engine(self, slot: int) -> None:
-        """The engine has left."""
+        """Clear the counts of an engine that has left."""
         for row in self._rows:
             self.put(row, slot, (0.0,) * _FIELDS)
 
@@ -60,7 +60,7 @@ class SharedCounts:
             self._view[start + n] = value
 
     def totals(self, slot: int, rows: Sequence[int]) -> list[float]:
-        """The counts of one engine: the sums of these rows, and the latest of the times."""
+        """The counts of one engine over these rows: sums, and the latest time."""
         found = []
         for count in Count:
             values = [self._view[row * _ROW + slot * _FIELDS + count] for row in rows]
@@ -90,5 +90,5 @@ class EngineCounts:
 
     def tell(self, counts: tuple[float, ...]) -> None:
         if self._own is not None:
-            # At every change of every request: one call, not one for each count.
+            # This runs at every change of every request, so all counts go in one call.
             _COUNTS.pack_into(self._view, self._own * _COUNTS.size // _FIELDS, *counts)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of the same engines tell each other, every 50 ms, what they have sent to which engine.
+"""Routers of the same engines send each other their load on each engine every 50 ms.
 
-A router that hears nothing of the others chooses as if their work did not exist. What it hears is late and may be wrong, which costs
-time only. With a secret (`PD_ROUTER_KEY`) both sides of a connection prove that they have it, and what they say is encrypted (CURVE).
+A router that hears nothing of other routers ignores their work. Messages may be late or wrong, which costs time only.
+With a secret (`PD_ROUTER_KEY`), both sides of a connection prove that they have it, and messages are encrypted
+(CURVE).
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 0.05
 TOGETHER_S = 0.005
-"""Messages that come within this time are shown together."""
+"""Messages within this time are shown to policies together."""
 FORGOTTEN_S = 1.0
-"""A router that says nothing for so long has ended, or cannot be reached."""
+"""A router without a message for this time has ended or cannot be reached."""
 QUIET_S = 0.5
-"""Pause after which a router says again what has not changed."""
+"""A router repeats an unchanged message after this pause."""
 _MOST_BYTES = 1 << 20
 _CHANNEL = b"pd-router"
 SILENT_S = 10.0
-"""Routers that were named and not heard for so long are missed, with a line in the log."""
+"""If a named router is not heard for this time, a warning is logged."""
 MOST = 1e12
-"""Counts are smaller; the sum of what is believed is always a number to reckon with."""
+"""Upper bound of an accepted count. It keeps sums of counts finite."""
 MOST_FELLOWS = 256
-"""Routers that are believed at a time."""
+"""Most other routers whose counts are used at a time."""
 MOST_REMEMBERED = 16 * MOST_FELLOWS
-"""Routers whose last number is known, those that have ended included."""
+"""Most routers whose last message number is remembered, including routers that have ended."""
 
 
 class InFlight(msgspec.Struct, frozen=True, array_like=True):
-    """What one router has sent and what has not ended."""
+    """The open work of one router."""
 
     router: str
     number: int
-    """Messages of one router are numbered; an old one is not believed, even after the router has ended."""
+    """Number of the message. A message with an old number is ignored, even after its router has ended."""
     engines: dict[str, list[float]]
-    """Counts by the engine's URL, in the order of `Count`. The time is how long ago it was, in seconds."""
+    """Counts by the engine's URL, in the order of `Count`. The time is sent as an age in seconds."""
 
 
 class _Heard(NamedTuple):
@@ -65,7 +66,7 @@ class _Heard(NamedTuple):
 
 
 class Fellows:
-    """Keeps the row of the shared counts that is for other routers."""
+    """Maintains the shared counts' row for other routers."""
 
     def __init__(
         self,
@@ -76,13 +77,13 @@ class Fellows:
         key: str,
         metrics: Metrics,
     ) -> None:
-        """Begin nothing yet.
+        """Start nothing yet.
 
         Args:
-            slots: the engines' places in `counts`.
-            engines: all that are known.
-            own: what this router has sent to an engine, in the order of `Count`.
-            key: the secret of all routers; empty: none.
+            slots: the engines' slots in `counts`.
+            engines: returns all known engines.
+            own: returns this router's counts for an engine, in the order of `Count`.
+            key: the secret that all routers share; empty: none.
         """
         self._counts, self._slots = counts, slots
         self._engines, self._own = engines, own
@@ -98,7 +99,7 @@ class Fellows:
         self._missed = False
 
     async def run(self, exchange: str, fellows: Collection[str]) -> None:
-        """Tell and listen until cancelled. Raises zmq.ZMQError: the address cannot be bound."""
+        """Send and receive until cancelled. Raises zmq.ZMQError if the address cannot be bound."""
         with zmq.asyncio.Context() as context:
             gatekeeper = self._gatekeeper(context)
             telling, hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
@@ -124,7 +125,7 @@ class Fellows:
                     gatekeeper.close()
 
     def _gatekeeper(self, context: zmq.asyncio.Context) -> Gatekeeper | None:
-        """Lets in who has the secret, as often as `_tell` asks it to."""
+        """Admits connections that have the secret, whenever `_tell` runs it; None: there is no secret."""
         if self._keys is None:
             return None
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
@@ -159,16 +160,16 @@ class Fellows:
                 loop.call_later(TOGETHER_S, show)
 
     def saying(self, now_s: float) -> bytes | None:
-        """The next message; None: nothing is new."""
+        """The next message to send; None: nothing is new."""
         engines = dict[str, list[float]]()
         for engine in self._engines():
             counts = self._own(engine)
-            # An engine that leaves this router waits for its requests only.
+            # Open requests are not sent, because a leaving engine waits only for this router's own.
             counts[Count.OPEN] = 0.0
-            # An engine whose last prompt has ended is told of, too: when that was says since when
-            # the next prompt is computed, which may be another router's.
+            # Also report an engine whose last prompt has ended. That time is when its next prompt began, which may be
+            # another router's.
             if any(counts):
-                # One that leaves may have come back on another side: it is the same engine.
+                # A leaving engine may have returned on another side, but it is the same engine.
                 known = engines.get(engine.url)
                 engines[engine.url] = counts if known is None else _added(known, counts)
         if engines == self._said and now_s - self._said_s < QUIET_S:
@@ -179,7 +180,7 @@ class Fellows:
         return msgspec.msgpack.encode(InFlight(self._name, self._number, told))
 
     def heard(self, message: bytes, now_s: float) -> None:
-        """A message has come; one that cannot be believed changes nothing."""
+        """Take in a message. An invalid message changes nothing."""
         try:
             told = _DECODER.decode(message)
         except msgspec.MsgspecError as error:
@@ -191,11 +192,11 @@ class Fellows:
         self._numbers.pop(told.router, None)
         self._numbers[told.router] = told.number
         if len(self._numbers) > MOST_REMEMBERED:
-            del self._numbers[next(iter(self._numbers))]  # silent for longest
+            del self._numbers[next(iter(self._numbers))]  # the router silent for the longest time
         self._heard[told.router] = _Heard(now_s, told)
 
     def show(self, now_s: float) -> None:
-        """Let policies see what others have sent."""
+        """Show the load of other routers to policies."""
         for name, heard in list(self._heard.items()):
             if now_s - heard.at_s > FORGOTTEN_S:
                 del self._heard[name]
@@ -217,7 +218,7 @@ class Fellows:
                 self._counts.put(FELLOWS_ROW, slot, sums)
 
     def count(self, named: int, now_s: float) -> None:
-        """Say how many other routers are heard, and when that is fewer than were named."""
+        """Report how many other routers are heard, and warn if they are fewer than named."""
         heard = len(self._heard)
         self._gauge.set(heard)
         if self._complete_s is None or heard >= named:
@@ -238,14 +239,14 @@ class Fellows:
 
 
 def _added(one: list[float], other: list[float]) -> list[float]:
-    """The counts of two, and the later of their times."""
+    """The sums of two lists of counts, with the later of their times."""
     sums = [a + b for a, b in zip(one, other, strict=True)]
     sums[Count.BUSY_SINCE_S] = max(one[Count.BUSY_SINCE_S], other[Count.BUSY_SINCE_S])
     return sums
 
 
 def _with_age(counts: list[float], now_s: float) -> list[float]:
-    """The counts as they are sent: with how long ago the time was, because clocks differ."""
+    """The counts in the form of a message: the time becomes an age, because clocks differ."""
     told = list(counts)
     told[Count.BUSY_SINCE_S] = max(0.0, now_s - counts[Count.BUSY_SINCE_S])
     return told
@@ -260,10 +261,10 @@ async def exchanging(
     own: Callable[[BackendEngine], list[float]],
     metrics: Metrics,
 ) -> AsyncIterator[None]:
-    """Exchange in-flight work with other routers inside the block, if the settings name any.
+    """Exchange load with other routers inside the block, if the settings name any.
 
     Raises:
-        OSError: the address for it cannot be bound.
+        OSError: the address `exchange` cannot be bound.
     """
     if not (config.exchange or config.fellows):
         yield
@@ -283,7 +284,7 @@ async def exchanging(
 def exchanging_alone(
     config: RouterConfig, pool: EnginePool, metrics: Metrics
 ) -> AbstractAsyncContextManager[None]:
-    """The same for a router that is one process."""
+    """As `exchanging`, for a router with a single process."""
     counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
 
     def own(engine: BackendEngine) -> list[float]:

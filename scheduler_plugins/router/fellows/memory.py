@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that the keeper writes and its workers read. It has no name, so nothing is left when the processes end."""
+"""Memory that the keeper writes and its workers read. It has no name in the file system, so nothing is left when the
+processes end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _NAME = "pd-router-"
 
 
 class MemoryRef(msgspec.Struct, frozen=True):
-    """Where another process finds a piece of memory."""
+    """The location of a piece of memory, for another process."""
 
     pid: int
     fd: int
@@ -25,7 +26,8 @@ class MemoryRef(msgspec.Struct, frozen=True):
 
 
 class SharedWords:
-    """64-bit words, all zero at first. `close` lets nobody attach any more; who has attached keeps them."""
+    """Shared 64-bit words, all zero at first. After `close`, no process can attach; attached processes keep the
+    memory."""
 
     def __init__(self, words: int) -> None:
         self._name = _NAME + secrets.token_hex(8)
@@ -41,11 +43,11 @@ class SharedWords:
 
 
 def attach(ref: MemoryRef, *, write: bool = False) -> mmap.mmap:
-    """Map another process's memory. Raises OSError: it is gone."""
+    """Map another process's memory. Raises OSError if the memory is gone."""
     flags = os.O_RDWR if write else os.O_RDONLY
     fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", flags | os.O_CLOEXEC)
     try:
-        # The number may have been given to something else meanwhile.
+        # The file descriptor may refer to another file by now.
         if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{ref.name}"):
             raise FileNotFoundError(f"{ref.name}: this memory is gone")
         access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
@@ -55,5 +57,5 @@ def attach(ref: MemoryRef, *, write: bool = False) -> mmap.mmap:
 
 
 def words_in(mapped: mmap.mmap) -> NDArray[np.uint64]:
-    """The words of mapped memory, which stays mapped as long as they are used."""
+    """The words of mapped memory. The memory stays mapped while they are in use."""
     return np.frombuffer(mapped, np.uint64)

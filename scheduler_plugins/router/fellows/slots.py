@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine has which place in the shared counts."""
+"""Assigns engines their slots in the shared counts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSlots:
-    """Gives engines their places, and lets them see what others have sent to them."""
+    """Gives engines their slots, and connects them with the counts of other processes."""
 
     def __init__(self, counts: SharedCounts) -> None:
         self._counts = counts
         self._slots: dict[BackendEngine, int] = {}
 
     def follow(self, engines: Iterable[BackendEngine]) -> None:
-        """These are the engines now."""
+        """Use these engines from now on."""
         known = dict.fromkeys(engines)
         for engine in self._slots.keys() - known.keys():
             slot = self._slots.pop(engine)
@@ -38,10 +38,10 @@ class EngineSlots:
                 logger.warning("%s: processes do not see each other's requests to it", engine.url)
 
     def place(self, engine: BackendEngine) -> int:
-        """The engine's place, which may be outside the shared counts."""
+        """The engine's slot, which may be outside the shared counts."""
         return self._slots[engine]
 
     def of(self, engine: BackendEngine) -> int | None:
-        """The engine's place in the shared counts; None: it has none."""
+        """The engine's slot in the shared counts; None: it has none."""
         slot = self._slots.get(engine, MOST_ENGINES)
         return slot if slot < MOST_ENGINES else None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each engine of a pair is sent, and the prefill side of an attempt."""
+"""The requests to the two engines of a pair, and the prefill side of an attempt."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two engines of a pair are sent, by their kinds. Pure functions.
+"""The request bodies for the two engines of a pair, by their kinds. Pure functions.
 
     prefill  decode   prefill is sent                      decode is sent
     vLLM     vLLM     the client's body, one token         the client's body, `kv_transfer_params`
@@ -7,9 +7,9 @@
     vLLM     SGLang   the prompt's ids, one token          the client's body, `bootstrap_*`
     SGLang   vLLM     the prompt's ids, one token          the client's body, `kv_transfer_params`
 
-Two engines of one kind read a prompt alike. Where the kinds differ, the decode engine tokenises it, and
-the prefill engine is given the ids. A transfer that an SGLang engine takes part in is named by the
-decimal digits of its `bootstrap_room`.
+Two engines of one kind tokenize a prompt alike. If the kinds differ, the decode engine tokenizes the prompt, and the
+prefill engine gets the ids. If an SGLang engine takes part, the transfer id is the decimal digits of its
+`bootstrap_room`.
 """
 
 import secrets
@@ -23,7 +23,7 @@ from scheduler_plugins.router.prompt import body
 
 GENERATE = "/generate"
 _MOST_LOGPROBS = 20
-"""vLLM's `--max-logprobs`, unless its operator says otherwise."""
+"""Default of vLLM's `--max-logprobs`."""
 
 _GRAMMARS = (
     "ebnf",
@@ -60,20 +60,20 @@ _VLLMS = (
     "watermarking",
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "stop_token_ids")
-"""Fields that shape the first token, and mean the same to both kinds. Penalties are left out: SGLang
-penalises what was generated, and nothing was when the first token is chosen."""
+"""Fields that shape the first token and mean the same to both kinds. Penalties are left out: SGLang penalizes
+generated tokens only, and at the first token there are none."""
 _PASSED = ("cache_salt", "priority")
 _OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-"""What a client says of transfers is not trusted: it is dropped."""
+"""Fields about transfers. The router drops them from clients' requests, because clients are not trusted."""
 
 
 class Prefill(NamedTuple):
-    """A prefill engine as its decode engine is to find it."""
+    """A prefill engine, as its decode engine finds it."""
 
     kind: Kind
     model: str
     addresses: tuple[ProducerAddress, ...]
-    """Of SGLang's data-parallel ranks, which take turns by the room; one of vLLM's."""
+    """Addresses of all data-parallel ranks for SGLang, which chooses the rank by the room; one address for vLLM."""
     bootstrap: tuple[str, int]
     """Host and port that an SGLang decode engine asks."""
 
@@ -82,10 +82,10 @@ class Handoff(NamedTuple):
     """The requests of one attempt.
 
     Attributes:
-        path: of the prefill engine's request; the decode engine's is the client's.
+        path: path of the prefill engine's request. The decode engine's request has the client's path.
         prefill, decode: the bodies.
-        lends_logprobs: the first token's log probabilities are in the prefill engine's answer, and belong into the
-            decode engine's, with so many of the likeliest tokens; -1: they do not.
+        lends_logprobs: number of likeliest tokens whose log probabilities move from the prefill engine's answer into
+            the decode engine's, for the first token; -1: none move.
     """
 
     path: str
@@ -95,19 +95,19 @@ class Handoff(NamedTuple):
 
 
 def why_one_kind(request: Mapping[str, Any], decode: Kind) -> str | None:
-    """Why a pair of unlike engines cannot answer a request, as a metric label; None if it can.
+    """Why a pair of different kinds cannot answer a request, as a metric label; None if it can.
 
     Args:
         request: the client's body.
-        decode: the kind of the engine that answers. SGLang's goes on from the first token that the
-            prefill engine chooses; vLLM's chooses the first token itself.
+        decode: kind of the answering engine. SGLang goes on from the first token that the prefill engine chooses.
+            vLLM chooses the first token itself.
     """
     if has_inputs(request):
         return "inputs"
     if request.get("input_ids") is not None or request.get("prompt_embeds") is not None:
         return "inputs"
     if request.get("truncate_prompt_tokens") is not None:
-        return "truncated"  # ids from /tokenize are of the whole prompt
+        return "truncated"  # /tokenize returns the ids of the whole prompt
     if decode is Kind.VLLM:
         return None
     if any(request.get(name) is not None for name in _GRAMMARS) or _constrained(request):
@@ -124,14 +124,14 @@ def why_one_kind(request: Mapping[str, Any], decode: Kind) -> str | None:
 
 
 def sglangs_own(request: Mapping[str, Any]) -> str:
-    """Name of a field that only SGLang's engines know, and that changes the answer: vLLM's would leave it out
-    without a word. Empty for none."""
+    """Name of a field that only SGLang knows and that changes the answer; vLLM would silently ignore it. Empty: there
+    is none."""
     return next((name for name in _SGLANGS if request.get(name) is not None), "")
 
 
 def vllms_own(request: Mapping[str, Any]) -> bool:
-    """Whether it has a field that only vLLM's engines know, and that changes the answer: SGLang's would leave it out
-    without a word."""
+    """Whether the request has a field that only vLLM knows and that changes the answer; SGLang would silently ignore
+    it."""
     if any(request.get(name) for name in _VLLMS):
         return True
     is_chat = "messages" in request
@@ -141,7 +141,7 @@ def vllms_own(request: Mapping[str, Any]) -> bool:
 
 
 def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Handoff:
-    """For two engines of the same kind."""
+    """The requests for two engines of the same kind."""
     if prefill.kind is Kind.VLLM:
         transfer = uuid.uuid4().hex
         return Handoff(
@@ -151,7 +151,7 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
         )
     both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
     alone = {name: value for name, value in both.items() if name != "stream_options"}
-    # It generates one token in any case; the rest of the answer need not fit into its context.
+    # The prefill engine generates one token, so the rest of the answer need not fit into its context.
     alone |= {"stream": False, "max_tokens": 1}
     for name in ("max_completion_tokens", "min_tokens"):
         if alone.get(name):
@@ -160,10 +160,10 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
 
 
 def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int]) -> Handoff:
-    """For two engines of different kinds.
+    """The requests for two engines of different kinds.
 
     Args:
-        ids: the prompt, as the decode engine reads it.
+        ids: token ids of the prompt, by the decode engine's tokenizer.
     """
     room = _new_room()
     passed = {name: request[name] for name in _PASSED if request.get(name) is not None}
@@ -202,8 +202,7 @@ def alone(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokenize_body(request: Mapping[str, Any], decode: Kind) -> dict[str, Any]:
-    """What the decode engine's `/tokenize` is asked, so that it reads the prompt as it will read the
-    request."""
+    """The body for the decode engine's `/tokenize`, so it reads the prompt as it will read the request."""
     if "messages" not in request:
         asked = {name: request[name] for name in ("model", "prompt") if name in request}
         if "add_special_tokens" in request:
@@ -211,7 +210,7 @@ def tokenize_body(request: Mapping[str, Any], decode: Kind) -> dict[str, Any]:
         return asked
     asked = {name: value for name, value in _clean(request).items() if name not in _NOT_READ}
     if decode is Kind.VLLM and request.get("reasoning_effort") is not None:
-        # Its /tokenize has no such field; the chat endpoint hands it to the template.
+        # vLLM's /tokenize has no such field. Its chat endpoint passes the field to the template.
         effort = request["reasoning_effort"]
         told = {"enable_thinking": effort != "none", **(request.get("chat_template_kwargs") or {})}
         asked["chat_template_kwargs"] = {**told, "reasoning_effort": effort}
@@ -226,12 +225,12 @@ def _clean(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _new_room() -> int:
-    """A transfer id that nobody has: SGLang takes 1 to 2^63 - 1."""
+    """A fresh transfer id. SGLang accepts 1 to 2^63 - 1."""
     return secrets.randbits(62) + 1
 
 
 def has_inputs(request: Mapping[str, Any]) -> bool:
-    """Whether a message has more than text."""
+    """Whether a message has parts other than text."""
     messages = request.get("messages")
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
@@ -242,7 +241,7 @@ def has_inputs(request: Mapping[str, Any]) -> bool:
 
 
 def _constrained(request: Mapping[str, Any]) -> bool:
-    """Whether the answer's form is fixed, by a format or by a tool that must be called."""
+    """Whether a format or a required tool call fixes the form of the answer."""
     form = request.get("response_format")
     if isinstance(form, dict) and form.get("type", "text") != "text":
         return True
@@ -258,9 +257,9 @@ def _constrained(request: Mapping[str, Any]) -> bool:
 
 
 def _wanted_logprobs(request: Mapping[str, Any]) -> int:
-    """How many alternatives of each token the client wants; -1 if no log probabilities at all.
+    """Number of alternatives that the client wants for each token; -1 if it wants no log probabilities.
 
-    What is no number counts as none: the engine that answers refuses it.
+    A value that is no number counts as -1; the answering engine refuses it.
     """
     wanted = request.get("logprobs")
     if "messages" in request:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first token's log probabilities, from the prefill engine's answer into the decode engine's.
+"""Moves the first token's log probabilities from the prefill engine's answer into the decode engine's.
 
-An SGLang engine goes on from a token that a vLLM engine has chosen. vLLM does not tell its connector how
-likely that token was, but it tells whoever asked for the completion.
+An SGLang engine goes on from a token that a vLLM engine has chosen. vLLM does not give its connector the token's log
+probability; only the answer of the completion has it.
 """
 
 import json
@@ -16,8 +16,8 @@ class FirstLogprobs(NamedTuple):
     """Log probabilities of the token that follows the prompt.
 
     Attributes:
-        chosen: its log probability.
-        top: the likeliest tokens' texts and log probabilities, as many as were asked for, the likeliest first.
+        chosen: log probability of the chosen token.
+        top: texts and log probabilities of the likeliest tokens, the likeliest first; as many as were asked for.
     """
 
     chosen: float
@@ -25,10 +25,10 @@ class FirstLogprobs(NamedTuple):
 
 
 def first_logprobs(answer: object, count: int) -> FirstLogprobs | None:
-    """What a completion of one token says; None where it has no log probabilities.
+    """The log probabilities in a completion of one token; None if it has none.
 
     Args:
-        count: likeliest tokens that were asked for. vLLM tells the chosen one, too, if it is none of them.
+        count: number of likeliest tokens that were asked for. vLLM adds the chosen token if it is not among them.
     """
     try:
         found = answer["choices"][0]["logprobs"]  # type: ignore[index]
@@ -42,15 +42,15 @@ def first_logprobs(answer: object, count: int) -> FirstLogprobs | None:
 
 
 class FirstTokenPatch:
-    """Puts them into an answer, whole or streamed."""
+    """Puts the log probabilities into an answer, complete or streamed."""
 
     def __init__(self, found: FirstLogprobs) -> None:
         self._found = found
         self.done = False
-        """Whether the first token has been seen."""
+        """Whether the first token has come."""
 
     def whole(self, content: bytes) -> bytes:
-        """A complete answer. What is not a completion passes as it is."""
+        """Patch a complete answer. Content that is no completion stays as it is."""
         try:
             answer = json.loads(content)
         except (ValueError, RecursionError):
@@ -58,7 +58,7 @@ class FirstTokenPatch:
         return _encoded(answer) if self._patch(answer) else content
 
     def events(self, data: bytes) -> bytes:
-        """Whole server-sent events, in order. Only the one with the first token is changed."""
+        """Patch complete server-sent events, in order. Only the event with the first token changes."""
         if self.done:
             return data
         return _END.join(self._event(event) for event in data.split(_END))
@@ -73,7 +73,7 @@ class FirstTokenPatch:
         return _DATA + _encoded(answer) if self._patch(answer) else event
 
     def _patch(self, answer: Any) -> bool:
-        """Whether the first token is in this answer, and its logprobs have been put there."""
+        """Put the log probabilities into this answer. Returns whether the first token was there."""
         try:
             logprobs = answer["choices"][0]["logprobs"]
         except (KeyError, IndexError, TypeError):
@@ -101,7 +101,7 @@ class FirstTokenPatch:
         logprobs["token_logprobs"][0] = self._found.chosen
         top = logprobs.get("top_logprobs")
         if top and top[0]:
-            # Not as many as there are: SGLang has one dummy token there so often, and its texts are the keys.
+            # Replace all entries. SGLang repeats one dummy token here, and equal texts are one key.
             top[0] = self._found.top
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill side of one attempt: its copy of the request, sent beside the decode side's."""
+"""The prefill side of one attempt: a copy of the request, sent at the same time as the decode engine's."""
 
 import asyncio
 import logging
@@ -36,24 +36,24 @@ from scheduler_plugins.router.settings.config import RouterConfig
 logger = logging.getLogger(__name__)
 
 USAGE_S = 1.0
-"""Longest wait for a prefill engine to tell what it had cached, once the decode engine has told its own."""
+"""Longest wait for the prefill engine's count of cached tokens, after the decode engine's count has come."""
 
 
 def as_told(engine: BackendEngine, rank: int | None) -> Prefill:
-    """A prefill engine as its decode engine is told of it.
+    """A prefill engine, as its decode engine finds it.
 
     Args:
-        rank: the one of its data-parallel ranks that will compute the prompt, where that is known before.
+        rank: data-parallel rank that will compute the prompt; None: not known in advance.
     """
     addresses = engine.addresses if rank is None else engine.addresses[rank : rank + 1]
     return Prefill(engine.kind or Kind.VLLM, engine.model, addresses, engine.bootstrap(rank or 0))
 
 
 class PrefillCopy:
-    """A request running on a prefill engine for as long as the `async with` block.
+    """A request that runs on a prefill engine during the `async with` block.
 
-    Leaving the block cancels what still runs. The KV goes to the decode engine by itself; no more of its answer
-    is used than `first_logprobs`.
+    Leaving the block cancels the request if it still runs. The KV goes to the decode engine directly. The answer is
+    used only for `first_logprobs` and the count of cached tokens.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class PrefillCopy:
         """Send nothing yet.
 
         Args:
-            rank: of the engine's data-parallel ranks, where it has several.
-            tokens: of the prompt.
-            fresh_tokens: those that the engine is expected to compute.
-            prompt: its blocks, which the engine has cached afterwards.
-            elsewhere: whether another prefill engine could be asked.
+            rank: index of the engine's data-parallel rank, if it has several.
+            tokens: length of the prompt.
+            fresh_tokens: tokens that the engine is expected to compute.
+            prompt: blocks of the prompt. The engine has them cached afterwards.
+            elsewhere: tells whether another prefill engine can be asked.
         """
         self.engine = engine
         self.failure: EngineFailedError | None = None
         self.top_logprobs = -1
-        """How many of the likeliest first tokens the client wants to see; -1: no log probabilities."""
+        """Number of likeliest first tokens that the client wants; -1: no log probabilities."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when the copy has failed; see `Companion`."""
         self.on_end: Callable[[EngineFailedError | None], None] = lambda failure: None
@@ -119,14 +119,14 @@ class PrefillCopy:
         trace: TracebackType | None,
     ) -> None:
         self._task.cancel()
-        if error is not None:  # its failure counts: whoever asks next looks at it
+        if error is not None:  # wait, so a failure is noted before `failure` is read
             await asyncio.gather(self._task, return_exceptions=True)
-        # Nothing is waited for behind an answer that is whole: the client may close its connection then, as those do
-        # that send one request, which cancels this task, and would be taken for a client that has left.
+        # Do not wait after a complete answer. A client with a single request may close its connection now. That
+        # cancels this task, and the client would count as gone.
         self.engine.circuit.given_up()
-        self._ended()  # a task that was cancelled before its first step has not said so
+        self._ended()  # a task that is cancelled before its first step does not call it
         if error is None and self.failure is None:
-            # The decode engine has answered, so the prompt was computed, whether or not it was said yet.
+            # The decode engine has answered, so the prompt was computed, even without the prefill engine's answer.
             self._prefilled()
 
     @property
@@ -135,30 +135,31 @@ class PrefillCopy:
         return self.top_logprobs >= 0
 
     async def first_logprobs(self) -> FirstLogprobs:
-        """Log probabilities of the first token, from the prefill engine's answer. Raises EngineFailedError where it has none."""
+        """Log probabilities of the first token, from the prefill engine's answer. Raises EngineFailedError if it has
+        none."""
         await self._task
         if self._answer is None:
-            raise EngineFailedError("no_logprobs", "the prefill engine told no log probabilities")
+            raise EngineFailedError("no_logprobs", "the prefill engine sent no log probabilities")
         return self._answer
 
     async def usage_patch(self, decode: Kind | None) -> UsagePatch | None:
-        """What corrects the decode engine's count of cached tokens; None where that is right."""
+        """The correction of the decode engine's count of cached tokens; None if the count is right."""
         await asyncio.wait({self._task}, timeout=USAGE_S)
         if self.failure is not None and not self.failure.accepted:
-            return None  # it computed nothing, so nothing was handed over
+            return None  # the prefill engine computed nothing, so nothing was handed over
         told = self._usage or PromptUsage()
         if told.cached is None and decode is Kind.SGLANG:
-            return None  # its prefill engine tells it with the KV
+            return None  # its prefill engine sends the count with the KV
         return UsagePatch(told)
 
     def refused(self, now: float) -> EngineFailedError | None:
-        """Why a decode engine that still waits for the KV waits in vain; None if it may not.
+        """Why a decode engine waits for the KV in vain; None if the KV may still come.
 
-        A prefill engine that dies takes its session with it, so the decode engine notices, and computes the
-        prompt itself unless another prefill engine can do it. A prefill
-        engine that lives but never took the copy leaves the decode engine waiting for a transfer that
-        nobody knows. If it said that it is overloaded or takes no such prompt, there is no reason to wait; otherwise the decode
-        engine has `refusal_grace_s` to find the KV in its own cache, or to answer all the same.
+        If a prefill engine dies, its session ends and the decode engine notices. It computes the prompt itself,
+        unless another prefill engine can. If a living prefill engine never took the copy, the decode engine waits for
+        a transfer that does not exist. There is no reason to wait if the prefill engine was overloaded or refused the
+        prompt. Otherwise the decode engine has `refusal_grace_s` to find the KV in its own cache, or to answer
+        anyway.
         """
         if self.failure is None or (self.failure.accepted and not self._elsewhere()):
             return None
@@ -187,7 +188,7 @@ class PrefillCopy:
         self.engine.load.prefill_ended(self._id, asyncio.get_running_loop().time())
 
     async def _send(self) -> None:
-        # The decode side's limits end this block, so the copy needs none of its own but liveness.
+        # The decode side's limits end this block, so the copy only needs checks that the engine is alive.
         limit_s = self._config.answer_timeout_s
         timeouts = ResponseTimeouts(limit_s, self._config.idle_timeout_s)
         async with exchange(
@@ -208,7 +209,7 @@ class PrefillCopy:
         seen = body.address_in(answer)
         if seen is not None and self.engine.moved(self._rank, seen):
             self._pool.confirm(self.engine, self._rank, seen)
-            why = f"its KV is at {seen.host}:{seen.port}, and the decode engine was told otherwise"
+            why = f"its KV is at {seen.host}:{seen.port}, but the decode engine got another address"
             raise EngineFailedError("moved", why, accepted=False)
         if self._alone and self.engine.prefills == 1:
             took_s = asyncio.get_running_loop().time() - self._begun_at
@@ -217,7 +218,7 @@ class PrefillCopy:
         self._prefilled()
 
     def _count_hits(self, told: int | None) -> None:
-        """Compare what the index expected to be cached with what the engine says was."""
+        """Compare the index's expectation with the cached tokens that the engine reports."""
         if told is not None:
             known = self.engine.metrics
             known.cached_tokens.labels("expected").inc(max(0, self._tokens - self._fresh_tokens))
@@ -225,7 +226,7 @@ class PrefillCopy:
             known.counted_prompt_tokens.inc(self._tokens)
 
     def _prefilled(self) -> None:
-        """The engine has the prompt in its cache now."""
+        """Note that the engine has cached the prompt."""
         prompt, self._prompt = self._prompt, ()
         self._pool.prefilled(self.engine, prompt)
 
@@ -236,7 +237,7 @@ class PrefillCopy:
 
 
 class PrefillRefusedError(EngineFailedError):
-    """The prefill engine did not take its copy, or died with it; the decode engine has done nothing wrong."""
+    """The prefill engine refused its copy, or died with it. The decode engine is not to blame."""
 
     def __init__(self, failure: EngineFailedError) -> None:
         super().__init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's token ids, as the engine that will decode reads it; and the text of ids."""
+"""Asks the decode engine for a prompt's token ids, and for the text of token ids."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from scheduler_plugins.router.settings.config import RouterConfig
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 DETOKENIZE_S = 2.0
-"""Longest wait for a text: a client's stream stands still meanwhile."""
+"""Longest wait for a text. The client's stream pauses meanwhile."""
 
 
 async def prompt_ids(
@@ -32,15 +32,15 @@ async def prompt_ids(
     headers: Mapping[str, str],
     config: RouterConfig,
 ) -> list[int]:
-    """The ids of the request's prompt.
+    """The token ids of the request's prompt.
 
     Raises:
-        RefusedError: the engine does not take the prompt.
-        EngineFailedError: it does not answer, or not with ids.
+        RefusedError: the engine refuses the prompt.
+        EngineFailedError: the engine does not answer, or answers without ids.
     """
     prompt = request.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
-        prompt = prompt[0]  # the only one of a list
+        prompt = prompt[0]  # a list with one prompt
         request = {**request, "prompt": prompt}
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
@@ -70,13 +70,13 @@ async def text_of(
     config: RouterConfig,
     model: Any = None,
 ) -> str:
-    """The text of token ids, special ones included.
+    """The text of token ids, including special tokens.
 
     Args:
-        model: as the client names it.
+        model: the model's name, as the client gave it.
 
     Raises:
-        EngineFailedError: the engine does not say.
+        EngineFailedError: the engine does not answer with a text.
     """
     named = {} if model is None else {"model": model}
     call = EngineCall("POST", DETOKENIZE, headers, body.encode({**named, "tokens": ids}))

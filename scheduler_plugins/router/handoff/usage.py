@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a prompt was cached, from the prefill engine's answer into the decode engine's.
+"""Moves the count of cached prompt tokens from the prefill engine's answer into the decode engine's.
 
-A decode engine counts KV that was handed over as cached, so that a prompt which was computed a moment ago looks free. vLLM takes
-the prefill engine's count where a proxy names it (`remote_prefill_cached_tokens`); here both engines are asked at once.
+A decode engine counts KV from a handoff as cached, so a freshly computed prompt looks free. vLLM takes the prefill
+engine's count from a proxy (`remote_prefill_cached_tokens`). That does not work here, because both engines are asked
+at the same time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ _END = b"\n\n"
 
 
 class PromptUsage(NamedTuple):
-    """What an engine that computed a prompt found of it in its cache, and what it has cached of it since, in tokens; None: it does
-    not tell."""
+    """For the engine that computed a prompt: tokens that it found in its cache, and tokens that it has cached since;
+    None: not reported."""
 
     cached: int | None = None
     created: int | None = None
 
 
 def prompt_usage(answer: object) -> PromptUsage:
-    """What a prefill engine's answer says: in its usage, in vLLM's parameters for proxies, or as SGLang's `/generate` does."""
+    """The counts in a prefill engine's answer: in its usage, in vLLM's parameters for proxies, or as in SGLang's
+    `/generate`."""
     cached = cached_tokens_in(answer)
     for path in (
         ("kv_transfer_params", "remote_prefill_cached_tokens"),
@@ -38,14 +40,14 @@ def prompt_usage(answer: object) -> PromptUsage:
 
 
 class UsagePatch:
-    """Puts it into an answer, whole or streamed. What it has put there once it may put there again."""
+    """Puts the counts into an answer, complete or streamed. Patching twice changes nothing more."""
 
     def __init__(self, told: PromptUsage) -> None:
-        """`told`: what is not known of it becomes null: the decode engine's own figure would be wrong."""
+        """`told`: the counts. An unknown count becomes null, because the decode engine's own count would be wrong."""
         self._told = told
 
     def whole(self, content: bytes) -> bytes:
-        """A complete answer, or the data of one event."""
+        """Patch a complete answer, or the data of one event."""
         try:
             answer = json.loads(content)
             usage = answer["usage"]
@@ -54,7 +56,7 @@ class UsagePatch:
             return content
         if not isinstance(details, dict):
             return content
-        # A stream that goes on elsewhere has a longer prompt there than the client's.
+        # At a second engine, the prompt is longer than the client's prompt.
         cached, created = (None if n is None else min(n, tokens) for n in self._told)
         details["cached_tokens"] = cached
         if "created_cache_tokens" in details:
@@ -62,7 +64,7 @@ class UsagePatch:
         return json.dumps(answer, separators=(",", ":")).encode()
 
     def events(self, data: bytes) -> bytes:
-        """Whole server-sent events, in order. Only those with such a count are changed."""
+        """Patch complete server-sent events, in order. Only events with such a count change."""
         return _END.join(map(self._event, data.split(_END)))
 
     def _event(self, event: bytes) -> bytes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of an engine's events are missing. No I/O.
+"""Finds missing events of an engine by their batch numbers. No I/O.
 
-An engine numbers its batches from 0, and begins again when it restarts. It sends no snapshot of its cache: what was said
-before the router came, or while it did not listen, can only be replayed, as far back as the engine keeps it.
+An engine numbers its batches from 0, and starts again at 0 when it restarts. It sends no snapshot of its cache.
+Events that the router missed can only be replayed, as far back as the engine keeps them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ class Step(Enum):
 
     APPLY = "apply"
     SKIP = "skip"
-    """It was applied before."""
+    """The batch was applied before."""
     REPLAY = "replay"
-    """Batches are missing before it: ask for them from `next_number` on."""
+    """Earlier batches are missing: ask for them from `next_number` on."""
     RESTART = "restart"
-    """The engine has started anew: forget its blocks, then look at the batch again."""
+    """The engine has restarted: forget its blocks, then call `step` again."""
 
 
 KEPT = 1_000
-"""Batches whose times are remembered. Only what came while a replay ran comes twice."""
+"""Number of batches whose times are remembered. A batch comes twice only if it came while a replay ran."""
 
 
 class BatchNumbers:
@@ -31,16 +31,16 @@ class BatchNumbers:
 
     def __init__(self) -> None:
         self.next_number = 0
-        """The batch that is wanted next."""
+        """Number of the batch that is expected next."""
         self._last_ts = float("-inf")
-        self._times: dict[int, float] = {}  # of the batches that were applied lately
+        self._times: dict[int, float] = {}  # batch number -> time, of recent batches
 
     def step(self, number: int, ts: float) -> Step:
-        """What to do with a batch that came by itself. Changes nothing.
+        """What to do with a batch that was published, not replayed. Changes nothing.
 
         Args:
-            ts: its time, by the engine's clock: an old number with another time is a new engine's, also where its clock
-                was set back meanwhile.
+            ts: time of the batch, by the engine's clock. An old number with another time means a restarted engine,
+                even if its clock was set back.
         """
         if number < self.next_number:
             known = self._times.get(number)
@@ -57,7 +57,7 @@ class BatchNumbers:
             del self._times[next(iter(self._times))]
 
     def restart(self) -> None:
-        """The engine has started anew: it counts from 0."""
+        """The engine has restarted: it counts from 0."""
         self.next_number = 0
         self._last_ts = float("-inf")
         self._times.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks by engine: who has which, and how much of a prompt each has."""
+"""Blocks by engine: which engine has which blocks, and how much of a prompt."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ _WORD = 64
 _ALL = (1 << _WORD) - 1
 _UNKNOWN = -1
 _AT_ONCE = 1024
-"""A prompt of so many blocks is looked up as a whole."""
+"""Prompts of at most this many blocks are looked up as a whole."""
 _LOOKS = 192
-"""A longer one is looked up at so many places first, and then where engines differ."""
+"""A longer prompt is looked up at this many places first, and then where engines differ."""
 _FINE = 40
-"""A stretch of so many blocks is looked up as a whole, in a longer one every so many."""
+"""A stretch of at most this many blocks is looked up as a whole. In a longer stretch, every `_FINE`-th block is
+looked up first."""
 _SWEPT = 64
-"""Rows from which the bits of cleared engines are taken, for each block that comes."""
+"""For each stored block, this many rows are swept of the bits of cleared engines."""
 
 
 class BlockReader:
-    """Says how much of a prompt each engine has. The table may belong to another process, which changes it meanwhile.
+    """Tells how much of a prompt each engine has. The table may belong to another process, which writes to it at any
+    time.
 
-    Nothing here is promised to be true: whoever fills the table may be late or wrong, and a wrong answer costs time only.
+    Answers may be wrong, because the table's writer may be late or wrong. A wrong answer costs time only.
     """
 
     def __init__(self, table: TableReader, numbers: dict[str, int]) -> None:
-        """`numbers`: the bit of each engine in a row of the table."""
+        """`numbers`: each engine's bit in a row of the table."""
         self._reader = table
         self._numbers = numbers
 
     def match(self, hashes: Hashes, engines: Sequence[str]) -> list[int]:
         """Leading blocks of a prompt that each engine has.
 
-        Of a long prompt not every block is looked up. Caches evict the end of a prompt first, so an engine that has a
-        block has those before it. Where it has not, the number may be too large.
+        In a long prompt, only some blocks are looked up. Caches evict the end of a prompt first, so an engine with a
+        block has the blocks before it. If that does not hold, the number may be too large.
 
         Args:
-            hashes: of the prompt's blocks, in order.
-            engines: names; those that were never added have nothing.
+            hashes: hashes of the prompt's blocks, in order.
+            engines: names. An engine that was never added has nothing.
         """
         numbers = [self._numbers.get(engine, _UNKNOWN) for engine in engines]
         count, found = len(hashes), dict.fromkeys(numbers, 0)
@@ -62,7 +64,8 @@ class BlockReader:
         return [found[number] for number in numbers]
 
     def _in_turn(self, hashes: list[int], numbers: list[int]) -> dict[int, int]:
-        """As `match`, for few blocks: one after the other, until no engine is left. Most prompts are new, which the first block tells."""
+        """As `match`, for few blocks: looks at one block after the other until no engine is left. Most prompts are
+        new, and the first block tells."""
         reader, found = self._reader, dict.fromkeys(numbers, len(hashes))
         left = _bits(numbers)
         for n, key in enumerate(hashes):
@@ -80,7 +83,7 @@ class BlockReader:
     def _further(
         self, hashes: Hashes, known: dict[int, int], span: int, stride: int
     ) -> dict[int, int]:
-        """Look at every `stride`-th of the `span` blocks that follow those each engine is known to have."""
+        """Look at every `stride`-th block of the `span` blocks after each engine's known blocks."""
         by_blocks: dict[int, list[int]] = {}
         for number, blocks in known.items():
             by_blocks.setdefault(blocks, []).append(number)
@@ -102,11 +105,11 @@ class BlockReader:
     def _fallen(
         self, hashes: Hashes, which: np.ndarray[tuple[int], np.dtype[np.int64]], wanted: list[int]
     ) -> dict[int, int]:
-        """The first of these blocks that each engine has not; engines that have all are left out.
+        """For each engine, the first of these blocks that it lacks. Engines that have all blocks are left out.
 
         Args:
-            which: for each block the index of the engines in `wanted` that it is looked up for.
-            wanted: sets of engines, no engine in two of them, as bits.
+            which: for each block, the index in `wanted` of the engines that it is looked up for.
+            wanted: disjoint sets of engines, as bits.
         """
         reader = self._reader
         slots = reader.find(hashes)
@@ -119,7 +122,7 @@ class BlockReader:
             lacking[absent] = _ALL
             lacking &= masks[which]
             lacked = np.bitwise_or.accumulate(lacking)
-            # Where a bit comes for the first time, its engine lacks a block for the first time.
+            # The first row with an engine's bit is the first block that the engine lacks.
             (changes,) = (lacked[1:] != lacked[:-1]).nonzero()
             before = 0
             for row in (0, *(changes + 1).tolist()) if len(lacked) else ():
@@ -133,41 +136,41 @@ class BlockReader:
 
 
 class BlockIndex(BlockReader):
-    """One table for all engines: a block's row has a bit for each engine that has it.
+    """One table for all engines: the row of a block has one bit for each engine that has the block.
 
-    So a prompt's blocks are looked up once, not once for each engine.
+    So the blocks of a prompt are looked up once, not once per engine.
     """
 
     def __init__(self, memory: Memory | None = None) -> None:
-        """`memory`: where the table lies; other processes may read it there."""
+        """`memory`: holds the table; other processes may read it. None: private memory."""
         self._memory = memory or PrivateMemory()
         self.table = HashTable(memory=self._memory)
         super().__init__(self.table, {})
         self._counts: dict[str, int] = {}
         self._free: list[int] = []
-        self._ever = 0  # numbers from here on were never used
-        self._cleared: list[int] = []  # numbers whose bits are in rows, and mean nothing
-        self._sweeping: list[int] = []  # those that are being taken out
-        self._swept = 0  # rows from which they are
+        self._ever = 0  # numbers from this one on were never used
+        self._cleared: list[int] = []  # numbers whose bits in rows are void
+        self._sweeping: list[int] = []  # cleared numbers whose bits are being removed
+        self._swept = 0  # rows that are done
         self._swept_table = self.table.block
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The bit of each engine in a row of the table."""
+        """Each engine's bit in a row of the table."""
         return dict(self._numbers)
 
     @property
     def engines(self) -> Sequence[str]:
-        """Engines that were added."""
+        """Names of the added engines."""
         return list(self._numbers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the table takes."""
+        """Size of the table in bytes."""
         return self.table.nbytes
 
     def add(self, engine: str) -> None:
-        """Know an engine. It has no blocks. One that is known already stays as it is."""
+        """Add an engine without blocks. Does nothing if the engine is known."""
         if engine in self._numbers:
             return
         self._numbers[engine] = self._number()
@@ -179,10 +182,10 @@ class BlockIndex(BlockReader):
         (self._cleared if blocks else self._free).append(number)
 
     def clear(self, engine: str) -> None:
-        """The engine has no blocks any more.
+        """Remove all blocks of an engine.
 
-        It gets another number. The bits of the old one are taken out little by little, as blocks come (`_sweep`): a
-        large table is not gone through at once.
+        The engine gets a new number. The bits of the old number are removed in pieces as blocks come (`_sweep`),
+        because one pass over a large table takes too long.
         """
         if self._counts[engine]:
             self.drop(engine)
@@ -190,24 +193,24 @@ class BlockIndex(BlockReader):
             self._memory.renumbered()
 
     def blocks(self, engine: str) -> int:
-        """How many blocks the engine has."""
+        """Number of blocks that the engine has."""
         return self._counts[engine]
 
     def store(self, engine: str, hashes: Hashes) -> None:
-        """The engine has these blocks now. Those that it had already stay."""
+        """Add these blocks to the engine. Blocks that it has already stay."""
         if len(hashes):
             self._set(engine, self.table.claim(hashes), had=False)
             self._sweep(_SWEPT * len(hashes))
 
     def remove(self, engine: str, hashes: Hashes) -> None:
-        """The engine has these blocks no more. Those that it had not do not matter."""
+        """Remove these blocks from the engine. Blocks that it lacks are ignored."""
         slots = self.table.find(hashes)
         self._set(engine, slots[slots >= 0], had=True)
 
     def _set(
         self, engine: str, slots: np.ndarray[tuple[int], np.dtype[np.int64]], *, had: bool
     ) -> None:
-        """Turn the engine's bit over in those of the rows that have it, or have it not."""
+        """Flip the engine's bit in each of these rows in which the bit equals `had`."""
         word, bit = self._place(engine)
         if len(slots) <= FEW:
             self._set_few(engine, slots.tolist(), word, int(bit), had=had)
@@ -231,7 +234,7 @@ class BlockIndex(BlockReader):
         self._counts[engine] += -changed if had else changed
 
     def _number(self) -> int:
-        """A number that no engine has, and no row."""
+        """A number that no engine and no row uses."""
         if not self._free and self._ever == _WORD * self.table.words:
             self._sweep_all()
         if self._free:
@@ -242,10 +245,10 @@ class BlockIndex(BlockReader):
         return self._ever - 1
 
     def _sweep(self, rows: int) -> None:
-        """Take the bits of cleared engines out of the next so many rows. Their numbers are free after the last row."""
+        """Remove the bits of cleared engines from the next `rows` rows. Their numbers are free after the last row."""
         table = self.table
         if table.grows or not (self._sweeping or self._cleared):
-            return  # what has been copied to the larger table would stay as it is
+            return  # rows that are already in the larger table would keep their bits
         if not self._sweeping:
             self._sweeping, self._cleared = self._cleared, []
             self._swept = 0
@@ -271,7 +274,7 @@ class BlockIndex(BlockReader):
 
 
 def _bits(numbers: Iterable[int]) -> int:
-    """A bit for each engine that is known."""
+    """One set bit for each number."""
     bits = 0
     for number in numbers:
         if number != _UNKNOWN:

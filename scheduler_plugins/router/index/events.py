@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines say of their caches: vLLM's KV events, and SGLang's, which have the same fields.
+"""KV events of engines. vLLM's and SGLang's events have the same fields.
 
-A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a batch in msgpack. Newer engines send
-an event as a map, older ones and SGLang as an array; both are read. Fields that nothing here needs are skipped, so that
-an engine may add some.
+A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a batch in msgpack. Newer engines
+send an event as a map; older engines and SGLang send an array. Both can be read. Unknown fields are skipped, so
+engines can add fields.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import msgspec
 END_SEQUENCE = b"\xff" * 8
 """Sequence number of the frame that ends a replay."""
 BlockName = int | bytes
-"""What an engine calls a block."""
+"""An engine's name of a block."""
 OWN_MEDIA = (None, "GPU")
-"""Where blocks lie that count as cached. Those of other tiers have to be loaded first."""
+"""Media whose blocks count as cached. Blocks of other tiers must be loaded first."""
 
 
 class EventError(ValueError):
-    """A message that is no batch of events."""
+    """The message is no batch of events."""
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):
-    """Blocks that follow each other were computed."""
+    """Consecutive blocks were computed."""
 
     block_hashes: list[BlockName]
     parent_block_hash: BlockName | None
@@ -72,7 +72,7 @@ class Batch(msgspec.Struct, array_like=True):
     """Events of one step."""
 
     ts: float
-    """When, in seconds, by the engine's clock."""
+    """Time in seconds, by the engine's clock."""
     events: list[Stored | Removed | Cleared]
     data_parallel_rank: int | None = None
 
@@ -91,11 +91,11 @@ def decode(payload: bytes) -> Batch:
     """Read a batch.
 
     Raises:
-        EventError: it is none.
+        EventError: the payload is no batch.
     """
     batch = _decoded(payload)
     if not isfinite(batch.ts):
-        raise EventError(f"its time is {batch.ts}")  # nothing could be later
+        raise EventError(f"its time is {batch.ts}")  # it would break comparisons with later times
     return batch
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receives one engine's KV events over ZeroMQ, and asks for those that are missing."""
+"""Receives one engine's KV events over ZeroMQ, and asks for missing events."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _NUMBER_BYTES = 8
 
 
 class EventFollower:
-    """Keeps one engine's part of the index true for as long as `run` runs.
+    """Keeps one engine's part of the index up to date while `run` runs.
 
-    A batch that is missing is asked for at the replay endpoint. Where that has it no more, or there is none, the
-    engine's part is dropped: a part with unknown holes would only grow more wrong.
+    Missing batches are asked for at the replay endpoint. If there is no such endpoint, or it no longer has them, the
+    engine's part of the index is dropped: with unknown gaps it would become more and more wrong.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class EventFollower:
 
         Args:
             endpoint: address of the engine's publisher, as `tcp://10.0.0.1:5557`.
-            replay: where it answers replays; None: nowhere.
+            replay: address that replays events; None: there is none.
             rank: the data-parallel rank of the engine that publishes there.
         """
         self.engine = engine
         self.rank = rank
         self.first: int | None = None
-        """Number of the first batch that is known without a hole up to now; None: none came yet."""
+        """Number of the first batch since which none is missing; None: no batch came yet."""
         self.lag_s: float | None = None
-        """Age of the last batch when it was applied, by the two machines' clocks; None: none came yet."""
+        """Age of the last batch when it was applied, by the clocks of the two machines; None: no batch came yet."""
         self.dropped = 0
-        """How often its part was dropped, because events were lost."""
+        """How often the engine's part of the index was dropped because events were lost."""
         self._endpoint = endpoint
         self._replay_endpoint = replay
         self._prefixes = prefixes
@@ -65,12 +65,12 @@ class EventFollower:
 
     @property
     def endpoints(self) -> tuple[str, str | None]:
-        """Where events are published, and where they are replayed."""
+        """Addresses of the events and of their replay."""
         return self._endpoint, self._replay_endpoint
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of the engine's blocks; 0 before it has said."""
+        """Tokens of one block of the engine; 0 before the engine has reported it."""
         return self._prefixes.block_tokens(self.engine)
 
     @property
@@ -78,33 +78,33 @@ class EventFollower:
         return part_name(self.engine, self.rank)
 
     async def run(self) -> None:
-        """Follow until cancelled. Whatever is wrong with the engine's messages, it goes on."""
+        """Follow until cancelled. Wrong messages of the engine do not end it."""
         while True:
             try:
                 await self._follow()
             except (zmq.ZMQError, OSError) as error:
                 logger.warning("%s: no KV events from %s: %s", self._name, self._endpoint, error)
             except Exception:
-                # Nothing that an engine says may end this: its part of the index would stay as it is for ever.
+                # No message may end this loop; otherwise the engine's part of the index would never change again.
                 logger.exception("%s: its KV events cannot be used", self._name)
                 self.engine_lost()
             await asyncio.sleep(_RETRY_S)
 
     def engine_lost(self) -> None:
-        """The engine ended, or may have: what it had cached is gone, and it counts from 0 again."""
+        """The engine ended, or may have ended: its cache is gone, and its batches count from 0 again."""
         self._prefixes.forget_rank(self.engine, self.rank)
         self._numbers.restart()
         self.first = None
 
     def describe(self) -> dict[str, Any]:
-        """What is known of its cache, for `/health`."""
+        """The state of the engine's cache, for `/health`."""
         state = self._prefixes.state_of_rank(self.engine, self.rank)
         told: dict[str, Any] = {"source": "events", "blocks": state.blocks}
         if self.first is None:
             told["note"] = f"no event has come from {self._endpoint} yet"
         elif self.first:
             told["note"] = (
-                f"engines send no snapshot: what was cached before batch {self.first} is not known"
+                f"engines send no snapshot: blocks cached before batch {self.first} are not known"
             )
         if state.unknown:
             told["unknown_blocks"] = state.unknown
@@ -146,7 +146,7 @@ class EventFollower:
             self._apply(number, batch)
 
     async def _replay(self) -> None:
-        """Ask for what is missing up to now, and apply it."""
+        """Ask for all missing batches, and apply them."""
         if self._replay_endpoint is None:
             return
         with self._context.socket(zmq.DEALER) as asking:
@@ -166,7 +166,7 @@ class EventFollower:
                             self._apply(number, batch)
 
     def _apply(self, number: int, batch: Batch) -> None:
-        """Apply a batch. If some before it are missing, they will not come any more."""
+        """Apply a batch. If earlier batches are missing, they are lost for good."""
         if number > self._numbers.next_number:
             if self.first is not None:
                 self._lost()

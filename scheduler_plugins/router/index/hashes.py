@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block of KV is called: a 64-bit hash over its tokens and all before them.
+"""The name of a block of KV: a 64-bit hash of its tokens and all tokens before them.
 
-Engines have names of their own for blocks, which depend on their version, their hash function and its seed. So what
-they say of their blocks is hashed anew, from the token ids. The router hashes a prompt alike.
+Engines' own names of blocks depend on their version, hash function and seed. So the router hashes the token ids in
+their events itself, in the same way as a prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 Hashes = NDArray[np.uint64]
-"""One for each block, in order; 0 is never one of them."""
+"""One hash for each block, in order. No hash is 0."""
 
 TOKEN_BYTES = 4
 MOST_TOKEN = (1 << 32) - 1
@@ -34,9 +34,10 @@ def block_hashes(
 
     Args:
         tokens: token ids, little-endian, `TOKEN_BYTES` each (`token_bytes`).
-        block_tokens: tokens of a block. Blocks of another size have other hashes.
-        extras: what else must agree for a block to be shared (`extra_bytes`), for the first blocks; empty: nothing.
-        parent: hash of the block before; None: these are the first.
+        block_tokens: tokens of one block. Blocks of another size have other hashes.
+        extras: for each of the first blocks, further data that must agree for the block to be shared (`extra_bytes`);
+            empty: none.
+        parent: hash of the block before; None: these are the first blocks.
     """
     digest = block_tokens if parent is None else parent
     step = TOKEN_BYTES * block_tokens
@@ -52,10 +53,10 @@ def block_hashes(
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as `block_hashes` takes them.
+    """Token ids in the form that `block_hashes` takes.
 
     Raises:
-        ValueError: one is no token id.
+        ValueError: an element is no token id.
     """
     try:
         ids = array("I", tokens)
@@ -67,25 +68,25 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def token_list(tokens: bytes) -> list[int]:
-    """The token ids that `token_bytes` was given."""
+    """The token ids of `token_bytes`' result."""
     ids: list[int] = np.frombuffer(tokens, "<u4").tolist()
     return ids
 
 
 def extra_bytes(keys: Sequence[Any] | None) -> bytes:
-    """What a block's KV depends on besides tokens (name of a LoRA adapter, cache salt, images), in canonical form."""
+    """The data besides tokens that a block's KV depends on (LoRA adapter, cache salt, images), in canonical form."""
     if not keys:
         return b""
     try:
         return _ENCODER.encode(tuple(keys))
     except UnicodeEncodeError:
-        return ascii(tuple(keys)).encode()  # an unpaired surrogate, which no engine has
+        return ascii(tuple(keys)).encode()  # an unpaired surrogate; no engine has such a key
 
 
 def prompt_extras(adapter: str, salt: str) -> tuple[bytes, ...]:
-    """The extras of a prompt of text, as vLLM has them: the adapter with every block, the salt with the first.
+    """The extras of a text prompt. vLLM has the adapter with every block, and the salt with the first block.
 
-    The adapter's name in the first block is enough: each hash is over those before it as well.
+    The adapter's name in the first block is enough, because each hash covers all blocks before it.
     """
     first = extra_bytes([one for one in (adapter, salt) if one])
     return (first,) if first else ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine's events, applied to the index."""
+"""Applies one engine's events to the index."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from scheduler_plugins.router.index.hashes import (
 from scheduler_plugins.router.index.table import HashTable
 
 MOST_BLOCKS = 4_000_000
-"""Blocks that one engine may say it has. One that says more is not believed: all it has said is dropped."""
+"""Most blocks that one engine can report. If it reports more, its whole part of the index is dropped as wrong."""
 
 
 class HeldBlocks:
-    """Translates an engine's names of blocks into our hashes, and keeps its part of the index."""
+    """Translates an engine's block names into our hashes, and keeps its part of the index."""
 
     def __init__(self, index: BlockIndex, engine: str) -> None:
         index.add(engine)
         self.block_tokens = 0
-        """Tokens of its blocks; 0 before it has said."""
+        """Tokens of one block; 0 before the engine has reported it."""
         self.unknown = 0
-        """Blocks it told of that cannot be placed, as the one before them is unknown."""
+        """Reported blocks that cannot be placed, because the block before them is unknown."""
         self._index = index
         self._engine = engine
-        self._ours = HashTable()  # its name of a block -> our hash of it
+        self._ours = HashTable()  # the engine's name of a block -> our hash
         self._group: int | None = None
 
     @property
     def blocks(self) -> int:
-        """Blocks it has."""
+        """Number of blocks of the engine."""
         return self._index.blocks(self._engine)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the names take; the index itself is shared by all engines."""
+        """Size of the names in bytes. The index itself is shared by all engines."""
         return self._ours.nbytes
 
     def apply(self, batch: Batch) -> None:
-        """Change the index by what a batch says. Events that make no sense change nothing."""
+        """Apply a batch to the index. Inconsistent events change nothing."""
         gone: list[BlockName] = []
         for event in batch.events:
             if isinstance(event, Removed):
@@ -69,17 +69,17 @@ class HeldBlocks:
         self._removed(gone)
 
     def clear(self) -> None:
-        """Forget its blocks."""
+        """Forget the engine's blocks."""
         self._index.clear(self._engine)
         self._ours = HashTable()
         self._group = None
         self.unknown = 0
 
     def _counts(self, event: Stored) -> bool:
-        """Whether these blocks say what a prompt finds cached.
+        """Whether these blocks tell what a prompt finds cached.
 
-        Models with several kinds of attention tell of each block once for each kind. The first kind that keeps all
-        tokens stands for the others.
+        Models with several kinds of attention report each block once per kind. The first kind that keeps all tokens
+        stands for all kinds.
         """
         if event.medium not in OWN_MEDIA or event.kv_cache_spec_sliding_window is not None:
             return False
@@ -89,7 +89,7 @@ class HeldBlocks:
 
     def _stored(self, event: Stored) -> None:
         names, size = event.block_hashes, event.block_size
-        # A window's blocks may be left out in the middle: nobody can tell which tokens are whose then.
+        # In a sliding window, blocks in the middle may be missing. Then the tokens cannot be matched to blocks.
         if size < 1 or not names or len(event.token_ids) != size * len(names):
             return
         if self.blocks + len(names) > MOST_BLOCKS:
@@ -116,7 +116,7 @@ class HeldBlocks:
             self._index.remove(self._engine, self._translated(names, forget=True))
 
     def _translated(self, names: Sequence[BlockName], *, forget: bool = False) -> Hashes:
-        """Our hashes of the blocks that are known."""
+        """Our hashes of the known blocks among these."""
         slots = self._ours.find(_names(names))
         slots = slots[slots >= 0]
         found: Hashes = self._ours.rows[slots, 0]
@@ -127,7 +127,7 @@ class HeldBlocks:
 
 
 def _names(names: Sequence[BlockName]) -> Hashes:
-    """64 bits of each name: enough to tell the blocks of one engine apart."""
+    """64 bits of each name, which is enough to tell the blocks of one engine apart."""
     found = [
         int.from_bytes(name[:8], "big") if isinstance(name, bytes) else name & 0xFFFFFFFFFFFFFFFF
         for name in names
@@ -136,9 +136,9 @@ def _names(names: Sequence[BlockName]) -> Hashes:
 
 
 def _extras(event: Stored) -> tuple[bytes, ...]:
-    """What else the blocks depend on; the same bytes as `prompt_extras` gives for a prompt.
+    """The extras of the blocks: the same bytes that `prompt_extras` gives for a prompt.
 
-    Every block names its adapter. The first block's hash is in all later ones, so it is enough there.
+    Every block names its adapter. The first block's name is enough, because all later hashes cover it.
     """
     given = [list(keys or ()) for keys in event.extra_keys or [None]]
     if event.lora_name:

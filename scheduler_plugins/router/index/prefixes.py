@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index as the router uses it: prompts in, matches out, whatever is known of an engine."""
+"""The index as the router uses it: matches of prompts, for engines with and without events."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NO_HASHES: Hashes = np.empty(0, np.uint64)
 
 
 class PromptKeys(Sequence[bytes]):
-    """One prompt's blocks, in the sizes of the engines that are asked for them.
+    """The block hashes of one prompt, for each block size that an engine uses.
 
-    Policies see a sequence of hashes of the text, and hand it to the index without looking into it.
+    Policies see a sequence of text hashes, and pass it to the index unread.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class PromptKeys(Sequence[bytes]):
         """Hash nothing yet.
 
         Args:
-            text: digests of its text, of 16 bytes (`admission.prompt.Prompt.chunks`). They are not computed before
-                somebody asks for them: where tokens are known, hardly anybody does.
-            tokens: its token ids (`hashes.token_bytes`); None: nobody has tokenized it.
-            extras: what else KV depends on, for its first blocks (`hashes.prompt_extras`).
+            text: digests of its text, 16 bytes each (`admission.prompt.Prompt.chunks`). They are computed on first
+                use, which is rare if the tokens are known.
+            tokens: its token ids (`hashes.token_bytes`); None: it is not tokenized.
+            extras: for its first blocks, further data that KV depends on (`hashes.prompt_extras`).
         """
         self.tokens = tokens
         self.extras = tuple(extras)
@@ -57,11 +57,11 @@ class PromptKeys(Sequence[bytes]):
 
     @cached_property
     def text(self) -> Hashes:
-        """Hashes of its text."""
+        """Hashes of the prompt's text."""
         return text_hashes(self._digests)
 
     def blocks(self, block_tokens: int) -> Hashes:
-        """Hashes of its blocks of this many tokens; none where its tokens are not known."""
+        """Hashes of the prompt's blocks of this many tokens; empty if its tokens are not known."""
         if self.tokens is None or block_tokens < 1:
             return NO_HASHES
         found = self._by_size.get(block_tokens)
@@ -72,7 +72,7 @@ class PromptKeys(Sequence[bytes]):
 
 
 class EngineKeys(Protocol):
-    """What the index must know of an engine."""
+    """The facts about an engine that the index needs."""
 
     @property
     def name(self) -> str: ...
@@ -82,15 +82,15 @@ class EngineKeys(Protocol):
 
 
 class PartState(NamedTuple):
-    """What is known of one engine, for `/health`."""
+    """The state of one engine's part of the index, for `/health`."""
 
-    source: str  # `events`, or `recent`: a guess from what the router has sent there
+    source: str  # `events`; or `recent`: a guess from the prompts that the router sent
     blocks: int
-    unknown: int  # blocks it told of that could not be placed
+    unknown: int  # reported blocks that could not be placed
 
 
 class PrefixReader:
-    """Says how much of a prompt each engine has."""
+    """Tells how much of a prompt each engine has."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class PrefixReader:
         by_events: Mapping[str, Iterable[int]],
         asked: set[str] | None = None,
     ) -> None:
-        """Look at nothing yet.
+        """Read nothing yet.
 
         Args:
-            by_events: engines that `held` is to be asked for, and the data-parallel ranks that have sent events.
-            asked: gets the names of the engines that `recent` was asked for.
+            by_events: engines that `held` covers, with the data-parallel ranks that have sent events.
+            asked: receives the names of the engines that `recent` was asked about.
         """
         self._held_blocks, self._recent_blocks, self._by_events = held, recent, by_events
         self._asked = set[str]() if asked is None else asked
@@ -111,11 +111,11 @@ class PrefixReader:
     def match(
         self, prompt: PromptKeys, engines: Sequence[EngineKeys], text_tokens: int, now_s: float
     ) -> list[int]:
-        """Leading blocks of a prompt that each engine has, in blocks of that engine. Of an engine with several data-parallel
-        ranks it is what the best one has.
+        """Leading blocks of a prompt that each engine has, in blocks of that engine. For an engine with several
+        data-parallel ranks, the best rank counts.
 
         Args:
-            text_tokens: tokens that a hash of text stands for, about.
+            text_tokens: approximate number of tokens that one text hash covers.
         """
         found = [0] * len(engines)
         for index, hashes, which in self._questions(prompt, engines, now_s):
@@ -130,8 +130,8 @@ class PrefixReader:
     def rank_with_most(
         self, prompt: PromptKeys, engine: EngineKeys, least_tokens: int
     ) -> int | None:
-        """The data-parallel rank of an engine that has at least `least_tokens` tokens of the prompt more than any other rank;
-        None if there is none, or the engine has one rank only."""
+        """The data-parallel rank that has at least `least_tokens` more tokens of the prompt than any other rank. None
+        if there is no such rank, or the engine has only one."""
         ranks = list(self._by_events.get(engine.name, ()))
         if len(ranks) < 2:
             return None
@@ -148,7 +148,7 @@ class PrefixReader:
     def _questions(
         self, prompt: PromptKeys, engines: Sequence[EngineKeys], now_s: float
     ) -> list[tuple[BlockReader, Hashes, list[int]]]:
-        """One for each index and each size of blocks: engines alike are asked for together."""
+        """One look-up for each index and block size, so engines with the same size share a look-up."""
         grouped: dict[tuple[bool, int], list[int]] = {}
         for n, engine in enumerate(engines):
             held = prompt.tokens is not None and engine.name in self._by_events
@@ -167,19 +167,19 @@ class PrefixReader:
         ]
 
     def _refresh(self, engine: str, now_s: float) -> None:
-        """Bring what is only guessed of an engine up to date."""
+        """Update the guess for an engine."""
 
 
 class Prefixes(PrefixReader):
-    """What every engine has cached: by its events where it sends some, else by what it was sent.
+    """The cached blocks of every engine: by its events if it sends any, else by the prompts it was sent.
 
-    An engine with events may have a guess as well: prompts that nobody tokenized are known by their text only.
+    An engine with events may have a guess as well, because prompts without tokens are known only by their text.
     """
 
     def __init__(
         self, held_memory: Memory | None = None, recent_memory: Memory | None = None
     ) -> None:
-        """The memories of the two tables, which other processes may read. None: this process's own."""
+        """Memories of the two tables. Other processes may read them. None: private memory."""
         self._held_index, self._recent_index = BlockIndex(held_memory), BlockIndex(recent_memory)
         self._held: dict[str, dict[int, HeldBlocks]] = {}
         self._recent: dict[str, RecentBlocks] = {}
@@ -187,23 +187,23 @@ class Prefixes(PrefixReader):
 
     @property
     def by_events(self) -> dict[str, tuple[int, ...]]:
-        """Engines whose events have come, and the ranks that sent them."""
+        """Engines with events, and the ranks that sent them."""
         return {engine: tuple(parts) for engine, parts in self._held.items()}
 
     @property
     def tables(self) -> tuple[BlockIndex, BlockIndex]:
-        """What engines told, and what is guessed."""
+        """The index by events, and the guessed index."""
         return self._held_index, self._recent_index
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it all takes."""
+        """Total size in bytes."""
         indexes = self._held_index.nbytes + self._recent_index.nbytes
         held = sum(part.nbytes for parts in self._held.values() for part in parts.values())
         return indexes + held + sum(part.nbytes for part in self._recent.values())
 
     def told(self, engine: str, batch: Batch, rank: int = 0) -> None:
-        """A data-parallel rank of the engine has sent events."""
+        """Apply events of a data-parallel rank of the engine."""
         parts = self._held.setdefault(engine, {})
         held = parts.get(rank)
         if held is None:
@@ -211,7 +211,7 @@ class Prefixes(PrefixReader):
         held.apply(batch)
 
     def prefilled(self, engine: EngineKeys, prompt: PromptKeys, now_s: float) -> None:
-        """The engine has computed a prompt. One whose events tell of it is believed more."""
+        """Note that the engine has computed a prompt. Events take precedence over this guess."""
         if prompt.tokens is not None and engine.name in self._held:
             return
         recent = self._recent.get(engine.name)
@@ -220,7 +220,7 @@ class Prefixes(PrefixReader):
         recent.prefilled(_recent_keys(engine, prompt), now_s)
 
     def has_room(self, engine: str, blocks: int) -> None:
-        """How many blocks the engine has room for, in the blocks that `prefilled` is told; 0: it is not known."""
+        """Set the engine's capacity in blocks of the size that `prefilled` uses; 0: not known."""
         recent = self._recent.get(engine)
         if recent is None:
             recent = self._recent[engine] = RecentBlocks(self._recent_index, engine)
@@ -233,7 +233,7 @@ class Prefixes(PrefixReader):
                 part.clear()
 
     def forget_rank(self, engine: str, rank: int) -> None:
-        """The cache of one rank is gone. What is guessed is of all ranks together, and goes with it."""
+        """The cache of one rank is gone. The guess covers all ranks together, so it is dropped as well."""
         for part in (self._held.get(engine, {}).get(rank), self._recent.get(engine)):
             if part is not None:
                 part.clear()
@@ -258,16 +258,16 @@ class Prefixes(PrefixReader):
             self._held.pop(engine, None)
 
     def block_tokens(self, engine: str) -> int:
-        """Tokens of the engine's blocks as its events say; 0 if none said."""
+        """Tokens of one block of the engine, by its events; 0 if not reported."""
         return max((part.block_tokens for part in self._held.get(engine, {}).values()), default=0)
 
     def state_of_rank(self, engine: str, rank: int) -> PartState:
-        """What is known of one rank by its events."""
+        """The state of one rank, by its events."""
         part = self._held.get(engine, {}).get(rank)
         return PartState("events", part.blocks if part else 0, part.unknown if part else 0)
 
     def state(self, engine: str) -> PartState:
-        """What is known of an engine."""
+        """The state of an engine."""
         if parts := self._held.get(engine, {}).values():
             blocks, unknown = (
                 sum(of) for of in zip(*((p.blocks, p.unknown) for p in parts), strict=True)
@@ -278,7 +278,7 @@ class Prefixes(PrefixReader):
         return PartState("recent", self._recent_index.blocks(engine) if recent else 0, 0)
 
     def refresh(self, now_s: float) -> None:
-        """Bring what is only guessed up to date: other processes read the tables themselves."""
+        """Update all guesses, because other processes read the tables directly."""
         for engine in self._recent:
             self._refresh(engine, now_s)
 
@@ -289,7 +289,7 @@ class Prefixes(PrefixReader):
 
 
 def part_name(engine: str, rank: int) -> str:
-    """What the index calls the cache of one data-parallel rank."""
+    """The index's name for the cache of one data-parallel rank."""
     return f"{engine} rank {rank}" if rank else engine
 
 

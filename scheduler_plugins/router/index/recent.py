@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guess at what an engine has cached, for engines that do not say: what it computed lately."""
+"""Guesses an engine's cache from its recent prompts, for engines without events."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scheduler_plugins.router.index.hashes import Hashes
 from scheduler_plugins.router.index.table import HashTable
 
 TTL_S = 120.0
-"""After this time without use a block is taken for evicted."""
+"""A block counts as evicted after this time without use."""
 ASSUMED_BLOCKS = 16_384
-"""Blocks of an engine that does not tell how many it has."""
+"""Assumed capacity of an engine that does not report it, in blocks."""
 _LONGEST_LOG = 4
-"""Blocks that all noted prompts may have together, as a multiple of the engine's blocks."""
+"""Most blocks of all noted prompts together, as a multiple of the engine's capacity."""
 
 
 class _Noted(NamedTuple):
@@ -28,31 +28,31 @@ class _Noted(NamedTuple):
 
 
 class RecentBlocks:
-    """The blocks of the prompts that an engine computed lately, the prompt unused for longest forgotten first.
+    """The blocks of the prompts that an engine computed recently. The least recently used prompt is forgotten first.
 
-    A prompt comes into the index when somebody asks for the engine (`settle`), several at once. Most decode engines are never
-    asked for, and cost nothing but the list of prompts.
+    Prompts enter the index in groups, when the engine is looked up (`settle`). Most decode engines are never looked
+    up, and cost only the list of prompts.
     """
 
     def __init__(self, index: BlockIndex, engine: str, most_blocks: int = ASSUMED_BLOCKS) -> None:
-        """`most_blocks`: for how many the engine has room."""
+        """`most_blocks`: the engine's capacity in blocks."""
         index.add(engine)
         self.most_blocks = most_blocks
         self._index = index
         self._engine = engine
         self._noted: deque[_Noted] = deque()
-        self._unsettled = 0  # of those, the last ones, which are not in the index yet
+        self._unsettled = 0  # number of last prompts that are not in the index yet
         self._noted_blocks = 0
         self._used = HashTable()  # block -> the last noted prompt that has it, as its number + 1
         self._number = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this takes beside the index."""
+        """Size in bytes, without the index."""
         return self._used.nbytes + 8 * self._noted_blocks
 
     def prefilled(self, hashes: Hashes, now_s: float) -> None:
-        """The engine has computed a prompt with these blocks, so it has them cached."""
+        """Note that the engine has computed a prompt with these blocks, so they are cached."""
         hashes = hashes[: self.most_blocks]
         if not len(hashes):
             return
@@ -63,7 +63,7 @@ class RecentBlocks:
         self.forget(now_s)
 
     def settle(self) -> None:
-        """Bring the prompts that were noted since the last call into the index."""
+        """Add the prompts noted since the last call to the index."""
         if not self._unsettled:
             return
         several = list(islice(reversed(self._noted), self._unsettled))[::-1]
@@ -81,7 +81,7 @@ class RecentBlocks:
         self._index.store(self._engine, hashes)
 
     def forget(self, now_s: float) -> None:
-        """Drop what is too old, and what there is no room for."""
+        """Drop prompts that are too old, or exceed the capacity."""
         while self._noted and (
             now_s - self._noted[0].at_s > TTL_S
             or self._index.blocks(self._engine) > self.most_blocks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a table used before it grew, on its way back to the system."""
+"""Returns the memory of a table that has grown to the system, in pieces."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 _AT_ONCE = 256 << 10
-"""Bytes that are given back in one call, some 20 us. All at once would take 0.1 ms for each MiB, in the call that drops the last reference."""
+"""Bytes that are freed in one call, in about 20 us. Freeing all at once would block the caller for 0.1 ms per MiB."""
 
 
 def private_words(count: int) -> NDArray[np.uint64]:
-    """So many words of this process's own memory, all zero.
+    """`count` zero words of private memory.
 
-    The system gives it in small pages. For numpy's own arrays it clears 2 MiB whenever a new piece is touched, and may move other
-    memory to have so much in one place: up to 25 ms were seen for one look-up.
+    The memory uses small pages. For numpy's own arrays, the system clears 2 MiB on the first touch of each piece, and
+    may first move other memory to get a contiguous piece. One look-up took up to 25 ms that way.
     """
     memory = mmap.mmap(-1, count * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, np.uint64)
 
 
 class Retired:
-    """Pieces from `private_words` that nobody reads or writes any more."""
+    """Pieces from `private_words` that are no longer in use."""
 
     def __init__(self) -> None:
         self._maps: deque[mmap.mmap] = deque()
-        self._given = 0  # bytes of the first one
+        self._given = 0  # freed bytes of the first piece
         self._owed = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are still to be given back."""
+        """Bytes that are not freed yet."""
         return sum(map(len, self._maps)) - self._given
 
     def add(self, words: NDArray[Any]) -> None:
-        """`words`: as `private_words` returned them, or a view."""
+        """Take over a piece. `words`: the result of `private_words`, or a view of it."""
         owner: object = words
         while isinstance(owner, np.ndarray):
             owner = owner.base
@@ -46,7 +46,7 @@ class Retired:
         self._maps.append(owner.obj)  # type: ignore[arg-type]
 
     def give_back(self, count: int) -> None:
-        """Give so many bytes more back, or some later if they are few."""
+        """Free `count` more bytes. A small count is saved up for a later call."""
         self._owed += count if self._maps else 0
         while self._maps and self._owed >= _AT_ONCE:
             first = self._maps[0]

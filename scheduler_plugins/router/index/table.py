@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hash table from 64-bit keys to rows of 64-bit words, many keys at a time, that grows while it is used.
 
-A dictionary of Python's integers takes over 100 bytes an entry. Here an entry takes 8 bytes and 8 for each word, at a
-load of about a half, and a look-up of thousands of keys is a few calls of numpy.
+A dictionary of Python integers takes over 100 bytes an entry. Here a slot takes 8 bytes plus 8 for each word, and
+about half of the slots are used. A look-up of thousands of keys takes a few numpy calls.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from scheduler_plugins.router.index.retired import Retired, private_words
 from scheduler_plugins.router.index.table_reader import BUCKET, Keys, Slots
 
 _LOAD_AFTER = 0.5
-"""Share of the slots of a new table that are taken when the copy has ended, at most."""
+"""Largest share of taken slots in a new table when the copy has ended."""
 _LOAD_BEGIN = 0.6
-"""Share of the slots that are taken when a larger table is begun."""
+"""A larger table is begun at this share of taken slots."""
 _LOAD_MOST = 0.75
-"""The copy has ended by then: `_COPIED` slots for each new key are `1 / _COPIED` of all for all."""
+"""The copy has ended before this share of slots is taken: each new key copies `_COPIED` slots, so all are copied
+after `1 / _COPIED` of the capacity."""
 _COPIED = 8
-"""Slots that are copied to the larger table for each key that is claimed."""
+"""Slots that are copied to the larger table per claimed key."""
 _PIECE = 1024
-"""Fewest slots that are copied at once: a dozen calls of numpy cost the same for one."""
+"""Fewest slots that are copied at once: the dozen numpy calls cost the same for one slot."""
 _AT_ONCE = 1 << 16
-"""Most slots that are copied at once: it bounds the memory that this takes."""
+"""Most slots that are copied at once. It bounds the memory of the copy."""
 _SMALL = 1 << 14
-"""A table of so many slots is copied as a whole, which takes some milliseconds."""
+"""A table of at most this many slots is copied as a whole, in a few milliseconds."""
 _SAMPLE = 1 << 16
-"""Slots whose rows are looked at to tell how many of all are not zero."""
+"""Number of slots in the sample that estimates the share of rows that are not zero."""
 _SMALLEST = 8 * BUCKET
 _GIVEN_BACK = 512
-"""Bytes of the table before that are given back for each key that is claimed: all of it long before the table grows again."""
+"""Bytes of the previous table that are freed per claimed key. It is all freed long before the table grows again."""
 
 
 class Memory(Protocol):
-    """Where a table lies. Other processes may read it there."""
+    """Provides the memory of a table. Other processes may read it."""
 
     def new(self, words: int) -> Keys:
-        """So many words, all zero. The table still uses those that were given before."""
+        """`words` zero words. The table still uses the memory from earlier calls."""
 
     def adopted(self) -> None:
-        """The table uses the words that `new` gave last, and no others."""
+        """From now on, the table uses only the memory from the last call of `new`."""
 
     def renumbered(self) -> None:
-        """The bits of rows have another meaning."""
+        """The meaning of the bits in rows has changed."""
 
 
 class PrivateMemory:
-    """This process's own memory."""
+    """Private memory of this process."""
 
     def new(self, words: int) -> Keys:
         return private_words(words)
@@ -65,24 +66,24 @@ class PrivateMemory:
 
 
 class HashTable(FixedTable):
-    """A table that grows. Whoever writes to `rows` must say so (`changed`).
+    """A table that grows. After a write to `rows`, call `changed`.
 
-    A larger table is filled beside the old one, a piece with each `claim`, so that no call takes longer because the
-    table is large. Until it is complete all reads and writes go to the old table, and writes to what was copied already go to
-    both. Readers in other processes see one whole table at any time.
+    A larger table is filled beside the old one, a piece with each `claim`, so no call takes longer in a large table.
+    Until the larger table is complete, all reads and writes go to the old table. Writes to slots that are already
+    copied go to both. Readers in other processes see one complete table at any time.
     """
 
     def __init__(self, words: int = 1, memory: Memory | None = None) -> None:
-        """`words`: 64-bit words of a row. `memory`: None: this process's own."""
+        """`words`: 64-bit words of a row. `memory`: None means private memory."""
         self._memory = memory or PrivateMemory()
         slots = _slots(_SMALLEST)
-        # The factor is secret, so that nobody can choose keys that collide.
+        # The factor is secret, so clients cannot choose keys that collide.
         block = self._memory.new(slots * (1 + words))
         super().__init__(block, slots, words, secrets.randbits(64) | 1)
         self._memory.adopted()
         self._larger: FixedTable | None = None
-        self._copied = 0  # slots of this table that the larger one has
-        self._owed = 0  # slots that are to be copied
+        self._copied = 0  # slots of this table that are copied to the larger one
+        self._owed = 0  # slots that are due to be copied
         self._retired = Retired()
 
     def claim(self, keys: Keys) -> Slots:
@@ -95,19 +96,19 @@ class HashTable(FixedTable):
         return self._larger is not None
 
     def changed(self, slots: Slots) -> None:
-        """The rows of these slots were written."""
+        """Call after a write to the rows of these slots."""
         larger = self._larger
         if larger is None:
             return
         slots = slots[slots < self._copied]
         keys, there = self._keys.reshape(-1)[slots], self.rows[slots].any(axis=1)
-        # A key may come back in a slot that is yet to be copied, so one that is absent must not stay there.
+        # A removed key may return in a slot that is not copied yet, so absent keys must leave the larger table.
         larger.forget(keys[~there])
         where = larger.claim(keys[there])
         larger.rows[where, : self.words] = self.rows[slots[there]]
 
     def put(self, keys: Keys, values: Keys | int) -> None:
-        """Set the first words of these keys' rows. Of a key that comes twice, the last value stays."""
+        """Set the first word of each key's row. If a key comes twice, its last value counts."""
         slots = self.claim(keys)
         self.rows[slots, 0] = values
         self.changed(slots)
@@ -118,12 +119,12 @@ class HashTable(FixedTable):
         self.changed(slots)
 
     def widen(self, words: int) -> None:
-        """Give every row `words` words; those that are added are zero. The whole table is copied at once."""
+        """Give every row `words` words. New words are zero. The whole table is copied at once."""
         self._begin(0, words)
         self._finish()
 
     def _make_room(self, more: int) -> None:
-        """See to it that `more` keys fit, and copy a piece if a larger table is being filled."""
+        """Ensure that `more` keys fit, and copy a piece if a larger table is being filled."""
         self._retired.give_back(more * _GIVEN_BACK)
         if self._larger is None:
             if self.used + more <= _LOAD_BEGIN * self.capacity:
@@ -133,21 +134,21 @@ class HashTable(FixedTable):
         if self._owed >= _PIECE:
             self._advance(self._owed)
             self._owed = 0
-        # A small table is copied at once, and so is any if so many come that there is no time for pieces.
+        # Copy a small table at once. Copy any table at once if too many keys come for a copy in pieces.
         if self.capacity <= _SMALL or self.used + more > _LOAD_MOST * self.capacity:
             self._finish()
         elif self._copied == self.capacity:
             self._adopt()
         if self.used + more > _LOAD_MOST * self.capacity:
-            # The larger one was begun for fewer.
+            # The larger table was sized for fewer keys.
             self._begin(more, self.words)
             self._finish()
 
     def _begin(self, more: int, words: int) -> None:
-        """Begin a table for what this one holds and `more` keys. What was copied already is copied again."""
+        """Begin a larger table for the current keys and `more` new ones. The copy starts from the first slot."""
         sample = self.rows[:_SAMPLE]
         held = np.count_nonzero(sample.any(axis=1)) * self.capacity / len(sample)
-        # As many as this may come until all is copied.
+        # Most keys that come until all slots are copied.
         meanwhile = self.capacity / _COPIED
         slots = _slots(int((held + more + meanwhile) / _LOAD_AFTER))
         block = self._memory.new(slots * (1 + words))
@@ -155,7 +156,7 @@ class HashTable(FixedTable):
         self._copied = self._owed = 0
 
     def finish(self) -> None:
-        """Copy all that is left, if a larger table is being filled."""
+        """Copy all remaining slots, if a larger table is being filled."""
         if self._larger is not None:
             self._finish()
 
@@ -164,8 +165,8 @@ class HashTable(FixedTable):
         self._adopt()
 
     def _advance(self, slots: int) -> None:
-        """Copy the next so many slots. Both tables are in the order of the mixed keys, about, so memory is gone through
-        once."""
+        """Copy the next `slots` slots. Both tables are roughly in the order of the mixed keys, so the copy passes
+        through memory once."""
         larger = self._larger
         assert larger is not None
         end = min(self.capacity, self._copied + slots)
@@ -178,7 +179,7 @@ class HashTable(FixedTable):
         self._copied = end
 
     def _adopt(self) -> None:
-        """Use the larger table, which has everything."""
+        """Switch to the larger table, which is complete."""
         larger, self._larger = self._larger, None
         assert larger is not None
         self._retired.add(self._taken)
@@ -190,7 +191,8 @@ class HashTable(FixedTable):
 
 
 def _slots(least: int) -> int:
-    """Slots of a table of so many at least: a prime number of buckets, so that every step visits every bucket."""
+    """Number of slots of a table with at least `least`. The number of buckets is prime, so every step size visits
+    every bucket."""
     return BUCKET * _prime_from(-(-max(_SMALLEST, least) // BUCKET))
 
 

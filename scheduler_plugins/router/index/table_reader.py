@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks keys up in a hash table of 64-bit words. `table.HashTable` writes it, here or in another process."""
+"""Looks keys up in a hash table of 64-bit words. `table.HashTable` writes it, in this process or in another."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUCKET = 8
-"""Slots of a bucket: one line of the processor's cache, so that a bucket is looked at as a whole."""
+"""Slots of a bucket. A bucket fills one cache line of the processor, so it is read as a whole."""
 FEW = 24
-"""So many keys are looked up one by one, which is faster than a dozen calls of numpy."""
+"""At most this many keys are looked up one by one, which is faster than a dozen numpy calls."""
 WORD = (1 << 64) - 1
 _HALF, _LOWER = np.uint64(32), np.uint64(0xFFFFFFFF)
 
@@ -18,18 +18,18 @@ Slots = NDArray[np.int64]
 
 
 class TableReader:
-    """Looks keys up in a table that may belong to another process, which changes it meanwhile.
+    """Looks keys up in a table. The table may belong to another process, which writes to it at any time.
 
-    A key's slots are those of its bucket, then those of another bucket, and so on (double hashing). The slots of a
-    bucket are taken in order, and a taken slot stays taken, so a bucket whose last slot is free ends the search.
+    A key is searched in one bucket, then in further buckets (double hashing). The slots of a bucket are taken in
+    order and stay taken, so the search ends at a bucket whose last slot is free.
     """
 
     def __init__(self, block: Keys, slots: int, words: int, mix: int) -> None:
-        """Read where `HashTable` writes.
+        """Read the memory of a `HashTable`.
 
         Args:
             block: the table's memory: the keys of all slots, then their rows.
-            slots, words, mix: as the writer's `capacity`, `words` and `mix`.
+            slots, words, mix: `capacity`, `words` and `mix` of the writer.
         """
         self.mix = mix
         self._use(block, slots, words)
@@ -53,7 +53,7 @@ class TableReader:
         return int(self.rows.shape[1])
 
     def find(self, keys: Keys) -> Slots:
-        """The slots of these keys; -1 for those that never came. The row may be zero.
+        """The slots of these keys; -1 for a key that never came. The row may be zero.
 
         Args:
             keys: shape (n,); none is 0.
@@ -81,7 +81,7 @@ class TableReader:
         return found
 
     def row_of(self, key: int) -> int:
-        """The row of one key as one number, its first word lowest; 0 if the key never came."""
+        """The row of one key as a number, the first word lowest; 0 if the key never came."""
         slot, words, row = self._find_one(key), self.words, 0
         if slot >= 0:
             first = self.capacity + slot * words
@@ -104,17 +104,18 @@ class TableReader:
         return -1
 
     def _next(self, bucket: int, mixed: int, buckets: int) -> int:
-        """The bucket after this one on a key's way; the first one after -1."""
+        """The next bucket on a key's way; the first bucket if `bucket` is -1."""
         if bucket < 0:
             return (mixed >> 32) * buckets >> 32
         return (bucket + ((mixed & 0xFFFFFFFF) * (buckets - 1) >> 32) + 1) % buckets
 
     def _first(self, mixed: Keys) -> Slots:
-        """The bucket to look at first: the upper half of the mixed key, scaled to the buckets without a division."""
+        """The first bucket of each key: the upper half of the mixed key, scaled to the number of buckets without a
+        division."""
         scaled: Keys = (mixed >> _HALF) * np.uint64(len(self._keys)) >> _HALF
         return scaled.view(np.int64)
 
     def _steps(self, mixed: Keys) -> Slots:
-        """How far to go from one bucket to the next: at least 1."""
+        """The step from one bucket to the next, at least 1."""
         scaled: Keys = (mixed & _LOWER) * np.uint64(len(self._keys) - 1) >> _HALF
         return scaled.view(np.int64) + 1

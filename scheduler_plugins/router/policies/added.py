@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that other packages add: found by entry points, and their decisions are checked."""
+"""Policies that other packages add by entry points. The router checks their decisions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from scheduler_plugins.router.policies.base import (
 from scheduler_plugins.router.policies.sides import Rule, Sides
 
 GROUP = "scheduler_plugins.policies"
-"""Entry points of other packages' policies. Those of the queue are in the same group
+"""Entry points of other packages' policies. Policies of the queue use the same group
 (`scheduler_plugins/order/registry.py`)."""
 
 
 class PolicyError(PDConnectorError):
-    """Another package's policy decided what cannot be done."""
+    """Another package's policy made a decision that the router cannot follow."""
 
 
 def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
     """Another package's policy of this name; None if there is none.
 
     Args:
-        decode: makes the rule that was named for decode.
+        decode: makes the rule named for decode; None: none is named.
 
     Raises:
-        ConfigError: it cannot be loaded, is no policy, or chooses both sides although a rule for
-            decode was named.
+        ConfigError: the policy cannot be loaded, is no policy, or chooses both sides although a
+            rule for decode is named.
     """
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
@@ -59,7 +59,7 @@ def added_rule(name: str) -> Callable[[], Rule] | None:
     """Another package's rule for the decode side; None if nothing has this name.
 
     Raises:
-        ConfigError: it cannot be loaded, or is no rule.
+        ConfigError: the rule cannot be loaded, or is no rule.
     """
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
@@ -81,7 +81,7 @@ def added_names() -> list[str]:
 
 
 class Checked(Policy):
-    """Raises PolicyError, which names the package, for a decision that the asker cannot follow."""
+    """Raises PolicyError, which names the package, if the router cannot follow a decision."""
 
     def __init__(self, policy: Policy, extension: Extension) -> None:
         self.policy = policy

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between a policy and whoever asks it: the live router, or the simulator.
+"""The interface of policies. The live router and the simulator call it.
 
 | name | what it is |
 |---|---|
 | `Policy` | decides which engines serve a request |
-| `Request` | what is known of the request |
-| `View`, `EngineView`, `PrefixSource` | what is known of the engines and KV pools, now |
+| `Request` | what a policy knows of a request |
+| `View`, `EngineView`, `PrefixSource` | what a policy knows of the engines and KV pools now |
 | `Route`, `Reject`, `Defer` | the decision |
 """
 
@@ -24,126 +24,128 @@ BlockHash = Hashable
 
 
 class Role(StrEnum):
-    """What an engine is used for. It is the router's label: engines can do all of it."""
+    """What the router uses an engine for. Most engines could do all of it."""
 
     PREFILL = "prefill"
     """Computes prompts and hands their KV over."""
     DECODE = "decode"
-    """Generates tokens from KV that it is handed."""
+    """Generates tokens from KV that another engine hands over."""
     BOTH = "both"
-    """On both sides, for different requests: it hands KV over to others, and generates from others'."""
+    """Prefills for other engines, and decodes from KV of other engines. Each request uses one side
+    of it."""
     WHOLE = "whole"
-    """Computes prompts and generates their tokens itself; it takes part in no handoff."""
+    """Computes prompts and generates their tokens itself. It takes part in no handoff."""
     CPU_PREFILL = "cpu_prefill"
-    """A prefill engine without a GPU, for long prompts that nobody waits for (policy `length`)."""
+    """A prefill engine without a GPU, for long prompts of classes that are not interactive (policy
+    `length`)."""
 
 
 class Request(NamedTuple):
     """What a policy knows of a request."""
 
     id: str
-    tokens: int  # of the prompt; an estimate where nobody has tokenized it
+    tokens: int  # of the prompt; an estimate if the router has not tokenized it
     hashes: Sequence[BlockHash] = ()
-    """One for each whole block of the prompt, in order. Each stands for the prompt up to its
-    block's end, so equal hashes mean equal prefixes. Empty where the prompt is unknown."""
+    """One hash for each whole block of the prompt, in order. Each hash covers the prompt up to the
+    end of its block, so equal hashes mean equal prefixes. Empty: the prompt is unknown."""
     max_tokens: int = 16  # most tokens it may generate
     arrival_s: float = 0.0
     qos: str = ""  # name of its class; empty: the default class
-    interactive: bool = True  # whether somebody waits for it
-    session: str = ""  # whose it is (a header, or the field `user`); empty: unknown
+    interactive: bool = True  # whether a user waits for the answer
+    session: str = ""  # the user or session (a header, or the field `user`); empty: unknown
     ttft_slo_s: float = inf  # promised to its class
     tpot_slo_s: float = inf
-    deadline_s: float = inf  # after this time nobody wants an answer
+    deadline_s: float = inf  # after this time the answer is of no use
 
 
 class PrefixSource(Protocol):
-    """Where cached prefixes are: an engine, or a KV pool that engines share."""
+    """A place with cached prefixes: an engine, or a KV pool that engines share."""
 
     @property
     def name(self) -> str:
-        """No other engine or pool has it; it stays when the engine restarts."""
+        """Unique among engines and pools. It stays the same when the engine restarts."""
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block that a hash stands for."""
+        """Tokens in one hashed block."""
 
 
 class EngineView(PrefixSource, Protocol):
-    """One engine as it is known now. Policies read it and change nothing."""
+    """One engine as the router knows it now. Policies only read it."""
 
     @property
     def role(self) -> Role: ...
 
     @property
     def costs(self) -> CostModel:
-        """How long prefill and decode take there."""
+        """Predicts how long prefill and decode take on this engine."""
 
     @property
     def open_requests(self) -> int:
-        """Requests that were sent there and have not ended."""
+        """Requests that were sent to this engine and have not ended."""
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that it has yet to compute, cached ones left out."""
+        """Prompt tokens that the engine has yet to compute, without cached ones."""
 
     @property
     def prefills(self) -> int:
-        """Requests whose prompt it has yet to compute, the one under way included."""
+        """Requests whose prompt is not computed yet. The prompt under way counts."""
 
     @property
     def batch(self) -> int:
-        """Sequences that decode there."""
+        """Sequences that decode on this engine."""
 
     @property
     def context(self) -> int:
-        """Tokens in the caches of those sequences."""
+        """Tokens in the caches of the sequences that decode."""
 
     @property
     def heavy(self) -> int:
-        """Those of these sequences that may generate more than `HEAVY_TOKENS` tokens."""
+        """Decoding sequences that may generate more than `HEAVY_TOKENS` tokens."""
 
     @property
     def free_kv(self) -> float:
-        """Tokens for which it has room; infinite where unknown."""
+        """Tokens of KV that still fit; infinite if unknown."""
 
     @property
     def pull_prefix(self) -> bool:
-        """Whether it can fetch a cached prefix from another engine."""
+        """Whether the engine can fetch a cached prefix from another engine."""
 
     def queued_s(self, now_s: float) -> float:
-        """Predicted seconds until it has computed the prompts it has."""
+        """Predicted seconds until the engine has computed all prompts that it has."""
 
     def accepts(self, now_s: float) -> bool:
-        """Whether it would take one more prompt at once; False once it has answered "no room"."""
+        """Whether the engine takes one more prompt at once; False after it answered "no room"."""
 
 
 class View(Protocol):
     """All engines, as far as this request may use them.
 
-    Engines that are down, draining, or have failed the request already are left out.
+    It leaves out engines that are down or draining, and engines that have already failed the
+    request.
     """
 
     def engines(self, role: Role) -> Sequence[EngineView]:
         """The engines for one part of the request, always in the same order.
 
         Args:
-            role: `PREFILL`: those that can compute the prompt and hand it over, or are of role
-                `WHOLE`. Empty where the request cannot be split. `DECODE`: those that can answer
-                the client. Never empty when a policy is asked. An engine of role `BOTH` is among
-                both.
+            role: `PREFILL`: engines that can compute the prompt and hand it over, and engines of
+                role `WHOLE`; empty if the request cannot be split. `DECODE`: engines that can
+                answer the client; never empty when a policy is asked. An engine of role `BOTH` is
+                in both lists.
         """
 
     def pools(self) -> Sequence[PrefixSource]:
-        """KV pools from which every engine can fetch a prefix before it computes the rest; mostly
-        there are none."""
+        """KV pools. Every engine can fetch a prefix from them before it computes the rest. Most
+        deployments have none."""
 
     def match(self, hashes: Sequence[BlockHash], engines: Sequence[PrefixSource]) -> Sequence[int]:
-        """Leading blocks that each of these engines or pools has cached. It may be late or wrong: a
-        wrong number costs time only."""
+        """Leading blocks that each of these engines or pools has cached. A number may be late or
+        wrong; that costs time only."""
 
     def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
-        """Predicted seconds to move the KV of `tokens` tokens; 0 where nothing is known of the
-        link."""
+        """Predicted seconds to move the KV of `tokens` tokens; 0 if the link is unknown."""
 
 
 HEAVY_TOKENS = 200
@@ -153,11 +155,9 @@ HEAVY_TOKENS = 200
 class Route(NamedTuple):
     """Send the request to these engines, by name."""
 
-    p: str | None  # computes the prompt; None or the same as `d`: `d` does it itself
+    p: str | None  # computes the prompt; None or the same as `d`: `d` computes it
     d: str  # answers the client
-    pull_from: str | None = (
-        None  # `p` fetches the longest cached prefix from this engine or pool first
-    )
+    pull_from: str | None = None  # `p` first fetches the longest cached prefix from here
 
 
 class Reject(NamedTuple):
@@ -168,7 +168,7 @@ class Reject(NamedTuple):
 
 
 class Defer(NamedTuple):
-    """No decision yet: ask again at this time, or as soon as an engine has ended a request."""
+    """No decision yet. Ask again at this time, or earlier when an engine has ended a request."""
 
     until_s: float
 
@@ -179,8 +179,9 @@ Decision = Route | Reject | Defer
 class Policy(ABC):
     """Decides which engines serve a request.
 
-    One object serves one router, or one simulation. It may remember what it decided, and must draw
-    chance from `random` only. Equal events then give equal decisions, live and simulated.
+    One object serves one router, or one simulation. A policy may remember its decisions. It must
+    take random numbers from `random` only, so equal events give equal decisions, live and
+    simulated.
     """
 
     @abstractmethod
@@ -188,10 +189,12 @@ class Policy(ABC):
         """Decide for one attempt of a request. No I/O, no clock.
 
         Args:
-            now_s: by the clock of `request.arrival_s`.
+            now_s: the time now, on
+        the clock of `request.arrival_s`.
         """
 
 
 def cached_tokens(request: Request, engine: PrefixSource, blocks: int) -> int:
-    """Tokens that `blocks` cached blocks spare this engine. The last token is always computed."""
+    """Tokens that the engine need not compute, as `blocks` blocks are cached. The last token is
+    always computed."""
     return max(0, min(blocks * engine.block_tokens, request.tokens - 1))

@@ -10,16 +10,16 @@ from scheduler_plugins.router.policies.base import EngineView, Request, View, ca
 from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 MATCH = 0.3
-"""Part of the prompt from which on a cached prefix decides."""
+"""A cached prefix decides if it covers more than this part of the prompt."""
 ABSOLUTE, RELATIVE = 64, 1.5
-"""Load is out of balance when the busiest engine has this many open requests more than the idlest,
-and this many times as many."""
+"""Load is out of balance if the busiest engine exceeds the idlest by both limits: `ABSOLUTE` more
+open requests, and `RELATIVE` times as many."""
 
 
 class CacheAware(Rule):
-    """The longest cached prefix while load is in balance, else the fewest open requests.
+    """Chooses the longest cached prefix while load is in balance, else the fewest open requests.
 
-    Rule and thresholds are those of SGLang's and vLLM's routers (`cache_aware`, `--cache-threshold
+    SGLang's and vLLM's routers have the same rule and thresholds (`cache_aware`, `--cache-threshold
     0.3 --balance-abs-threshold 64 --balance-rel-threshold 1.5`).
     """
 
@@ -36,7 +36,7 @@ class CacheAware(Rule):
         if high - low <= ABSOLUTE or high <= RELATIVE * low:
             matches = view.match(request.hashes, engines)
             best = max(matches)
-            # What all have cached, a system prompt say, prefers none of them.
+            # A prefix that all engines have cached, such as a system prompt, prefers none.
             able = [e for e, blocks in zip(engines, matches, strict=True) if blocks == best]
             if cached_tokens(request, able[0], best) > MATCH * request.tokens:
                 engines = able

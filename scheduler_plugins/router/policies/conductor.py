@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`conductor`: Mooncake's algorithm 1; `conductor_2x` and `least_delay`, which mind others, too."""
+"""`conductor`: Mooncake's algorithm 1. `conductor_2x` and `least_delay` also count the delay of
+other requests."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from scheduler_plugins.router.policies.base import (
 from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 THRESHOLD = 2.0
-"""How many times an engine's own match the best one must be before the prefix is fetched. Mooncake
+"""An engine fetches the best prefix only if it is more than this many times its own match. Mooncake
 names no value."""
 
 
 class Conductor(Rule):
-    """The smallest predicted TTFT: what is queued, what this prompt costs there, and what fetching
-    its prefix costs.
+    """Chooses the smallest predicted TTFT: queued prefill, plus this prompt's prefill, plus the
+    fetch of its prefix.
 
     An engine whose own match is near the best (`match * threshold >= best`) computes the rest
-    itself. Any other could fetch the best prefix from the engine that has it, if it can
-    (`pull_prefix`), or from a KV pool; it does where that is sooner. Where no engine can, a prefix
-    that many want is computed again elsewhere once its engine's queue costs more, and so spreads.
-    Source: Mooncake, FAST '25, algorithm 1.
+    itself. Any other engine fetches the best prefix if that is sooner: from the engine that has it
+    (`pull_prefix`), or from a KV pool. If no engine can fetch, a popular prefix still spreads: once
+    the queue of its engine costs more, another engine computes the prefix again. Source: Mooncake,
+    FAST '25, algorithm 1.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class Conductor(Rule):
         own_weight: float = 1.0,
         waiting_weight: float = 0.0,
     ) -> None:
-        """Mind others, too: what an engine computes that another one has cached delays those behind it.
+        """Weigh extra time: prefill that an engine computes although another engine has the prefix
+        cached. Extra time delays the requests behind this one.
 
         Args:
-            own_weight: how often that extra time counts; above 1 for those that come later.
-            waiting_weight: how often more for each prompt that waits at the engine already.
+            own_weight: how many times extra time counts; the part above 1 is for requests that come
+                later.
+            waiting_weight: added to `own_weight` for each prompt that already waits at the engine.
         """
         self._threshold = threshold
         self._own_weight = own_weight
@@ -49,16 +52,16 @@ class Conductor(Rule):
 
     @classmethod
     def twice(cls) -> Conductor:
-        """`conductor_2x`: extra time counts twice, because those that come next wait for it too. Caches
-        are used more, and on Mooncake's trace the mean TTFT falls by 4 % (docs/simulator.md)."""
+        """`conductor_2x`: extra time counts twice, because the next requests wait for it too. The
+        caches get more hits: on Mooncake's trace the mean TTFT falls by 4 % (docs/simulator.md)."""
         return cls(own_weight=2.0)
 
     @classmethod
     def least_delay(cls) -> Conductor:
-        """`least_delay`: extra time counts four times for those that come later, and twice for each
-        that waits there already. So a cached prompt goes where it is cached, the more so the more
-        there is to do, and all else goes by the smallest TTFT. The weights were chosen on Mooncake's
-        trace (docs/simulator.md)."""
+        """`least_delay`: extra time counts four times, and twice more for each prompt that already
+        waits at the engine. Thus a cached prompt prefers the engine that has it, and more strongly
+        under load. Any other prompt goes to the smallest TTFT. The weights were chosen on
+        Mooncake's trace (docs/simulator.md)."""
         return cls(own_weight=4.0, waiting_weight=2.0)
 
     def choose(
@@ -89,7 +92,8 @@ class Conductor(Rule):
         matches: Sequence[int],
         view: View,
     ) -> list[tuple[float, PrefixSource | None]]:
-        """For each engine the seconds that this prompt takes there, and where its prefix is fetched from."""
+        """For each engine: the seconds that this prompt takes there, and the source of a fetched
+        prefix (None: no fetch)."""
         best = max(matches)
         owner = engines[matches.index(best)]
         pools = view.pools()

@@ -11,9 +11,10 @@ from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
 class ShortestQueue(Rule):
-    """The engine with the fewest open requests, whatever their size; any of equals.
+    """Chooses the engine with the fewest open requests, whatever their size. Ties are broken at
+    random.
 
-    On the prefill side a request is open until its prompt is computed.
+    On the prefill side, a request is open until its prompt is computed.
     """
 
     decode = "jsq"

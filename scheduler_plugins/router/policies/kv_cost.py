@@ -12,18 +12,19 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 
 
 class KvCostPrefill(Rule):
-    """Smallest `weight * prefill blocks`: what the engine has yet to compute, and what this prompt
-    adds.
+    """Chooses the smallest `weight * prefill blocks`: blocks that the engine has yet to compute,
+    plus the blocks of this prompt.
 
-    Dynamo's KV router adds the blocks that decode; its prefill stage leaves them out, as here. An
-    engine of role `BOTH` or `WHOLE` has them, so there they count.
+    Dynamo's KV router adds the blocks of decoding sequences, and its prefill stage does not. A
+    prefill engine here has no such blocks. An engine of role `BOTH` or `WHOLE` has them, so they
+    count there.
     """
 
     decode = "kv_cost"
 
     def __init__(self, weight: float = 1.0, temperature: float = 0.0) -> None:
-        """`temperature`: 0 takes the smallest cost; above, engines are drawn by softmax of their
-        costs."""
+        """`temperature`: 0 takes the smallest cost; above 0, engines are drawn by a softmax of
+        their costs."""
         self._weight = weight
         self._temperature = temperature
 
@@ -44,7 +45,7 @@ class KvCostPrefill(Rule):
 
 
 class KvCostDecode(Rule):
-    """Fewest blocks that decode; what is cached does not count."""
+    """Chooses the fewest blocks of decoding sequences. Cached prefixes do not count."""
 
     def __init__(self, temperature: float = 0.0) -> None:
         self._temperature = temperature

@@ -12,16 +12,17 @@ from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
 class LeastTpot(Rule):
-    """Smallest sum of times per token over all sequences there, with this request in the batch.
+    """Chooses the smallest sum of times per token over all sequences of an engine, this request
+    included.
 
-    The sum is `sequences * step time`. A step's time alone hardly depends on the batch, so that
-    small errors of learnt costs would move dozens of sequences; with the sum, an engine that is
-    twice as slow gets about half of them. Prompts that wait at the engine count as sequences: they
-    will share its steps. An engine without room for the prompt comes last, and before it one that
-    would break the promised time per token.
+    The sum is `sequences * step time`. The step time alone hardly depends on the batch: small
+    errors of learnt costs would move dozens of sequences. With the sum, an engine of half the speed
+    gets about half as many sequences. Prompts that wait at the engine count as sequences, because
+    they will share its steps. An engine that would break the promised time per token comes after
+    all others that keep it. An engine without room for the prompt comes last.
 
-    An engine of which no decode costs are known is taken to cost as much as the others do on
-    average. Where none are known, the fewest sequences decide, then the fewest tokens.
+    If an engine's decode costs are unknown, the mean of the other engines stands in. If all are
+    unknown, the fewest sequences decide, then the fewest tokens.
     """
 
     def choose(

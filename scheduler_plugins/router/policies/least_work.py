@@ -11,8 +11,8 @@ from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
 class LeastWork(Rule):
-    """Smallest predicted seconds of queued prefill, then fewest open requests. It does not look at
-    caches."""
+    """Chooses the smallest predicted seconds of queued prefill, then the fewest open requests. It
+    ignores caches."""
 
     def choose(
         self,

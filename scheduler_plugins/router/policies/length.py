@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`length`: very long and very short prompts leave the usual way. Wraps any policy."""
+"""`length`: routes very long and very short prompts apart from the rest. Wraps any policy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from scheduler_plugins.router.policies.base import (
 from scheduler_plugins.router.policies.sides import least
 
 MIN_UNCACHED = 64
-"""Below so many tokens to compute, a handoff costs more than it spares."""
+"""With fewer tokens to compute, a handoff costs more than it saves."""
 MAX_UNCACHED = 32_768
-"""Above so many, a request that nobody waits for goes to a `cpu_prefill` engine."""
+"""With more tokens to compute, a request that is not interactive goes to a `cpu_prefill` engine."""
 
 
 class Length(Policy):
-    """Routes by the tokens that no engine has cached.
+    """Routes by the tokens that the chosen engines have not cached.
 
-    More than `max_uncached`, and no interactive class: the prompt goes to the `cpu_prefill` engine
-    that has least to do. Fewer than `min_uncached` that the decode engine has not cached: that
-    engine computes them itself. All else is left to the policy inside.
+    If the decode engine lacks fewer than `min_uncached` tokens, it computes them itself. If the
+    prefill engine lacks more than `max_uncached` and the class is not interactive, the least busy
+    `cpu_prefill` engine computes the prompt. Otherwise the wrapped policy's decision stands.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from scheduler_plugins.router.policies.base import Defer, EngineView, Reject, Re
 from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 BATCH = 4
-"""Prompts that a prefill engine takes at once."""
+"""Most prompts that one prefill engine has at a time."""
 PATIENCE_S = 30.0
 """Longest wait for an engine to accept."""
 RETRY_S = 0.05
@@ -18,12 +18,12 @@ RETRY_S = 0.05
 
 
 class OnDemand(Rule):
-    """Prefill engines keep no queue: the first that has room takes the request, else it waits at
-    the router.
+    """Prefill engines keep no queue. The first engine with room takes the request; until then the
+    request waits at the router.
 
-    Engines are asked in the order of their open requests. One accepts while it has fewer than
-    `batch` prompts, and has not answered that it has no room. When all refuse, all are asked again
-    until the deadline; then the request is rejected. Source: P/D-Serve, on-demand forwarding.
+    Engines with the fewest open requests come first. An engine accepts while it has fewer than
+    `batch` prompts and has not answered "no room". If all refuse, all are asked again until the
+    deadline; then the request is rejected. Source: P/D-Serve, on-demand forwarding.
     """
 
     def __init__(self, batch: int = BATCH, patience_s: float = PATIENCE_S) -> None:

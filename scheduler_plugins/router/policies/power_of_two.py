@@ -11,12 +11,12 @@ from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
 class PowerOfTwo(Rule):
-    """Two engines at random of those with room for prompt and answer; the one with fewer heavy
+    """Draws two engines with room for prompt and answer, and chooses the one with fewer heavy
     decodes.
 
-    Heavy and light decodes are spread evenly that way, and routers that act at the same time do not
-    all choose the same engine. Equal numbers are decided by the tokens in the caches. Source:
-    TetriInfer, dispatch to decode instances.
+    So heavy and light decodes spread evenly, and routers that act at the same time choose different
+    engines. Ties are decided by the tokens in the caches. Source: TetriInfer, dispatch to decode
+    instances.
     """
 
     decode = "power_of_two"

@@ -12,18 +12,20 @@ from scheduler_plugins.router.policies.base import EngineView, Request, View
 from scheduler_plugins.router.policies.sides import Choice, Rule
 
 BLOCKS = 2
-"""Blocks of the prompt that are hashed. The first alone is often a system prompt that all share."""
+"""Blocks of the prompt that are hashed. The first block alone is often a system prompt that all
+requests share."""
 LOAD_BOUND = 1.25
 """No engine gets more than this many times the mean of open requests."""
 
 
 class PrefixHash(Rule):
-    """Prompts that begin alike go to the same engine, and engines that come or go move few prompts.
+    """Sends prompts with the same beginning to the same engine. Engines that join or leave move few
+    prompts.
 
     Every engine draws a number for the prompt (rendezvous hashing); the largest wins. An engine
-    that has
-    more than 1.25 times the mean of open requests is passed over (Mirrokni, Thorup, Zadimoghaddam:
-    consistent hashing with bounded loads). There is no state: any number of routers agree.
+    that has more than 1.25 times the mean of open requests is skipped (Mirrokni, Thorup,
+    Zadimoghaddam: consistent hashing with bounded loads). The rule has no state, so any number of
+    routers agree.
     """
 
     def __init__(self, blocks: int = BLOCKS, load_bound: float = LOAD_BOUND) -> None:

@@ -11,7 +11,7 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 
 
 class RandomChoice(Rule):
-    """Every engine with the same chance. What other policies are measured against."""
+    """Chooses any engine with the same probability. Other policies are measured against it."""
 
     decode = "random"
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies by the names that `--policy` uses.
 
-Another installed package adds one by an entry point of the group `scheduler_plugins.policies`: its
-name is the policy's, its object a subclass of `Policy` that is made without arguments, or of
-`Rule`. A rule chooses on both sides, for prefill if another one is named for decode, or for decode
-if it is the one that is named there.
+Another installed package adds a policy by an entry point of the group `scheduler_plugins.policies`.
+The entry point has the policy's name. Its object is a subclass of `Policy` or `Rule` that needs no
+arguments. A rule chooses on both sides if it is named as the policy alone. It chooses on one side
+if another rule is named for the other side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scheduler_plugins.router.policies.session import Session
 from scheduler_plugins.router.policies.sides import Rule, Sides
 
 DEFAULT = "least_delay"
-"""The policy of a router whose user names none: docs/simulator.md has what it was chosen by."""
+"""The policy if the user names none. docs/simulator.md says why it was chosen."""
 PREFILL: dict[str, Callable[[], Rule]] = {
     "random": RandomChoice,
     "round_robin": RoundRobin,
@@ -59,15 +59,15 @@ WRAPPER = "length"
 
 
 def create(name: str, decode: str = "") -> Policy:
-    """A new policy object. This package's own names come before those of other packages.
+    """A new policy object. This package's own names take precedence over names of other packages.
 
     Args:
         name: option `--policy`. `length:NAME` wraps the policy NAME; `length` alone wraps
             the default.
-        decode: option `--decode-policy`; empty: the rule that goes with `name`.
+        decode: option `--decode-policy`; empty: the decode rule that belongs to `name`.
 
     Raises:
-        ConfigError: no policy has that name, or another package's cannot be loaded.
+        ConfigError: no policy has that name, or another package's policy cannot be loaded.
     """
     if name == WRAPPER or name.startswith(WRAPPER + ":"):
         return Length(create(name.partition(":")[2] or DEFAULT, decode))

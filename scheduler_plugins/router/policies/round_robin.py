@@ -11,7 +11,8 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 
 
 class RoundRobin(Rule):
-    """The engine whose turn is longest ago; engines never chosen come first, in the order given."""
+    """Chooses the engine whose last turn is longest ago. Engines never chosen come first, in the
+    order given."""
 
     decode = "round_robin"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`session`: a user stays with an engine."""
+"""`session`: all requests of a session go to one engine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from scheduler_plugins.router.policies.least_work import LeastWork
 from scheduler_plugins.router.policies.sides import Choice, Rule
 
 REMEMBERED = 100_000
-"""Sessions that are remembered; the one unused for longest is forgotten."""
+"""Most sessions that are remembered. The least recently used session is forgotten first."""
 
 
 class Session(Rule):
-    """Requests of one session go to one engine, where their prefixes are; a new session to least
-    work.
+    """Sends requests of one session to one engine, where their prefixes are cached.
 
-    A request without a session goes to least work as well. A session moves when its engine is gone.
+    A new session and a request without one go to the engine with the least work. A session moves
+    when its engine is gone.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
-        # By digest: clients choose how long names are.
+        # Keyed by digest, because clients choose the length of session names.
         self._homes: OrderedDict[bytes, str] = OrderedDict()
         self._new = LeastWork()
 

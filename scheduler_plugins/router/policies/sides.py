@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy made of two rules: one chooses the prefill engine, the other the decode engine."""
+"""A policy of two rules: one chooses the prefill engine, the other the decode engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Choice(NamedTuple):
-    """An engine, and what was predicted for it."""
+    """An engine, and its predicted time."""
 
     engine: EngineView
     expected_s: float = 0.0  # TTFT of a prefill engine, TPOT of a decode engine; 0: not predicted
@@ -38,9 +38,9 @@ class Choice(NamedTuple):
 
 
 def least(able: Sequence[T], rank: Callable[[T], Any], random: Random) -> T:
-    """The one of the smallest rank; any of them, with the same chance, where several have it.
+    """The item of the smallest rank. If several have that rank, one of them at random.
 
-    The first of equals would get everything that comes while engines look alike.
+    Always taking the first of equals would send everything to one engine while all look alike.
     """
     ranks = [rank(one) for one in able]
     lowest = min(ranks)
@@ -52,7 +52,7 @@ class Rule(ABC):
     """Chooses among the engines of one side."""
 
     decode: ClassVar[str] = "least_tpot"
-    """Name of the rule for decode that goes with this rule for prefill, if the user names none."""
+    """The decode rule that is used with this prefill rule if the user names none."""
 
     @abstractmethod
     def choose(
@@ -63,18 +63,18 @@ class Rule(ABC):
         now_s: float,
         random: Random,
     ) -> Choice | Reject | Defer:
-        """Choose one of `engines`, which is never empty and may differ from call to call."""
+        """Choose one of `engines`. The list is never empty and may differ from call to call."""
 
 
 class Sides(Policy):
-    """Asks a rule for each side, and keeps the promises that are made to classes.
+    """Asks one rule for each side, and rejects requests whose SLO cannot be kept.
 
-    A rule that predicts a time above the request's SLO turns it into a rejection: no other engine
-    would have done better by that rule.
+    If a rule predicts a time above the request's SLO, the request is rejected: by that rule no
+    other engine does better.
 
     An engine of role `WHOLE` that is chosen for prefill decodes as well. An engine of role `BOTH`
-    is its own partner only if there is no other: it would be busy with both parts, and nothing
-    would be handed over.
+    serves both sides of one request only if there is no other engine: it would be busy with both
+    parts, and nothing would be handed over.
     """
 
     def __init__(self, prefill: Rule, decode: Rule) -> None:
@@ -102,7 +102,8 @@ class Sides(Policy):
         if isinstance(d, Reject | Defer):
             return d
         if d.expected_s > request.tpot_slo_s:
-            # The batch shrinks as answers end; an answer's length in steps is what is waited for.
+            # The batch shrinks as answers end, so the client should wait for one answer's length in
+            # steps.
             return Reject("tpot", request.max_tokens * d.expected_s)
         if p is None:
             return Route(None, d.engine.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client sent, and what the two sides are sent instead. Pure functions."""
+"""The client's request body, and the bodies for the two engines. Pure functions."""
 
 import gc
 import json
@@ -37,39 +37,39 @@ GENERATES_ALONE = (
     "/invocations",
 )
 TOKENIZERS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
-"""Endpoints for which nothing is computed: any engine answers."""
+"""Endpoints that only tokenize. Any engine can answer them."""
 ONE_ENGINE = (*GENERATES_ALONE, *POOLING_PATHS, "/generative_scoring", *TOKENIZERS)
-"""Endpoints of which one engine serves the whole request: their bodies have no place for a transfer's name, or
-nothing is generated. Their streams end without `[DONE]`."""
+"""Endpoints that one engine serves alone: their bodies have no field for a transfer, or nothing is generated. Their
+streams end without `[DONE]`."""
 
-# Nothing here reaches the prompt, so the copy without it computes the same KV. A whitelist would be
-# wrong the day an engine learns a field that does: chat templates already see tools, tool_choice,
+# These fields do not affect the prompt, so a copy without them computes the same KV. A list of allowed fields would
+# break when an engine gets a new field that affects the prompt. Chat templates already see tools, tool_choice,
 # response_format and reasoning_effort.
 NOT_FOR_PREFILL = (
     "best_of",
     "logprob_token_ids",
     "logprobs",
-    "min_tokens",  # more than max_tokens=1 is an error
+    "min_tokens",  # a value above max_tokens=1 is an error
     "n",
     "prompt_logprobs",
     "return_prompt_text",
     "return_token_ids",
     "stream_options",  # an error without stream
-    "structured_outputs",  # a grammar compiled for one token nobody reads
+    "structured_outputs",  # its grammar would be compiled for one unused token
     "top_logprobs",
 )
 
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
-"""Where an engine is to fetch KV and encoders' outputs: never a client's to say."""
+"""Fields that tell an engine where to fetch KV and encoder outputs. Clients must not set them."""
 
 
 _READS_TEXT = ("echo", "suffix", "truncate_prompt_tokens", "return_prompt_text")
-"""Fields with which the text of a prompt cannot be replaced by its tokens."""
+"""With these fields, the text of a prompt cannot be replaced by its tokens."""
 
 
 class BadRequestError(ValueError):
-    """A request the router itself can tell is wrong; `param` names the field if there is one."""
+    """A request that the router itself finds wrong. `param` names the field, if there is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class BadRequestError(ValueError):
 
 
 def parse(raw: bytes, path: str) -> dict[str, Any]:
-    """Decode a request body at once; see `parsing`."""
+    """Decode a request body in one call; see `parsing`."""
     steps = parsing(raw, path)
     while True:
         try:
@@ -90,13 +90,13 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
 def parsing(raw: bytes, path: str) -> Steps:
     """Decode a request body in pieces, and check the fields that the router acts on.
 
-    Yields the bytes that the next piece takes in memory; other requests can be served meanwhile. Returns the body.
+    Yields the size in memory of the next piece, in bytes, so other requests can run in between. Returns the body.
 
     Raises:
-        BadRequestError: not a JSON object, or a field the router reads has a wrong type. Everything
-            else is left to the engine, which knows better.
+        BadRequestError: the body is no JSON object, or a field that the router reads has a wrong type. The engine
+            checks all other fields.
 
-    What it says of transfers is left out: a client's is not trusted.
+    Fields about transfers are dropped, because clients are not trusted with them.
     """
     try:
         if len(raw) <= PIECE_BYTES:
@@ -120,7 +120,7 @@ def parsing(raw: bytes, path: str) -> Steps:
 
 
 def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
-    # A field of the other endpoint says nothing: it must not be taken for the prompt.
+    # A field of the other endpoint must not be taken for the prompt.
     if path == CHAT:
         body.pop("prompt", None)
         _check(body, "messages", "a list of messages", isinstance(body.get("messages"), list))
@@ -133,7 +133,7 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
     for name in _TRANSFERS:
         body.pop(name, None)
     if isinstance(extra := body.get("vllm_xargs"), dict):
-        # vLLM reads them from there as well, and expects no text. The copy has no JSON of the client's with it.
+        # vLLM reads the transfer fields from here as well. The new dict also loses the client's own JSON text.
         body["vllm_xargs"] = {name: one for name, one in extra.items() if name not in _TRANSFERS}
     for name, read in _AS_ENGINES_READ.items():
         if name in body:
@@ -148,7 +148,8 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """`5.0` and `"5"` as 5; anything else as it is. Some languages have no other numbers, some clients send what was typed."""
+    """`5.0` and `"5"` as 5; any other value unchanged. Some languages have only floats, and some clients send numbers
+    as text."""
     if type(value) is float and value.is_integer():
         return int(value)
     if isinstance(value, str) and _INTEGER.fullmatch(value):
@@ -157,7 +158,7 @@ def _whole(value: Any) -> Any:
 
 
 def _flag(value: Any) -> Any:
-    """1, `"true"` and the like as True, their opposites as False; anything else as it is."""
+    """1, `"true"` and the like as True, their opposites as False; any other value unchanged."""
     word = value.lower() if isinstance(value, str) else value
     if type(word) not in (int, float, str):
         return value
@@ -170,11 +171,11 @@ _AS_ENGINES_READ = {
     "stream": _flag,
     **dict.fromkeys(("n", "best_of", "max_tokens", "max_completion_tokens"), _whole),
 }
-"""Both kinds of engines read their requests by pydantic's lax rules, so the router must read these fields alike."""
+"""Both kinds of engines parse requests by pydantic's lax rules, so the router must parse these fields alike."""
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """A body that `parsing` has made, or one of its values replaced, as JSON bytes. Large fields go as the client wrote them."""
+    """A body from `parsing` as JSON bytes. Values may have been replaced. Large fields keep the client's JSON."""
     large = any(isinstance(value, RawField) for value in body.values())
     if not large:
         return _encoded(body)
@@ -182,21 +183,22 @@ def encode(body: Mapping[str, Any]) -> bytes:
     for name, value in body.items():
         json_of = value.raw if isinstance(value, RawField) else _encoded(value)
         parts += [b"," if parts else b"{", _encoded(name), b":", json_of]
-    return b"".join([*parts, b"}"])  # large fields are copied once
+    return b"".join([*parts, b"}"])  # copies large fields only once
 
 
 def _encoded(value: object) -> bytes:
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
-        # In ASCII unpaired surrogates survive, too.
+        # ASCII escapes keep unpaired surrogates.
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _decoded(raw: bytes) -> Any:
-    """As Python's own decoder reads it, which is slower and takes more: other encodings, unpaired surrogates. Its errors say more."""
+    """Decode with Python's own decoder. It is slower, but accepts other encodings and unpaired surrogates, and its
+    errors say more."""
     collects = gc.isenabled()
-    gc.disable()  # it looks through all lists so far at every 700th: four fifths of the time
+    gc.disable()  # the collector scans all lists so far at every 700th list, which takes four fifths of the time
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeError):
@@ -213,7 +215,7 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
             return "several_answers"
     if body.get("use_beam_search"):
         return "beam_search"
-    # Logprobs of the prompt come from computing it, which received KV replaces.
+    # Logprobs of the prompt need its computation, which a handoff replaces.
     if body.get("prompt_logprobs") is not None or body.get("echo"):
         return "prompt_logprobs"
     if "messages" in body:
@@ -221,18 +223,18 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     prompt = body.get("prompt")
     if body.get("prompt_embeds") is not None or not prompt:
         return "no_tokens"
-    # Where the first is a token id all are, or an engine refuses it.
+    # If the first element is a token id, all are, or the engine refuses the prompt.
     if isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int:
         return "batch"
     return None
 
 
 def needs_one_engine(body: Mapping[str, Any], endpoint: str = "") -> str:
-    """What no pair of SGLang's engines answers, with what to do; empty for anything else. Its engines give all
-    answers of a request one transfer, and tell logprobs of the prompt in the prefill engine's answer.
+    """What no pair of SGLang engines can answer, and what to do; empty if a pair can. SGLang uses one transfer for
+    all answers of a request, and returns logprobs of the prompt in the prefill engine's answer.
 
     Args:
-        endpoint: path of one of `ONE_ENGINE`; empty for others.
+        endpoint: one of `ONE_ENGINE`; empty for all other endpoints.
     """
     alone = "or add an engine that works alone to the router (--decode): vLLM's, or SGLang's without --disaggregation-mode"
     if endpoint:
@@ -240,23 +242,21 @@ def needs_one_engine(body: Mapping[str, Any], endpoint: str = "") -> str:
         return (
             ""
             if endpoint in TOKENIZERS
-            else f"{endpoint}: not with pairs of SGLang's engines; {served}"
+            else f"{endpoint}: pairs of SGLang engines cannot answer it; {served}"
         )
     if (body.get("n") or 1) > 1:
         return f"n {body['n']}: pairs of SGLang's engines give one answer; send the request n times, {alone}"
     if body.get("use_beam_search"):
-        return f"use_beam_search: not with pairs of SGLang's engines; leave it out, {alone}"
+        return f"use_beam_search: pairs of SGLang engines cannot do it; leave it out, {alone}"
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs")):
-        return (
-            f"logprobs of the prompt: not with pairs of SGLang's engines; leave them out, {alone}"
-        )
+        return f"logprobs of the prompt: pairs of SGLang engines cannot return them; leave them out, {alone}"
     return ""
 
 
 def with_tokens(body: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
-    """A completion whose text is replaced by its tokens, so that the engine need not tokenize it.
+    """The completion with tokens in place of its text, so the engine need not tokenize it.
 
-    A chat, an answer with the prompt in it, and a prompt that the engine is to shorten stay as they are.
+    A chat, an answer that includes the prompt, and a prompt that the engine must truncate stay as they are.
     """
     if not isinstance(body.get("prompt"), str) or any(body.get(name) for name in _READS_TEXT):
         return dict(body)
@@ -264,7 +264,7 @@ def with_tokens(body: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any
 
 
 def prefill_copy(body: Mapping[str, Any], transfer: str) -> dict[str, Any]:
-    """The same prompt with one token to generate, its KV kept under the id `transfer`."""
+    """The same prompt with one token to generate. The engine keeps its KV under the id `transfer`."""
     copy = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
     copy["stream"] = False
     copy["max_tokens"] = 1
@@ -275,20 +275,20 @@ def prefill_copy(body: Mapping[str, Any], transfer: str) -> dict[str, Any]:
 
 
 def decode_copy(body: Mapping[str, Any], address: ProducerAddress, transfer: str) -> dict[str, Any]:
-    """The client's request. Its prompt's KV comes from `address` under the id `transfer`."""
+    """The client's request, with the prompt's KV from `address` under the id `transfer`."""
     return {**body, "kv_transfer_params": decode_params(address, transfer)}
 
 
 def single_engine_copy(body: Mapping[str, Any]) -> dict[str, Any]:
     """The client's request for one engine, without a transfer.
 
-    A client's own transfer parameters are not trusted: they are dropped.
+    Transfer parameters of the client are not trusted, so they are dropped.
     """
     return {name: value for name, value in body.items() if name != "kv_transfer_params"}
 
 
 def probe(model: str) -> dict[str, Any]:
-    """A request that a prefill engine answers with its address. It leases nothing."""
+    """A request that a prefill engine answers with its address. The request leases nothing."""
     return {
         "model": model,
         "prompt": "a",
@@ -298,7 +298,7 @@ def probe(model: str) -> dict[str, Any]:
 
 
 def address_in(answer: object) -> ProducerAddress | None:
-    """The address in a prefill engine's answer, None if it carries none."""
+    """The address in a prefill engine's answer; None if there is none."""
     return parse_address(answer.get("kv_transfer_params")) if isinstance(answer, dict) else None
 
 
@@ -325,7 +325,7 @@ def _finite(digits: str) -> float:
 
 
 def cached_tokens_in(answer: object) -> int | None:
-    """Prompt tokens that an engine found cached, as its answer says; None: it does not."""
+    """Prompt tokens that an engine found cached, by its answer; None: not reported."""
     found = answer
     for name in ("usage", "prompt_tokens_details", "cached_tokens"):
         found = found.get(name) if isinstance(found, dict) else None

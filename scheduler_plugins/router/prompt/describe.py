@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy is told of a client's request: read from its body and headers, and from its tokens if they are known."""
+"""Makes the `Request` for policies from a client's body and headers, and from its tokens if they are known."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from scheduler_plugins.router.prompt.body import BadRequestError
 
 SESSION_HEADER = "X-Session-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-"""Milliseconds after which the client does not want an answer any more."""
+"""Header with the milliseconds after which the client no longer wants an answer."""
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
-"""Tokens of a block: hashes stand for pieces of `CHUNK_BYTES` bytes of text."""
+"""Approximate tokens of one text block: a hash covers `CHUNK_BYTES` bytes of text."""
 _MOST_DIGITS = 15
-"""A number of milliseconds with more is no limit."""
+"""A number of milliseconds with more digits counts as no limit."""
 _DEFAULT_MAX_TOKENS = 16
 _MOST_TOKENS = 1 << 31
-"""No answer has more; a client's number may be too large to be reckoned with."""
+"""Cap on a client's `max_tokens`. No answer is longer, and a huge number would spoil sums."""
 
 
 def timeout_s(headers: Mapping[str, str]) -> float:
-    """Seconds that the client gives the request; infinite if it says nothing.
+    """The client's time limit for the request, in seconds; infinite if it sets none.
 
     Raises:
-        BadRequestError: it says something else than a number of milliseconds.
+        BadRequestError: the header is no number of milliseconds.
     """
     told = headers.get(TIMEOUT_HEADER)
     if told is None:
@@ -52,9 +52,9 @@ def describe(
     """The request as policies see it.
 
     Args:
-        lengths: knows how many tokens a text has, by what engines said of earlier ones.
-        tokens: the prompt's token ids (`index.hashes.token_bytes`); None: nobody has tokenized it.
-        adapter: name of the LoRA adapter that it asks for.
+        lengths: estimates the tokens of a text from counts that engines reported earlier.
+        tokens: the prompt's token ids (`index.hashes.token_bytes`); None: it is not tokenized.
+        adapter: name of the LoRA adapter that the request asks for.
     """
     prompt = prompt_of(body)
     salt = body.get("cache_salt")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A large JSON object, decoded in pieces, so that everything else goes on between them.
+"""Decodes a large JSON object in pieces, so other work goes on between the pieces.
 
-The decoder itself never releases the interpreter's lock, so another thread would not help. Values of up to `PIECE_BYTES` are decoded
-at once; larger ones are cut between their elements, and a text between its characters.
+A thread would not help, because the decoder never releases the interpreter's lock. Values of up to `PIECE_BYTES` are
+decoded at once. Larger values are split between elements, and texts between characters.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 PIECE_BYTES = 64 << 10
-"""Decoded at once: 10 ms at most, however many values it holds."""
+"""Bytes that are decoded at once. A piece takes at most 10 ms, however many values it holds."""
 MOST_PARTS = 100_000
-"""Objects, lists and texts in a body. Whoever describes a request walks through them; a chat of 10,000 messages has 60,000."""
+"""Most objects, lists and texts in a body. The router walks through all of them; a chat of 10,000 messages has
+60,000."""
 MOST_VALUES = 4_000_000
-"""Token ids, say: no model has a context of so many. What separates values is counted in short texts, too."""
+"""Most values in a body, such as token ids. No model's context is that long. Separators inside short texts are
+counted as values, too."""
 MOST_FIELDS = 1_000
-"""Fields of the object itself."""
+"""Most fields of the top-level object."""
 _MOST_DEPTH = 32
-"""Levels of values that are larger than a piece: an image in a chat lies in the seventh."""
+"""Most nesting levels of values that are larger than a piece. An image in a chat is at the seventh level."""
 _COMMA_BYTES, _LIST_BYTES, _OBJECT_BYTES = 40, 72, 240
-"""What a value, a list and an object take in memory beside their text, at most."""
+"""Most memory of a value, a list and an object, beyond the text."""
 
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 _STRUCTURE = re.compile(rb'[\[\]{}"]')
@@ -31,15 +33,15 @@ _TEXT = re.compile(rb'[^"\\]*+(?:\\(?:u[0-9a-fA-F]{4}|[^u])[^"\\]*+)*+')
 _LEAF = re.compile(rb'[^,\]}\[{"\s]++')
 
 Steps = Generator[int, None, Any]
-"""Yields the bytes that the next piece takes in memory; returns the value."""
+"""Yields the size in memory of the next piece, in bytes; returns the value."""
 
 
 class TooComplexError(ValueError):
-    """More parts, fields or levels than any request has."""
+    """The object has more parts, fields or levels than any request needs."""
 
 
 class RawField:
-    """A large field of the body, and its JSON, which engines are sent. Nobody changes the value."""
+    """A large field of the body, with its JSON for the engines. The value is never changed."""
 
     raw: memoryview
 
@@ -57,7 +59,7 @@ _WITH_RAW: dict[type, type[RawField]] = {str: _Text, list: _List, dict: _Object}
 
 
 def memory_of(piece: bytes) -> int:
-    """Bytes that a JSON text takes once it is decoded, at most."""
+    """Upper bound of a JSON text's size in memory once it is decoded, in bytes."""
     commas, lists, objects = map(piece.count, (b",", b"[", b"{"))
     return len(piece) + _COMMA_BYTES * commas + _LIST_BYTES * lists + _OBJECT_BYTES * objects
 
@@ -72,11 +74,11 @@ class PieceDecoder:
         self._parts = self._values = 0
 
     def steps(self) -> Steps:
-        """The object, piece by piece. Its large fields have their JSON with them.
+        """The object, piece by piece. Large fields keep their JSON.
 
         Raises:
-            ValueError: it is no JSON object.
-            TooComplexError: it is one that no engine would want.
+            ValueError: the text is no JSON object.
+            TooComplexError: the object exceeds a limit.
         """
         found: dict[str, Any] = {}
         self._expect(b"{")
@@ -117,7 +119,7 @@ class PieceDecoder:
             raise TooComplexError(
                 f"it is nested too deeply: its large parts in {_MOST_DEPTH} levels"
             )
-        yield 0  # a window was looked through
+        yield 0  # pause: a window has been scanned
         first = self._peek()
         if first == b'"':
             return (yield from self._long_text())
@@ -129,7 +131,7 @@ class PieceDecoder:
         raise ValueError(f"a value is no JSON (byte {start})")
 
     def _piece(self, start: int, end: int, form: bytes = b"%b") -> Steps:
-        """The values from `start` to `end`, counted before there are any."""
+        """The values from `start` to `end`. They are counted before they are decoded."""
         piece = self._raw[start:end]
         if not piece.strip():
             raise ValueError(f"a value is missing (byte {start})")
@@ -179,7 +181,7 @@ class PieceDecoder:
             assert found is not None
             end = found.end()
             while end > start and end < len(self._raw) and self._raw[end] & 0xC0 == 0x80:
-                end -= 1  # not inside a character
+                end -= 1  # do not split a character
             ended = self._raw[end : end + 1] == b'"'
             if end == start and not ended:
                 raise ValueError(f"a text does not end, or is no text (byte {start})")
@@ -195,7 +197,7 @@ class PieceDecoder:
                 return "".join(parts)
 
     def _end_of_value(self, start: int) -> int:
-        """Where the value that begins here ends; 0: not within a piece."""
+        """End of the value that begins at `start`; 0: it does not end within a piece."""
         first = self._raw[start : start + 1]
         if first not in (b"[", b"{", b'"'):
             leaf = _LEAF.match(self._raw, start, start + PIECE_BYTES)
@@ -206,7 +208,7 @@ class PieceDecoder:
         for found in _TOKEN.finditer(self._raw, start, start + PIECE_BYTES):
             token = found[0]
             if token == b'"':
-                return 0  # a text that goes on
+                return 0  # the text goes on
             if token != b",":
                 parts += token not in (b"]", b"}")
                 depth += (token in (b"[", b"{")) - (token in (b"]", b"}"))
@@ -216,10 +218,10 @@ class PieceDecoder:
         return 0
 
     def _last_comma(self, start: int) -> int:
-        """The last place within a piece where the elements of a list that begin here can be cut; 0: there is none."""
+        """The last place within a piece where the list elements from `start` on can be split; 0: there is none."""
         end = start + PIECE_BYTES
         first = _STRUCTURE.search(self._raw, start, end)
-        if first is None or first[0] == b"]":  # numbers: most of what is large and no text
+        if first is None or first[0] == b"]":  # numbers, the most common large values besides texts
             if first is not None:
                 return first.start()
             return max(0, self._raw.rfind(b",", start, end))
@@ -257,7 +259,7 @@ class PieceDecoder:
         return name
 
     def _ends(self, mark: bytes) -> bool:
-        """Whether the list or the object ends here; else a comma is passed."""
+        """Whether the list or object ends here. If not, skip the comma."""
         if self._peek() == mark:
             self._expect(mark)
             return True
@@ -288,5 +290,5 @@ class PieceDecoder:
 
 
 def _is_half(character: str, first: int) -> bool:
-    """Whether a character is half of one beyond U+FFFF: the first (0xD800) or the second (0xDC00)."""
+    """Whether a character is half of a surrogate pair: the first half (0xD800) or the second (0xDC00)."""
     return bool(character) and first <= ord(character) < first + 0x400

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a request: from the decision through the streams of its attempts to the client's last token.
+"""The life of a request: from the routing decision through its attempts to the client's last token.
 
 | modules | what they are |
 |---|---|
 | `proxy` | the client's request: attempts until one has answered |
-| `asked` | what engines are asked for it, and policies told |
+| `asked` | the request as engines and policies see it |
 | `turns`, `decision` | its wait at the front, and the engines of its next attempt |
 | `dispatch` | one attempt: what its engines are sent |
-| `responder`, `aborts` | an engine's answer on its way to the client, and whether somebody wanted that it ended early |
-| `resumable`, `resume`, `tail` | which streams can go on at another engine, what a client was sent of one, and how the other engine goes on with it |
-| `shared` | what all requests have in common |
+| `responder`, `aborts` | an engine's answer on its way to the client, and whether an early end was wanted |
+| `resumable`, `resume`, `tail` | which streams can go on at another engine, the part of a stream that was sent, and
+how another engine goes on |
+| `shared` | the objects that all requests share |
 """

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers with `finish_reason` `abort`: whether somebody wanted that, or the engine is being stopped.
+"""Answers with `finish_reason` `abort`: tells a wanted abort from an engine that is being stopped.
 
-| engine | why it aborts | what it answers then |
+| engine | why it aborts | its answer then |
 |---|---|---|
-| vLLM | SIGTERM (without `--shutdown-timeout`), or a fault that it may recover from | `/is_paused`: 500, nothing, or no connection: its core takes no more commands |
+| vLLM | SIGTERM (without `--shutdown-timeout`), or a fault that it may recover from | `/is_paused`: 500, nothing, or
+no connection, because its core takes no more commands |
 | vLLM | `/pause`, `/abort_requests`, `/sleep` (`VLLM_SERVER_DEV_MODE=1`) | `/is_paused`: 200 |
 | SGLang | `/abort_request`, `/pause_generation` | it drains at SIGTERM, and answers faults with an error |
 
-vLLM 0.32: `EngineCoreProc._handle_shutdown` sends the aborts after its state has changed, from which on `_reject_utility_in_shutdown`
-turns commands away; so a 200 that is asked for behind an abort tells for certain that it was no shutdown.
+In vLLM 0.32, `EngineCoreProc._handle_shutdown` first changes the state and then sends the aborts. After the change,
+`_reject_utility_in_shutdown` rejects commands. So an answer 200 after an abort proves that it was no shutdown.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from scheduler_plugins.router.request.shared import Shared
 
 PAUSED = "/is_paused"
 PAUSED_S = 1.0
-"""Longest wait for an answer: a client's stream stands still meanwhile."""
+"""Longest wait for an answer. The client's stream pauses meanwhile."""
 
 
 async def is_wanted_abort(
     engine: BackendEngine, shared: Shared, headers: Mapping[str, str]
 ) -> bool:
-    """Whether an engine that has just ended an answer early was told to. False where that cannot be known: then another
+    """Whether an engine that has just ended an answer early was told to do so. False if that is unknown: then another
     engine answers, and nothing is lost.
 
     Args:
-        headers: the client's, as engines get them.
+        headers: the client's headers, as engines get them.
     """
     if engine.kind is Kind.SGLANG:
         return True

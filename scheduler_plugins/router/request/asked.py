@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines are asked for one client, and what policies know of it."""
+"""A client's request, as engines and policies see it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from scheduler_plugins.router.tokens.prompt_tokens import NOT_TOKENIZED, Tokeniz
 
 
 class Asked:
-    """The client's request at first; the rest of its answer, once a stream goes on at another engine.
+    """The request to engines. First it is the client's request; if a stream goes on at another engine, it asks for
+    the rest.
 
     Attributes:
-        headers: as engines get them.
-        path, body: of the request to an engine.
-        request: the same, as policies see it.
-        ids: of the prompt, as the engine that decodes reads it; None: it was not asked for them.
+        headers: the headers that engines get.
+        path, body: path and body of the request to an engine.
+        request: the request as policies see it.
+        ids: token ids of the prompt, as the decode engine reads it; None: not asked for.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Asked:
 
     @property
     def one_engine(self) -> bool:
-        """Whether one engine serves it, because its endpoint knows no transfers."""
+        """Whether one engine serves the request, because its endpoint has no transfers."""
         return self.path in ONE_ENGINE
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt's length, where it is known and not only estimated; else 0."""
+        """Length of the prompt in tokens; 0 if only an estimate exists."""
         prompt = self.body.get("prompt")
         if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
             return len(prompt)
@@ -74,7 +75,7 @@ class Asked:
         return bool(self.body.get("stream"))
 
     async def tokenize(self) -> None:
-        """Learn the prompt's tokens, where engines are told apart by them."""
+        """Tokenize the prompt, if the choice of engines depends on its tokens."""
         if self.one_engine:
             return
         found = await self._shared.tokens.of(self.body)
@@ -84,7 +85,8 @@ class Asked:
                 self._in_tokens = with_tokens(self.body, token_list(found.tokens)), found.digest
 
     def body_for(self, *engines: BackendEngine) -> dict[str, Any]:
-        """`body` with its tokens for its text, if all these engines are known to make the same tokens of it; else `body`."""
+        """`body` with token ids in place of its text, if all these engines are known to make the same ids of it; else
+        `body`."""
         if self._in_tokens is None:
             return self.body
         body, digest = self._in_tokens
@@ -92,7 +94,7 @@ class Asked:
         return body if all(known.confirmed(digest, engine) for engine in engines) else self.body
 
     def ask_for_rest(self, rest: dict[str, Any]) -> None:
-        """Ask for `StreamRecord.next_body` from now on: a completion, or the client's chat once more."""
+        """From now on, ask for `StreamRecord.next_body`: a completion, or the client's chat once more."""
         if "messages" in rest:
             return
         self.body, self.path, self.ids, self._in_tokens = rest, COMPLETIONS, None, None
@@ -103,7 +105,7 @@ class Asked:
         )
 
     def _described(self, known: Tokenized = NOT_TOKENIZED) -> Request:
-        """It as policies see it, with what its class is promised."""
+        """The request as policies see it, with the promises of its class."""
         found = describe(
             self.body,
             self.headers,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the policy which engines a request goes to next."""
+"""Asks the policy for the next engines of a request."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,20 +15,21 @@ from scheduler_plugins.router.routing.promises import kept_by
 from scheduler_plugins.router.routing.view import LiveView
 
 LEAST_PAUSE_S = 1e-3
-"""A policy that wants to be asked again at once, for ever, must not stop everything else."""
+"""Shortest pause before a policy is asked again. A policy that always defers must not block the
+event loop."""
 
 
 async def next_attempt(
     shared: Shared, candidates: Candidates, request: Request, arrived: float, *, begun: bool
 ) -> Attempt | None:
-    """What the policy decides; None if no engine is left to ask, or all are overloaded.
+    """The policy's decision; None if no engine is left, or all are overloaded.
 
     Args:
-        arrived: when the request came, by the event loop's clock.
-        begun: the client has been sent something, so the request is turned away no more.
+        arrived: when the request came, on the event loop's clock.
+        begun: the client has a part of the answer, so the request can no longer be rejected.
 
     Raises:
-        RejectedError: the policy turns the request away.
+        RejectedError: the policy rejects the request.
     """
     loop = asyncio.get_running_loop()
     while (engines := candidates.able(begun=begun)) is not None:
@@ -53,7 +54,7 @@ async def next_attempt(
         others = [one for one in engines.prefill if one is not answering]
         if p is None and (answering.computes_prompts or not others):
             return Attempt(answering, None, engines.cause or "policy")
-        # An engine that computes no prompts gets the least busy one to do it.
+        # An engine that computes no prompts gets the least busy prefill engine.
         able = (*engines.prefill, *engines.cpu_prefill)
         prefill = (
             least(others, lambda one: one.open_requests, shared.random)
@@ -78,11 +79,11 @@ def _asked(
     margin: float,
     begun: bool,
 ) -> Request:
-    """The request with what is still promised to it, as the policy is asked.
+    """The request for the policy, with its remaining promises.
 
-    Predictions have to stay below the promise by `margin`, a factor.
+    `margin` is a factor: predictions times `margin` must keep the promise.
     """
-    if begun:  # it was let in
+    if begun:  # it was accepted before
         return request._replace(ttft_slo_s=inf, tpot_slo_s=inf)
     promised = kept_by(request, prefill, decode)
     return promised._replace(ttft_slo_s=promised.ttft_slo_s / margin - waited_s)

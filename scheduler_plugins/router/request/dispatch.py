@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt: the engines that were chosen are sent what they are asked, and one of them answers the client."""
+"""One attempt: sends the requests to the chosen engines, and passes one answer to the client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatch:
-    """Makes the attempts of one request. Whether there is another one, and with whom, is decided elsewhere."""
+    """Makes the attempts of one request. `proxy` and `decision` decide on further attempts and their engines."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Dispatch:
         """Send nothing yet.
 
         Args:
-            candidates: is told of a prefill engine that fails.
-            record: notes what the client is sent of a stream that another engine could go on with.
+            candidates: learns of a prefill engine that fails.
+            record: notes the sent part of a stream that another engine can go on with.
         """
         self._shared = shared
         self._config = shared.config
@@ -71,8 +71,8 @@ class Dispatch:
         """Answer the client. Returns the response and the outcome for the metrics.
 
         Raises:
-            EngineFailedError: the answering engine failed, or waits for a prefill engine that did.
-            ClientGoneError: there is nobody to answer any more.
+            EngineFailedError: the answering engine failed, or it waits for a prefill engine that failed.
+            ClientGoneError: the client has left.
         """
         request, circuit = self._asked.request, attempt.answering.circuit
         circuit.sent()
@@ -125,14 +125,14 @@ class Dispatch:
                 client_error = 400 <= answer.status < 500
                 return await self._pass_on(answer, attempt, copy)
         finally:
-            # A request that is wrong in itself fails on both sides, which says nothing about P.
+            # A wrong request fails on both sides, so the prefill engine is not to blame.
             if copy.failure is not None and not client_error:
                 self._note_prefill(copy.engine, copy.failure)
 
     async def _handoff(
         self, decode: BackendEngine, prefill: BackendEngine, rank: int | None
     ) -> engine_bodies.Handoff:
-        """What both engines are sent. Raises RefusedError, EngineFailedError."""
+        """The requests to both engines. Raises RefusedError, EngineFailedError."""
         asked, told = self._asked, as_told(prefill, rank)
         if told.kind is (decode.kind or Kind.VLLM):
             return engine_bodies.of_one_kind(self._body(decode, prefill), asked.path, told)
@@ -147,16 +147,17 @@ class Dispatch:
         return engine_bodies.of_two_kinds(self._body(decode), told, asked.ids)
 
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A prefill engine failed its copy: the next attempt uses another one."""
+        """A prefill engine failed its copy of the request: the next attempt uses another one."""
         self._candidates.prefill_failed(engine, failure)
-        # The answering engine has taken the request: now it counts. The copy could not know that.
+        # The answering engine has accepted the request, so the refusal counts against the prefill engine.
         if failure.blames_request and not isinstance(failure, RefusedError):
             self._shared.pool.report_failure(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
         logger.warning("request %s: prefill on %s failed: %s", self._asked.id, engine.url, failure)
 
     def _body(self, engine: BackendEngine, *besides: BackendEngine) -> dict[str, Any]:
-        """What the answering engine is asked, and for the ids that a resumption needs. `besides`: is asked the same."""
+        """The body for the answering engine. It also asks for the ids that a resumption needs. `besides`: engines
+        that get the same body."""
         body = self._asked.body_for(engine, *besides)
         if self._record is None or engine.kind is Kind.SGLANG:
             return body
@@ -172,13 +173,13 @@ class Dispatch:
     async def _answer(
         self, engine: BackendEngine, call: EngineCall, copy: PrefillCopy | None
     ) -> AsyncIterator[Exchange]:
-        """The engine's answer, once it is one that the client should see."""
+        """The engine's answer, once its status is fit for the client."""
         config = self._config
         streams = self._asked.streams
         first_byte_s = config.first_byte_timeout_s if streams else config.answer_timeout_s
         timeouts = ResponseTimeouts(first_byte_s, config.idle_timeout_s)
         if copy is not None:
-            await asyncio.sleep(0)  # the copy goes out first: the decode engine waits for its KV
+            await asyncio.sleep(0)  # send the copy first: the decode engine waits for its KV
         async with exchange(
             self._shared.connections, engine, call, timeouts, config, copy
         ) as answer:

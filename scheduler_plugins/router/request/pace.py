@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a stream's tokens come: teaches the router what decode steps cost an engine that does not tell."""
+"""The pace of a stream's tokens. It teaches the router the decode costs of engines that do not report them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.request.resume import StreamRecord
 
 FEWEST, MOST = 16, 64
-"""Tokens that a stream is watched for, the first left out. Fewer say too little; more only delay the lesson."""
+"""Fewest and most tokens that a stream is watched for, without the first. Fewer say too little; more only delay the
+result."""
 
 
 class Pace:
-    """Watches the beginning of one stream, and teaches once."""
+    """Watches the beginning of one stream, and reports once."""
 
     def __init__(
         self,
@@ -27,9 +28,9 @@ class Pace:
         """Nothing has come yet.
 
         Args:
-            engine: answers.
-            record: has noted the answer's tokens before `note` is called; None: an event counts as a token.
-            learnt: told what a step took, in seconds, and what decoded together, as policies count it.
+            engine: the answering engine.
+            record: has noted the answer's tokens before each call of `note`; None: an event counts as one token.
+            learnt: called with the load of a step and its duration in seconds.
         """
         self._engine = engine
         self._record = None if engine.kind is Kind.SGLANG else record
@@ -56,7 +57,7 @@ class Pace:
             self.end()
 
     def give_up(self) -> None:
-        """The client kept the stream waiting: it says no more of the engine."""
+        """Stop watching: the client delayed the stream, so its pace says nothing about the engine."""
         self._watches = False
 
     def end(self) -> None:
@@ -64,7 +65,7 @@ class Pace:
         steps = self._last - self._first
         if self._watches and steps >= FEWEST:
             batch, context = self._load()
-            # Of a stream that is short beside the others', the load at its ends is its load.
+            # A watched stretch is short, so the mean of the loads at its ends is its load.
             load = StepLoad(0, 0, (self._batch + batch + 1) // 2, (self._context + context) // 2)
             self._learnt(self._engine, load, (self._last_s - self._first_s) / steps)
         self._watches = False

@@ -46,7 +46,7 @@ class ClientRequest:
         self._asked = asked = Asked(shared, request.path, headers, parsed, arrived)
         resumes = not asked.one_engine and resumable(parsed)
         self._record = StreamRecord(parsed, request.path) if resumes else None
-        """What the client was sent of a stream that another engine could go on with."""
+        """The sent part of a stream that another engine can go on with."""
         if shared.config.router_key:
             key = class_key(shared.config.router_key)
             headers[CLASS_HEADER] = signed(asked.request.qos, asked.id, key)
@@ -66,7 +66,7 @@ class ClientRequest:
             endpoint=request.path if asked.one_engine else "",
         )
         self.trace = shared.tracing.request(headers, request.path, asked.id)
-        """Its spans; whoever serves it finishes them."""
+        """The spans of the request; its server finishes them."""
         self._dispatch = Dispatch(
             shared, asked, self._candidates, self._responder, self._record, self.trace
         )
@@ -85,10 +85,10 @@ class ClientRequest:
         """Answer the client. Returns the response and the outcome for the metrics.
 
         Raises:
-            UnavailableError: no engine could, and nothing has been sent.
-            AllOverloadedError: the same, and some engine only lacked room.
-            BadRequestError: no engine of the router's ever answers such a request.
-            ClientGoneError: there is nobody to answer any more.
+            UnavailableError: no engine could answer, and nothing has been sent.
+            AllOverloadedError: as UnavailableError, but some engine only lacked room.
+            BadRequestError: none of the router's engines can ever answer such a request.
+            ClientGoneError: the client has left.
         """
         self._shared.retries.request()
         await self._asked.tokenize()
@@ -133,7 +133,7 @@ class ClientRequest:
                     if await self._goes_on(attempt, failure):
                         continue
                 if self._client.begun:
-                    # The failure's own words may name the engine; the log has them.
+                    # The failure's message may name the engine, so only the log gets it.
                     why = f"a {attempt.answering.role} engine failed ({failure.cause})"
                     return await self.interrupt(why), "interrupted"
                 self._shared.metrics.retries.labels(failure.cause).inc()
@@ -146,14 +146,14 @@ class ClientRequest:
         raise self._candidates.exhausted()
 
     def _to_blame(self, attempt: Attempt, failure: EngineFailedError) -> bool:
-        """Whether the answering engine is; not for lack of room or a wrong request, nor if it only says that it got no KV: a
-        prefill engine dies with that of all its requests."""
+        """Whether the answering engine is to blame. It is not for lack of room, for a wrong request, or for missing
+        KV: a dying prefill engine takes the KV of all its requests with it."""
         if failure.blames_request or isinstance(failure, PrefillRefusedError | OverloadedError):
             return False
         return not (failure.answered and self._candidates.lost_prefill(attempt))
 
     async def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
-        """Whether the stream can go on at another engine; the next attempt asks for the rest then."""
+        """Whether the stream can go on at another engine. If so, the next attempt asks for the rest."""
         record, asked = self._record, self._asked
         if record is None or record.next_body() is None:
             return False

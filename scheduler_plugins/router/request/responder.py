@@ -34,16 +34,16 @@ from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.resume import StreamRecord
 
 ENDS_S = 1.0
-"""Longest wait for the end of a stream whose end mark has come."""
+"""Longest wait for the end of a stream after its end mark."""
 
 
 class Responder:
     """Answers one client.
 
     Args:
-        arrived: when its request came, on the event loop's clock.
-        wanted_abort: whether an engine that ended an answer early was told to (`aborts.py`).
-        end_mark: whether its stream must end with `[DONE]`.
+        arrived: when the request came, on the event loop's clock.
+        wanted_abort: tells whether an engine that ended an answer early was told to do so (`aborts.py`).
+        end_mark: whether the stream must end with `[DONE]`.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Responder:
     ) -> None:
         self._wanted_abort = wanted_abort
         self.whole = False
-        """Whether the client was sent all events of a stream, its end mark included."""
-        self._withheld = b""  # an abort, and what came with it
+        """Whether the client got all events of a stream, including the end mark."""
+        self._withheld = b""  # an abort, and the events that came with it
         self._aborts_pass = not end_mark
         self._end_mark = end_mark
         self._client = client
@@ -76,26 +76,26 @@ class Responder:
         served: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
     ) -> tuple[web.StreamResponse, str]:
-        """Hand an engine's answer to the client. Returns the response and the outcome for the metrics.
+        """Pass an engine's answer to the client. Returns the response and the outcome for the metrics.
 
         Args:
-            flow: the attempt's, as a metric label.
-            copy: the prefill side, whose answer says what was cached, and has the first token's log probabilities if this one
-                has not.
-            record: notes what the client is sent of a stream that another engine could go on with.
-            served: called once the engine has begun to answer well.
-            pace: watches how fast a stream's tokens come.
+            flow: the attempt's flow, as a metric label.
+            copy: the prefill side. Its answer has the count of cached tokens, and the first token's log probabilities
+                if `answer` lacks them.
+            record: notes the sent part of a stream that another engine can go on with.
+            served: called once the engine has begun a good answer.
+            pace: watches the pace of the stream's tokens.
 
         Raises:
-            EngineFailedError: the engine broke off, or said in a stream's first event that it failed.
-            ClientGoneError: there is nobody to answer any more.
+            EngineFailedError: the engine broke off, or reported a failure in a stream's first event.
+            ClientGoneError: the client has left.
         """
         kind = answer.headers.get("Content-Type", "")
         if answer.status == 200 and kind.startswith(EVENT_STREAM):
             return await self._stream(answer, flow, copy, record, served, pace), "ok"
         if self._client.begun:
             raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
-        # Held until it is whole: should the engine die halfway, another one can still answer.
+        # Held until it is complete: if the engine dies halfway, another one can still answer.
         content = await answer.read_all()
         if answer.status == 200:
             aborted = self._end_mark and ABORTED in content
@@ -114,13 +114,14 @@ class Responder:
         return await self._client.finish(), outcome
 
     async def end(self, events: bytes) -> web.StreamResponse:
-        """End a stream whose engine was lost after its last token, with the events that it owed."""
+        """End a stream whose engine was lost after the last token. `events`: the events that the engine still
+        owed."""
         if events:
             await self._client.write(events)
         return await self._client.finish()
 
     async def refuse(self, error: RefusedError) -> web.StreamResponse:
-        """Hand on the engine's own words on what is wrong with the request."""
+        """Pass on the engine's own refusal of the request."""
         returned = headers_to_client({"Content-Type": "application/json"}, self._request_id)
         response = web.StreamResponse(status=error.status, headers=returned)
         await self._client.begin(response)
@@ -178,7 +179,7 @@ class Responder:
                     pace.note(events)
             if events and patch is not None:
                 events = patch.events(events)
-            left = events  # not before: what could not be noted is not sent
+            left = events  # only now: an event that could not be noted is not sent
             self.whole = cutter.finished and not failures
             if copy is not None and DETAILS in left:
                 return False
@@ -191,7 +192,7 @@ class Responder:
                 ended = await answer.pass_to(take)
                 left = await _counted(left, answer, copy)
             except BaseException:
-                # Given up between `take` and here. What was noted is not asked for again, so it must not be lost.
+                # Cancelled between `take` and here. Noted events are not asked for again, so they must be sent.
                 if left:
                     client.push(left)
                 raise
@@ -222,7 +223,7 @@ class Responder:
     def _noted(
         self, events: bytes, record: StreamRecord | None
     ) -> tuple[bytes, EngineFailedError | None]:
-        """The events that the client is sent of these, and what has ended them although the answer is not whole."""
+        """The events for the client, and the failure if the stream ended before the answer was complete."""
         failed: EngineFailedError | None = None
         came = events
         if record is not None:
@@ -237,7 +238,7 @@ class Responder:
     async def _unless_wanted(
         self, failed: EngineFailedError, engine: BackendEngine, record: StreamRecord | None
     ) -> bytes:
-        """Give the stream up, unless an abort ends it that somebody wanted: then the events that were withheld."""
+        """The withheld events if the abort was wanted. Otherwise raises `failed`."""
         if failed.cause != "aborted" or not await self._wanted_abort(engine):
             raise failed
         self._aborts_pass = True
@@ -251,12 +252,12 @@ class Responder:
 
 
 def _engines_own(error: tuple[int, str]) -> EngineFailedError:
-    """An error that an engine has put into its stream: status and message."""
+    """The failure for an error (status and message) that an engine put into its stream."""
     return EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
 
 
 async def _to_its_end(answer: Exchange) -> None:
-    """Read what is left behind the end mark, so that the connection can be used again. Nobody is sent it."""
+    """Read and drop the bytes after the end mark, so the connection can be used again."""
     with suppress(TimeoutError, EngineFailedError):
         async with asyncio.timeout(ENDS_S):
             while await answer.read():
@@ -264,7 +265,7 @@ async def _to_its_end(answer: Exchange) -> None:
 
 
 async def _counted(events: bytes, answer: Exchange, copy: PrefillCopy | None) -> bytes:
-    """Events with the right count of cached tokens, if they have one."""
+    """The events, with the count of cached tokens corrected if they have one."""
     if copy is None or DETAILS not in events:
         return events
     usage = await copy.usage_patch(answer.engine.kind)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams that go on at another engine, after the one that answered was lost.
 
-Engines are asked for the ids of prompt and answer (`return_token_ids`). The request that goes on is a completion of both,
-and its events are given the shape and the identity of the first ones. The client sees one answer. A chat of which nothing was
-said yet is asked for once more as it is.
+Engines return the token ids of prompt and answer (`return_token_ids`). The next request is a completion of both, and
+its events get the shape and the identity of the first events. So the client sees one answer. If nothing of a chat was
+sent yet, the chat is sent again unchanged.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OTHER_DELTA = re.compile(rb'"(?:reasoning|reasoning_content|tool_calls)":(?!nul
 UNFINISHED_CHARACTER = "�"
 _UNFINISHED = (UNFINISHED_CHARACTER.encode(), b"\\ufffd", b"\\uFFFD")
 _TAIL = 8
-"""Last tokens that tell whether the text ends with a whole character."""
+"""Number of last tokens that show whether the text ends with a whole character."""
 
 _DONE_TO_THE_PROMPT = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
-"""Fields that made the prompt's tokens of its text. The ids of the rest are not to be treated so again."""
+"""Fields that act when the text becomes tokens. They must not act on the ids a second time."""
 _ONLY_IN_CHATS = frozenset(
     {
         "messages",
@@ -49,64 +49,64 @@ _ONLY_IN_CHATS = frozenset(
 
 
 class StreamRecord:
-    """What a client has been sent of one stream, and what it takes to go on."""
+    """The part of a stream that the client got, and all that another engine needs to go on."""
 
     def __init__(self, body: Mapping[str, Any], path: str) -> None:
-        """`body`: the client's, of a request that is `resumable` (`resumable.py`)."""
+        """`body`: the client's body; the request is `resumable` (`resumable.py`)."""
         self._body = dict(body)
         self._chat = path == CHAT
         self._text_mark = b'"content":"' if self._chat else b'"text":"'
         self._shows_ids = bool(body.get("return_token_ids"))
-        self._prompt: bytes | None = None  # as it was sent: read only if the stream breaks off
+        self._prompt: bytes | None = None  # raw; parsed only if the stream breaks off
         self._sent: list[int] = []
         self._unsettled: list[int] = []
         self._first: dict[str, Any] = {}
         self._lost = False
-        self._garbled = False  # the text ends with what stands for half a character
-        self._several = False  # the last text came with several tokens
+        self._garbled = False  # the text ends with the mark for half a character
+        self._several = False  # the last piece of text came with several tokens
         self._finished = False
         self._told_usage = False
-        self._before = 0  # tokens that were sent before the engine that answers now
+        self._before = 0  # tokens that came before the current engine
         self.context_tokens = 0
-        """Most tokens of prompt and answer together at the engine that began; 0: not known."""
+        """Context length of the first engine (prompt and answer together); 0: not known."""
         self.resumed = 0
         """How often the stream went on elsewhere."""
 
     @property
     def asks(self) -> dict[str, Any]:
-        """What is added to the request, so that the engine tells the ids."""
+        """Fields to add to the request, so the engine returns token ids."""
         return {"return_token_ids": True}
 
     def feed(self, events: bytes) -> bytes:
-        """Note whole events of the engine. Returns what the client is sent instead of them.
+        """Note complete events of the engine. Returns the events for the client.
 
         Raises:
-            EngineFailedError: an engine that goes on for another one sends something else than a completion.
+            EngineFailedError: an engine that goes on with a stream sends something that is no completion.
         """
         try:
             alone = events.find(_END) == len(events) - len(_END)
             if alone and (bare := self._plain(events)) is not None:
                 return bare
-            # Only events that end as vLLM's do are told apart: others would be counted as one.
+            # Only events with vLLM's line ends can be split. Others would count as one event.
             self._lost = self._lost or _OTHER_END in events
             parts = events.split(_END)
             return _END.join(self._noted(part) if part else part for part in parts)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            self._lost = True  # what was noted just now has not been sent
+            self._lost = True  # these events were noted but not sent
             raise EngineFailedError("malformed", "its events are no completion's") from None
 
     def next_body(self) -> dict[str, Any] | None:
-        """The completion that goes on after what was sent, or the client's chat if nothing was said yet; None if that is not
-        known well enough."""
+        """The completion that goes on after the sent part, or the client's chat if nothing was sent yet. None if too
+        little is known."""
         if self._prompt is None or self._lost or self._finished or not self._first:
             return None
         if self._garbled or (self._shows_ids and self._unsettled):
-            return None  # the client would be sent the same twice
+            return None  # the client would get the same part twice
         prompt = _ids(self._prompt)
         if prompt is None:
             return None
         if self._chat and not self._sent:
-            # A parser may have kept back what came, such as the mark that begins the reasoning: only a chat parses it.
+            # A parser may have held back tokens, such as the mark that begins the reasoning. Only a chat parses them.
             return dict(self._body)
         most = self._most
         if most is None or most <= len(self._sent):
@@ -125,19 +125,19 @@ class StreamRecord:
 
     @property
     def tail(self) -> list[int]:
-        """The last tokens, if some of them may be of half a character: an engine that sends several together keeps
-        back the text of those at their end. Else empty."""
+        """The last tokens, if some of them may belong to half a character; else empty. An engine that sends several
+        tokens together holds back the text of an incomplete character."""
         return self._sent[-_TAIL:] if self._several else []
 
     def keep_back(self, parts: int) -> None:
-        """The last `parts` tokens are of half a character: they are generated again."""
+        """The last `parts` tokens belong to half a character, so they are generated again."""
         if parts:
             self._unsettled = [*self._sent[-parts:], *self._unsettled]
             del self._sent[-parts:]
         self._several = False
 
     def ending(self) -> bytes | None:
-        """The events that an engine still owed when it was lost after its last token; None where it owed tokens."""
+        """The events that an engine still owed if it was lost after its last token; None if it owed tokens."""
         whole = self._most is not None and len(self._sent) >= self._most
         if not self._first or not (self._finished or whole):
             return None
@@ -158,10 +158,10 @@ class StreamRecord:
 
     @property
     def _most(self) -> int | None:
-        """Most tokens of the answer; None: that is not known.
+        """Most tokens of the answer; None: not known.
 
-        A chat that names no limit ends with the context. A completion without one ends after a few tokens, in vLLM also
-        where it says `null`, so the one that goes on for a chat has to name what is left.
+        A chat without a limit ends with the context. A completion without a limit (or with `null`, in vLLM) ends
+        after a few tokens. So a completion that goes on with a chat must name its limit.
         """
         most: int | None = self._body.get("max_tokens")
         if not self._chat:
@@ -172,17 +172,17 @@ class StreamRecord:
         return most
 
     def resume(self) -> None:
-        """Events come from another engine from now on: it was sent `next_body`."""
+        """From now on, events come from another engine that was sent `next_body`."""
         self._unsettled = []
         self._several = False
         self._before = len(self._sent)
         self.resumed += 1
 
     def _plain(self, event: bytes) -> bytes | None:
-        """As `_noted`, for an event that tells of tokens and of text and of nothing else; None where it may be another one.
+        """As `_noted`, for an event with only tokens and text; None if the event may have more.
 
-        A few searches for fixed bytes: regular expressions took half of the router's time for an event. Quotes within a JSON string have a
-        backslash before them, so none of these can be found in the text itself.
+        It searches for fixed bytes, because regular expressions took half of the router's time per event. Quotes
+        within a JSON string are escaped by a backslash, so the searched bytes never match inside the text.
         """
         if self.resumed or self._shows_ids or self._unsettled or not self._first:
             return None
@@ -226,12 +226,13 @@ class StreamRecord:
         return event if self._shows_ids else bare
 
     def _settle(self, event: bytes, ids: list[int] | None) -> None:
-        """Count the event's tokens as sent, once their text is.
+        """Count the event's tokens as sent once their text is sent.
 
-        An engine keeps back the text of half a character. Its tokens are generated again by the next engine.
+        An engine holds back the text of half a character. The next engine generates the tokens of that character
+        again.
         """
         if (b'"reasoning' in event or b'"tool_calls"' in event) and _OTHER_DELTA.search(event):
-            # Parsers of calls and of reasoning have a state that no other engine has.
+            # Parsers of tool calls and of reasoning have a state that another engine lacks.
             self._lost = True
         text = _TEXT.search(event)
         said = text[1] if text else b""
@@ -248,7 +249,7 @@ class StreamRecord:
             self._several = len(ids) > 1
 
     def _as_first(self, event: bytes) -> bytes:
-        """An event of another engine, as the first engine would have sent it."""
+        """An event of another engine, in the form of the first engine's events."""
         if not event.startswith(b"data: {"):
             return event
         content = json.loads(event.removeprefix(b"data: "))
@@ -261,7 +262,7 @@ class StreamRecord:
             if self._chat and "delta" not in choice:
                 choice["delta"] = {"content": choice.pop("text", "")}
             elif self._chat:
-                choice["delta"].pop("role", None)  # the client has it; some join what they get
+                choice["delta"].pop("role", None)  # sent already; some clients join all roles
         usage = content.get("usage")
         if isinstance(usage, dict):
             again = self._before
@@ -271,7 +272,7 @@ class StreamRecord:
 
 
 _COMPLETIONS_DEFAULT = 16
-"""Tokens that a completion generates if it does not say how many (OpenAI's default, and vLLM's)."""
+"""Tokens that a completion without a limit generates (OpenAI's and vLLM's default)."""
 _IDS_DECODER = msgspec.json.Decoder(list[int] | None)
 
 
@@ -284,7 +285,7 @@ def _ids(text: bytes) -> list[int] | None:
 
 
 def _identity(event: bytes) -> dict[str, Any]:
-    """What all events of one answer have in common."""
+    """The fields that all events of one answer share."""
     try:
         content = json.loads(event.removeprefix(b"data: "))
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all requests of one process share."""
+"""The objects that all requests of one process share."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from scheduler_plugins.router.tracing import Tracing
 
 @dataclass(eq=False)
 class Shared:
-    """What all requests of one router share."""
+    """The objects that all requests of one process share."""
 
     config: RouterConfig
-    """The settings for requests that come from now on."""
+    """The current settings, used by new requests."""
     pool: Pool
     connections: EngineConnections
-    """For clients' requests to engines."""
+    """Connections that carry clients' requests to engines."""
     metrics: Metrics
     policy: Policy
     tokens: PromptTokens
-    """The tokens of prompts."""
+    """Turns prompts into tokens."""
     tracing: Tracing
     """Spans of requests."""
     lengths: PromptMemory = field(default_factory=lambda: PromptMemory(0))
-    """How many tokens a text has."""
+    """Remembered lengths of texts, in tokens."""
     retries: RetryBudget = field(default_factory=RetryBudget)
     front: FrontQueue = field(default_factory=FrontQueue)
-    """Where requests wait while engines have enough to do."""
+    """The queue for requests while engines are busy."""
     margins: Margins = field(default_factory=Margins)
-    """What the predictions of times to the first token are multiplied with."""
+    """Factors for predicted times to the first token."""
     random: Random = field(default_factory=Random)
 
     def came(self, request: Request, expected_s: float, arrived: float) -> None:
         """A stream's first token came.
 
         Args:
-            expected_s: what was predicted from `arrived` on, which is by the event loop's clock.
+            expected_s: predicted time from `arrived` to the first token.
         """
         real_s = asyncio.get_running_loop().time() - arrived
         self.metrics.expected_first_token_s.observe(expected_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a stream that broke off: whether its last tokens are a whole character."""
+"""The end of a stream that broke off: whether its last tokens form a whole character."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler_plugins.router.request.resume import UNFINISHED_CHARACTER, Stream
 from scheduler_plugins.router.request.shared import Shared
 
 MOST_PARTS = 3
-"""Tokens of half a character, at most: a whole one has four bytes at most."""
+"""Most tokens of half a character: a whole character has at most four bytes."""
 
 
 async def cut_to_whole_characters(
@@ -23,16 +23,16 @@ async def cut_to_whole_characters(
     headers: Mapping[str, str],
     model: Any,
 ) -> bool:
-    """Let the record end with a whole character: its text was sent, and that of half a one behind it was not.
+    """Cut the record to whole characters. The text of a whole character was sent; the text of a half one was not.
 
-    An engine whose prompt ends with half a character says the whole prompt again (vLLM 0.32).
+    If a prompt ends with half a character, vLLM 0.32 repeats the whole prompt in its answer.
 
     Args:
-        engine: has the tokenizer.
-        model: as the client names it.
+        engine: an engine with the tokenizer.
+        model: the model's name, as the client gave it.
 
     Returns:
-        Whether that could be told.
+        Whether the end could be determined.
     """
     tail = record.tail
     if not tail:

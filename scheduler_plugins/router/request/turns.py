@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's wait at the front."""
+"""The wait of one request in the front queue."""
 
 from scheduler_plugins.router.policies.base import Reject, Request
 from scheduler_plugins.router.request.shared import Shared
@@ -8,10 +8,11 @@ from scheduler_plugins.router.routing.front import QueueFullError, turn_of
 
 
 async def wait_for_turn(shared: Shared, request: Request) -> None:
-    """Wait at the front while all prefill engines have enough to do, or no decode engine has room.
+    """Wait in the front queue while all prefill engines are busy, or no decode engine has room.
 
     Raises:
-        QueueFullError, RejectedError: waiting makes no sense.
+        QueueFullError: the queue of the class is full. RejectedError: the wait would break the
+            class's promise.
     """
     config, metrics = shared.config, shared.metrics
     turn = turn_of(request, shared.pool, config.engine_queue_s)

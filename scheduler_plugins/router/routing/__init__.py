@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request goes: who can serve it, what policies see, what its class is promised, who waits."""
+"""Where a request goes: the able engines, the view for policies, the promises to its class, and the
+queue at the front."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt of a request: the engines it may use, those it uses, and the errors when there are none."""
+"""One attempt of a request: the engines it may use, the engines it uses, and the errors if there
+are none."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from scheduler_plugins.router.policies.base import Reject
 class UnavailableError(Exception):
     """No engine could serve the request.
 
-    The message is for the operator's log: it has every engine's URL. `causes` is for the client: how
-    many engines of each role failed, by cause.
+    The message is for the operator's log and has every engine's URL. `causes` is for the client:
+    the number of engines of each role that failed, by cause.
     """
 
     def __init__(self, engines: list[tuple[BackendEngine, str, str]]) -> None:
@@ -30,7 +31,7 @@ class UnavailableError(Exception):
 
 
 class AllOverloadedError(Exception):
-    """Every engine that could have served the request is overloaded."""
+    """All engines that could serve the request are overloaded."""
 
     def __init__(self, retry_after_s: int, message: str = "") -> None:
         super().__init__(
@@ -40,7 +41,7 @@ class AllOverloadedError(Exception):
 
 
 class RejectedError(AllOverloadedError):
-    """The policy turned the request away."""
+    """The policy rejected the request."""
 
     def __init__(self, reject: Reject) -> None:
         retry_after_s = max(1, min(ceil(reject.retry_after_s), LONGEST_RETRY_S))
@@ -52,7 +53,7 @@ class RejectedError(AllOverloadedError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """Who answers the client, and who prefills for it."""
+    """The engine that answers the client, and the engine that prefills for it."""
 
     answering: BackendEngine
     prefill: BackendEngine | None
@@ -74,7 +75,7 @@ class Attempt:
 class AbleEngines(NamedTuple):
     """Engines for one attempt."""
 
-    decode: list[BackendEngine]  # who may answer the client; never empty
+    decode: list[BackendEngine]  # can answer the client; never empty
     prefill: list[BackendEngine]
     cause: str  # why there is no prefill engine
-    cpu_prefill: Sequence[BackendEngine] = ()  # prefill engines for what nobody waits for
+    cpu_prefill: Sequence[BackendEngine] = ()  # for requests that are not interactive

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines one request may still be sent to, after what it has met."""
+"""The engines that one request may still be sent to, after earlier attempts failed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Candidates:
     def __init__(
         self, pool: Pool, attempts: int, body: Mapping[str, Any], *, endpoint: str = ""
     ) -> None:
-        """Ask nobody yet.
+        """Send nothing yet.
 
         Args:
-            attempts: engines that may accept the request and fail it.
-            endpoint: path of one that knows no transfers; empty for others.
+            attempts: most engines that may accept the request and fail it.
+            endpoint: path of an endpoint without transfers; empty for all others.
         """
         self._pool = pool
         self._attempts = attempts
@@ -48,16 +48,16 @@ class Candidates:
         self._sglangs = sglangs_own(body)
         self._vllms = not self._sglangs and vllms_own(body)
         self._without_kv: dict[BackendEngine, EngineFailedError] = {}
-        """Decode engines that live, and what they said last of a prompt whose KV had not come."""
+        """Decode engines that are alive but got no KV for the prompt, with their last failure."""
         self._died = set[BackendEngine]()
         self._retry_after_s: dict[BackendEngine, int] = {}
-        """Engines that are overloaded, and when they want to be asked again."""
+        """Overloaded engines, with the seconds after which to ask again."""
         self._refusal: tuple[BackendEngine, RefusedError] | None = None
-        """The prefill engine with the longest context that does not take the request, and its answer."""
+        """The prefill engine with the longest context among the engines that refused the request, and its answer."""
         self._accepted = 0
 
     def knows(self, tokens: int) -> None:
-        """The prompt's length; 0: nobody has counted."""
+        """Take the prompt's length in tokens; 0: not counted."""
         self._pairing.tokens = tokens
 
     def able(self, *, begun: bool = False) -> AbleEngines | None:
@@ -67,7 +67,8 @@ class Candidates:
         role, an overload of one side would spread to both.
 
         Args:
-            begun: the client has a part of the answer, and cannot be told to come back later. Then either role does.
+            begun: the client has a part of the answer, so it cannot be told to come back later. Then either role may
+                take the work.
         """
         if self._accepted >= self._attempts:
             return None
@@ -84,50 +85,53 @@ class Candidates:
         return None if wanted and self._overloaded(Role.PREFILL) else able
 
     def _of_other_models(self) -> set[BackendEngine]:
-        """Engines that do not serve the request's model. None if nobody serves it: any engine says so then."""
+        """Engines that do not serve the request's model. Empty if no engine serves it: then any engine can refuse
+        it."""
         others = {one for one in self._pool.engines if one.models and self._model not in one.models}
         serves = any(self._model in one.models for one in self._pool.engines) if others else False
         return others if serves else set()
 
     def _others(self) -> set[BackendEngine]:
-        """Engines that are not asked, whatever becomes of the request."""
+        """Engines that this request never uses."""
         return self._of_other_models() | self._of_vllm() | self._of_sglang()
 
     def _of_sglang(self) -> set[BackendEngine]:
-        """SGLang's engines that would answer, where vLLM's can and the request has a field that only those know."""
+        """SGLang engines that would answer a request with a field that only vLLM knows, if the router has vLLM
+        engines."""
         if not (self._vllms and any(one.was_vllm for one in self._pool.engines)):
             return set()
         sglangs = [one for one in self._pool.engines if one.kind is Kind.SGLANG]
         return {one for one in sglangs if one.serves(Role.DECODE) or one.whole}
 
     def _of_vllm(self) -> set[BackendEngine]:
-        """vLLM's engines, where SGLang's decode and the request has a field that only those know."""
+        """vLLM engines, if SGLang decodes and the request has a field that only SGLang knows."""
         if not self._sglangs:
             return set()
         engines = self._pool.engines
-        # One that is down was whole when it was asked last.
+        # For an engine that is down, `whole` is its last known value.
         sided = [one for one in engines if one.serves(Role.DECODE)]
         decode = {Kind.SGLANG if one.whole else one.kind for one in sided}
-        # Of an engine that is down the kind is not known: it may be the one that decodes for SGLang's.
+        # The kind of an engine that is down is unknown. It may be the SGLang engine that decodes.
         down = None in decode and any(one.kind is Kind.SGLANG for one in engines)
         if Kind.SGLANG not in decode and not down:
             return set()
         return {one for one in engines if one.kind is not Kind.SGLANG and not one.whole}
 
     def other_prefill(self, besides: BackendEngine) -> bool:
-        """Whether another prefill engine could be asked."""
+        """Whether another prefill engine can be asked."""
         able = self.able()
         return able is not None and any(engine is not besides for engine in able.prefill)
 
     def longer(self, engine: BackendEngine) -> bool:
-        """Whether an engine with a longer context than this one could answer."""
+        """Whether an engine with a longer context than this one can answer."""
         able = self.able(begun=True) if engine.context_tokens else None
         answering = able.decode if able is not None else []
         return any(one.context_tokens > engine.context_tokens for one in answering)
 
     @property
     def refusal(self) -> RefusedError | None:
-        """What to tell the client where prefill engines do not take its request, and nobody answers it without them."""
+        """The refusal for the client, if prefill engines refuse its request and no engine answers without them; else
+        None."""
         if self._refusal is None:
             return None
         prefill, refusal = self._refusal
@@ -151,14 +155,14 @@ class Candidates:
         self._accepted += failure.accepted and not lost
         able = lost or not attempt.answering.computes_prompts
         if prefill is not None and able and failure.answered:
-            # It lives, and has not got the KV: with another prefill engine it may.
+            # The decode engine is alive and only lacks the KV, which another prefill engine may deliver.
             self._pairing.failed.add((prefill, attempt.answering))
             self._without_kv[attempt.answering] = failure
             return
         self._failed[attempt.answering] = failure
 
     def prefill_failed(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A prefill engine failed its copy: the next attempt uses another one."""
+        """A prefill engine failed its copy of the request: the next attempt uses another one."""
         self._pairing.no_prefill.add(engine)
         if isinstance(failure, RefusedError):
             self._pairing.no_prefill.update(self._not_longer(engine))
@@ -170,17 +174,17 @@ class Candidates:
             self._lacks_room(engine, failure)
 
     def _not_longer(self, engine: BackendEngine) -> list[BackendEngine]:
-        """The engines of its side that take no longer prompts than this one: they need not be asked, too."""
+        """Engines of the same side whose context is not longer: they would refuse as well."""
         same = [one for one in self._pool.engines if one.hands_over is engine.hands_over]
         return [one for one in same if one.context_tokens <= engine.context_tokens]
 
     def lost_prefill(self, attempt: Attempt) -> bool:
-        """Whether the attempt's prefill engine is gone, maybe with the KV."""
+        """Whether the attempt's prefill engine is gone, possibly with the KV."""
         prefill = attempt.prefill
         return prefill is not None and (not prefill.up or prefill in self._died)
 
     def exhausted(self) -> UnavailableError | AllOverloadedError | BadRequestError:
-        """What to tell the client when no engine is left."""
+        """The error for the client when no engine is left."""
         if problem := self._never():
             return problem
         if self._retry_after_s and self._accepted < self._attempts:
@@ -188,7 +192,7 @@ class Candidates:
         return UnavailableError(self._reasons())
 
     def _never(self) -> BadRequestError | None:
-        """Why these engines never answer such a request, whichever of them are up."""
+        """The error for a request that these engines can never answer, even if all are up; None: they can."""
         vllm, needs_one = self._of_vllm(), self._pairing.needs_one
         left = [one for one in self._pool.engines if one not in vllm]
         if needs_one and left and not any(one.computes_prompts for one in left):
@@ -203,7 +207,7 @@ class Candidates:
         return None
 
     def _overloaded(self, role: Role) -> bool:
-        """Whether an engine of this side has turned the request away for lack of room."""
+        """Whether an engine of this side has refused the request for lack of room."""
         return any(engine.serves(role) for engine in self._retry_after_s)
 
     def _lacks_room(self, engine: BackendEngine, failure: OverloadedError) -> None:
@@ -211,7 +215,7 @@ class Candidates:
         engine.load.refused(asyncio.get_running_loop().time() + failure.retry_after_s)
 
     def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
-        """Every engine, and why it did not serve this request."""
+        """Every engine, with the reason why it did not serve this request."""
         found = list[tuple[BackendEngine, str, str]]()
         others = self._others()
         for engine in self._pool.engines:
@@ -220,7 +224,7 @@ class Candidates:
             elif engine in others:
                 continue
             elif engine.up and engine.draining:
-                found.append((engine, "draining", "it drains, or is to leave"))
+                found.append((engine, "draining", "it drains or leaves"))
             elif engine.up:
                 found.append((engine, "not_tried", f"not tried: {self._untried()}"))
             else:
@@ -233,4 +237,4 @@ class Candidates:
             return f"{self._attempts} engines had failed (setting attempts)"
         if self.able(begun=True) is not None:
             return "the retry budget was used up"
-        return "it answers together with an engine of the other side, and none of those is left"
+        return "it needs an engine of the other side, and none is left"

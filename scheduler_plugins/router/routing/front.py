@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bounded queue per class at the front, for the time in which engines have enough to do.
+"""One bounded queue per class at the router, for times in which the engines are busy.
 
-Engines serve in their own order what they were sent. So a request of a better class can only go before others while these wait here.
+Each engine serves its requests in its own order. A request of a better class can overtake others only while they wait
+here.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from scheduler_plugins.router.routing.attempt import AllOverloadedError
 from scheduler_plugins.router.settings.config import RouterConfig
 
 LOOK_S = 0.01
-"""Pause between two looks whether engines have room again."""
+"""Pause between two checks whether engines have room again."""
 
 
 class QueueFullError(AllOverloadedError):
-    """As many requests of the class wait as may."""
+    """The queue of the class is full."""
 
     def __init__(self, qos: str, waiting: int, retry_after_s: int) -> None:
         super().__init__(
@@ -39,7 +40,7 @@ class Turn(NamedTuple):
     """What one request waits for."""
 
     qos: str
-    cost_s: float  # of its prompt, on the engine that would be done with it first
+    cost_s: float  # of its prompt, on the engine that would finish it first
     engines: int  # that prefill
     has_room: Callable[[], bool]
 
@@ -50,15 +51,15 @@ class _Waiter(NamedTuple):
 
 
 def turn_of(request: Request, pool: Pool, engine_queue_s: float) -> Turn:
-    """What the request waits for: a prefill engine that has less than `engine_queue_s` queued, and a decode engine that
-    has room for the prompt. An engine that nobody can reach is not waited for."""
+    """The conditions that the request waits for. A prefill engine must have less than `engine_queue_s` queued, and a
+    decode engine room for the prompt. No request waits for an engine that cannot be reached."""
     prefill = pool.up(Role.PREFILL) or pool.up(Role.DECODE)
     cost_s = min((one.costs.prefill_s(request.tokens) for one in prefill), default=0.0)
 
     def has_room() -> bool:
         now_s = asyncio.get_running_loop().time()
         decode, fill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
-        # One that has nothing to do will not have more room: it says what is wrong with the prompt.
+        # An idle engine will not get more room. Send it the prompt, so it says what is wrong.
         if decode and all(one.free_kv < request.tokens and one.batch for one in decode):
             return False
         return not fill or any(one.queued_s(now_s) < engine_queue_s for one in fill)
@@ -67,7 +68,7 @@ def turn_of(request: Request, pool: Pool, engine_queue_s: float) -> Turn:
 
 
 class FrontQueue:
-    """The queues of all classes. `DeficitShares` says whose turn it is, as in an engine."""
+    """The queues of all classes. `DeficitShares` chooses the next class, as in an engine."""
 
     def __init__(self) -> None:
         self._classes: Sequence[QosClass] = ONLY
@@ -77,12 +78,12 @@ class FrontQueue:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Requests that wait, by class."""
+        """Number of waiting requests, by class."""
         return {name: len(queue) for name, queue in self._waiting.items() if queue}
 
     def expected_s(self, turn: Turn, classes: Sequence[QosClass]) -> float:
-        """Predicted seconds until the turn of a request that comes now: what waits in its class and in those of higher
-        priority, shared by all engines. Nobody waits: 0."""
+        """Predicted seconds until the turn of a request that comes now. It is the queued prefill of its class and of
+        higher classes, shared by all engines; 0 if none waits."""
         rank = {one.name: one.priority for one in classes}
         own = rank.get(turn.qos, 0)
         before = (
@@ -117,7 +118,7 @@ class FrontQueue:
                 queue.remove(waiter)
 
     async def _serve(self) -> None:
-        """Let requests go in their order, until none waits."""
+        """Release requests in their order, until none waits."""
         while names := self._others(""):
             name = self._shares.choose(names) or names[0]
             waiter = self._waiting[name][0]
@@ -129,10 +130,10 @@ class FrontQueue:
                 waiter.go.set_result(None)
                 if name in {one.name for one in self._classes}:
                     self._shares.charge(name, waiter.turn.cost_s, self._others(name))
-            # It is counted at its engines before the next one is looked at.
+            # The request must be counted at its engines before the next request is considered.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
     def _others(self, besides: str) -> list[str]:
-        """Classes that have requests here."""
+        """Other classes with waiting requests."""
         return [name for name, queue in self._waiting.items() if queue and name != besides]

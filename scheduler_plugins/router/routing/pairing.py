@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines may answer one request together, and which alone."""
+"""Which engines can answer one request as a pair, and which can answer alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,19 +12,19 @@ from scheduler_plugins.router.routing.attempt import AbleEngines
 
 
 class Pairing:
-    """What one request allows, and what it has met.
+    """What one request allows, and its failures so far.
 
     Attributes:
-        whole: why one engine should answer the request alone, as a metric label; None if it need not.
-        needs_one: what of the request only an engine that computes its prompt answers, as a text for the client; empty
-            for nothing.
-        tokens: of the prompt; 0: nobody has counted.
-        no_prefill: prefill engines that have failed the request's copy.
-        failed: pairs, prefill and decode, whose decode engine has not got the KV.
+        whole: why one engine should answer the request alone, as a metric label; None if a pair can.
+        needs_one: the part of the request that only an engine which computes its prompt can answer, as a text for the
+            client; empty: there is none.
+        tokens: length of the prompt; 0: not counted.
+        no_prefill: prefill engines that have failed their copy of the request.
+        failed: pairs (prefill, decode) in which the decode engine got no KV.
     """
 
     def __init__(self, request: Mapping[str, Any], *, endpoint: str = "") -> None:
-        """`endpoint`: path of one that knows no transfers, so that one engine answers; empty for others."""
+        """`endpoint`: path of an endpoint without transfers, which one engine answers; empty for all others."""
         self._endpoint = endpoint
         self.whole = "endpoint" if endpoint else body.why_not_disaggregated(request)
         self.needs_one = body.needs_one_engine(request, endpoint)
@@ -39,15 +39,15 @@ class Pairing:
         prefill: Sequence[BackendEngine],
         cpu_prefill: Sequence[BackendEngine] = (),
     ) -> AbleEngines | None:
-        """Engines for the next attempt, any one of which can work with any other. None if no engine
-        can answer.
+        """Engines for the next attempt; each decode engine can work with each prefill engine. None if no engine can
+        answer.
 
         Args:
-            decode, prefill, cpu_prefill: those that are up, and have not failed the request.
+            decode, prefill, cpu_prefill: engines that are up and have not failed the request.
         """
         if self._endpoint:
             decode = [engine for engine in decode if self._answers_alone(engine)]
-        # Where none is long enough, the one that is asked says so.
+        # If no context is long enough, any engine can tell the client.
         decode = [engine for engine in decode if self._fits(engine)] or decode
         groups: dict[tuple[BackendEngine, ...], AbleEngines] = {}
         for engine in decode:
@@ -66,23 +66,22 @@ class Pairing:
         return AbleEngines(alone, [], cause) if alone else None
 
     def _fits(self, engine: BackendEngine) -> bool:
-        """Whether the prompt and one token more fit into its context, as far as is known."""
+        """Whether the prompt and one more token fit into its context. An unknown context counts as fitting."""
         return not engine.context_tokens or self.tokens < engine.context_tokens
 
     def _answers_alone(self, engine: BackendEngine) -> bool:
         return engine.computes_prompts or self._endpoint in body.TOKENIZERS
 
     def _rank(self, group: AbleEngines) -> tuple[bool, int]:
-        """A request that should not be cut in two goes to an engine that works alone, any other to
-        a pair; and to the side where more engines share the work."""
+        """Sort key of a group. First, a request that should not be split prefers a single engine, and any other a
+        pair. Then the group with more decode engines wins."""
         as_wanted = bool(group.prefill) is (self.whole is None)
         return as_wanted, len(group.decode)
 
     def _prefills_for(
         self, decode: BackendEngine, prefill: Sequence[BackendEngine]
     ) -> tuple[list[BackendEngine], str]:
-        """The prefill engines that can work with a decode engine; and why there is none, empty if
-        there are any."""
+        """The prefill engines that can work with a decode engine, and the reason if there are none (else empty)."""
         if self.whole is not None and (self._answers_alone(decode) or self.needs_one):
             return [], self.whole
         if decode.whole:

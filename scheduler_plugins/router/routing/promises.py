@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class a request belongs to, and what the router promises it."""
+"""The class of a request, and the router's promises to it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.settings.config import RouterConfig
 
 MISSES = 0.03
-"""Part of the predicted times to the first token that reality may exceed. Prompts are overtaken by shorter ones
-in the engines' queues, and no prediction knows which will come."""
+"""Share of requests whose real time to the first token may exceed the prediction. Shorter prompts that come later
+overtake in the engines' queues, and no prediction knows them."""
 
 
 class Margins:
-    """Each class's margin for predicted times to the first token."""
+    """The margin of each class for predicted times to the first token."""
 
     def __init__(self) -> None:
         self._by_class: dict[str, Margin] = {}
 
     def of(self, qos: str) -> float:
-        """The factor for predictions, as 1.2; 1 before anything was learnt."""
+        """The factor for predictions, such as 1.2; 1 before anything was learnt."""
         return self._by_class[qos].value if qos in self._by_class else 1.0
 
     def learn(self, request: Request, expected_s: float, real_s: float) -> None:
-        """A request of which `expected_s` was predicted got its first token after `real_s`."""
+        """Learn from a request: `expected_s` was predicted, and its first token came after `real_s`."""
         margin = self._by_class.setdefault(request.qos, Margin(MISSES))
         margin.learn(real_s, expected_s, request.ttft_slo_s)
 
 
 def promised(request: Request, config: RouterConfig, headers: Mapping[str, str]) -> Request:
-    """The request with its class, the class's SLO, and whether somebody waits for it."""
+    """The request with its class, the SLO of the class, and whether the class is interactive."""
     name = class_of(config.routes, _joined(headers)) if config.routes else ""
     name = name or default_class(config.classes).name
     qos = next(one for one in config.classes if one.name == name)
@@ -48,8 +48,8 @@ def promised(request: Request, config: RouterConfig, headers: Mapping[str, str])
 
 
 def _joined(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers, names in lower case. One that is given twice counts as both values, which match no rule: who
-    sends a second one, before or behind a proxy's own, chooses no class by it."""
+    """The headers, with names in lower case. If a header comes twice, its values are joined and match no rule: a
+    client cannot choose a class by adding a second header to a proxy's."""
     found = dict[str, str]()
     for given, value in headers.items():
         name = given.lower()
@@ -60,9 +60,9 @@ def _joined(headers: Mapping[str, str]) -> dict[str, str]:
 def kept_by(
     request: Request, prefill: Sequence[BackendEngine], decode: Sequence[BackendEngine]
 ) -> Request:
-    """The request without promises that nobody can predict: costs of those engines are not known.
+    """The request without promises that cannot be predicted, because the costs of these engines are unknown.
 
-    A guess must not turn anybody away.
+    A guess must not reject a request.
     """
     ttft_s = request.ttft_slo_s if all(one.costs.known for one in prefill) else inf
     tpot_s = request.tpot_slo_s if all(one.costs.known for one in decode) else inf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the live router shows a policy: its own counts, and an index of what engines have cached."""
+"""The live router's view for policies: its own counts, and an index of cached prefixes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class LiveView:
         prefixes: PrefixReader,
         now_s: float,
     ) -> None:
-        """`engines`: those that may serve this attempt, by the part they may do."""
+        """`engines`: engines that may serve this attempt, by role."""
         self._engines = engines
         self._prefixes = prefixes
         self._now_s = now_s
-        self._matched: dict[str, int] = {}  # engine -> blocks of the prompt that was asked for last
+        self._matched: dict[str, int] = {}  # engine -> matched blocks of the last prompt
         self._prompt: PromptKeys | None = None
 
     def engines(self, role: Role) -> Sequence[EngineView]:
         return self._engines.get(role, ())
 
     def pools(self) -> Sequence[PrefixSource]:
-        """Engines ask their pools themselves."""
+        """Empty: engines query their KV pools themselves."""
         return ()
 
     def match(self, hashes: Sequence[BlockHash], engines: Sequence[PrefixSource]) -> Sequence[int]:
@@ -44,5 +44,5 @@ class LiveView:
         return [self._matched[one.name] for one in engines]
 
     def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
-        """Engines do not tell how fast their links are, and none fetches prefixes yet."""
+        """0: engines do not report the speed of their links, and none fetches prefixes yet."""
         return 0.0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of the router, the same from a YAML file, and engine names that stand for several."""
+"""Every setting of the router, its YAML file, and names that stand for several engines."""

@@ -18,26 +18,27 @@ from scheduler_plugins.router.policies.registry import DEFAULT, create
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
-"""Settings that name engines."""
+"""Settings that list engines."""
 COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 MOST_WORKERS = 256
-"""More are a mistake in typing, by which a machine's memory would run out."""
+"""A larger number is a typing error that would exhaust the machine's memory."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Engines, where to listen, and how long to wait for what. Times are in seconds."""
+    """Engines, addresses to listen on, and time limits. Times are in seconds."""
 
     prefill: tuple[str, ...] = ()
-    """Base URLs of the prefill engines; `host:port` is taken as `http://host:port`."""
+    """Base URLs of the prefill engines; `host:port` means `http://host:port`."""
     decode: tuple[str, ...] = ()
     """Base URLs of the decode engines."""
     engine: tuple[str, ...] = ()
-    """Base URLs of engines that are asked which side they are on."""
+    """Base URLs of engines that tell the router which side they are on."""
     cpu_prefill: tuple[str, ...] = ()
-    """Base URLs of prefill engines without a GPU: policy `length` sends long prompts there that nobody waits for."""
+    """Base URLs of prefill engines without a GPU. Policy `length` sends them long prompts of classes that are not
+    interactive."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -45,95 +46,100 @@ class RouterConfig:
     workers: int = 1
     """Processes that serve clients, on one port."""
     kv_events: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
-    """Where engines publish KV events and replay them, by the engine's base URL; those left out do not."""
+    """Endpoints where engines publish and replay KV events, by the engine's base URL. An engine that is left out
+    publishes none."""
     tokenizer: str = ""
-    """Folder with the model's `tokenizer.json`; empty: where the engines say that their model lies."""
+    """Folder with the model's `tokenizer.json`; empty: the model folder that the engines report."""
     profile: str = ""
-    """Cost model of the engines that tell none (`pd-connector profile` writes it); empty: learnt while serving."""
+    """Cost model for engines that report none (`pd-connector profile` writes it); empty: costs are learnt while
+    serving."""
     policy: str = DEFAULT
-    """Which engines serve a request; other packages can add policies (`policies/registry.py`)."""
+    """Policy that chooses the engines of a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
-    """Which decode engine, if not by the rule that goes with `policy`."""
+    """Rule that chooses the decode engine; empty: the rule that belongs to `policy`."""
     classes: tuple[QosClass, ...] = ONLY
-    """Classes of users, and what they are promised."""
+    """Classes of users, with their SLOs."""
     routes: tuple[ClassRule, ...] = ()
-    """Which request belongs to which class, the first rule that matches; else the class of the lowest priority."""
+    """Rules that give a request its class; the first match counts. If none matches, the request gets the class of the
+    lowest priority."""
     admin_port: int | None = None
-    """Port of the admin API; None: there is none, 0: any free one."""
+    """Port of the admin API; None: no admin API, 0: any free port."""
     admin_host: str = "127.0.0.1"
-    """Address of the admin API; other than loopback only with `admin_key`."""
+    """Address of the admin API; an address other than loopback needs `admin_key`."""
     admin_key: str = field(default="", repr=False)
-    """The operator's token (`PD_ROUTER_ADMIN_KEY`); empty: one is made at each start."""
+    """The operator's token (`PD_ROUTER_ADMIN_KEY`); empty: the router makes one at each start."""
     router_key: str = field(default="", repr=False)
-    """Secret of this router, its fellows and the engines (`PD_ROUTER_KEY`): what fellows tell each other is encrypted with it, and
-    engines believe the class that the router gives a request."""
+    """Secret that this router shares with its fellows and the engines (`PD_ROUTER_KEY`). It encrypts messages between
+    fellows, and proves to engines that a request's class comes from the router."""
     exchange: str = ""
-    """Where this router tells others what it has sent to which engine, as `tcp://0.0.0.0:9100`; empty: nowhere."""
+    """Address where this router publishes its load on each engine to other routers, as `tcp://0.0.0.0:9100`; empty:
+    nowhere."""
     fellows: tuple[str, ...] = ()
-    """Where other routers of the same engines tell so."""
+    """Addresses where other routers of the same engines publish their load."""
     otlp: str = ""
-    """Where spans are sent (OTLP over HTTP), as `http://127.0.0.1:4318/v1/traces`; empty: nothing is traced."""
+    """URL that spans are sent to (OTLP over HTTP), as `http://127.0.0.1:4318/v1/traces`; empty: nothing is traced."""
     client_key: str = field(default="", repr=False)
-    """What clients' `Authorization: Bearer` must carry (`PD_ROUTER_CLIENT_KEY`); engines get `api_key` in its place. Empty: clients'
-    keys are passed on to the engines, which judge them."""
+    """Key that clients must send in `Authorization: Bearer` (`PD_ROUTER_CLIENT_KEY`); engines get `api_key` instead.
+    Empty: the router passes clients' keys on, and the engines check them."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may use the router from a browser (CORS), as `https://chat.example.org`; `*`: of all. Empty: none."""
+    """Origins of web pages that may use the router from a browser (CORS), as `https://chat.example.org`; `*`: all
+    origins. Empty: none."""
     tls_cert: str = ""
-    """File with the certificate that clients are shown; empty: they speak plain HTTP."""
+    """File with the certificate that the router shows to clients; empty: plain HTTP."""
     tls_key: str = ""
-    """File with its key, if not the same."""
+    """File with the key of `tls_cert`; empty: the key is in the same file."""
     engine_ca: str = ""
-    """File with the certificate that signed those of engines with `https` URLs; empty: what the system trusts."""
+    """File with the CA certificate for engines with `https` URLs; empty: the system's trusted CAs."""
     members_interval_s: float = 5.0
-    """Pause between two looks at which engines a name (`dns+http://`, `k8s+http://`) stands for."""
+    """Pause between two lookups of the engines behind a name (`dns+http://`, `k8s+http://`)."""
     front_queue: int = 0
-    """Requests of each class that may wait at the router, while engines have enough to do; 0: they wait at the engines."""
+    """Most requests of each class that wait at the router while engines are busy; 0: requests wait at the engines."""
     engine_queue_s: float = 0.5
-    """With `front_queue`: prefill that every engine may have queued before requests wait at the router."""
+    """With `front_queue`: requests wait at the router once every engine has this much prefill queued."""
     api_key: str = field(default="", repr=False)
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
-    engines). Client requests carry the client's key."""
+    engines). Client requests carry the client's key, unless `client_key` is set."""
     connect_timeout_s: float = 5.0
-    """Time to open a connection to an engine."""
+    """Longest time to open a connection to an engine."""
     first_byte_timeout_s: float = 300.0
     """Longest wait for the first byte of a stream, queueing and prefill included."""
     answer_timeout_s: float = 3600.0
     """Longest wait for an answer that is not streamed, the whole generation included."""
     idle_timeout_s: float = 120.0
-    """Longest pause inside an answer, and of a client that neither sends nor reads."""
+    """Longest pause inside an answer, and longest time that a client neither sends nor reads."""
     refusal_grace_s: float = 1.0
-    """How long the decode engine may still be waiting for KV after the prefill engine refused its
-    copy, before the request is sent again without a transfer."""
+    """Time that the decode engine may still wait for KV after the prefill engine refused its copy of the request.
+    Then the request is sent again without a transfer."""
     health_interval_s: float = 1.0
     """Pause between two health checks of one engine."""
     health_timeout_s: float = 5.0
-    """Time in which `/health` must be answered."""
+    """Longest wait for an answer of `/health`."""
     health_misses: int = 2
-    """Health checks in a row without any answer after which an engine counts as hung."""
+    """An engine counts as hung after this many health checks in a row without an answer."""
     drain_timeout_s: float = 30.0
-    """How long an engine that takes no new connections may go on with the requests it has."""
+    """Time that an engine without new connections has to finish its open requests."""
     probe_timeout_s: float = 30.0
-    """Time in which a prefill engine must tell its address."""
+    """Longest wait for a prefill engine to report its address."""
     probe_retry_s: float = 30.0
     """Pause before a prefill engine without an address is asked again."""
     attempts: int = 3
-    """Engines that may accept one request and fail it; those that cannot be reached do not count."""
+    """Most engines that may accept one request and fail it. Engines that cannot be reached do not count."""
     body_mib: int = 64
     """Largest request body, in MiB."""
     bodies_mib: int = 256
-    """Most that all request bodies may take together, in MiB; what exceeds it is answered with 503."""
+    """Most memory of all request bodies together, in MiB. A request beyond it is answered with 503."""
     connections: int = 2000
-    """Most connections of clients. One more closes the one that has been idle longest."""
+    """Most client connections. A further connection closes the connection that has been idle longest."""
     header_timeout_s: float = 10.0
-    """Time in which a new connection must send the headers of its first request."""
+    """Longest wait for the headers of a new connection's first request."""
     shutdown_timeout_s: float = 10.0
-    """How long running requests may go on after SIGTERM."""
+    """Time that running requests have to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
         """Normalise the URLs and check every value.
 
         Raises:
-            ValueError: naming the setting, the value found and the value wanted.
+            ValueError: names the setting, the value found and the value wanted.
         """
         create(self.policy, self.decode_policy)
         for side in SIDES:
@@ -154,7 +160,7 @@ class RouterConfig:
             )
         object.__setattr__(self, "router_key", checked_key(KEY_VARIABLE, self.router_key))
         object.__setattr__(self, "admin_key", checked_key(ADMIN_KEY_VARIABLE, self.admin_key))
-        class_key(self.router_key)  # stretched now, not while a request waits
+        class_key(self.router_key)  # key stretching is slow: do it now, not while a request waits
         self._check_exchange()
         for name in ("tls_cert", "tls_key", "engine_ca"):
             if (path := getattr(self, name)) and not Path(path).is_file():
@@ -218,10 +224,10 @@ class RouterConfig:
         return found
 
     def roles(self, members: Callable[[Sequence[str]], Iterable[str]]) -> dict[str, Role | None]:
-        """Every engine's side; None: it is asked. One that is named on both is one engine, of role `BOTH`.
+        """Every engine's side; None: the engine is asked. An engine that is named on both sides has role `BOTH`.
 
         Args:
-            members: replaces names by the URLs that they stand for.
+            members: replaces names by the URLs of their engines.
         """
         found: dict[str, Role | None] = dict.fromkeys(members(self.prefill), Role.PREFILL)
         for url in members(self.decode):
@@ -234,12 +240,12 @@ class RouterConfig:
 
     @property
     def look_s(self) -> float:
-        """How often a silent exchange looks whether its engine still lives."""
+        """Interval at which a silent exchange checks that its engine still lives."""
         return min(0.5, self.health_interval_s)
 
 
 def sides_of(role: str) -> tuple[str, ...]:
-    """The settings that name an engine of this role, as the file and the admin API call it."""
+    """The settings that list an engine of this role. `role` is the word of the settings file and the admin API."""
     return {"ask": ("engine",), "both": ("prefill", "decode")}.get(role, (role,))
 
 
@@ -252,7 +258,7 @@ def _is_url(text: str) -> bool:
 
 
 def _host_with_port(address: str) -> str:
-    """The host of an address that has a port, too; else nothing."""
+    """The host of an address with a port; empty if the address has no port."""
     try:
         parts = urlsplit(address)
         return parts.hostname or "" if parts.port else ""
@@ -269,7 +275,7 @@ def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def base_url(side: str, given: str) -> str:
-    """The URL as engines are known by it. Raises ValueError: it is none; the message begins with `side`."""
+    """The URL in the form that names an engine. Raises ValueError if it is no URL; the message begins with `side`."""
     if is_name(given):
         return checked_name(side, given)
     url = given if "://" in given else f"http://{given}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that stand for several engines, which come and go: DNS names, and Kubernetes' pods with a label.
+"""Names for a changing set of engines: DNS names, and labels of Kubernetes pods.
 
 | URL | engines |
 |---|---|
-| `dns+http://prefill.example:8100` | one at each address that the name resolves to |
-| `k8s+http://NAMESPACE:8100/app=vllm,role=prefill` | one in each ready pod with these labels |
+| `dns+http://prefill.example:8100` | one engine at each address that the name resolves to |
+| `k8s+http://NAMESPACE:8100/app=vllm,role=prefill` | one engine in each ready pod with these labels |
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from pd_connector.hosts import is_host
 
 SCHEMES = ("dns+http", "k8s+http")
 LIMIT_S = 5.0
-"""Longest wait for a name server, or for Kubernetes' API."""
+"""Longest wait for a name server, or for the Kubernetes API."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its token, and the certificate of the API server."""
+"""Folder of a pod with its token and the certificate of the API server."""
 HOST_VARIABLE, PORT_VARIABLE = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 API_VARIABLE = "PD_ROUTER_KUBERNETES_API"
 """Base URL of the API server, for a router outside the cluster (`kubectl proxy`)."""
 
 
 class MembersError(Exception):
-    """Nobody could tell which engines a name stands for. The message says what was asked and what came back."""
+    """The engines of a name could not be looked up. The message says what was asked and what came
+    back."""
 
 
 class Selector(NamedTuple):
-    """Pods, as a URL names them."""
+    """The pods that a URL names."""
 
     namespace: str
     port: int
@@ -50,7 +51,8 @@ def is_name(url: str) -> bool:
 
 
 def checked_name(side: str, given: str) -> str:
-    """The URL in its usual form. Raises ValueError: it is none; the message begins with `side`."""
+    """The URL in its usual form. Raises ValueError if it is no such URL; the message begins with
+    `side`."""
     parts = urlsplit(given)
     try:
         port = parts.port
@@ -74,7 +76,7 @@ async def members(url: str, session: aiohttp.ClientSession) -> tuple[str, ...]:
     """Base URLs of the engines that a URL stands for now, in a fixed order.
 
     Raises:
-        MembersError: nobody could tell.
+        MembersError: the lookup failed.
     """
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -120,7 +122,7 @@ async def _pods(url: str, session: aiohttp.ClientSession) -> list[str]:
 
 
 def _is_ready(pod: Any) -> bool:
-    """Whether a pod takes requests: ready, with an address, and not about to end."""
+    """Whether a pod takes requests: it is ready, has an address, and is not being deleted."""
     try:
         ends = "deletionTimestamp" in pod["metadata"]
         conditions = pod["status"].get("conditions", ())
@@ -140,7 +142,7 @@ def _api() -> str:
 
 
 def _headers() -> dict[str, str]:
-    token = ACCOUNT / "token"  # read each time: it is renewed
+    token = ACCOUNT / "token"  # read each time, as Kubernetes renews it
     return {"Authorization": f"Bearer {token.read_text().strip()}"} if token.exists() else {}
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's YAML file: engines, policies and limits; read again when it changes."""
+"""The router's YAML file: engines, policies and limits. The router reads it again when it
+changes."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ AT_START = (
     "shutdown_timeout_s",
     "workers",
 )
-"""Limits that hold as they were when the router started."""
+"""Limits that are read at the start only. A later change needs a restart."""
 
 
 class SettingsError(ValueError):
-    """A file that cannot be used. The message names the file and the key."""
+    """The file cannot be used. The message names the file and the key."""
 
 
 class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,9 +36,9 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     url: str
     role: Literal["prefill", "decode", "both", "cpu_prefill", "ask"] = "ask"
-    """Its side; `ask`: it is asked."""
+    """Its side; `ask`: the router asks the engine."""
     events: str = ""
-    """Where it publishes KV events; empty: nowhere, or it tells."""
+    """Endpoint of its KV events; empty: none, or the engine reports it."""
     replay: str = ""
 
 
@@ -54,11 +55,11 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
     """Read YAML.
 
     Args:
-        given: settings of the command line; what the file says comes first.
+        given: settings of the command line; the file takes precedence.
         source: the file's name, for errors.
 
     Raises:
-        SettingsError: it is no YAML, has an unknown key, or a value that cannot be used.
+        SettingsError: the text is no YAML, has an unknown key, or a value that cannot be used.
     """
     try:
         found = msgspec.yaml.decode(text, type=_File)
@@ -92,10 +93,10 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
 
 
 class SettingsFile(Watched[RouterConfig]):
-    """The file, watched."""
+    """The settings file, watched for changes."""
 
     def __init__(self, path: Path, given: Mapping[str, Any]) -> None:
-        """Read it. Raises SettingsError if it cannot be used, as `changed` does."""
+        """Read the file. Raises SettingsError if the file cannot be used, as `changed` does."""
         kept = dict(given)
         super().__init__(path, lambda text, source: parse(text, kept, source), SettingsError)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of a prompt: by worker processes with the model's tokenizer, or by an engine."""
+"""Tokenizes prompts: in worker processes with the model's tokenizer, or at an engine."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine makes the same tokens of a text as the model's files, so that it can be sent token ids.
+"""Checks that an engine tokenizes as the model's files do, so it can be sent token ids.
 
-A token more or less gives other ids and a wrong answer with status 200. So every special, added and plain token is tried, once
-at each start of an engine.
+With one token more or less, the ids differ and the answer is wrong, with status 200. So every special, added and
+plain token is tried, once at each start of an engine.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ _UNKNOWN_IDS = 16
 _SHOWN = 4
 
 Ask = Callable[[BackendEngine, str, dict[str, Any]], Awaitable[object]]
-"""Ask an engine at a path; returns its decoded answer, `{}` for an error, None where it does not answer or has no such path."""
+"""Asks an engine at a path. Returns the decoded answer; `{}` for an error; None if the engine does not answer or
+lacks the path."""
 
 
 async def difference(ask: Ask, engine: BackendEngine, examined: Examined, model: str) -> str | None:
-    """The first difference between an engine's tokens and those of the model's files.
+    """The first difference between an engine's tokens and the tokens of the model's files.
 
     Args:
-        model: its name at the engine.
+        model: the model's name at the engine.
 
     Returns:
-        What differs, for the log; empty: nothing; None: the engine does not tell.
+        The difference, for the log; empty: there is none; None: the engine does not answer.
     """
     for asked, ours in examined.probes:
         theirs = tokens_in(await ask(engine, TOKENIZE, {**asked, "model": model}))
@@ -63,4 +64,4 @@ def _first_difference(ours: list[int], theirs: list[int]) -> str:
     pairs = enumerate(zip(ours, theirs, strict=False))
     at = next((n for n, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
     found, wanted = theirs[at : at + _SHOWN], ours[at : at + _SHOWN]
-    return f"it makes the tokens {found} of a text of which the files make {wanted}"
+    return f"it makes the tokens {found} of a text, and the files make {wanted}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of prompts, where somebody can tell them.
+"""Tokenizes prompts, where that is possible.
 
-Engines whose KV events are followed name blocks by tokens, so prompts for them are tokenized here: by the model's own
-tokenizer in worker processes, else by an engine's `/tokenize`. If neither can, prompts are known by their text.
+KV events name blocks by tokens, so prompts for engines with events are tokenized here. The model's own tokenizer does
+it in worker processes, else an engine's `/tokenize`. If neither can, prompts are known by their text.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from scheduler_plugins.router.tokens.worker_pool import LIMIT_S, WorkerPool
 logger = logging.getLogger(__name__)
 
 RETRY_S = 30.0
-"""Pause after which engines are asked again about their model, or for tokens that they could not give."""
+"""Pause before engines are asked again about their model, or for tokens that they could not give."""
 AGAIN_S = 1.0
-"""Least pause after which they are, where one has come up meanwhile."""
+"""Shorter pause if an engine has come up meanwhile."""
 PROBE_S = 10.0
-"""Longest wait for an engine to tokenize one of its probes: it starts, and may be busy."""
+"""Longest wait for an engine to tokenize one probe. The engine is starting, and may be busy."""
 MOST_CHARACTERS = 1 << 20
-"""A longer prompt is not tokenized: it would take the workers away from all others for seconds."""
+"""A longer prompt is not tokenized, because it would block the workers for seconds."""
 _JSON = {"Content-Type": "application/json"}
 _ABSENT = (404, 405, 501)
-"""Statuses that mean that an engine has no such endpoint. Any other error is this one prompt's."""
+"""Statuses that mean that an engine lacks the endpoint. Any other error concerns one prompt only."""
 _CHAT_FIELDS = (
     "messages",
     "tools",
@@ -45,7 +45,7 @@ _CHAT_FIELDS = (
     "chat_template_kwargs",
 )
 _OWN_TEMPLATE = ("chat_template", "continue_final_message", "documents", "reasoning_effort")
-"""Fields that change the prompt in ways that only the engine knows."""
+"""Fields that change the prompt in a way that only the engine knows."""
 _SAMPLE = {"prompt": "Hello, 3 times!"}
 
 
@@ -53,10 +53,10 @@ class Tokenized(NamedTuple):
     """A prompt's tokens."""
 
     tokens: bytes | None
-    """As `index.hashes.token_bytes`; None: nobody could tell."""
+    """In the form of `index.hashes.token_bytes`; None: the prompt could not be tokenized."""
     adapter: str = ""
     digest: str = ""
-    """Of the tokenizer that made them: `confirmed` engines may be sent them instead of the text. Empty: no engine may."""
+    """Digest of the tokenizer. `confirmed` engines can be sent these tokens instead of the text. Empty: none can."""
 
 
 NOT_TOKENIZED = Tokenized(None)
@@ -64,10 +64,10 @@ NOT_TOKENIZED = Tokenized(None)
 
 class _Model(NamedTuple):
     name: str
-    folder: str  # of its tokenizer
-    digest: str  # of its files; empty: they are not used
+    folder: str  # with the model's tokenizer
+    digest: str  # of the files; empty: the files are not used
     adapters: frozenset[str]
-    aliases: frozenset[str]  # names under which the engine serves the same model
+    aliases: frozenset[str]  # further names of the same model at the engine
 
 
 class PromptTokens:
@@ -83,9 +83,9 @@ class PromptTokens:
         """Ask and load nothing yet.
 
         Args:
-            engines: those that are up.
-            api_key: what engines ask for; empty: nothing.
-            tokenizer: folder with the model's tokenizer; empty: where the engines say that their model lies.
+            engines: returns the engines that are up.
+            api_key: the engines' key; empty: they need none.
+            tokenizer: folder with the model's tokenizer; empty: the model folder that the engines report.
         """
         self._connections = connections
         self._engines = engines
@@ -93,10 +93,11 @@ class PromptTokens:
         self._headers = {**_JSON, "Authorization": f"Bearer {api_key}"} if api_key else _JSON
         self._model: _Model | None = None
         self._learnt_of = frozenset[tuple[BackendEngine, int]]()
-        """The engines of which `_model` was learnt, with how often they had come up: one that starts anew may have another
-        model of the same name."""
+        """The engines that `_model` was learnt from, with their numbers of starts. A restarted engine may have
+        another model of the same name."""
         self._verdicts: dict[tuple[BackendEngine, int, str], str] = {}
-        """By engine, how often it had come up, and the digest of the model's files: what differs; empty: nothing."""
+        """The difference in tokens, by engine, its number of starts, and the digest of the model's files; empty:
+        none."""
         self._why_text = "no engine publishes KV events, so prompts are not tokenized here"
         self._learning: asyncio.Task[None] | None = None
         self._learn_at_s = 0.0
@@ -106,14 +107,14 @@ class PromptTokens:
 
     @property
     def source(self) -> str:
-        """Who tokenizes, for `/health`: `tokenizer`, `engine` or `text` (nobody)."""
+        """The source of tokens, for `/health`: `tokenizer`, `engine` or `text` (no tokens)."""
         if self._model is not None and self._model.digest:
             return "tokenizer"
         return "engine" if self._engines_tell else "text"
 
     @property
     def why_text(self) -> str:
-        """Why engines are sent no token ids instead of text, for `/health`; empty: they are sent ids."""
+        """Why engines get text instead of token ids, for `/health`; empty: they get ids."""
         return self._why_text
 
     async def of(self, body: Mapping[str, Any]) -> Tokenized:
@@ -130,7 +131,7 @@ class PromptTokens:
         named = body.get("model")
         adapter = named if isinstance(named, str) and named in model.adapters else ""
         if named and not adapter and named not in model.aliases:
-            return NOT_TOKENIZED  # another engine's: its tokens are not ours
+            return NOT_TOKENIZED  # a model of other engines, with other tokens
         prompt = asked.get("prompt")
         if isinstance(prompt, list):
             try:
@@ -142,11 +143,11 @@ class PromptTokens:
             tokens = await self._workers.tokens(model.folder, model.digest, asked)
             if tokens is not None:
                 return Tokenized(tokens, adapter, "" if adapter else model.digest)
-        # Other engines need not read the prompt as this one does, so its ids are for the index alone.
+        # Other engines may tokenize the prompt differently, so these ids are for the index only.
         return Tokenized(await self._by_engine({**asked, "model": named or model.name}), adapter)
 
     def confirmed(self, digest: str, engine: BackendEngine) -> bool:
-        """Whether an engine was seen to make the same tokens as this tokenizer (`Tokenized.digest`), since it came up."""
+        """Whether the engine, since its start, was seen to tokenize as this tokenizer (`Tokenized.digest`)."""
         return self._verdicts.get((engine, engine.starts, digest)) == ""
 
     async def close(self) -> None:
@@ -165,7 +166,7 @@ class PromptTokens:
             self._learning = asyncio.create_task(self._learn(), name="learn the model's tokenizer")
 
     async def _learn(self) -> None:
-        """Ask an engine for its model, and compare the tokens of all that serve it with those of the model's files."""
+        """Ask an engine for its model. Compare the tokens of all its engines with those of the model's files."""
         starts = frozenset((one, one.starts) for one in self._engines())
         answer = await self._ask("GET", "/v1/models", None)
         data = answer.get("data") if isinstance(answer, dict) else None
@@ -189,7 +190,8 @@ class PromptTokens:
         self._learnt_of = starts
 
     async def _difference(self, folder: str, model: str) -> tuple[str, str]:
-        """The digest of the model's files if they make the engines' tokens, else empty; and why an engine is sent text."""
+        """The digest of the model's files if they make the engines' tokens, else empty; and why an engine gets
+        text."""
         try:
             digest = await self._workers.digest(folder)
             serving = [one for one in self._engines() if not one.models or model in one.models]
@@ -220,7 +222,7 @@ class PromptTokens:
         return await self._ask("POST", path, content, engine, PROBE_S)
 
     def _tell(self, why: str) -> None:
-        """Note why engines are sent text, and log it once."""
+        """Note why engines get text, and log the reason once."""
         if why and why != self._why_text:
             logger.warning("engines are sent text, and no token ids: %s (setting tokenizer)", why)
         self._why_text = why
@@ -237,7 +239,7 @@ class PromptTokens:
         return tokens
 
     def _least_busy(self, model: object) -> BackendEngine | None:
-        """An engine that serves the model; None: there is none."""
+        """The least busy engine that serves the model; None: there is none."""
         able = [one for one in self._engines() if not (model and one.models) or model in one.models]
         return min(able, key=lambda engine: engine.open_requests, default=None)
 
@@ -249,7 +251,8 @@ class PromptTokens:
         engine: BackendEngine | None = None,
         limit_s: float = LIMIT_S,
     ) -> object:
-        """The engine's answer, or that of any; None if none could be asked or it has no such endpoint."""
+        """The answer of `engine`, or of any engine (None). None if no engine could be asked, or lacks the
+        endpoint."""
         engine = engine or self._least_busy(content.get("model") if content else None)
         if engine is None:
             return None
@@ -273,7 +276,7 @@ class PromptTokens:
 
 
 def _asked(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What is to be tokenized, as `/tokenize` takes it; None: several prompts, images, or too much text."""
+    """The body for `/tokenize`; None for several prompts, images, or too much text."""
     if "messages" in body:
         messages = body["messages"]
         if not all(_plain(message) for message in messages):
@@ -292,5 +295,5 @@ def _asked(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _plain(message: object) -> bool:
-    """Whether a message is of text alone."""
+    """Whether a message has only text."""
     return isinstance(message, dict) and isinstance(message.get("content"), str)

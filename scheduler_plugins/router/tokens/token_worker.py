@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in worker processes: a model's tokenizer and chat template, loaded as engines load them.
 
-Tokenizing takes about a millisecond of CPU for a thousand tokens. In the router's own process it would hold up every stream.
+Tokenizing takes about a millisecond of CPU per thousand tokens. In the router's own process it would delay every
+stream.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any, NamedTuple
 from scheduler_plugins.router.index.hashes import token_bytes
 
 PROBE_CHARACTERS = 1 << 16
-"""Most characters of one probe: an engine reads that many in a few hundredths of a second."""
+"""Most characters of one probe. An engine tokenizes them in a few hundredths of a second."""
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _DECLARING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _LONGEST_DECLARED = 256
-"""Longest text in these files that is taken for a token: chat templates are there, too."""
+"""Longest text in the model's files that is tried as a token. The files also have long texts, such as chat
+templates."""
 _TEXTS = (
     "The 3 Émigrés paid 1,024 €\n\n  for \t<|x|> 日本語.",
     "x = [0] * 10_000  # 🙂\r\n\tif (a<=b): return '\\u00e9'",
@@ -32,16 +34,16 @@ _CHAT = {"messages": [{"role": "user", "content": "Hello, 3 times!"}]}
 
 
 class TokenizerError(ValueError):
-    """There is no tokenizer or template that could be used."""
+    """There is no usable tokenizer or template."""
 
 
 class Examined(NamedTuple):
-    """A model's tokenizer, and what an engine is asked in order to see whether it has the same.
+    """Facts about a model's tokenizer, and the probes that test whether an engine has the same.
 
     Attributes:
-        digest: of the files it was loaded from; `tokenize` is to be given it.
+        digest: digest of the tokenizer's files, for `tokenize`.
         unknown_id: the first number above all token ids.
-        probes: what `/tokenize` is asked, with the token ids that are right (`index.hashes.token_bytes`).
+        probes: bodies for `/tokenize`, each with the right token ids (`index.hashes.token_bytes`).
     """
 
     digest: str
@@ -50,33 +52,32 @@ class Examined(NamedTuple):
 
 
 def without_torch() -> None:
-    """Begin a worker process. Tokenizers need no torch; importing it would take seconds, and 200 MB in each process."""
+    """Initialize a worker process so that torch is not imported. Tokenizers do not need torch, and it would take
+    seconds and 200 MB a process."""
     sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def examine(folder: str) -> Examined:
-    """Load the tokenizer of the files as they are now. Raises TokenizerError."""
+    """Load the tokenizer from the current files. Raises TokenizerError."""
     digest = files_digest(folder)
     tokenizer = _load(folder, digest)
     texts = [*_batches(_declared(folder, tokenizer)), *_TEXTS, *_batches(_vocabulary(tokenizer))]
     asked: list[dict[str, Any]] = [{"prompt": text} for text in texts]
     asked += [{"prompt": text, "add_special_tokens": False} for text in texts[:1]]
     probes = [(one, tokenize(folder, digest, one)) for one in asked]
-    with suppress(
-        TokenizerError
-    ):  # a model may have no template, or one that wants more than this chat
+    with suppress(TokenizerError):  # there may be no template, or one that refuses this chat
         probes.append((_CHAT, tokenize(folder, digest, _CHAT)))
     unknown_id = max(tokenizer.get_vocab().values(), default=-1) + 1
     return Examined(digest, unknown_id, tuple(probes))
 
 
 def tokenize(folder: str, digest: str, asked: Mapping[str, Any]) -> bytes:
-    """Token ids of a prompt, as `index.hashes.token_bytes`.
+    """Token ids of a prompt, in the form of `index.hashes.token_bytes`.
 
     Args:
-        folder: where the model's files lie.
-        digest: `Examined.digest`: a process that starts later must not load other files.
-        asked: what vLLM's `/tokenize` takes: `prompt`, or `messages` with what the template reads.
+        folder: folder of the model's files.
+        digest: `Examined.digest`, so a process that starts later does not load changed files.
+        asked: a body for vLLM's `/tokenize`: `prompt`, or `messages` with the fields that the template reads.
 
     Raises:
         TokenizerError: the files cannot be used, or the template refuses the messages.
@@ -94,7 +95,7 @@ def tokenize(folder: str, digest: str, asked: Mapping[str, Any]) -> bytes:
             **(asked.get("chat_template_kwargs") or {}),
         )
     except Exception as error:
-        # The template is the model's own program: anything may come out of it.
+        # The template is a program of the model, so it can raise any error.
         raise TokenizerError(f"{folder}: the chat template failed: {error}") from None
     special = asked.get("add_special_tokens", False)
     return token_bytes(tokenizer.encode(text, add_special_tokens=special))
@@ -102,8 +103,8 @@ def tokenize(folder: str, digest: str, asked: Mapping[str, Any]) -> bytes:
 
 @lru_cache(maxsize=2)
 def _load(folder: str, digest: str) -> Any:
-    """The tokenizer of these files, as both kinds of engines load it. Tokens are declared in several files, and which of them
-    count depends on the version of transformers: no reader of our own would agree with it for long."""
+    """The tokenizer of these files, loaded as both kinds of engines do. Tokens are declared in several files, and the
+    version of transformers decides which files count. So this code uses transformers and no parser of its own."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -113,7 +114,7 @@ def _load(folder: str, digest: str) -> Any:
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        # The files are the model's: the libraries below raise whatever they like.
+        # The files can have any content, so the libraries can raise any error.
         raise TokenizerError(f"{folder}: no tokenizer can be loaded: {error}") from None
     if files_digest(folder) != digest:
         raise TokenizerError(f"{folder}: its files have changed")
@@ -121,9 +122,9 @@ def _load(folder: str, digest: str) -> Any:
 
 
 def files_digest(folder: str) -> str:
-    """A digest of all files that a tokenizer may be made of. Raises TokenizerError."""
+    """A digest of all files that may define the tokenizer. Raises TokenizerError."""
     if not folder:
-        raise TokenizerError("no engine says where its model lies")
+        raise TokenizerError("no engine reports the folder of its model")
     digest = hashlib.sha256()
     try:
         for path in sorted(Path(folder).iterdir()):
@@ -137,7 +138,7 @@ def files_digest(folder: str) -> str:
 
 
 def _declared(folder: str, tokenizer: Any) -> list[str]:
-    """Special and added tokens: those that were loaded, and what else the files declare, which another version may load."""
+    """Special and added tokens: the loaded tokens, and further tokens in the files that another version may load."""
     found = dict.fromkeys(str(token) for token in tokenizer.added_tokens_decoder.values())
     found |= dict.fromkeys(map(str, tokenizer.all_special_tokens))
     for name in _DECLARING:
@@ -149,7 +150,7 @@ def _declared(folder: str, tokenizer: Any) -> list[str]:
 
 
 def _vocabulary(tokenizer: Any) -> list[str]:
-    """The text of every token. One that an engine takes for an added token shows by the letters around it."""
+    """The text of every token. The letters around it show whether an engine treats it as an added token."""
     ids = sorted(tokenizer.get_vocab().values())
     options = {"clean_up_tokenization_spaces": False}
     texts: list[str] = tokenizer.batch_decode([[one] for one in ids], **options)
@@ -157,7 +158,7 @@ def _vocabulary(tokenizer: Any) -> list[str]:
 
 
 def _batches(pieces: list[str]) -> Iterator[str]:
-    """Texts with all pieces in them, each one between spaces and between letters."""
+    """Texts that contain all pieces, each once between spaces and once between letters."""
     held, characters = list[str](), 0
     for piece in pieces:
         held.append(f"{piece} a{piece}b ")
@@ -170,7 +171,7 @@ def _batches(pieces: list[str]) -> Iterator[str]:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """All short texts in decoded JSON, names of fields included."""
+    """All short texts in decoded JSON, including names of fields."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _texts_in(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes in which `token_worker` runs."""
+"""The processes that run `token_worker`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ logger = logging.getLogger(__name__)
 
 WORKERS = 2
 LIMIT_S = 2.0
-"""Longest wait for the tokens of one prompt; it is sent without after that."""
+"""Longest wait for the tokens of one prompt. After that, the prompt is sent without them."""
 LOADING_S = 60.0
-"""Longest wait for a tokenizer to be loaded, and tried on its whole vocabulary."""
+"""Longest wait until a tokenizer is loaded and tried on its whole vocabulary."""
 _T = TypeVar("_T")
 
 
 class _Process:
-    """One worker process; it starts with the first question."""
+    """One worker process. It starts with the first task."""
 
     def __init__(self) -> None:
         self.asked = 0
-        """Questions that it has not answered yet."""
+        """Number of open tasks."""
         self._executor: ProcessPoolExecutor | None = None
 
     async def do(self, limit_s: float, work: Callable[..., _T], *given: Any) -> _T:
-        """Raises what `work` raises, BrokenExecutor, TimeoutError."""
+        """Run `work` in the process. Raises the errors of `work`, BrokenExecutor, or
+        TimeoutError."""
         if self._executor is None:
             context = get_context("spawn")
             self._executor = ProcessPoolExecutor(1, context, initializer=without_torch)
@@ -59,13 +60,13 @@ class _Process:
 
 
 class WorkerPool:
-    """A few processes, all of which load a tokenizer before any of them is asked for tokens."""
+    """A few processes. All load the tokenizer before any is asked for tokens."""
 
     def __init__(self) -> None:
         self._processes = [_Process() for _ in range(WORKERS)]
 
     async def tokens(self, folder: str, digest: str, asked: Mapping[str, Any]) -> bytes | None:
-        """See `token_worker.tokenize`. None where it fails, for whatever cause."""
+        """See `token_worker.tokenize`. None after any failure."""
         process = min(self._processes, key=lambda one: one.asked)
         try:
             return await process.do(LIMIT_S, tokenize, folder, digest, dict(asked))
@@ -76,7 +77,7 @@ class WorkerPool:
         except TimeoutError:
             logger.warning("a prompt was not tokenized within %g s", LIMIT_S)
         except Exception as error:
-            # Whatever a client can write into a body has come to the tokenizer: it may say anything.
+            # The tokenizer gets arbitrary input from clients, so it can raise any error.
             logger.info("a prompt cannot be tokenized here: %s", error)
         return None
 

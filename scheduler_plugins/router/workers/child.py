@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker as its keeper has it: a process that is started again when it ends."""
+"""One worker as its keeper sees it: a process that is restarted when it ends."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ logger = logging.getLogger(__name__)
 
 MODULE = "scheduler_plugins.router.workers.worker"
 STEADY_S = 10.0
-"""A worker that served so long ended by accident: another one is started at once."""
+"""A worker that served for at least this time is restarted at once. A worker that ends earlier is
+restarted after a pause."""
 LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(eq=False)
 class Child:
-    """A worker's place. `run` keeps a process in it."""
+    """The place of one worker. `run` keeps a process running in it."""
 
     row: int
-    """Where it writes its counts."""
+    """The worker's row in the shared counts."""
     begin: Callable[[Child], Sequence[FromKeeper]]
     """The first messages to a new process."""
     heard: Callable[[Child, FromWorker], None]
     ended: Callable[[Child], None]
-    """Called when its process has ended."""
+    """Called when the process has ended."""
     families: tuple[Family, ...] = ()
-    """Its metrics, as it told them last."""
+    """The worker's metrics, by its last report."""
     listening: asyncio.Event = field(default_factory=asyncio.Event)
     _link: Link[FromWorker] | None = None
     _process: asyncio.subprocess.Process | None = None
@@ -53,18 +54,18 @@ class Child:
             self._link.send_encoded(content)
 
     async def run(self) -> None:
-        """Start a process, and another one whenever it ends, until cancelled."""
+        """Start a process, and restart it whenever it ends, until cancelled."""
         loop, pause_s = asyncio.get_running_loop(), 0.0
         while True:
             begun_s = loop.time()
             try:
                 status = await self._one()
-            except OSError as error:  # no memory, no process or no file is left: there may be later
+            except OSError as error:  # out of memory, processes or files; a later try may succeed
                 logger.error("worker %d cannot be started: %s", self.row, error)
                 status = None
             pause_s = 0.0 if loop.time() - begun_s > STEADY_S else min(LONGEST_PAUSE_S, 2 * pause_s)
             logger.warning(
-                "worker %d has ended (status %s): another one is started in %g s",
+                "worker %d has ended (status %s): it is restarted in %g s",
                 *(self.row, status, pause_s),
             )
             await asyncio.sleep(pause_s)
@@ -92,7 +93,7 @@ class Child:
         except LinkClosedError:
             pass
         except Exception:
-            logger.exception("worker %d said what cannot be used: it is ended", self.row)
+            logger.exception("worker %d sent an unusable message: it is ended", self.row)
             self._process.kill()
         finally:
             self._link = None
@@ -104,13 +105,13 @@ class Child:
         return status
 
     def stop(self) -> None:
-        """Let the worker finish what it has."""
+        """Let the worker finish its requests and end."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
 
     async def gone(self, limit_s: float) -> None:
-        """Wait until its process has ended, and end it after so many seconds."""
+        """Wait until the process has ended. After `limit_s` seconds, kill it."""
         if (process := self._process) is None:
             return
         try:

@@ -39,11 +39,11 @@ from scheduler_plugins.router.workers.tables import TableMemory
 logger = logging.getLogger(__name__)
 
 TOGETHER_S = 0.02
-"""Changes that come so soon after each other are told together."""
+"""Changes within this time are sent to the workers together."""
 EVERY_S = 1.0
-"""Pause after which workers are told how large caches are, and old guesses are forgotten."""
+"""Interval at which workers learn the sizes of caches, and old guesses are forgotten."""
 SAMPLES_LIMIT_S = 2.0
-"""Longest wait for a worker's metrics; what it told last is taken after that."""
+"""Longest wait for a worker's metrics. After that, its last report is used."""
 _DIGEST_BYTES = 16
 _GRACE_S = 5.0
 
@@ -58,7 +58,7 @@ class Keeper:
         self.counts = SharedCounts(self._memory.map, None)
         self.slots = EngineSlots(self.counts)
         self.changed = asyncio.Event()
-        """Something is to be told to the workers."""
+        """Set when the workers must hear of a change."""
         self._held, self._recent = TableMemory(self.changed.set), TableMemory(self.changed.set)
         self.caches = EngineCaches(Prefixes(self._held, self._recent))
         self.pool: EnginePool
@@ -86,7 +86,7 @@ class Keeper:
             child.send(messages.Configured(self._for_worker()))
 
     async def tell(self) -> None:
-        """Tell workers of the engines whenever something has changed, until cancelled."""
+        """Send the engines to the workers whenever something has changed, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             with suppress(TimeoutError):
@@ -128,13 +128,13 @@ class Keeper:
                 self._ids[engine] = next(self._numbers)
 
     def sent(self, engine: BackendEngine) -> list[float]:
-        """What all workers have sent to an engine, in the order of `Count`."""
+        """The sums of all workers' counts for an engine, in the order of `Count`."""
         slot = self.slots.of(engine)
         rows = [child.row for child in self.children]
         return [0.0] * len(Count) if slot is None else self.counts.totals(slot, rows)
 
     def _for_worker(self) -> RouterConfig:
-        """The settings of one worker: its part of what all may hold together."""
+        """The settings of one worker. The router's limits are divided among the workers."""
         config = self._config
         each = config.workers
         return replace(
@@ -182,7 +182,8 @@ class Keeper:
         if engine is None:
             return  # it has left
         if isinstance(message, messages.Failed | messages.Moved):
-            # The worker has changed what it knows of the engine by itself: it is to hear how it is, even if it is as before.
+            # The worker has already changed its own view of the engine. Send the state again, even if it is unchanged
+            # here.
             self._told_last = b""
         if isinstance(message, messages.Failed):
             self.pool.check(engine, _failure(message))
@@ -196,7 +197,7 @@ class Keeper:
             prompt = PromptKeys(digests, message.tokens, message.extras)
             self.pool.prefilled(engine, prompt)
             if not self._refreshing:
-                # Prompts that come together go into the index together.
+                # Prompts that come together are added to the index together.
                 self._refreshing = True
                 asyncio.get_running_loop().call_soon(self._refresh)
 
@@ -205,7 +206,7 @@ class Keeper:
         self.caches.prefixes.refresh(asyncio.get_running_loop().time())
 
     async def _answer(self, child: Child, number: int) -> None:
-        """Tell a worker the metrics of all."""
+        """Send a worker the metrics of all processes."""
         own = next(self._numbers)
         waited_for = self._wanted[own] = {one for one in self.children if one.listening.is_set()}
         told = self._told[own] = asyncio.Event()
@@ -263,7 +264,7 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
 
 
 async def _all_listen(keeper: Keeper, config: RouterConfig, port: int) -> None:
-    """Say where the router is, once all workers listen; until cancelled."""
+    """Once all workers listen, log the router's address. Runs until cancelled."""
     for child in keeper.children:
         await child.listening.wait()
     say_running(config, port)
@@ -282,14 +283,14 @@ async def _end(keeper: Keeper, tasks: list[asyncio.Task[None]], limit_s: float) 
 
 @contextmanager
 def _reserved(config: RouterConfig) -> Iterator[int]:
-    """The port, which nobody but the workers can have. Raises OSError: somebody has it."""
+    """The port, reserved for the workers. Raises OSError if another process has it."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as alone:
-        # Another router's workers would share the port with ours, so it must be free first.
+        # Another router's workers could share the port with ours, so check first that it is free.
         alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             alone.bind((config.host, config.port))
-        except (OSError, UnicodeError) as error:  # the latter: a host that can be no name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
             raise OSError(f"{config.host}:{config.port}: {error}") from None
         if config.port:
             alone.listen(1)

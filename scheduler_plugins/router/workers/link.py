@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection between the keeper and one worker: a socket pair, messages with their length before them."""
+"""The connection between the keeper and one worker: a socket pair. Each message follows its length."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from scheduler_plugins.router.workers.messages import FromKeeper, FromWorker
 _LENGTH_BYTES = 4
 _MOST_UNSENT_BYTES = 64 << 20
 TOGETHER_S = 0.02
-"""Longest time that a message of `send_soon` waits for others."""
+"""Longest time that a message of `send_soon` waits for further messages."""
 
 Received = TypeVar("Received", bound=FromKeeper | FromWorker)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class LinkClosedError(Exception):
-    """The other side has ended."""
+    """The process at the other end has ended."""
 
 
 class Link(Generic[Received]):
-    """One end. `send` never waits."""
+    """One end of the connection. `send` never waits."""
 
     def __init__(
         self,
@@ -39,16 +39,17 @@ class Link(Generic[Received]):
         self._later: list[bytes] = []
 
     def send(self, message: FromKeeper | FromWorker) -> None:
-        """Send a message; one to somebody who has ended is lost, and one who reads nothing is hung up on."""
+        """Send a message. If the other process has ended, the message is lost. If that process does not read, it is
+        disconnected."""
         self.send_encoded(_ENCODER.encode(message))
 
     def send_encoded(self, content: bytes) -> None:
-        """The same for a message that is sent to several."""
+        """As `send`, for an encoded message that goes to several workers."""
         self._write(_framed(content))
 
     def send_soon(self, message: FromKeeper | FromWorker) -> None:
-        """As `send`, but together with all that come within `TOGETHER_S`, and maybe after what is sent later: so the other
-        side need not wake up for each."""
+        """As `send`, but together with all messages of the next `TOGETHER_S`, so the other side wakes up less often.
+        A later `send` may overtake the message."""
         if not self._later:
             asyncio.get_running_loop().call_later(TOGETHER_S, self._send_later)
         self._later.append(_framed(_ENCODER.encode(message)))
@@ -81,7 +82,7 @@ def _framed(content: bytes) -> bytes:
 
 
 def encode(message: FromKeeper) -> bytes:
-    """As `Link.send_encoded` takes it."""
+    """The message in the form that `Link.send_encoded` takes."""
     return _ENCODER.encode(message)
 
 
@@ -92,6 +93,6 @@ async def link_to_worker(end: socket.socket) -> Link[FromWorker]:
 
 
 async def link_to_keeper(end: socket.socket) -> Link[FromKeeper]:
-    """A worker's end of it."""
+    """The worker's end of a socket pair."""
     decoder: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
     return Link(*await asyncio.open_unix_connection(sock=end), decoder)

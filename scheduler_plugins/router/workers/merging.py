@@ -12,9 +12,10 @@ from prometheus_client.registry import Collector
 from scheduler_plugins.router.workers.messages import Family, Sample
 
 LAST_WORD = ("pd_router:engine_up", "pd_router:prefill_addressable")
-"""What all processes say of the same thing: numbers of the last one, the keeper, are taken and not summed up."""
+"""Metrics that describe the same thing in all processes. The keeper's numbers, which come last, are taken and not
+summed."""
 LARGEST = ("pd_router:promise_margin",)
-"""What each process has learnt by itself: the largest of their numbers is shown."""
+"""Metrics that each process learns by itself. The largest number is shown."""
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -33,7 +34,7 @@ def families_of(registry: CollectorRegistry) -> tuple[Family, ...]:
 
 
 def merged(parts: Iterable[Sequence[Family]]) -> bytes:
-    """The metrics of several processes as one's, in Prometheus' text format. The keeper's come last."""
+    """The merged metrics of several processes, in Prometheus' text format. The keeper's part must be the last."""
     known: dict[str, Family] = {}
     sums: dict[str, dict[_Key, float]] = {}
     for families in parts:
@@ -67,12 +68,12 @@ class _Merged(Collector):
 
 
 def counters_only(families: Sequence[Family]) -> tuple[Family, ...]:
-    """What remains true of a process that has ended: a counter must not fall."""
+    """The counters of a process that has ended. They are kept because a counter must not fall."""
     return tuple(one for one in families if one.kind in ("counter", "histogram"))
 
 
 def added(first: Sequence[Family], second: Sequence[Family]) -> tuple[Family, ...]:
-    """Counters of two processes that have ended, as one's."""
+    """The summed counters of two processes that have ended."""
     sums: dict[str, dict[_Key, Sample]] = {}
     known: dict[str, Family] = {}
     for family in (*first, *second):

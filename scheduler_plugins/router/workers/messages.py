@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the keeper and its workers tell each other."""
+"""The messages between the keeper and its workers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class EngineState(msgspec.Struct, frozen=True):
     """One engine as the keeper knows it; see `BackendEngine` for the fields."""
 
     id: int
-    """No other engine of this keeper has it."""
+    """Unique among the engines of this keeper."""
     slot: int
-    """Its place in the shared counts."""
+    """The engine's slot in the shared counts."""
     url: str
     role: Role
     role_given: bool
@@ -47,16 +47,16 @@ class EngineState(msgspec.Struct, frozen=True):
     free_kv: float
     correction: Correction
     event_block_tokens: int | None
-    """Tokens of its blocks by its events; None: nobody follows its events."""
+    """Tokens of one block, by the engine's events; None: its events are not followed."""
     ranks: tuple[int, ...]
     """Its data-parallel ranks."""
     cache: dict[str, Any]
-    """What is known of its cache, for `/health`."""
+    """The state of the engine's cache, for `/health`."""
     handoffs: dict[str, int]
 
 
 class TableState(msgspec.Struct, frozen=True):
-    """Where one table of the index lies."""
+    """The location of one table of the index in shared memory."""
 
     memory: MemoryRef
     slots: int
@@ -65,15 +65,15 @@ class TableState(msgspec.Struct, frozen=True):
     numbers: dict[str, int]
 
 
-# From the keeper.
+# Messages from the keeper.
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """The first message."""
+    """The first message to a worker."""
 
     config: RouterConfig
     row: int
-    """Where the worker writes its counts."""
+    """The worker's row in the shared counts."""
     counts: MemoryRef
     log_level: int
 
@@ -85,33 +85,33 @@ class Configured(msgspec.Struct, tag=True, frozen=True):
 
 
 class Engines(msgspec.Struct, tag=True, frozen=True):
-    """All engines, the index, and how many workers serve; whatever was told before is old."""
+    """All engines, the index, and the number of serving workers. It replaces the message before."""
 
     engines: tuple[EngineState, ...]
     held: TableState
     recent: TableState
     by_events: dict[str, tuple[int, ...]]
-    """Names of the engines whose events have come."""
+    """Names of the engines with events, and the ranks that sent them."""
 
 
 class SamplesWanted(msgspec.Struct, tag=True, frozen=True):
-    """Tell your metrics."""
+    """Asks a worker for its metrics."""
 
     number: int
 
 
 class Metrics(msgspec.Struct, tag=True, frozen=True):
-    """All workers' metrics, as `MetricsWanted` asked for."""
+    """The metrics of all processes: the answer to `MetricsWanted`."""
 
     number: int
     text: bytes
 
 
-# From a worker.
+# Messages from a worker.
 
 
 class Listening(msgspec.Struct, tag=True, frozen=True):
-    """It serves clients."""
+    """The worker serves clients."""
 
     pid: int
 
@@ -123,7 +123,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     cause: str
     message: str
     refused: bool | None
-    """None: it was reached. Else whether its machine answered that nobody listens there."""
+    """None: the engine was reached. Else whether its machine refused the connection."""
 
 
 class Moved(msgspec.Struct, tag=True, frozen=True):
@@ -145,7 +145,7 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
 
 
 class Learnt(msgspec.Struct, tag=True, frozen=True):
-    """A step of this load took an engine so long."""
+    """The load and the duration of one step of an engine."""
 
     engine: int
     load: StepLoad
@@ -170,14 +170,14 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Samples(msgspec.Struct, tag=True, frozen=True):
-    """A worker's metrics, as `SamplesWanted` asked for."""
+    """A worker's metrics: the answer to `SamplesWanted`."""
 
     number: int
     families: tuple[Family, ...]
 
 
 class MetricsWanted(msgspec.Struct, tag=True, frozen=True):
-    """Somebody asks this worker for the metrics of all."""
+    """A client asks this worker for the metrics of all processes."""
 
     number: int
 

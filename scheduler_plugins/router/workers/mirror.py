@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines as a worker knows them: as the keeper tells, and by what the worker's own requests meet."""
+"""The engines as a worker knows them: by the keeper's messages, and by failures of the worker's own
+requests."""
 
 from __future__ import annotations
 
@@ -46,14 +47,14 @@ class MirrorPool(Pool):
         return self._prefixes.reader
 
     async def start(self) -> None:
-        """Returns once the keeper has told of the engines."""
+        """Return once the keeper has sent the engines."""
         await self._told.wait()
 
     async def close(self) -> None:
         pass  # nothing runs here
 
     def use(self, told: messages.Engines) -> None:
-        """The keeper has told of the engines."""
+        """Apply the keeper's message about the engines."""
         self._prefixes.use(told)
         for state in told.engines:
             engine = self._known.get(state.id) or self._new(state)
@@ -61,8 +62,8 @@ class MirrorPool(Pool):
             self._cache[engine] = state.cache
         for number in self._known.keys() - {state.id for state in told.engines}:
             engine = self._known.pop(number)
-            engine.load.others = NoOthers()  # its place may be another engine's by now
-            # What it still has is given up, and goes on elsewhere: it had its time.
+            engine.load.others = NoOthers()  # the slot may belong to another engine by now
+            # Its time to drain is over: give up its open requests, which go on elsewhere.
             engine.set_down(asyncio.get_running_loop().time(), "removed", refusing=False)
             engine.forget_metrics()
             del self._numbers[engine], self._cache[engine]
@@ -80,7 +81,7 @@ class MirrorPool(Pool):
             return  # it has left
         refused = None
         if isinstance(failure, UnreachableError):
-            # The keeper says so to the others; this worker's next request must not wait for that.
+            # The keeper will tell all workers. This worker's next request must not wait for that.
             refused = failure.refused
             engine.set_down(asyncio.get_running_loop().time(), str(failure), refusing=refused)
         else:
@@ -98,9 +99,9 @@ class MirrorPool(Pool):
         if number is None or not isinstance(prompt, PromptKeys):
             return
         if prompt.tokens is not None and engine.follower is not None:
-            return  # its events tell
+            return  # its events report the prompt
         if engine.name not in self._prefixes.asked:
-            return  # no policy here asks what it has
+            return  # no policy here looks up its cache
         text = b"" if prompt.tokens is not None else b"".join(prompt)
         self._link.send_soon(messages.Prefilled(number, text, prompt.tokens, prompt.extras))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine, as the keeper tells its workers of it."""
+"""The state of one engine, as the keeper sends it to its workers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scheduler_plugins.router.workers.messages import EngineState
 
 
 def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any]) -> EngineState:
-    """What the keeper knows of an engine.
+    """The keeper's state of an engine.
 
     Args:
-        number: no other engine of the keeper has it.
-        slot: the engine's place in the shared counts.
-        cache: what is known of its cache, for `/health`.
+        number: unique among the engines of the keeper.
+        slot: the engine's slot in the shared counts.
+        cache: the state of its cache, for `/health`.
     """
     return EngineState(
         number,
@@ -51,14 +51,14 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
 
 
 class FollowedElsewhere:
-    """`engines.Follower` of an engine whose events the keeper follows."""
+    """`engine.Follower` of an engine whose events the keeper follows."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
 
 
 def apply(state: EngineState, engine: BackendEngine) -> None:
-    """Make a worker's engine what the keeper says it is."""
+    """Set a worker's engine to the keeper's state."""
     if engine.role is not state.role:
         engine.forget_metrics()
     engine.role, engine.role_given = Role(state.role), state.role_given

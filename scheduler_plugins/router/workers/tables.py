@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index's tables in shared memory: the keeper writes, workers read without a lock.
+"""The tables of the index in shared memory. The keeper writes, and workers read without a lock.
 
-A worker may read while the keeper writes. What it reads then may be wrong, which costs time only. It never reads out of bounds: a table
-that grows gets new memory, and the old one stays as it is for those who still read it.
+A worker that reads during a write may get a wrong answer, which costs time only. It never reads out of bounds: a
+table that grows gets new memory, and the old memory stays mapped for its readers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class TableMemory:
-    """The memory of one table (`index.table.Memory`), and where it lies."""
+    """The shared memory of one table (`index.table.Memory`)."""
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """`on_change`: called when workers must be told of the table anew."""
+        """`on_change`: called when workers need the new location of the table."""
         self._words: SharedWords | None = None
         self._coming: SharedWords | None = None
         self._on_change = on_change
@@ -44,7 +44,7 @@ class TableMemory:
         self._on_change()
 
     def state(self, index: BlockIndex) -> TableState:
-        """Where workers find the table that has this memory."""
+        """The location of the table in this memory, for workers."""
         assert self._words is not None, "the table has adopted memory"
         table = index.table
         return TableState(self._words.ref, table.capacity, table.words, table.mix, index.numbers)
@@ -64,12 +64,12 @@ class SharedTable:
         self.reader = BlockReader(self._table, {})
 
     def use(self, state: TableState) -> None:
-        """Read where the keeper writes now."""
+        """Attach to the table's current memory."""
         if state.memory != self._ref:
             try:
                 block = words_in(attach(state.memory))
             except OSError as error:
-                # It has grown once more meanwhile; the next message says where it lies.
+                # The table has grown again; the next message has its new location.
                 logger.debug("the index has moved: %s", error)
                 return
             self._table = TableReader(block, state.slots, state.words, state.mix)
@@ -78,16 +78,16 @@ class SharedTable:
 
 
 class SharedPrefixes:
-    """What engines have cached, as a worker reads it."""
+    """The index of cached blocks, as a worker reads it."""
 
     def __init__(self) -> None:
         self._held, self._recent = SharedTable(), SharedTable()
         self.asked = set[str]()
-        """Engines that the guess was asked for. Nobody needs to guess for others."""
+        """Engines that the guess was asked about. Other engines need no guess."""
         self.reader = self._reader({})
 
     def use(self, told: Engines) -> None:
-        """The keeper has said where the tables lie."""
+        """Apply the keeper's message with the locations of the tables."""
         self._held.use(told.held)
         self._recent.use(told.recent)
         self.reader = self._reader(told.by_events)

@@ -33,11 +33,11 @@ from scheduler_plugins.router.workers.mirror import MirrorPool
 logger = logging.getLogger(__name__)
 
 METRICS_LIMIT_S = 5.0
-"""Longest wait for the metrics of all workers; its own are told after that."""
+"""Longest wait for the metrics of all processes. After that, the worker returns its own."""
 
 
 class Worker(Backend):
-    """Where a worker's application gets engines and metrics from: the keeper."""
+    """`Backend` of a worker's application: engines and metrics come from the keeper."""
 
     def __init__(self, link: Link[FromKeeper], begin: messages.Begin, counts: mmap) -> None:
         self._link = link
@@ -62,7 +62,7 @@ class Worker(Backend):
             async with asyncio.timeout(METRICS_LIMIT_S):
                 return await found
         except TimeoutError:
-            logger.warning("the keeper did not tell the metrics within %g s", METRICS_LIMIT_S)
+            logger.warning("the keeper did not send the metrics within %g s", METRICS_LIMIT_S)
             return metrics.render()
         finally:
             del self._asked[number]
@@ -72,7 +72,7 @@ class Worker(Backend):
         self._listening = asyncio.create_task(self.listen(), name="what the keeper says")
 
     async def listen(self) -> None:
-        """Do what the keeper says; end when it has ended."""
+        """Handle the keeper's messages. Ends when the keeper has ended."""
         try:
             while True:
                 self._do(await self._link.receive())
@@ -100,10 +100,10 @@ class Worker(Backend):
 
 
 async def work(end: socket.socket) -> None:
-    """Serve clients until the keeper ends, or says so by SIGTERM."""
+    """Serve clients until the keeper ends or sends SIGTERM."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    # A terminal sends it to all processes; the keeper says what it means.
+    # A terminal sends SIGINT to all processes. Only the keeper acts on it.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     link = await link_to_keeper(end)
     begin = await link.receive()

@@ -465,7 +465,10 @@ def test_an_endpoint_that_pairs_of_sglang_do_not_serve_is_refused_with_what_to_d
         async with world("s", "s") as w:
             reply = await w.post(path, {"model": "m", "input": "a"})
             assert reply.status == 400
-            assert f"{path}: not with pairs" in reply.json["error"]["message"]
+            assert (
+                f"{path}: pairs of SGLang engines cannot answer it"
+                in reply.json["error"]["message"]
+            )
             assert not any(engine.bodies for engine in (*w.p, *w.d))
 
     run(scenario())
@@ -502,7 +505,7 @@ def test_half_of_a_pair_is_not_asked_alone(side: str, caplog: pytest.LogCaptureF
             await w.down(dead)
             assert (await w.complete()).status == 503
             assert not left.bodies
-            assert "none of those is left" in caplog.text, "no retry was refused: none was tried"
+            assert "and none is left" in caplog.text, "no retry was refused: none was tried"
 
     run(scenario())
 

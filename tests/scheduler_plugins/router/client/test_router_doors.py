@@ -204,7 +204,7 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
             await until(lambda: up() == at(3), "the name is followed again")
         said = [line for line in caplog.messages if "the engines known before stay" in line]
         assert len(said) == 1, "it is said once, however often the name is looked up"
-        assert [line for line in caplog.messages if "its engines are told again" in line]
+        assert [line for line in caplog.messages if "its engines can be looked up again" in line]
         for fake in (prefill, *fakes):
             await fake.die()
 

@@ -315,7 +315,7 @@ def test_a_limit_that_holds_from_the_start_is_named(
         async with reload.reloading(SettingsFile(path, {}), lambda config: None):
             limits = {"shutdown_timeout_s": 99}
             path.write_text(yaml.safe_dump({"engines": ENGINES, "limits": limits}))
-            said = "shutdown_timeout_s: hold once the router is started again"
+            said = "shutdown_timeout_s: apply after a restart of the router"
             await until(lambda: said in caplog.text, "it is said")
 
     run(scenario())
