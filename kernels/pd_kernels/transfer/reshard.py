@@ -95,8 +95,8 @@ class Resharding:
         sources: the payload of each rank of the producer.
         destinations: memory for the payload of each rank of the consumer.
         payload: the shape that all payloads share.
-        table: int64 `[head of a destination, 6]` on the device: address of the source's payload, its heads, and the head's place among them;
-            then the same for the destination.
+        table: int64 `[head of a destination, 6]` on the device: address of the source's
+            payload, its heads, and the head's place among them; then the same for the destination.
     """
 
     sources: tuple[torch.Tensor, ...]
