@@ -23,8 +23,7 @@ _BUFFER_BYTES = 16 << 10
 class Decision(msgspec.Struct, frozen=True, array_like=True):
     """The requests that a step may start.
 
-    `start`: ids of the requests to start, in this order; no other request may
-    start. `looked_up`: ids whose prompts
+    `start`: ids of the requests to start, in this order; no other request may start. `looked_up`: ids whose prompts
     were looked up in the prefix cache, in that order. `step_tokens`: the most prompt tokens of the step; None: SGLang's
     limit. `reserved_tokens`: the part of these for requests that overtake the running prefill.
     """

@@ -72,7 +72,8 @@ class SuffixDiscard:
 
         Args:
             blocks: the request's blocks, in the order of its prompt.
-            count: the number of leading blocks that were cached. missing: the keys of the request's full blocks after these.
+            count: the number of leading blocks that were cached.
+            missing: the keys of the request's full blocks after these.
         """
         self._learn(missing)
         count = min(count, len(blocks))
