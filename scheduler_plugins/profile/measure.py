@@ -107,7 +107,7 @@ class Prober:
         return Engine(page_size, cache_tokens, caches)
 
     async def prefills(self, tokens: int, cached: Sequence[int]) -> list[Measurement]:
-        """Send a new prompt, then prompts that share its first tokens. `cached` has their numbers."""
+        """Send a new prompt, then prompts that share its first tokens. `cached` has the numbers of shared tokens."""
         first = self._prompt(tokens)
         found = []
         for shared in (0, *(one for one in cached if one)):
