@@ -119,9 +119,7 @@ class PrefixAwareScheduler(AsyncScheduler):
                 self._give_way(prefills)
             if self._prefills_own_batch():
                 self.waiting.begin_scan(full=True, prefilling=ids)
-        if (
-            self.pause_state == PauseState.UNPAUSED
-        ):  # otherwise no request starts that could overtake
+        if self.pause_state == PauseState.UNPAUSED:  # else no request can start and overtake
             self._shape.limit(prefills)
         try:
             output = super().schedule(*args, **kwargs)

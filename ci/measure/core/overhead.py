@@ -80,9 +80,7 @@ class _LinkedMachines:
         self._consumer.session_up(_SOURCE, session, _NOW)
         self._spent_ns = {"producer": 0, "consumer": 0}
         self._finished = False
-        self._slot = memoryview(
-            bytearray(config.slot_bytes)
-        )  # one buffer for all, because nothing is written
+        self._slot = memoryview(bytearray(config.slot_bytes))  # one for all, never written
 
     def request(self, tokens: int) -> tuple[float, float]:
         """Hand one prompt over. Returns milliseconds of the producer and of the consumer."""
