@@ -50,8 +50,8 @@ def chaos(
 ) -> None:
     """Do faults to agents, or to engines, and compare every page, or every answer.
 
-    Wrong, lost and held must be 0; exit code 1 if they are not. First controls: with guards taken off, wrong
-    pages must be found.
+    Wrong, lost and held must be 0; exit code 1 if they are not. Controls run first: with guards taken off, wrong pages
+    must be found.
     """
     # torch takes seconds to import.
     from chaos import report
@@ -79,7 +79,7 @@ def chaos(
                 bench = ChaosBench(names, found, Limits(faults, limit_s), seed, pairs)
                 for ledger in bench.run(say):
                     ledgers.append(ledger)
-        finally:  # of a long run that was interrupted, what there is
+        finally:  # the results so far of an interrupted run
             stdout.print(report.table(ledgers))
             if json:
                 report.write_json(json, ledgers)

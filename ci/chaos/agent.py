@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank: an agent with a small cache whose every byte is known to both sides, and the faults that a process does
-to itself. It obeys calls (`bench/party.py`)."""
+"""One rank: an agent with a small cache, of which both sides know every byte, and the faults of its own process. It
+obeys calls (`bench/party.py`)."""
 
 import contextlib
 import os
@@ -38,12 +38,12 @@ class ChaosAgent:
 
     Args:
         produces: whether it is a producer; otherwise it is a consumer.
-        tp_rank: which part of the heads it holds.
-        tp_size: into how many parts they are cut.
-        config: of the agent.
-        seed: of what it draws.
-        wired: whether a network that does faults lies between it and its producers.
-        blind_to: which guard is taken off (`blind`); the bench must notice that.
+        tp_rank: number of its part of the heads.
+        tp_size: number of parts of the heads.
+        config: the agent's config.
+        seed: seed of its random choices.
+        wired: whether a faulty network lies between it and its producers.
+        blind_to: the guard that is taken off (`blind`). The bench must notice that.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ChaosAgent:
         return self._agent.port
 
     def offer(self, transfers: Sequence[tuple[str, list[int]]], final: bool = True) -> None:
-        """Offer pages, by transfer: half of them where the prefill has not ended."""
+        """Offer pages, by transfer. If the prefill has not ended, offer half of them."""
         for name, pages in transfers:
             self._engine.offer(name, pages, final=final)
 
@@ -101,9 +101,9 @@ class ChaosAgent:
 
         Args:
             transfers: name, the producer's pages, the pages to fill.
-            host: of all ranks of the producer.
-            ports: of these, by rank.
-            wait: whether the prefill may not have begun.
+            host: host of all ranks of the producer.
+            ports: their ports, by rank.
+            wait: whether the prefill may still have to begin.
         """
         peers = tuple(
             Peer(Source(host, port, ENGINE), Shard(0, LAYERS, rank, len(ports)))
@@ -113,19 +113,19 @@ class ChaosAgent:
             self._engine.load(name, peers, theirs, ours, wait=wait)
 
     def outcomes(self, within_s: float) -> list[tuple[str, str, bool]]:
-        """Ends since the last call: name, cause, and whether all pages are right (of a producer, true).
-        Waits for the first one."""
+        """Ends since the last call: name, cause, and whether all pages are right (always true for a producer). Waits
+        for the first one."""
         deadline = time.monotonic() + within_s
         while not (found := self._engine.outcomes()) and time.monotonic() <= deadline:
             time.sleep(0.0005)
         return found
 
     def take_back(self, names: Sequence[str]) -> int:
-        """The engine takes the pages of these transfers back, where it still has them; returns of how many."""
+        """The engine takes back the pages of these transfers if it still has them. Returns the number of transfers."""
         return sum(self._engine.take_back(name) for name in names)
 
     def spoilt(self) -> int:
-        """How many taken-back transfers' pages were written by the agent since; it forgets them."""
+        """The number of taken-back transfers whose pages the agent has written since. They are then forgotten."""
         return self._engine.restore()
 
     def arm(self, fault: str, count: int, share: float) -> None:
@@ -145,13 +145,12 @@ class ChaosAgent:
         return silence_connections()
 
     def lie(self, host: str, port: int, names: Sequence[str], count: int) -> int:
-        """Send messages to a producer that fit the schema and are not true; returns how many it
-        has received."""
+        """Send a producer messages that fit the schema and are false. Returns the number received."""
         with Liar(host, port, self._geometry, self._random, self._key) as liar:
             return liar.tell(names, count)
 
     def exhaust(self) -> int:
-        """Use up all descriptors but a few; returns how many were taken."""
+        """Use up all descriptors except a few. Returns the number taken."""
         limit = len(os.listdir("/proc/self/fd")) + 256
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -176,7 +175,7 @@ class ChaosAgent:
         self._clock.offset_s += seconds
 
     def held(self) -> dict[str, float]:
-        """Slots, pages and transfers that are not free, by name."""
+        """Numbers of slots, pages and transfers that are not free, by name."""
         names = (
             "leased_pages",
             "outgoing_transfers",
@@ -201,7 +200,7 @@ class ChaosAgent:
 
 
 class _Clock:
-    """Stands for the module `time` in the agent's thread."""
+    """Replaces the module `time` in the agent's thread."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0

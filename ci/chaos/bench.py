@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault over every transport, and first the control: a bench that cannot see is no bench."""
+"""Every fault over every transport. Controls run first, because a blind bench proves nothing."""
 
 import importlib.util
 import random
@@ -23,24 +23,25 @@ CONTROLS = (
     ("tcp key", Fault.CORRUPT, BYTES),
     ("tcp key", Fault.TAKE_BACK, PAGES),
 )
-"""Setup, fault, and the guard that is taken off: then wrong pages must be found."""
+"""Setup, fault, and the guard that is taken off. With these, wrong pages must be found."""
 _NEEDS = {"nixl": "nixl", "ucx": "ucxx"}
 _PULLED = ("shm", "shm TP 2")
-"""Setups in which consumers read pages where they lie: a chunk has no header on its way there, and none overtakes another."""
+"""Setups in which consumers read pages in place. A chunk then has no header on its way, and chunks cannot overtake each
+other."""
 _CUTTABLE = tuple(name for name, setup in SETUPS.items() if setup.has_records)
-"""Setups with which a link is cut: one transport is enough, for what is tested are sessions."""
+"""Setups with a cut link. One transport is enough, because this tests sessions."""
 
 
 @dataclass(frozen=True)
 class ChaosBench:
-    """What is done.
+    """The plan of a bench.
 
     Args:
         setups: names of `SETUPS`.
         faults: kinds.
         limits: of each cell, all pairs together.
-        seed: of everything that is drawn.
-        pairs: of engines that run at a time. Most faults cost time and not a processor.
+        seed: seed of all random choices.
+        pairs: pairs of engines that run at a time. Most faults cost waiting time, not CPU time.
     """
 
     setups: Sequence[str]
@@ -50,10 +51,10 @@ class ChaosBench:
     pairs: int = 1
 
     def run(self, say: Callable[[str], None]) -> Iterator[Ledger]:
-        """Yield each cell when it has ended.
+        """Yield each cell at its end.
 
         Raises:
-            BenchError: the control found nothing wrong, although it was.
+            BenchError: the control found no wrong page, although there were some.
         """
         with Nursery() as nursery:
             for name, fault, guard in CONTROLS:
@@ -78,7 +79,7 @@ class ChaosBench:
             try:
                 return merged([part.result() for part in parts])
             except BaseException:
-                nursery.kill()  # the other pairs end, too
+                nursery.kill()  # the other pairs end too
                 raise
 
     def _pair(
@@ -100,7 +101,7 @@ def control(seed: int, nursery: Nursery, setup: str, fault: Fault, guard: str) -
     """Do a fault to agents with a guard taken off.
 
     Returns:
-        What was found: wrong pages.
+        The number of wrong pages found.
 
     Raises:
         BenchError: nothing was found.
@@ -117,7 +118,7 @@ def control(seed: int, nursery: Nursery, setup: str, fault: Fault, guard: str) -
 
 
 def skipped(setup: str, fault: Fault) -> str:
-    """Why a cell is not run here; empty if it is."""
+    """The reason why a cell is not run here; empty if it is run."""
     (transport,) = SETUPS[setup].config["transports"]
     if fault in RECORD_FAULTS and not SETUPS[setup].has_records:
         return "only tcp has records of its own"

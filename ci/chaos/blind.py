@@ -17,12 +17,12 @@ from pd_connector.transport.tcp.cipher import AeadOpener
 from pd_connector.transport.tcp.sums import SumOpener
 
 BYTES, PAGES, PATH = "bytes", "pages", "path"
-"""What is not guarded: that bytes are those that were sent, that pages are still the request's, or that chunks take
-the same path with the wrapper as without."""
+"""The guard that is off: received bytes equal sent bytes, pages still belong to the request, or chunks take the same
+path with and without the wrapper."""
 
 
 def blind(to: str) -> None:
-    """Take the guards off in this process, which then cannot be trusted any more."""
+    """Take the guards off in this process. It cannot be trusted afterwards."""
     if to == BYTES:
         Inbox.place = _place  # type: ignore[assignment,method-assign]
         cipher.AeadOpener = _BlindAeadOpener  # type: ignore[misc]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of one kind over one transport: in rounds of a few transfers each, every one compared."""
+"""Faults of one kind over one transport, in rounds of a few transfers. Every transfer is compared."""
 
 import random
 import subprocess
@@ -25,26 +25,27 @@ from pd_connector.tools.bench.wire.pair import PartyProcess
 from pd_connector.tools.launch.netns import LINK, Namespace
 
 TRANSFERS = 6
-"""At once, in a round."""
+"""Transfers at once in a round."""
 CHUNK_TRANSFERS = 16
-"""At once, in a round of faults that hit chunks. More of them share the wait for a deadline."""
+"""Transfers at once in a round of faults that hit chunks. More transfers share the wait for a deadline."""
 _CHUNK_SHARE, _RECORD_SHARE = 0.3, 0.03
-"""Parts of chunks, and of records, that are hit: a record costs the connection, and with it what else is under way."""
+"""Fractions of chunks and of records that are hit. A hit record costs the connection, with all other transfers on
+it."""
 _ANY_TIME = 2
-"""Transfers of a round that are taken back at any time, twice."""
+"""Transfers of a round whose pages are taken back at any time, twice."""
 LIES = 40
 """Messages of one liar."""
 _PAUSES_S = (0.02, 0.1, 0.3, 0.7, 1.5)
-"""How long something stands still: some end before a timeout notices, others after."""
+"""Durations of a standstill: some end before a timeout notices, others after."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is done in one cell.
+    """The limits of one cell.
 
     Args:
-        faults: that are injected.
-        seconds: after which it ends, whatever was injected.
+        faults: the number of faults to inject.
+        seconds: the time after which the cell ends with any number of faults.
     """
 
     faults: int
@@ -55,10 +56,10 @@ class Campaign:
     """One cell of the table.
 
     Args:
-        ranks: running, and used by nobody else.
+        ranks: running ranks that nothing else uses.
         fault: what is injected.
-        seed: of what is drawn here. With the same seed the same faults hit the same transfers, as far as
-            the machine lets processes run alike.
+        seed: seed of the random choices. With the same seed the same faults hit the same transfers, if processes run in
+            the same order.
         link: the producer's side of a link that can be cut, for `Fault.PARTITION`.
     """
 
@@ -77,9 +78,9 @@ class Campaign:
         ledger, began = self._ledger, time.monotonic()
         try:
             self._recover()
-            for _ in range(2):  # every slot is used once: that is no growth
+            for _ in range(2):  # every slot is used once before, so this is not growth
                 self._collect(self._transfers.begin(CHUNK_TRANSFERS))
-            self._recover()  # a session stands, as it will at the end
+            self._recover()  # a session stands, like at the end
             ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is no recovery
             ledger.recomputed.clear()
             before, paths = self._census(), self._paths()
@@ -96,11 +97,11 @@ class Campaign:
         return ledger
 
     def _round(self, left: int) -> None:
-        """A few transfers, and faults while they are under way."""
+        """A few transfers, with faults while they run."""
         if self._fault.armed:
             self._armed_round(left)
             return
-        for consumer in self._ranks.consumers:  # so that chunks are under way when it happens
+        for consumer in self._ranks.consumers:  # so that chunks are on their way when it happens
             consumer.call("arm", fault=Fault.DELAY, count=1000, share=0.7)
         if self._random.random() < 0.5:
             expected = self._transfers.begin(TRANSFERS)
@@ -114,7 +115,7 @@ class Campaign:
             consumer.call("disarm")
 
     def _armed_round(self, left: int) -> None:
-        """A few transfers, which the agents hit themselves."""
+        """A few transfers that the agents themselves hit."""
         takes_back = self._fault is Fault.TAKE_BACK
         share = _RECORD_SHARE if self._fault in RECORD_FAULTS else _CHUNK_SHARE
         hit = self._ranks.all if takes_back else self._ranks.consumers
@@ -129,7 +130,8 @@ class Campaign:
             self._ledger.wrong += sum(one.call("spoilt") for one in self._ranks.all)
 
     def _take_back_in_round(self) -> None:
-        """Prefills that go on while their pages pass. Some are preempted in the middle of a copy, and some at any time."""
+        """Prefills that go on while their pages are sent. Some are preempted in the middle of a copy, others at any
+        time."""
         draws = self._transfers.draw(CHUNK_TRANSFERS)
         self._transfers.offer(draws, final=False)
         expected = self._transfers.load(draws, wait=False)
@@ -143,13 +145,13 @@ class Campaign:
         self._collect(expected)
 
     def _inject(self, expected: list[set[str]], left: int, within_s: float) -> None:
-        """Faults that hit no chunk, each so long after the one before, at most."""
+        """Longest time between two faults that hit no chunk, in seconds."""
         for _ in range(min(left, AT_ONCE.get(self._fault, 1))):
             time.sleep(self._random.uniform(0, within_s))
             self._ledger.injected += self._injectors[self._fault](expected)
 
     def _recover(self) -> None:
-        """Transfers until one arrives. Notes how long that took."""
+        """Run transfers until one arrives. Note the time."""
         began = time.monotonic()
         while True:
             before = self._ledger.ok
@@ -162,7 +164,7 @@ class Campaign:
         self._ledger.slowest_s = max(self._ledger.slowest_s, time.monotonic() - began)
 
     def _collect(self, expected: list[set[str]]) -> None:
-        """Wait for all loads to end; those without an outcome are lost."""
+        """Wait for all loads to end. Loads without an outcome are lost."""
         deadline = time.monotonic() + DEADLINE_S
         for consumer, names in zip(self._ranks.consumers, expected, strict=True):
             while names:
@@ -178,7 +180,7 @@ class Campaign:
             producer.call("outcomes", within_s=0.0)
 
     def _held(self) -> int:
-        """What is still held when nobody wants anything any more and every lease has ended."""
+        """Resources still held when no request is left and every lease has ended."""
         deadline = time.monotonic() + HELD_S
         while True:
             held = [one.call("held") for one in self._ranks.all]
@@ -193,8 +195,8 @@ class Campaign:
         return {one.pid: tuple(one.call("census")) for one in self._ranks.all}
 
     def _growth(self, before: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
-        """How much more the processes that have lived since hold, when nothing is open but sessions
-        and the system has ended what fell silent."""
+        """Growth of the processes that have lived since the start. It is measured when only sessions are open and the
+        system has ended silent connections."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             now = {pid: counts for pid, counts in self._census().items() if pid in before}
@@ -213,7 +215,7 @@ class Campaign:
 
     @property
     def _injectors(self) -> dict[Fault, Callable[[list[set[str]]], int]]:
-        """Each returns how many faults it has injected."""
+        """Each function returns the number of faults that it injected."""
         return {
             Fault.LIE_MESSAGE: self._lie,
             Fault.RESET: self._reset,
@@ -236,8 +238,8 @@ class Campaign:
         return int(teller.call("lie", host=host, port=port, names=names, count=LIES))
 
     def _reset(self, expected: list[set[str]]) -> int:
-        # UCX is not told that a connection which it has accepted was reset here, as a network would
-        # tell it. Reset by its producer, it is.
+        # If the accepting side resets a connection, UCX does not notice, unlike with a real network. So the producer
+        # resets it.
         over_ucx = "ucx" in self._ranks.setup.config["transports"]
         process = self._random.choice(self._ranks.producers) if over_ucx else self._anyone()
         return bool(process.call("reset"))
@@ -260,13 +262,13 @@ class Campaign:
 
     def _kill(self, expected: list[set[str]]) -> int:
         process = self._anyone()
-        if process in self._ranks.consumers:  # its engine, and its requests, died with it
+        if process in self._ranks.consumers:  # its engine and requests died with it
             expected[self._ranks.consumers.index(process)].clear()
         self._ranks.restart(process)
         return 1
 
     def _exhaust(self, expected: list[set[str]]) -> int:
-        """Without descriptors, and with connections that must be opened anew."""
+        """Transfers without free descriptors, with connections that must be opened again."""
         process = self._anyone()
         taken = process.call("exhaust")
         process.call("reset")

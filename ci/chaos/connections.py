@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP connections of this process, whoever opened them: reset, or made silent without a word."""
+"""Resets or silences all TCP connections of this process."""
 
 import contextlib
 import ctypes
@@ -13,15 +13,15 @@ _DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)  # classic BPF: `ret #0`
 
 
 def reset_connections() -> int:
-    """End every connection with a reset, so that nothing that is under way arrives; returns how many."""
+    """End every connection with a reset, so no data on its way arrives. Returns the number of connections."""
     libc = ctypes.CDLL(None, use_errno=True)
     nowhere = ctypes.create_string_buffer(16)  # a struct sockaddr of AF_UNSPEC: TCP disconnects
     return sum(libc.connect(found.fileno(), nowhere, 16) == 0 for found in _connections())
 
 
 def silence_connections() -> int:
-    """Let every connection stand and receive nothing any more: acknowledgements are dropped, too, as
-    when a middlebox has forgotten it. Returns how many."""
+    """Keep every connection open, and drop everything that it receives, acknowledgements included, like a middlebox
+    that has forgotten it. Returns the number of connections."""
     found = 0
     program = ctypes.create_string_buffer(_DROP_ALL)
     # struct sock_fprog: the number of instructions, and their address.
@@ -34,7 +34,7 @@ def silence_connections() -> int:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Duplicates of the descriptors of established TCP connections; the originals stay as they are."""
+    """Duplicates of the descriptors of established TCP connections. The originals stay unchanged."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

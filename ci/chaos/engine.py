@@ -15,8 +15,8 @@ from pd_connector.protocol.outgoing import Free, Offer
 from pd_connector.protocol.peers import Peer
 
 _MIDST_S = 0.03
-"""How long the agent's thread stands in the middle of a copy, while the engine wants its pages. If nothing guarded them,
-the engine would have reused them then."""
+"""Time that the agent's thread stops in the middle of a copy, while the engine wants its pages back. Without a guard,
+the engine would reuse the pages in this time."""
 _DROPPED = "dropped"
 
 
@@ -32,8 +32,8 @@ class _Loading(NamedTuple):
 
 
 class Engine:
-    """Calls come from one thread, and pages are taken back by another one: while the agent's thread stands in the middle
-    of a copy (`Tampering.interrupt`), the engine asks for its pages, and reuses them when it may.
+    """Calls come from one thread, and another thread takes pages back. While the agent's thread stops in the middle of
+    a copy (`Tampering.interrupt`), the engine asks for its pages, and reuses them when it may.
     """
 
     def __init__(self, agent: Agent, pages: KnownPages, tampering: Tampering) -> None:
@@ -49,7 +49,7 @@ class Engine:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def offer(self, name: str, content_of: list[int], *, final: bool) -> None:
-        """Offer pages, or all of them where some have been offered before."""
+        """Offer pages; if some were offered before, offer all."""
         with self._one_at_a_time:
             known = self._offered.get(name)
             pages = known.pages if known else content_of
@@ -93,7 +93,7 @@ class Engine:
                 return None
 
     def take_back(self, name: str) -> bool:
-        """Another request gets the pages of this transfer; returns whether the engine had them."""
+        """Give the pages of this transfer to another request. Returns whether the engine had them."""
         with self._one_at_a_time:
             if name in self._loading and name not in self._dropped:
                 self._dropped.add(name)
@@ -108,7 +108,7 @@ class Engine:
                 self._pages.reuse(known.pages)
                 del self._offered[name]
                 return True
-            self._agent.submit(Revoke(name, name))  # it is preempted, and computed again
+            self._agent.submit(Revoke(name, name))  # the request is preempted, and computed again
             moved = self._pages.move(known.pages, known.content_of)
             if not moved:
                 self._agent.submit(Withdraw(name, name))
@@ -116,14 +116,14 @@ class Engine:
             return True
 
     def restore(self) -> int:
-        """No transfer is under way: pages that were taken back are free. Returns how many of these transfers' pages were
-        written after they had been taken back."""
+        """Call this without running transfers: taken-back pages become free. Returns the number of these transfers
+        whose pages were written after they were taken back."""
         with self._one_at_a_time:
             self._offered = {n: one for n, one in self._offered.items() if one.final and one.pages}
             return self._pages.restore()
 
     def _interrupt(self, name: str) -> bool:
-        """Called by the agent's thread: have the pages of this transfer taken back, or any load's."""
+        """Called by the agent's thread: take back the pages of this transfer, or of any load."""
         name = name or next(iter(self._loading.copy()), "")
         if name in self._dropped or not (name in self._loading or name in self._offered):
             return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill engine, a decode engine and the router under load, with faults, every answer compared.
 
-The reference is what the prefill engine answers by itself, before any fault. In float32 an engine gives the same greedy
-tokens whether it computed the prompt's KV or received it. A request that fails, or is answered with other tokens,
-breaks a promise, whatever was done to the engines meanwhile: clients retry nothing here.
+The reference is the answer of the prefill engine alone, before any fault. In float32 an engine gives the same greedy
+tokens with computed and with received KV. A request that fails or gets other tokens breaks a promise, under any fault,
+because clients here never retry.
 """
 
 import itertools
@@ -34,12 +34,12 @@ PROMPTS = 24
 CLIENTS = 3
 DECODED_TOKENS = 8
 REQUEST_S = 120.0
-"""A request without an answer after this is lost. The longest fault is a prefill engine that starts again."""
+"""A request without an answer after this time is lost. The longest fault is a restart of the prefill engine."""
 QUIET_S = 60.0
-"""When there is no load any more, everything must be free within this."""
+"""After the load has ended, everything must be free within this time."""
 CONFIG = {
     "transports": ["tcp"],
-    "audit": "off",  # every answer is compared here; engines that start again would be audited again
+    "audit": "off",  # every answer is compared here, and restarted engines would be audited again
     "lease_s": 6,
     "heartbeat_s": 0.5,
     "session_timeout_s": 3,
@@ -48,14 +48,14 @@ CONFIG = {
     "wait_timeout_s": 60,
 }
 BURST = 4
-"""Long prompts at once, to preempt prefills."""
+"""Number of long prompts at once, which cause preemption of prefills."""
 _COMMON_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
 _FEW_PAGES = (
     *("--num-gpu-blocks-override", "80", "--no-scheduler-reserve-full-isl"),
     *("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "64"),
 )
-"""Of the prefill engine: four long prompts go on side by side, and there is room for less than two of them. So they are
-preempted while what they have computed is streamed."""
+"""KV blocks of the prefill engine. Four long prompts run side by side, but fewer than two fit. So they are preempted
+while their KV is streamed."""
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _GAUGES = (
     "leased_pages",
@@ -67,7 +67,7 @@ _GAUGES = (
 
 
 class EngineFault(StrEnum):
-    """What is done to engines under load."""
+    """The faults of engines under load."""
 
     PREEMPT = "prefills preempted"
     STOP_PREFILL = "prefill SIGSTOP"
@@ -77,12 +77,12 @@ class EngineFault(StrEnum):
 
 
 class EnginesBench:
-    """Faults in random order, each kind before any comes again.
+    """Faults in random order. No kind comes again before all kinds have come.
 
     Args:
         faults: kinds.
-        seconds: of load with faults; starting engines comes before.
-        seed: of what is drawn.
+        seconds: duration of the load with faults, without the engines' start.
+        seed: seed of the random choices.
     """
 
     def __init__(self, faults: Sequence[EngineFault], seconds: float, seed: int) -> None:
@@ -96,7 +96,7 @@ class EnginesBench:
         self._ledgers: dict[str, Ledger] = {}
 
     def run(self, say: Callable[[str], None]) -> list[Ledger]:
-        """A ledger for each fault; the one named `none` has requests that no fault was near.
+        """A ledger for each fault. The ledger `none` has requests that no fault was near.
 
         Raises:
             StartError: an engine does not start.
@@ -135,7 +135,7 @@ class EnginesBench:
         router: RouterProcess,
         say: Callable[[str], None],
     ) -> None:
-        for prompt in itertools.islice(self._expected, 2):  # the first session is no growth
+        for prompt in itertools.islice(self._expected, 2):  # the first session is not growth
             _answer(router.client, prompt)
         census = {one.name: Census.of(one.family) for one in (prefill, decode) if one.family}
         moved = decode.metrics()
@@ -160,7 +160,7 @@ class EnginesBench:
             with self._during(fault):
                 say(f"{fault}, {max(0.0, end - time.monotonic()):.0f} s left")
                 self._ledger(fault).injected += inject[fault]()
-                time.sleep(2.0)  # requests that it may have hit end
+                time.sleep(2.0)  # requests that the fault may have hit end
             time.sleep(self._random.uniform(0.5, 4.0))
         self._over.set()
         for thread in threads:
@@ -198,7 +198,7 @@ class EnginesBench:
             self._compare(client, prompt, before)
 
     def _compare(self, client: Client, prompt: str, fault: str) -> None:
-        """Ask once, and count the answer for this fault, or for the one that came meanwhile."""
+        """Ask once, and count the answer for this fault, or for the fault that came during the request."""
         try:
             right = _answer(client, prompt) == self._expected[prompt]
             problem = ""
@@ -227,7 +227,7 @@ class EnginesBench:
             ledger.seconds += time.monotonic() - began
 
     def _preempt(self, engine: VllmEngine, client: Client) -> int:
-        """More long prompts at once than the prefill engine has room for; returns how often one was preempted."""
+        """Send more long prompts at once than fit into the prefill engine. Returns the number of preemptions."""
         before = engine.metrics().total(_PREEMPTIONS)
         longest = sorted(self._expected, key=len)[-BURST:]
         with ThreadPoolExecutor(BURST) as threads:

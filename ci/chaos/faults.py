@@ -7,7 +7,7 @@ from enum import StrEnum
 from pd_connector.control import liveness
 
 PAGES = 256
-"""Pages in the cache of each rank that transfers are drawn from."""
+"""Pages in the cache of each rank, from which transfers are drawn."""
 SETTINGS = {
     "slots": 16,
     "slot_mib": 1,
@@ -22,23 +22,22 @@ SETTINGS = {
 
 _BUSY_S = 5.0
 DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + _BUSY_S
-"""A load that has no outcome after this is lost. No config value lets it wait longer than the first two
-together; the rest is for a busy machine."""
+"""A load without an outcome after this time is lost. By the config it waits at most for the first two terms. The rest
+is for a busy machine."""
 _PAUSE_S = 16 * SETTINGS["stall_timeout_s"]
-"""Of a producer that kept requests waiting in vain nothing is asked for as long (`protocol/silences.py`), after six
-times in a row: on a busy machine a chunk may take longer than `stall_timeout_s`."""
+"""A producer that kept requests waiting in vain gets no requests for this time (`protocol/silences.py`), after six
+times in a row. On a busy machine a chunk can take longer than `stall_timeout_s`."""
 RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEADLINE_S + _PAUSE_S
-"""When the cause of a fault is over, a transfer must succeed within this: silence is noticed, a session
-is opened anew, and one more load may fail meanwhile."""
+"""After the cause of a fault is gone, a transfer must succeed within this time. The silence is noticed, a session is
+opened again, and one more load may fail."""
 HELD_S = SETTINGS["lease_s"] + SETTINGS["session_timeout_s"] + DEADLINE_S
-"""When nobody wants anything any more, every slot and page must be free within this."""
+"""When no request is left, every slot and page must be free within this time."""
 SETTLE_S = liveness.IDLE_S + liveness.INTERVAL_S * liveness.PROBES + _BUSY_S
-"""Connections that fell silent must have ended within this: the system asks whether the other end is there."""
+"""Silent connections must have ended within this time, because the system probes the other end."""
 
 
 class Fault(StrEnum):
-    """What is done, and where: to a chunk that has arrived, to pages, to a record below its seal, to a
-    process or to its connections."""
+    """The faults. They hit an arrived chunk, pages, a record below its seal, a process, or its connections."""
 
     DROP = "drop"
     DELAY = "delay"
@@ -65,13 +64,13 @@ class Fault(StrEnum):
 
     @property
     def armed(self) -> bool:
-        """Whether agents do it themselves while transfers pass, by `tampering` or `wire`."""
+        """Whether agents cause the fault themselves during transfers, through `tampering` or `wire`."""
         return self in (*CHUNK_FAULTS, *RECORD_FAULTS, Fault.TAKE_BACK)
 
     @property
     def on_wire(self) -> bool:
-        """Whether it is done to records below their seal. A bit of a chunk's bytes is flipped there, too: what a
-        seal has vouched for is believed, and memory that changes later is no fault of a network."""
+        """Whether the fault hits records below their seal. A flipped bit of a chunk's bytes is such a fault too: sealed
+        bytes are trusted, and memory that changes later is not a network's fault."""
         return self in (*RECORD_FAULTS, Fault.CORRUPT)
 
 
@@ -94,4 +93,4 @@ RECORD_FAULTS = (
 )
 
 AT_ONCE: Mapping[Fault, int] = {Fault.RESET: 4, Fault.CLOCK: 3}
-"""How many of a kind hit one round of transfers; one of every other kind."""
+"""The number of faults of a kind in one round of transfers; 1 for every other kind."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's cache whose every byte is known to both sides."""
+"""A rank's cache. Both sides know every byte of it."""
 
 import functools
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 4, 4, 32, 32
-"""A page of one layer has 32 KiB, and 16 KiB with the heads of one rank of two: enough to be sealed where it lies."""
+"""A page of one layer has 32 KiB; with half the heads, 16 KiB. This is enough to seal it in place."""
 _SPARE = 64
-"""Pages to which a producer's request moves that was preempted."""
+"""Pages for a producer's request after its preemption."""
 _ANOTHERS = 7.0
-"""What another request writes into pages that were taken back."""
+"""The value that another request writes into pages that were taken back."""
 _STEP = 2.0**-5
 
 
@@ -25,7 +25,7 @@ class KnownPages:
 
     Args:
         shard: the heads that it holds.
-        filled: whether they have their content from the start: a producer's.
+        filled: whether the pages have their content from the start, like a producer's.
     """
 
     def __init__(self, shard: Shard, *, filled: bool) -> None:
@@ -58,7 +58,7 @@ class KnownPages:
         self._spare = list(range(PAGES, PAGES + _SPARE))
 
     def wipe(self, pages: Sequence[int]) -> None:
-        """A load is about to fill them."""
+        """Prepare pages for a load."""
         for layer in self._layers:
             layer[pages] = 0
 
@@ -76,8 +76,8 @@ class KnownPages:
         self._reused.append(list(pages))
 
     def move(self, pages: Sequence[int], content_of: Sequence[int]) -> list[int]:
-        """Reuse a producer's pages, and compute the same content again in others; returns these, or nothing if there
-        are not enough."""
+        """Reuse a producer's pages, and compute the same content again in other pages. Returns the other pages, or
+        nothing if there are too few."""
         self.reuse(pages)
         if len(self._spare) < len(pages):
             return []
@@ -87,10 +87,10 @@ class KnownPages:
         return moved
 
     def restore(self) -> int:
-        """Forget who has reused pages. Those of a producer get their content back.
+        """Forget the reused pages. A producer's pages get their content back.
 
         Returns:
-            In how many cases something had been written into reused pages.
+            The number of cases in which reused pages had been written.
         """
         spoilt = sum(
             not all(bool((layer[pages] == _ANOTHERS).all()) for layer in self._layers)
@@ -110,8 +110,8 @@ class KnownPages:
 def content(layer: int) -> torch.Tensor:
     """`[page, head, token, K and V]` of a layer, the same in every process.
 
-    INT8 loses nothing of it: every group that has a scale of its own (a channel of K in a page, a token of V)
-    has the largest magnitude, 127 steps.
+    INT8 codes it without loss: every group with its own scale (a channel of K in a page, a token of V) has the largest
+    magnitude, 127 steps.
     """
     numbers = torch.Generator().manual_seed(layer)
     shape = PAGES, HEADS, PAGE_SIZE, 2 * DIM

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the faults of one kind over one transport."""
+"""The outcomes of the faults of one kind over one transport."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ class Ledger:
     """One cell of the table.
 
     Attributes:
-        injected: faults.
+        injected: number of injected faults.
         ok: transfers that arrived, every byte of them right.
-        recomputed: transfers that failed, by cause: an engine computes these prompts itself.
-        wrong: transfers that were reported as arrived with a wrong byte in them, or whose pages were written after
-            they had been taken back.
+        recomputed: transfers that failed, by cause. An engine computes these prompts itself.
+        wrong: transfers that were reported as arrived with a wrong byte, or whose pages were written after they were
+            taken back.
         lost: loads without any outcome within their deadline, and agents that never served again.
         held: slots, pages and transfers that were not free at the end.
         slowest_s: longest time from the end of a fault to the next transfer that arrived.
         growth: of descriptors, threads and memory (KiB) over the cell, the largest of its processes.
         paths: chunks by the way that they took (`TamperingTransport`).
-        note: why the cell ended early, or was not run.
+        note: the reason why the cell ended early or was not run.
     """
 
     fault: str
@@ -39,7 +39,7 @@ class Ledger:
     note: str = ""
 
     def count(self, cause: str, right: bool) -> None:
-        """A load has ended."""
+        """Count a load that has ended."""
         if cause:
             self.recomputed[cause] += 1
         elif right:
@@ -49,12 +49,12 @@ class Ledger:
 
     @property
     def good(self) -> bool:
-        """Whether no promise was broken."""
+        """Whether all promises were kept."""
         return not (self.wrong or self.lost or self.held)
 
 
 def merged(parts: Sequence[Ledger]) -> Ledger:
-    """One cell of what several pairs did at a time. Time and growth are those of the longest and the largest."""
+    """Sum up the cells of pairs that ran at the same time. Time and growth are the maximum."""
     first = parts[0]
     return Ledger(
         first.fault,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer whose messages fit the schema and are not true."""
+"""A consumer whose messages fit the schema and are false."""
 
 import random
 import time
@@ -22,9 +22,9 @@ class Liar:
     """One connection to a producer's control port, for a `with` block.
 
     Args:
-        geometry: with which a session can be had, so that lies are also told inside one.
-        choices: what is drawn from.
-        key: which it has as all of its fellows have; without it nothing that it says is heard.
+        geometry: a geometry with which a session can be opened, so lies also come inside a session.
+        choices: the random number generator.
+        key: the shared key. Without it the producer ignores all messages.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Liar:
         self._random = choices
 
     def tell(self, names: Sequence[str], count: int) -> int:
-        """Tell this many lies, also about transfers of these names, which are not its own; returns
-        how many were received, which are all or none."""
+        """Tell this many lies, some about transfers with these names, which belong to others. Returns the number
+        received: all or none."""
         for _ in range(count):
             self._socket.send(messages.encode(self._lie([*names, "none", ""])))
             if self._random.random() < 0.05:  # bytes that fit no schema
                 self._socket.send(self._random.randbytes(self._random.randrange(1, 400)))
-        # Messages of one connection stay in order: with its answer, all others have been received.
+        # Messages of one connection stay in order. So after its answer, all other messages have been received.
         self._socket.send(messages.encode(messages.AskRanks()))
         end = time.monotonic() + _ANSWER_S
         while self._socket.poll(max(0, int((end - time.monotonic()) * 1000))):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts ranks within a tenth of a second: a process that has imported everything, and forks.
+"""Starts ranks within a tenth of a second, by forking a process that has imported everything.
 
-`python -m chaos.nursery SOCKET` is that process; it obeys calls (`bench/party.py`).
-Python and torch take seconds of a processor to start, and a fault that kills a rank needs a new one.
+`python -m chaos.nursery SOCKET` is that process. It obeys calls (`bench/party.py`). Python and torch take seconds of
+CPU time to start, and each fault that kills a rank needs a new rank.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ _NAMESPACES = Path("/run/netns")
 
 
 class Forked:
-    """A rank, as its launcher sees it. It is the child of another process."""
+    """A rank as its launcher sees it. The rank is the child of another process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -49,21 +49,21 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; how it ended is not known here."""
+        """None while the rank runs. Its real exit code is not known here."""
         if self._handle >= 0 and select.select([self._handle], [], [], 0)[0]:
             self._forget()
         return None if self._handle >= 0 else 0
 
     def pause(self) -> None:
-        """Stop it where it stands (SIGSTOP)."""
+        """Stop the rank (SIGSTOP)."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on (SIGCONT)."""
+        """Let the rank go on (SIGCONT)."""
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), and wait until it is gone. Harmless to repeat."""
+        """End the rank at once (SIGKILL), and wait until it is gone. Can be repeated."""
         self._signal(signal.SIGKILL)
         if self._handle >= 0:
             select.select([self._handle], [], [])
@@ -80,7 +80,7 @@ class Forked:
 
 
 class Nursery:
-    """Ranks can be started while inside the `with` block, by any thread; they end with it.
+    """Inside the `with` block any thread can start ranks. They end with the block.
 
     Raises:
         BenchError: on entry and later, when the process that forks fails.
@@ -118,12 +118,12 @@ class Nursery:
         settings: Mapping[str, Any],
         namespace: Namespace | None = None,
     ) -> PartyProcess:
-        """Start a rank; it may not be ready yet.
+        """Start a rank. It need not be ready when this returns.
 
         Args:
-            context: of the socket over which it is called.
+            context: context of the socket over which the rank is called.
             settings: the arguments of `ChaosAgent`.
-            namespace: where it runs; None for here.
+            namespace: network namespace of the rank; None for this process's.
         """
         with self._calling:
             self._started += 1
@@ -147,7 +147,7 @@ class _Forks:
     """The process that forks. Its public methods are the calls."""
 
     def ready(self) -> None:
-        """Everything has been imported."""
+        """Answer when everything has been imported."""
 
     def start(self, path: str, log: str, settings: str, namespace: str) -> int:
         """Start a rank that obeys calls at `path`; returns its pid."""
@@ -165,7 +165,7 @@ class _Forks:
 
 
 def _detach(log: str) -> None:
-    """Keep nothing of the process that forked but its memory, and end with it."""
+    """Keep only the memory of the process that forked, and end with it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.closerange(3, _MOST_DESCRIPTORS)
@@ -176,7 +176,7 @@ def _detach(log: str) -> None:
 
 
 def _enter(namespace: str) -> None:
-    """Move this process to a network namespace, whose link is the only network that is used."""
+    """Move this process to a network namespace. It uses only the link of that namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     handle = os.open(_NAMESPACES / namespace, os.O_RDONLY)
     if libc.setns(handle, _CLONE_NEWNET):
@@ -186,11 +186,11 @@ def _enter(namespace: str) -> None:
 
 
 def main(path: str) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for ranks that have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for ranks that have ended
     for layer in range(LAYERS):
         content(layer)
     gc.collect()
-    gc.freeze()  # so that ranks go on sharing this memory
+    gc.freeze()  # so ranks continue to share this memory
     obey(_Forks(), path)
 
 

@@ -16,12 +16,12 @@ from pd_connector.tools.launch.netns import Namespace
 
 
 class Setup(NamedTuple):
-    """What is joined, and how.
+    """The ranks of a transfer, and their settings.
 
     Attributes:
-        config: what is added to `settings`.
+        config: additions to `settings`.
         tp: ranks of the producer.
-        consumers: ranks of the consumer; 0 for as many.
+        consumers: ranks of the consumer; 0: the same number.
         keyed: whether they share a key.
     """
 
@@ -34,7 +34,7 @@ class Setup(NamedTuple):
 
     @property
     def has_records(self) -> bool:
-        """Whether chunks pass as records of `tcp`."""
+        """Whether chunks travel as records of `tcp`."""
         return "tcp" in self.config.get("transports", ())
 
 
@@ -69,15 +69,16 @@ class Ranks:
     """All processes, while inside the `with` block.
 
     Args:
-        setup: what is joined.
-        seed: of what the ranks draw.
+        setup: the ranks and their settings.
+        seed: seed of the ranks' random choices.
         nursery: starts them.
-        wired: whether a network that does faults to records lies between them.
-        blind_to: which guard is taken off (`blind`).
-        namespaces: where producers and consumers run; empty for here. They share a key then.
+        wired: whether a network that damages records lies between them.
+        blind_to: the guard that is taken off (`blind`).
+        namespaces: network namespaces of producers and consumers; empty: this process's. With namespaces, they share a
+            key.
 
     Raises:
-        BenchError: on entry and later, when a process ends unasked, or does not answer.
+        BenchError: on entry and later, if a process ends unexpectedly or does not answer.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables: for people, for a document, and as JSON."""
+"""The tables: as text, for a document, and as JSON."""
 
 import json
 from collections import Counter
@@ -46,7 +46,7 @@ def table(ledgers: Sequence[Ledger]) -> Table:
 
 
 def markdown(ledgers: Sequence[Ledger]) -> str:
-    """The same for a document."""
+    """The same table for a document."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(cells(ledger))} |" for ledger in ledgers]
     return "\n".join(lines) + "\n"
@@ -73,7 +73,7 @@ def cells(ledger: Ledger) -> list[str]:
 
 
 def coverage(ledgers: Sequence[Ledger]) -> str:
-    """Faults by kind and transport, for a document; below each transport the ways that its chunks took."""
+    """Faults by kind and transport, for a document. The last row has the paths of each transport's chunks."""
     faults = list(dict.fromkeys(ledger.fault for ledger in ledgers))
     names = list(dict.fromkeys(ledger.transport for ledger in ledgers))
     counts: Counter[tuple[str, str]] = Counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport that hands everything on, but for chunks that a fault is to hit."""
+"""A transport that passes everything on, except chunks that a fault must hit."""
 
 import ctypes
 import functools
@@ -25,11 +25,11 @@ from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, read_address
 from pd_connector.transport.tcp.transport import TcpTransport
 
 DELAY_S = 0.02
-"""How long a delayed chunk waits. One that is reordered waits for the next chunk, or as long."""
+"""Time that a delayed chunk waits. A reordered chunk waits for the next chunk, at most this time."""
 _OPENED = frozenset((*CHUNK_FAULTS, Fault.TAKE_BACK)) - {Fault.TRUNCATE, Fault.CORRUPT}
-"""What can be done to a chunk that lies in its pages when it has arrived."""
+"""The faults for a chunk that has arrived in its pages."""
 _BEGINS = frozenset((Fault.TRUNCATE, Fault.LIE_HEADER, Fault.TAKE_BACK))
-"""What can be done to a chunk that begins to arrive."""
+"""The faults for a chunk that begins to arrive."""
 _VERIFIED = frozenset((*CHUNK_FAULTS, Fault.TAKE_BACK)) - {Fault.CORRUPT}
 _LANDED = frozenset((*CHUNK_FAULTS, Fault.TAKE_BACK))
 
@@ -37,17 +37,17 @@ _LANDED = frozenset((*CHUNK_FAULTS, Fault.TAKE_BACK))
 class _Late(NamedTuple):
     due: float
     landed: Landed
-    reordered: bool  # it waits for a chunk that overtakes it
+    reordered: bool  # waits for a chunk that overtakes it
 
 
 class TamperingTransport(WrappingTransport):
-    """Wraps `inner`, with its name and manners. Chunks are hit where they arrive, and where their pages are read.
+    """Wraps `inner`, with its name and properties. Chunks are hit at arrival, and when their pages are read.
 
-    It counts the ways of chunks: `sealed` from the pages where they lie, or `written` after they were gathered; `opened`
-    into the pages where they belong, `landed` in a slot, or `pulled` from the producer's memory.
+    It counts the paths of chunks. Sent chunks are `sealed` directly from their pages, or `written` after a gather.
+    Received chunks are `opened` directly into their pages, `landed` in a slot, or `pulled` from the producer's memory.
 
     Args:
-        wired: whether records pass over a `Wire`, where they have any.
+        wired: whether records, if there are any, pass over a `Wire`.
     """
 
     def __init__(self, inner: Transport, tampering: Tampering, *, wired: bool = False) -> None:
@@ -62,7 +62,7 @@ class TamperingTransport(WrappingTransport):
         found = self.inner.address()
         if not self._has_records:
             return found
-        # Chunks are as much smaller here as slots are: they still have several records.
+        # Chunks are smaller here by the same factor as slots, so they still have several records.
         smaller = msgspec.structs.replace(read_address(found), record_bytes=LEAST_RECORD_BYTES)
         return smaller.encode()
 
@@ -111,7 +111,7 @@ class TamperingTransport(WrappingTransport):
     def _where(
         self, asked: Destinations, header: bytes, slot: int, nbytes: int
     ) -> Destination | None:
-        """Where a chunk belongs that begins to arrive."""
+        """The place of a chunk that begins to arrive."""
         fault = self._tampering.draw(_BEGINS)
         if fault is Fault.LIE_HEADER:
             told = self._lie(header, slot)
@@ -119,7 +119,7 @@ class TamperingTransport(WrappingTransport):
             found = asked(*told, nbytes)
             return found and _HitDestination(found, lambda: False, cut=False)
         found = asked(header, slot, nbytes)
-        if found is None:  # it can be hit when it has landed
+        if found is None:  # the chunk can be hit when it has landed
             if fault:
                 self._tampering.undo()
             return None
@@ -142,11 +142,11 @@ class TamperingTransport(WrappingTransport):
                 return self.inner.pull(source, theirs, ours)
             case Fault.DROP | Fault.TRUNCATE:
                 raise TransportError("injected: not all of it could be copied")
-            case Fault.TAKE_BACK:  # of any load: which one is read here is not told
+            case Fault.TAKE_BACK:  # of any load, because the load that reads is not known here
                 if not self._tampering.interrupt(""):
                     self._tampering.undo()
                 return self.inner.pull(source, theirs, ours)
-            case _:  # a byte of what lies in our pages now is not what was sent
+            case _:  # a byte in our pages now differs from the byte that was sent
                 damage(ours, self._tampering.number(ours.nbytes))
                 return ours.checksum()
 
@@ -175,7 +175,7 @@ class TamperingTransport(WrappingTransport):
             self._wires.close()
 
     def _hit(self, landed: Landed) -> list[Landed]:
-        """What arrives in place of this chunk."""
+        """The arrivals in place of this chunk."""
         lie = self._lies.pop((landed.header, landed.slot), None)
         if isinstance(landed.payload, _HitDestination):
             self._tampering.paths["opened"] += 1
@@ -193,7 +193,7 @@ class TamperingTransport(WrappingTransport):
             case Fault.DROP:
                 return []
             case (Fault.DELAY | Fault.REORDER) as fault:
-                # Its memory is the transport's from the next poll on; pages are not.
+                # From the next poll on, its memory belongs to the transport again; pages do not.
                 if not self.inner.one_sided and not isinstance(payload, Destination):
                     landed = landed._replace(payload=memoryview(bytes(payload)))
                 due = time.monotonic() + DELAY_S
@@ -219,7 +219,7 @@ class TamperingTransport(WrappingTransport):
                 return [landed._replace(header=header, slot=slot)]
 
     def _interrupted(self, header: bytes, fault: Fault | None) -> bool:
-        """The engine takes the chunk's pages back now, if that was drawn; returns whether it does."""
+        """If this fault was drawn, the engine takes the chunk's pages back now. Returns whether it does."""
         if fault is None:
             return False
         taken = self._tampering.interrupt(decode_header(header).transfer)
@@ -228,7 +228,7 @@ class TamperingTransport(WrappingTransport):
         return taken
 
     def _lie(self, header: bytes, slot: int) -> tuple[bytes, int]:
-        """A header or a slot that says something else."""
+        """A header or a slot with another content."""
         truth = decode_header(header)
         lies: list[ChunkHeader] = [
             msgspec.structs.replace(truth, epoch=truth.epoch ^ 1),
@@ -267,8 +267,8 @@ class _HitDestination(Destination):
     """A chunk's pages.
 
     Args:
-        interrupt: called when the chunk is about to be written into them.
-        cut: whether they are not there any more for its last record.
+        interrupt: called just before the chunk is written into the pages.
+        cut: whether the pages are gone when its last record comes.
     """
 
     def __init__(self, inner: Destination, interrupt: Callable[[], bool], *, cut: bool) -> None:

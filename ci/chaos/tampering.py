@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be hit: the faults that are armed in one rank, and a count of the paths that its chunks took."""
+"""The armed faults of one rank, and counts of its chunks by path."""
 
 import random
 import threading
@@ -10,13 +10,13 @@ from chaos.faults import Fault
 
 
 class Tampering:
-    """Shared by the transports and wires of an agent. Armed by one thread, used by others.
+    """Shared by the transports and wires of an agent. One thread arms it, other threads use it.
 
     Attributes:
         injected: faults since the last `disarm`.
-        paths: chunks by the way they took through this rank (`TamperingTransport`).
-        interrupt: has the engine take the pages of a transfer back, while the agent is in the middle of something;
-            returns whether it does.
+        paths: chunks by their path through this rank (`TamperingTransport`).
+        interrupt: makes the engine take back the pages of a transfer while the agent works on them; returns whether it
+            does.
     """
 
     interrupt: Callable[[str], bool]
@@ -31,18 +31,18 @@ class Tampering:
         self.paths: Counter[str] = Counter()
 
     def arm(self, fault: Fault, count: int, share: float) -> None:
-        """Hit this part of what comes from now on, at most `count` times."""
+        """Hit this fraction of later arrivals, at most `count` times."""
         with self._lock:
             self._fault, self._left, self._share = fault, count, share
 
     def disarm(self) -> int:
-        """Hit nothing any more; returns how many have been hit since the last call."""
+        """Stop hitting. Returns the number of hits since the last call."""
         with self._lock:
             injected, self.injected, self._left = self.injected, 0, 0
             return injected
 
     def draw(self, among: Collection[Fault]) -> Fault | None:
-        """What happens to that which has come now, if one of these faults can; None for nothing."""
+        """The fault for the present arrival, if one of these faults is possible; None for no fault."""
         with self._lock:
             fault = self._fault
             if fault not in among or not self._left or self._random.random() >= self._share:
@@ -52,7 +52,7 @@ class Tampering:
             return fault
 
     def undo(self) -> None:
-        """What was drawn could not be done."""
+        """Take back a drawn fault that was not possible."""
         with self._lock:
             self.injected -= 1
             self._left += 1

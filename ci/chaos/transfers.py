@@ -24,8 +24,9 @@ class Transfers:
     """Begins transfers.
 
     Args:
-        choices: what is drawn from.
-        apart: whether no two transfers at a time share pages of the producer. Others may, as prompts do.
+        choices: the random number generator.
+        apart: whether transfers at the same time must not share pages of the producer. Otherwise they can, like
+            prompts.
     """
 
     def __init__(self, ranks: Ranks, choices: random.Random, *, apart: bool) -> None:
@@ -35,13 +36,13 @@ class Transfers:
         self._numbers = itertools.count()
 
     def begin(self, count: int) -> list[set[str]]:
-        """Offer and load transfers; returns the names that each consumer must report."""
+        """Offer and load transfers. Returns the names that each consumer must report."""
         draws = self.draw(count)
         self.offer(draws)
         return self.load(draws, wait=False)
 
     def begin_waiting(self, count: int) -> tuple[list[set[str]], Callable[[], None]]:
-        """Load transfers of prefills that have not begun; also returns what offers them."""
+        """Load transfers of prefills that have not begun. Also returns the function that offers them."""
         draws = self.draw(count)
         return self.load(draws, wait=True), lambda: self.offer(draws)
 
@@ -57,12 +58,12 @@ class Transfers:
         return draws
 
     def offer(self, draws: Sequence[Drawn], *, final: bool = True) -> None:
-        """Offer them; half of each where its prefill has not ended."""
+        """Offer the transfers; if a prefill has not ended, half of its pages."""
         for producer in self._ranks.producers:
             producer.call("offer", transfers=[draw[:2] for draw in draws], final=final)
 
     def load(self, draws: Sequence[Drawn], *, wait: bool) -> list[set[str]]:
-        """Load them; returns the names that each consumer must report."""
+        """Load the transfers. Returns the names that each consumer must report."""
         host, ports = self._ranks.hosts[0], self._ranks.ports
         for consumer in self._ranks.consumers:
             consumer.call("load", transfers=draws, host=host, ports=ports, wait=wait)

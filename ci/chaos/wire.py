@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network between a consumer and a producer, which flips, cuts, repeats, swaps and loses records of `tcp`.
 
-It knows no key. It sees what a network sees: prefixes in clear, sealed bodies and tags.
+It knows no key. Like a network, it sees prefixes in clear, sealed bodies, and tags.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from pd_connector.transport.tcp.frames import (
 
 _PREFIX = struct.Struct("<BxxxI")
 _SWAP_S = 0.02
-"""A record that is to be overtaken waits as long for the next one."""
+"""Longest time that a record waits for the next record to overtake it."""
 _STUCK_S = 5
 _STUCK = struct.pack("ll", _STUCK_S, 0)
-"""An end that takes nothing for as long is given up."""
+"""If an end takes nothing for this time, the wire gives it up."""
 _RESET = struct.pack("ii", 1, 0)
 _FIRST = frozenset((Fault.FLIP_RECORD, Fault.CUT_RECORD))
-"""What can be done to the frames with which a connection begins."""
+"""The faults for the first frames of a connection."""
 _RECORD = frozenset(RECORD_FAULTS)
 _PAYLOAD = frozenset((*RECORD_FAULTS, Fault.CORRUPT))
 
@@ -44,7 +44,7 @@ class _CutError(Exception):
 
 
 class Wires:
-    """A wire to each producer of a consumer."""
+    """The wires from a consumer to each of its producers."""
 
     def __init__(self, tampering: Tampering) -> None:
         self._tampering = tampering
@@ -52,7 +52,7 @@ class Wires:
         self._sources: dict[Hashable, bytes] = {}
 
     def expect(self, producer: bytes, expect: Callable[[bytes], Hashable]) -> Hashable:
-        """Have the producer expected where its wire begins."""
+        """Make the consumer expect the producer at the wire's beginning."""
         address = read_address(producer)
         if address.identity not in self._wires:
             self._wires[address.identity] = _Wire(address, self._tampering)
@@ -74,7 +74,7 @@ class Wires:
 
 
 class _Wire:
-    """Forwards each connection in threads of its own until it ends, or until `close`."""
+    """Forwards each connection in its own threads until the connection ends, or until `close`."""
 
     host = "127.0.0.1"
 
@@ -137,7 +137,7 @@ class _Wire:
                     end.shutdown(socket.SHUT_RDWR)
 
     def _passed(self, way: "_Way", data: bytes, fault: Fault | None) -> Iterator[bytes]:
-        """What passes in place of this record."""
+        """The records that pass in place of this record."""
         match fault:
             case Fault.FLIP_RECORD:
                 yield self._flipped(data, len(data))
@@ -161,7 +161,7 @@ class _Wire:
                 yield data
 
     def _flipped(self, data: bytes, nbytes: int) -> bytes:
-        """With one bit inverted of its first bytes."""
+        """The record with one bit inverted in its first bytes."""
         copy = bytearray(data)
         copy[self._tampering.number(nbytes)] ^= 1 << self._tampering.number(8)
         return bytes(copy)
@@ -172,7 +172,7 @@ class _Way(NamedTuple):
 
     origin: socket.socket
     to: socket.socket
-    first_bytes: int  # of the frame with which it begins
+    first_bytes: int  # size of the connection's first frame
 
     def read(self, nbytes: int) -> bytes:
         """Raises OSError at the connection's end."""

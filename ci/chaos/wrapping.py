@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport that hands everything on to another. Those that meddle with something override it."""
+"""A transport that passes everything on to another transport. Transports that change something override it."""
 
 from collections.abc import Callable, Hashable
 
@@ -10,14 +10,14 @@ from pd_connector.transport.base import Destinations, Landed, Link, Transport, W
 
 
 class WrappingTransport(Transport):
-    """Has the name and the manners of `inner`."""
+    """Has the name and properties of `inner`."""
 
     name = "set by the instance"
     one_sided = True
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        # Constants of a class elsewhere; here they are those of the transport that is wrapped.
+        # Other transports have class constants; here they are copied from the wrapped transport.
         self.name = inner.name  # type: ignore[misc]
         self.one_sided = inner.one_sided  # type: ignore[misc]
         self.copies = inner.copies  # type: ignore[misc]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ci/gpu`: runs steps on a GPU host one after another, each in a process of its own.
+"""`ci/gpu`: runs steps on a GPU host one after another, each in a separate process.
 
-It needs Python's standard library alone, because the host may have no package index.
+It needs only Python's standard library, because the host may have no package index.
 
-- `steps`: what is run, in which order, and what each step needs
-- `probe`: the first step: what the machine is and how fast it copies
+- `steps`: the steps in their order, and the needs of each step
+- `probe`: the first step: the machine and its copy speed
 - `runner`: runs the steps that fit the time, and keeps every result at once
-- `record`: the results, as a file for programs and a file for people
-- `processes`: a program with a time limit, ended with all that it has started
+- `record`: the results, as JSON and as text
+- `processes`: a program with a time limit, ended with all its child processes
 - `command`: the command line
 """

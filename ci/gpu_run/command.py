@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run everything that is worth running on a GPU, within a time, and keep every result at once.
+"""Run all GPU steps within a time limit, and keep every result at once.
 
-Each step is a process of its own with its own time limit: one that fails or hangs costs no other. A
-second call goes on where the first ended. Exit code 0: every step went well; 1: one did not (a
-bench also fails where a bar is missed); 3: steps are left for another call.
+Each step is a separate process with its own time limit, so a step that fails or hangs costs no other step. A second
+call continues after the first. Exit code 0: every step succeeded; 1: a step failed (a bench also fails if a bar is
+missed); 3: steps are left for another call.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of a run, and the environment in which its steps find this clone."""
+"""Folders of a run, and the environment with which its steps find this clone."""
 
 import os
 import re
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 """The repository."""
 
 STATE = ROOT / "build" / "gpu"
-"""Results so far, from which a second call goes on. Git ignores it."""
+"""Folder of the results so far, from which a second call continues. Git ignores it."""
 
 _DEFAULTS = {
     # vLLM's own default needs FlashInfer, which compiles the sampler when an engine starts (minutes, and nvcc).
@@ -25,7 +25,7 @@ def environment(state: Path, sites: Sequence[Path]) -> dict[str, str]:
 
     Args:
         state: folder of the run.
-        sites: further folders with packages, such as the engine's; they come after ours.
+        sites: further folders with packages, such as the engine's packages. They come after ours.
     """
     site = state / "site"
     describe_project(site)
@@ -36,7 +36,7 @@ def environment(state: Path, sites: Sequence[Path]) -> dict[str, str]:
 
 
 def describe_project(site: Path) -> None:
-    """Write what an installer would write about this project: its name and its entry points.
+    """Write the metadata that an installer would write: the project's name and its entry points.
 
     Nothing is copied and no build tool is needed; a host without a package index may have none.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine is, and how fast bytes move on it. Writes JSON to the file that it is given."""
+"""Probes the machine and its copy speeds. Writes JSON to the given file."""
 
 import ctypes
 import json
@@ -26,7 +26,7 @@ SMALL = 64 * MIB
 """Bytes per copy on a machine without a GPU."""
 
 REGISTER_READ_ONLY = 0x08
-"""`cudaHostRegisterReadOnly`: for memory that this process may only read."""
+"""`cudaHostRegisterReadOnly`, for memory that this process can only read."""
 
 
 def main(path: str) -> int:
@@ -36,13 +36,13 @@ def main(path: str) -> int:
         path: file for the figures.
 
     Returns:
-        0; whatever could not be found out stands in the figures.
+        0. Failed probes are noted in the figures.
     """
     found: dict[str, Any] = {"machine": _machine(), "packages": _packages()}
     for name, measure in (("gpu", _gpu), ("copies", _copies), ("read_only", _read_only)):
         try:
             found[name] = measure()
-        except Exception as error:  # one that fails must not cost the others
+        except Exception as error:  # a failed probe must not stop the others
             found[name] = {"error": f"{type(error).__name__}: {error}"}
     Path(path).write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
@@ -76,7 +76,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _copies() -> dict[str, float]:
-    """GB/s of plain copies; those on the device count bytes read and written."""
+    """GB/s of plain copies. Copies on the device count bytes read and written."""
     import torch
 
     if not torch.cuda.is_available():
@@ -115,7 +115,7 @@ def _rate(copy: Callable[[], object], nbytes: int, wait: Callable[[], object]) -
 
 
 def _read_only() -> dict[str, Any]:
-    """Whether memory that is mapped for reading only can be pinned, as slots of a peer are."""
+    """Whether memory that is mapped read-only, like a peer's slots, can be pinned."""
     import torch
 
     if not torch.cuda.is_available():
@@ -132,7 +132,7 @@ def _read_only() -> dict[str, Any]:
 
 
 def _address(mapped: mmap.mmap) -> int:
-    """Where a mapping begins; ctypes takes no buffer that is read-only, numpy does."""
+    """The start address of a mapping. numpy takes read-only buffers, ctypes does not."""
     import numpy
 
     return int(numpy.frombuffer(mapped, numpy.uint8).ctypes.data_as(ctypes.c_void_p).value or 0)

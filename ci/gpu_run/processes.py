@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program with a time limit, ended with everything that it has started."""
+"""A program with a time limit, ended with all its child processes."""
 
 import os
 import signal
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARKER = "PD_CONNECTOR_GPU_STEP"
-"""Variable by which the descendants of a step are known: engines leave its process group."""
+"""Environment variable that marks the descendants of a step, because engines leave its process group."""
 
 POLITE_S = 10.0
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
+    """The end of a program."""
 
     returncode: int
     seconds: float
@@ -27,14 +27,14 @@ class Ended(NamedTuple):
 def run_limited(
     command: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path, limit_s: float
 ) -> Ended:
-    """Run a program, and end whatever it leaves behind.
+    """Run a program, and end all processes that it leaves behind.
 
     Args:
         command: program and arguments.
         cwd: its folder.
-        env: its whole environment.
-        log: file to which it and its descendants print; rewritten.
-        limit_s: seconds after which it is ended.
+        env: the program's whole environment.
+        log: file for the output of the program and its descendants; overwritten.
+        limit_s: seconds after which the program is ended.
     """
     step = uuid.uuid4().hex
     started = time.monotonic()
@@ -42,7 +42,7 @@ def run_limited(
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            # SPT_NOENV: engines rename themselves, and would overwrite what /proc shows.
+            # SPT_NOENV: engines rename themselves, and would overwrite the environment in /proc.
             env={**env, MARKER: step, "SPT_NOENV": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -60,7 +60,7 @@ def run_limited(
 
 
 def _end_all(process: subprocess.Popen[bytes], step: str) -> None:
-    """SIGTERM to all that are left, SIGKILL to those that are still there later."""
+    """Send SIGTERM to all that are left, and later SIGKILL to the rest."""
     deadline = time.monotonic() + POLITE_S
     for number in (signal.SIGTERM, signal.SIGKILL):
         members = members_of(step)
@@ -91,6 +91,6 @@ def members_of(step: str) -> list[int]:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if state != "Z" and wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the steps: rewritten after each, so that a run that is cut off loses none."""
+"""Results of the steps. They are rewritten after each step, so an aborted run loses none."""
 
 import json
 import shutil
@@ -13,27 +13,26 @@ REPORT = "report.txt"
 LOG = "steps.log"
 
 DONE = ("ok", "failed", "timeout")
-"""States after which a step is not run again."""
+"""States of steps that are not run again."""
 
 TAIL_LINES = 40
 LOG_BYTES = 1 << 20
-"""The most that is kept of one step's output: its end."""
+"""The most characters kept of one step's output. The end is kept."""
 
 
 @dataclass
 class Result:
-    """How one step ended.
+    """The end of one step.
 
     Args:
-        state: `ok`; `failed`: it ended with another exit code than 0, which is also how a bench
-            tells that a bar was missed; `timeout`; `missing`: what it needs is not there; `cut`:
-            the run ended while it ran.
-        why: what was missing or how it failed, in a line.
-        seconds: how long it ran.
-        returncode: its exit code; None where it did not end by itself.
-        command: what was run.
+        state: `ok`; `failed`: the exit code was not 0, which also means a missed bar of a bench; `timeout`; `missing`:
+            something that it needs is missing; `cut`: the run ended during the step.
+        why: the missing thing or the failure, in a line.
+        seconds: duration of the step.
+        returncode: its exit code; None if it did not end by itself.
+        command: the command.
         tail: the last lines of its output.
-        figures: what it wrote as JSON.
+        figures: the JSON that it wrote.
     """
 
     state: str
@@ -46,7 +45,7 @@ class Result:
 
     @property
     def line(self) -> str:
-        """State, time and reason, for people."""
+        """State, time and reason as text."""
         return f"{self.state:8} {self.seconds:6.0f} s  {self.why}".rstrip()
 
 
@@ -54,8 +53,8 @@ class Record:
     """The results of one run.
 
     Args:
-        folder: where they are kept. What an earlier call left there is gone on with.
-        out: a folder that gets a copy of them after each step; None for none.
+        folder: folder of the results. Results of an earlier call are kept.
+        out: a folder that gets a copy of the results after each step; None for no copy.
     """
 
     def __init__(self, folder: Path, out: Path | None = None) -> None:
@@ -69,7 +68,7 @@ class Record:
         return name in self.results and self.results[name].state in DONE
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop the results of some steps, which are run again; those of others stay."""
+        """Drop the results of some steps, which are run again. Other results stay."""
         for name in names:
             self.results.pop(name, None)
         self._write()
@@ -82,7 +81,7 @@ class Record:
         self._write()
 
     def report(self) -> str:
-        """All results, a line each, and the end of the output of those that did not go well."""
+        """All results, a line each, and the end of the output of failed steps."""
         lines = [f"{name:16} {result.line}" for name, result in self.results.items()]
         for name, result in self.results.items():
             if result.state != "ok" and result.tail:
@@ -113,7 +112,7 @@ class Record:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one."""
+    """Write a file atomically: a reader sees the old or the new content."""
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.write_text(text)
     fresh.replace(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the steps that fit into the time, one after another."""
+"""Runs the steps that fit into the time limit, one after another."""
 
 import importlib.machinery
 import json
@@ -19,20 +19,20 @@ from gpu_run.record import TAIL_LINES, Record, Result
 from gpu_run.steps import JSON, Step
 
 LEAST_S = 20.0
-"""A step is not begun with less time than this."""
+"""The least time left to begin a step."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """What all steps of a call share.
+    """The settings that all steps of a call share.
 
     Args:
         state: folder for files of the steps.
-        record: where results go.
+        record: takes the results.
         env: the steps' environment.
-        rehearse: run what needs no GPU in place of each step.
+        rehearse: run each step's version without a GPU.
         say: gets a line when a step begins and when it ends.
     """
 
@@ -43,14 +43,14 @@ class Runner:
     say: Say
 
     def run(self, steps: Sequence[Step], budget_s: float) -> list[str]:
-        """Run steps until the time is over.
+        """Run steps until the time limit.
 
         Args:
-            steps: in this order. Those that have a result are passed over.
+            steps: steps in their order. Steps with a result are skipped.
             budget_s: seconds for all of them.
 
         Returns:
-            Names of those that were not begun, or had too little time.
+            Names of the steps that did not begin or had too little time.
         """
         deadline = time.monotonic() + budget_s
         left = []
@@ -78,7 +78,7 @@ class Runner:
         told = step.rehearsal if self.rehearse else step.command
         command = [part.replace(JSON, str(figures)) for part in told]
         self.say(f"{step.name:16} begins, at most {limit_s:.0f} s: {step.why}")
-        # What is on file if this very program is ended with the step.
+        # The recorded state if this program itself is ended during the step.
         self.record.put(step.name, Result("cut", command=shlex.join(command)))
         ended = run_limited(command, cwd=ROOT, env=self.env, log=log, limit_s=limit_s)
         result = Result(
@@ -90,7 +90,7 @@ class Runner:
             figures=_figures(figures),
         )
         if ended.timed_out:
-            # With less than its own time it has had no fair chance, and is run again.
+            # With less than its own time limit the step had no fair chance, and is run again.
             result.state = "timeout" if limit_s >= step.limit_s else "cut"
             result.why = f"ended after {limit_s:.0f} s"
         elif ended.returncode != 0:
@@ -99,7 +99,7 @@ class Runner:
         self.say(f"{step.name:16} {result.line}")
 
     def _missing(self, step: Step) -> str:
-        """What the step needs and this host does not have; empty where all is there."""
+        """Needs of the step that this host does not have; empty if it has all."""
         lacking = [name for name in step.imports if not self._importable(name)]
         if lacking:
             return f"not importable: {', '.join(lacking)} (name their folder with --site)"

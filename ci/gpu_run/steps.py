@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is run, in this order: what decides most comes first, what takes longest last."""
+"""The steps in their order: the most decisive first, the longest last."""
 
 import sys
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ OURS = (PYTHON, "-m", "pd_connector.tools.cli")
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 KERNELS = ("torch", "triton")
-"""What the decode kernels need."""
+"""Modules that the decode kernels need."""
 
 PAYLOADS = (*KERNELS, "msgspec", "numpy", "xxhash")
-"""What the transfer kernels need, which take a payload's format from pd_connector."""
+"""Modules that the transfer kernels need. They take the payload's format from pd_connector."""
 
 CONNECTOR = (*PAYLOADS, "zmq", "cryptography", "prometheus_client", "typer", "rich")
 NIXL = (*CONNECTOR, "nixl")
 ROUTED = (*CONNECTOR, "vllm", "aiohttp", "httptools", "uvloop", "yaml")
-"""A pair of engines behind the router."""
+"""Modules of a pair of engines behind the router."""
 
 COMPARED = (*NIXL, "vllm")
-"""Pairs of engines, ours and NixlConnector's."""
+"""Modules of pairs of engines, with our connector and with NixlConnector."""
 
 JSON = "{json}"
-"""Stands in a command for the file to which the step writes its figures."""
+"""Placeholder in a command for the file to which the step writes its figures."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Step:
     """One program.
 
     Args:
-        name: what `--only` calls it.
-        why: what it shows, in a line.
+        name: its name for `--only`.
+        why: its purpose, in a line.
         command: program and arguments, run at the repository's root.
-        rehearsal: the same on a machine without a GPU: on the CPU, or in Triton's interpreter.
-        limit_s: seconds after which it is ended.
-        imports: modules without which it is not begun.
-        program: a program on PATH without which it is not begun.
+        rehearsal: the command for a machine without a GPU: on the CPU, or in Triton's interpreter.
+        limit_s: seconds after which the step is ended.
+        imports: modules that the step needs to begin.
+        program: a program on PATH that the step needs to begin.
     """
 
     name: str
@@ -62,7 +62,7 @@ _DECODE_TESTS = (*PYTEST, "tests/kernels/test_decode_command.py")
 _TRANSFER_TESTS = (*PYTEST, "tests/kernels/test_transfer_command.py")
 _SANITIZER = (
     *("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"),
-    # torch asks CUDA what may fail, such as whose memory an address is.
+    # torch asks CUDA questions that can fail, such as the owner of an address.
     *("--report-api-errors", "no"),
 )
 _GLUON = ("env", "PD_KERNELS_TUNING=gluon=1")
@@ -239,10 +239,10 @@ STEPS: Sequence[Step] = (
 
 
 def chosen(only: Sequence[str]) -> list[Step]:
-    """The steps of these names in their order; all where none is named.
+    """The steps with these names, in their order; all steps if no name is given.
 
     Raises:
-        ValueError: no step has such a name; the message lists those there are.
+        ValueError: no step has such a name; the message lists the names.
     """
     names = [step.name for step in STEPS]
     if unknown := [name for name in only if name not in names]:

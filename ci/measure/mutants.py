@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many small errors in the code the tests find: `python ci/measure/mutants.py [--seed 1] [--count 60]`.
+"""Counts small errors in the code that the tests find: `python ci/measure/mutants.py [--seed 1] [--count 60]`.
 
-Each mutant is one change of one expression, chosen by the seed: a comparison, a sum, a number, a condition. The
-tests of its room run in a copy of the tree until one fails. The same seed makes the same mutants of the same code,
-so that two suites can be compared. Prints a line for each mutant, and the sum by room.
+Each mutant is one change of one expression, chosen by the seed: a comparison, a sum, a number, a condition. The tests
+of its room run in a copy of the tree until one fails. The same seed makes the same mutants of the same code, so two
+suites can be compared. Prints a line for each mutant, and the sum by room.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOMS = {
     "pd_connector/agent": ("tests/agent",),
     "scheduler_plugins/router/request": ("tests/scheduler_plugins/router",),
 }
-"""What is changed, and the tests that should notice."""
+"""The code to change, and the tests that should notice."""
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -56,11 +56,11 @@ class Mutant(NamedTuple):
     line: int
     before: str
     after: str
-    source: str  # of the whole file, changed
+    source: str  # the whole changed file
 
 
 def changed(node: ast.AST) -> ast.AST | None:
-    """The node with one error in it; None if it is of no kind that is changed."""
+    """The node with one error; None if its kind is never changed."""
     match node:
         case ast.Compare(ops=[operator]) if type(operator) in OPERATORS:
             return ast.Compare(node.left, [OPERATORS[type(operator)]()], node.comparators)  # type: ignore[list-item]
@@ -78,8 +78,8 @@ def changed(node: ast.AST) -> ast.AST | None:
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    """All there are of a file, but those of type hints, decorators and arguments of classes (`frozen=True`), which
-    decide nothing that a test could see."""
+    """All mutants of a file, except in type hints, decorators and arguments of classes (`frozen=True`), which no test
+    could see."""
     source = (ROOT / path).read_text()
     tree = ast.parse(source)
     hints = {id(part) for node in ast.walk(tree) for part in _hints(node)}
@@ -108,7 +108,7 @@ def _hints(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def sample(seed: int, count: int) -> list[tuple[str, Mutant]]:
-    """As many of each room."""
+    """The same number of mutants from each room."""
     choose = random.Random(seed)
     found = []
     for room in ROOMS:
@@ -130,7 +130,7 @@ def passes(tree: Path, room: str) -> bool:
         "--timeout=120",
         *ROOMS[room],
     ]
-    # A mutant of equal size that is made within the same second would not be compiled anew.
+    # Otherwise a mutant of equal size, made within the same second, would not be compiled again.
     env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     return (
         subprocess.run(command, cwd=tree, env=env, capture_output=True, check=False).returncode == 0

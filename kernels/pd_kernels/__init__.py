@@ -6,6 +6,6 @@ attends to paged KV, and merges partial results. `vllm` offers that to vLLM as a
 `bench` checks and measures the kernels on a GPU.
 
 Only `vllm` imports an engine. The rest needs torch and Triton, which every engine brings.
-`transfer` also needs `pd_connector.kv`, which has the payload's format in numbers and imports
-neither.
+`transfer` also needs `pd_connector.kv`, which defines the payload's format and imports neither
+torch nor Triton.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which variant of a kernel is launched, where two are kept until a GPU has decided between them.
+"""Switches between two variants of a kernel. Both stay until a benchmark on a GPU has decided.
 
 Each field is an A/B switch. `python -m pd_kernels.bench` times both settings in one run.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 VARIABLE = "PD_KERNELS_TUNING"
-"""Environment variable that changes settings in a process and those it starts, an engine's."""
+"""Environment variable that changes settings in a process and in the processes that it starts."""
 
 
 @dataclass(frozen=True)
@@ -19,29 +19,31 @@ class Tuning:
     """Settings of all kernels.
 
     Attributes:
-        pairing: where a KV head has more than 64 lines, the blocks of lines run at the same time in
-            neighbouring programs and read the same tiles, so that memory is read once. Off: the
-            blocks are rows of their own, one after another, and each reads KV from memory.
-        column_merge: a part of a split-KV merge is some columns of a line, so that more workers
-            share the merge of a row with few lines. Off: whole lines.
+        pairing: if a KV head has more than 64 lines, its blocks of lines run at the same time in
+            neighbouring programs. They read the same tiles, so memory is read once. Off: each block
+            is a row of its own. The blocks run one after another, and each reads KV from memory.
+        column_merge: a part of a split-KV merge is some columns of a line. More workers then share
+            the merge of a row with few lines. Off: a part is whole lines.
         small_tiles: `mla_decode` with FP8 latents or more than 64 lines reads tiles of 32 tokens in
             six or eight stages, so that loads are under way during the products. Off: tiles of 64 tokens in
             three stages, where each turn of the loop waits for the loads that it has just begun.
         latent_codes: `mla_decode` with FP8 latents and up to 32 lines multiplies codes as float16,
             in rows of 16 or 32 lines. Off: codes are decoded to bfloat16 and written to shared
-            memory once more, rows are padded to 64 lines, and each product is waited for.
+            memory again. Rows are padded to 64 lines, and the kernel waits for each product.
         half_codes: `paged_decode` multiplies FP8 codes as float16, one instruction for two codes.
-            Off: as bfloat16, which takes two conversions more for each pair.
+            Off: as bfloat16, which needs two more conversions per pair.
         gluon: `mla_decode` with latents of 16 bits in pages of 64 tokens takes the Gluon kernel
-            (`mla_gluon_kernel.py`), on Hopper only. Off, until it has run on a GPU: the Triton
-            kernel.
-        packed_codes: gathers with a codec keep elements of 16 bits as words of two, whose
-            magnitudes are compared, and which are coded, two at a time. Off: element by element.
-        direct_launch: a call with a plan whose shapes, strides, dtypes and alignments an earlier
-            call had is launched as that one was (`direct.py`). Off, until it has run on a GPU:
-            checked, prepared and searched for by Triton each time.
+            (`mla_gluon_kernel.py`), on Hopper only. Off: the Triton kernel. The default is off
+            until the Gluon kernel has run on a GPU.
+        packed_codes: gathers with a codec keep two elements of 16 bits in one word. Magnitudes are
+            compared, and elements are coded, two at a time. Off: element by element.
+        direct_launch: if an earlier call with the same plan had the same shapes, strides, dtypes
+            and alignments, its launch is used again (`direct.py`). Off: each call is checked and
+            prepared, and Triton searches for its kernel. The default is off until this has run on a
+            GPU.
         mixed_steps: in vLLM, steps with prefill chunks and decodes take `mixed_attention`, in one
-            launch a layer. Off, until it has run on a GPU: `paged_decode`, then the stock backend.
+            launch a layer. Off: `paged_decode`, then the stock backend. The default is off until
+            this has run on a GPU.
     """
 
     pairing: bool = True
@@ -56,20 +58,20 @@ class Tuning:
 
     @functools.cached_property
     def code(self) -> int:
-        """All settings as bits of a number, which is compared sooner than they are."""
+        """All settings as bits of one number, which is faster to compare."""
         values = (getattr(self, each.name) for each in fields(self))
         return sum(on << place for place, on in enumerate(values))
 
     @classmethod
     def of(cls, told: str) -> "Tuning":
-        """The settings with those changed that `told` names.
+        """The settings with the changes that `told` names.
 
         Args:
-            told: as in the environment variable PD_KERNELS_TUNING: fields with 0 or 1, with commas
-                between them.
+            told: fields with 0 or 1, separated by commas, as in the environment variable
+                PD_KERNELS_TUNING.
 
         Raises:
-            ValueError: a field that there is not, or another value.
+            ValueError: an unknown field, or a value that is not 0 or 1.
 
         Example:
             >>> from pd_kernels.tuning import Tuning
@@ -99,8 +101,8 @@ def tuning() -> Tuning:
 
 @contextlib.contextmanager
 def tuned(**settings: bool) -> Iterator[None]:
-    """Change settings for a while, in all threads. A plan must be used under the settings that it
-    was made under.
+    """Change settings for a while, in all threads. Use a plan under the settings under which it was
+    made.
 
     Args:
         settings: fields of `Tuning`.

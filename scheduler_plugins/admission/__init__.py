@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turning away what cannot be served in time: the prediction and the decision, without the HTTP."""
+"""Refusing requests that cannot be served in time: the prediction and the decision, without HTTP."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine core writes its load, and the API servers of its machine read it.
+"""The board: an engine core writes its load there, and the API servers of its machine read it.
 
 Engine core side: `BoardWriter`, one per scheduler. API server side: `Board`. Between them lies one
-small file, in a directory that only this user may enter. It is written by a single system call, as
-the engine waits for it, and carries a checksum: a reader that meets a post half written reads again.
-Neither side ever waits for the other.
+small file, in a directory that only this user may enter. The engine waits for the write, so it is a single system call.
+The file has a checksum: if a reader finds a half-written post, it reads again. Neither side ever waits for the other.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from scheduler_plugins.admission.liveness import (
 from scheduler_plugins.admission.load import LoadReport
 
 STALE_S = 2.0
-"""A post of a busy engine is stale this long after its step should have ended."""
+"""Time after the expected end of its step at which a busy engine's post becomes stale."""
 EVERY_S = 0.05
-"""A busy engine posts at most once in this time."""
+"""The shortest time between two posts of a busy engine."""
 TTFT_BUCKETS_S = (
     0.005,
     0.01,
@@ -55,18 +54,18 @@ TTFT_BUCKETS_S = (
     100.0,
     200.0,
 )  # fmt: skip
-"""Upper bounds of the buckets of `Histogram`; one more takes what is above."""
+"""Upper bounds of the buckets of `Histogram`. One more bucket takes larger values."""
 
 
 class BoardError(OSError):
-    """The directory of the boards cannot be trusted or made."""
+    """The directory of the boards cannot be trusted, or cannot be made."""
 
 
 class Histogram(msgspec.Struct):
-    """How often a duration fell into each of the buckets `TTFT_BUCKETS_S`, since the start."""
+    """The number of durations in each of the buckets `TTFT_BUCKETS_S`, since the start."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
-    """Count of each bucket alone, not cumulative."""
+    """Count of each bucket, not cumulative."""
     sum_s: float = 0.0
 
     def observe(self, duration_s: float) -> None:
@@ -76,39 +75,39 @@ class Histogram(msgspec.Struct):
 
 
 class ClassRecord(msgspec.Struct):
-    """What became of the requests of one class since the engine started."""
+    """Counts for the requests of one class since the engine started."""
 
     predicted_ttft: Histogram = msgspec.field(default_factory=Histogram)
-    """Predicted when a request reached the scheduler; only of those that had a first token."""
+    """TTFT predicted when a request reached the scheduler; only for requests that had a first token."""
     ttft: Histogram = msgspec.field(default_factory=Histogram)
-    """From arrival at the API server to the engine's first token, of the same requests."""
+    """From arrival at the API server to the engine's first token, for the same requests."""
 
 
 class Posted(msgspec.Struct, frozen=True, kw_only=True):
     """One post."""
 
     pid: int
-    """Process that wrote it."""
+    """Process that wrote the post."""
     namespace: int = 0
     """PID namespace of that process; 0: not known."""
     started: int = 0
     """`start_ticks` of that process; 0: not known."""
     written_s: float
-    """When, by the machine's monotonic clock, which all its processes share."""
+    """Time of the post, by the machine's monotonic clock, which all its processes share."""
     idle: bool
-    """Nothing waits and nothing runs: it holds until there is another post."""
+    """Nothing waits and nothing runs. The post is valid until there is another post."""
     step_s: float = 0.0
-    """Predicted duration of the step under way: there is no post before it ends."""
+    """Predicted duration of the running step. There is no post before its end."""
     report: LoadReport
     classes: dict[str, ClassRecord] = {}
     """By the name of the class."""
 
 
 class Board:
-    """The reading side. Looks for the file anew while there is none: engines start late."""
+    """The reading side. If there is no file, it looks again at each read, because engines start late."""
 
     def __init__(self, instance_id: str, rank: int = 0, *, folder: Path | None = None) -> None:
-        """A board that need not exist yet.
+        """A board whose file need not exist yet.
 
         Args:
             instance_id: `vllm_config.instance_id` of the API server.
@@ -127,7 +126,7 @@ class Board:
         return cls(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index)
 
     def read(self) -> LoadReport | None:
-        """The engine's load; None if it has not posted, its process is gone, or it is late."""
+        """The engine's load; None if the engine has not posted, its process is gone, or the post is stale."""
         posted = self.posted()
         return posted.report if posted else None
 
@@ -142,18 +141,18 @@ class Board:
         return None
 
     def close(self) -> None:
-        """Take the post down if its writer is gone: vLLM kills engine cores without ceremony."""
+        """Delete the post if its writer is gone. vLLM kills engine cores, which then cannot delete it themselves."""
         if self._path is not None:
             _clear_away(self._path)
 
     def _candidates(self) -> Iterator[Path]:
-        """The engine's file, by its instance or, failing that, by a parent in common.
+        """The engine's file, found by the instance id, otherwise by a common parent process.
 
-        Of several API servers each makes a configuration, and an instance id, of its own; they and
-        the engine core are children of one process.
+        With several API servers, each makes its own configuration and instance id. They and the engine core are
+        children of one process.
         """
         if not _is_private(self._folder):
-            return  # another user's, who may write there what they like
+            return  # the file belongs to another user, who can write anything into it
         yield from self._folder.glob(f"{self._instance}.*.dp{self._rank}")
         yield from self._folder.glob(f"*.{_parent()}.dp{self._rank}")
 
@@ -162,10 +161,10 @@ class BoardWriter:
     """The writing side."""
 
     def __init__(self, instance_id: str, rank: int = 0, *, folder: Path | None = None) -> None:
-        """Makes the directory and clears it of posts whose writers are gone.
+        """Make the directory, and delete posts whose writers are gone.
 
         Raises:
-            BoardError: the directory belongs to somebody else, or others may enter it.
+            BoardError: the directory belongs to another user, or other users may enter it.
         """
         folder = folder or default_folder()
         _make_private(folder)
@@ -180,8 +179,8 @@ class BoardWriter:
         self._idle = False
 
     def due(self, now_s: float, *, idle: bool) -> bool:
-        """Whether to post now: when the last post is old enough, and at once when work begins or
-        ends: a gust shorter than the interval must not leave the counts of before it."""
+        """Whether to post now: the last post is old enough, or work begins or ends. A burst shorter than the interval
+        must not leave old counts on the board."""
         return (not idle and now_s >= self._next_s) or idle is not self._idle
 
     def write(
@@ -215,7 +214,7 @@ class BoardWriter:
         os.pwrite(self._file, _sealed(_ENCODER.encode(posted)), 0)
 
     def close(self) -> None:
-        """Take the post down. May be called twice; a fork of the engine takes nothing down."""
+        """Delete the post. Can be called twice. A fork of the engine deletes nothing."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -236,12 +235,12 @@ def _sealed(post: bytes) -> bytes:
 
 
 def read_post(path: Path) -> Posted | None:
-    """The post in a file; None if there is none, or none that is whole."""
+    """The post in a file; None if there is no complete post."""
     for _ in range(_READS):
         with suppress(OSError, struct.error, msgspec.MsgspecError):
             data = path.read_bytes()
             size, checksum = _SEAL.unpack_from(data)
-            # An earlier post may have been longer: what is left of it lies behind this one.
+            # If an earlier post was longer, its rest lies behind this post.
             post = data[_SEAL.size : _SEAL.size + size]
             if len(post) == size and crc32(post) == checksum:
                 return _DECODER.decode(post)
@@ -249,7 +248,7 @@ def read_post(path: Path) -> Posted | None:
 
 
 def default_folder() -> Path:
-    """This user's directory for boards: in shared memory where the machine has that."""
+    """This user's directory for boards. It is in shared memory if the machine has that."""
     shared = Path("/dev/shm")
     root = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     return root / f"pd-scheduler-{os.getuid()}{user_namespace()}"
@@ -258,8 +257,8 @@ def default_folder() -> Path:
 def boards_of(vllm_config: Any) -> list[Board]:
     """The boards of all engine cores of this machine that an API server sends requests to.
 
-    That is one for each data-parallel rank, unless something else balances the load: then each API server
-    has its own ranks. Ranks on other machines have boards there, which are not found.
+    There is one board per data-parallel rank. If something else balances the load, each API server has its own ranks.
+    Ranks on other machines have their boards there, which are not found.
     """
     parallel = vllm_config.parallel_config
     first, count = 0, parallel.data_parallel_size
@@ -275,7 +274,7 @@ def _holds(posted: Posted) -> bool:
 
 
 def _parent() -> str:
-    """The parent of this process, told apart from those of other containers."""
+    """The parent of this process, with a name that differs between containers."""
     return f"{pid_namespace()}-{os.getppid()}"
 
 
@@ -296,7 +295,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it is a directory that only this user may enter; False if there is none."""
+    """Whether it is a directory that only this user may enter; False if it does not exist."""
     try:
         found = folder.lstat()
     except OSError:
@@ -306,7 +305,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _clear_away(path: Path) -> None:
-    """Delete a post whose writer is gone, for sure: never that of a living engine elsewhere."""
+    """Delete a post whose writer is certainly gone. The post of a living engine elsewhere always stays."""
     posted = read_post(path)
     if posted is None:
         return

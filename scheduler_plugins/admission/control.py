@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request is let in."""
+"""The decision to admit or refuse a request."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from scheduler_plugins.admission.predict import Prediction, Predictor
 from scheduler_plugins.qos.classes import QosClass, Slo, default_class
 
 MISSES = 0.01
-"""Part of the predictions that reality may exceed. It is small, because sequences that decode together
-miss a promised TPOT together: when the margin is too small, a whole batch is lost."""
+"""Fraction of predictions that the real time may exceed. It is small, because sequences that decode together miss a
+promised TPOT together. If the margin is too small, a whole batch misses it."""
 
 
 class Decision(NamedTuple):
-    """What to do with a request; the HTTP half turns a refusal into 429."""
+    """The decision on a request. The HTTP side turns a refusal into 429."""
 
     admit: bool
-    cause: Literal["", "ttft", "tpot"]  # which promise would be broken
+    cause: Literal["", "ttft", "tpot"]  # the promise that would be broken
     retry_after_s: int  # value of Retry-After; 0 if admitted
-    prediction: Prediction | None  # None where nothing is promised
+    prediction: Prediction | None  # None if nothing is promised
 
 
 ADMITTED = Decision(True, "", 0, None)
 
 
 class AdmissionControl:
-    """Admits while the promise to the class would be kept. A class without an SLO gets all in.
+    """Admits a request if the promise to its class would be kept. A class without an SLO has all requests admitted.
 
     Each class has margins, learnt from the errors of its predictions. So a bias of the predictions
     costs a few dozen requests, not the promise.
     """
 
     def __init__(self, classes: Sequence[QosClass], *, by_cost: bool) -> None:
-        """`by_cost`: of the queue's policy (`QueuePolicy.by_cost`)."""
+        """`by_cost`: the attribute of the queue's policy (`QueuePolicy.by_cost`)."""
         self._classes = {one.name: one for one in classes}
         self._default = default_class(classes).name
         self._predictor = Predictor(classes=self._classes, by_cost=by_cost)
@@ -45,7 +45,7 @@ class AdmissionControl:
         self._tpot = {name: Margin(MISSES) for name in self._classes}
 
     def decide(self, report: LoadReport, qos: str, tokens: int, cached: int) -> Decision:
-        """Admit or turn away a prompt of `tokens` tokens of which `cached` are in the cache.
+        """Admit or refuse a prompt of `tokens` tokens, `cached` of which are in the cache.
 
         Changes nothing. `Retry-After` is the time after which the same request would be admitted if
         nothing else came.
@@ -67,12 +67,12 @@ class AdmissionControl:
         return Decision(True, "", 0, prediction)
 
     def first_token(self, qos: str, predicted: Prediction, ttft_s: float) -> None:
-        """An admitted request, for which `predicted` was decided upon, got its first token."""
+        """Note that an admitted request got its first token. `predicted` is the prediction behind its decision."""
         name = self._name(qos)
         self._ttft[name].learn(ttft_s, predicted.ttft_s, self._classes[name].slo.ttft_s)
 
     def last_token(self, qos: str, predicted: Prediction, tpot_s: float) -> None:
-        """It got its last token, at `tpot_s` per token after the first."""
+        """Note that it got its last token, at `tpot_s` per token after the first."""
         if not predicted.settled:
             return
         name = self._name(qos)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endpoints of an engine's API server that are no completions."""
+"""Endpoints of an engine's API server that are not completions."""
 
 POOLING_PATHS = (
     "/v1/embeddings",

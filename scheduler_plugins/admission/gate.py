@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission in one API server: classes, the engine's load and prompts give a decision."""
+"""Admission in one API server: it decides from classes, the engine's load and prompts."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from scheduler_plugins.qos.rules import class_of
 from scheduler_plugins.queue.work import WINDOW_S, WorkHistogram, bucket_of
 
 LOOK_EVERY_S = 1.0
-"""How often the configuration file is looked at, at most."""
+"""The shortest time between two checks of the configuration file."""
 RECENT_S = 3.0
-"""Time over which the work that is let in is averaged."""
+"""Time over which admitted work is averaged."""
 TRANSIT_S = 0.05
-"""Longest way of a request from here into the engine's queue, if the engine is not in a step."""
+"""Longest time that a request takes from here into the engine's queue, if the engine is not in a step."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Ticket:
-    """One request, and what was expected of it."""
+    """One request, with the predictions for it."""
 
     number: int
     rank: int
-    """Data-parallel rank that it is expected to go to: an index of the gate's boards."""
+    """Data-parallel rank to which the request probably goes: an index of the gate's boards."""
     qos: str
     arrived_s: float
     prompt: Prompt
@@ -52,10 +52,10 @@ class Ticket:
 
 
 class AdmittedWork:
-    """How much prefill this API server admitted lately.
+    """The amount of prefill that this API server admitted recently.
 
-    Prefill chunks run in the steps that decode, and make them longer. The report's rates are averages
-    over 30 s, too slow for a sudden change. So they are used for what other API servers admitted only.
+    Prefill chunks run in decode steps, and lengthen them. The report's rates are averages over 30 s, which is too slow
+    for a sudden change. So they are used only for the work that other API servers admitted.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class AdmittedWork:
         self._all = WorkHistogram()
 
     def add(self, now_s: float, cost_s: float) -> None:
-        """A request that brings `cost_s` seconds of prefill was admitted."""
+        """Note an admitted request with `cost_s` seconds of prefill."""
         self._recent.append((now_s, cost_s))
         self._all.arrive(0, cost_s, now_s)
 
     def share(self, now_s: float, engine_share: float) -> float:
-        """Seconds of prefill per second: our recent ones, and those of other API servers.
+        """Seconds of prefill per second: our recent work, and the work of other API servers.
 
         Args:
             engine_share: seconds of prefill that came to the engine per second, from its report.
@@ -83,9 +83,9 @@ class AdmittedWork:
 
 
 class AdmissionGate:
-    """Decides on requests, and learns from the answers of those it admitted.
+    """Decides on requests, and learns from the answers of admitted requests.
 
-    Each API server has its own. It sees the requests of others only in the engine's report.
+    Each API server has its own gate. The gate sees requests of other API servers only in the engine's report.
     """
 
     def __init__(
@@ -100,14 +100,13 @@ class AdmissionGate:
         """Read the settings.
 
         Args:
-            boards: where the engine cores post their loads, one for each data-parallel rank; none:
-                admit everything.
+            boards: the boards of the engine cores, one per data-parallel rank; none: admit everything.
             settings: the YAML file; None: one class, without an SLO.
-            cache_tokens: size of the prefix caches of all ranks together; 0: there is none.
-            clock: seconds, by the clock that dates the posts.
+            cache_tokens: total size of the prefix caches of all ranks; 0: there is none.
+            clock: gives seconds, by the clock of the posts.
 
         Raises:
-            QosError: the settings cannot be used.
+            QosError: the settings are invalid.
         """
         self._boards = list(boards)
         self._metrics = metrics
@@ -126,24 +125,24 @@ class AdmissionGate:
         return class_of(self._rules, headers) or self._default
 
     def known_class(self, name: str) -> str:
-        """The class of this name, else the default class."""
+        """The class of this name, otherwise the default class."""
         self._reload()
         return name if name in self._slos else self._default
 
     @property
     def on(self) -> bool:
-        """Whether any class is promised anything. If not, `ask` need not be called."""
+        """Whether any class has a promise. If not, `ask` need not be called."""
         return any(slo != Slo() for slo in self._slos.values())
 
     def promised(self, qos: str) -> Slo:
-        """What the class is promised."""
+        """The promise to the class."""
         return self._slos[qos]
 
     def ask(self, qos: str, prompt: Prompt, rank: int | None = None) -> Ticket:
         """Decide on a request, and count it. Call `done` for each that is admitted.
 
         Args:
-            rank: index of the board of the rank that the client chose; None: vLLM balances.
+            rank: index of the board of the rank that the client chose; None: vLLM's balancer chooses.
         """
         tokens = self.memory.tokens(prompt)
         cached = self.memory.cached(prompt, tokens)
@@ -169,7 +168,7 @@ class AdmissionGate:
         return ticket
 
     def first_token(self, ticket: Ticket, ttft_s: float) -> None:
-        """The request has its first token, `ttft_s` after it came."""
+        """Note that the request has its first token, `ttft_s` after its arrival."""
         self.memory.prefilled(ticket.prompt)
         prediction = ticket.decision.prediction
         if prediction is not None:
@@ -178,12 +177,12 @@ class AdmissionGate:
             self._control.first_token(ticket.qos, prediction, ttft_s)
 
     def last_token(self, ticket: Ticket, tpot_s: float) -> None:
-        """The request has its last token; `tpot_s` is its mean time per token after the first."""
+        """Note that the request has its last token. `tpot_s` is its mean time per token after the first."""
         if ticket.decision.prediction is not None:
             self._control.last_token(ticket.qos, ticket.decision.prediction, tpot_s)
 
     def done(self, ticket: Ticket) -> None:
-        """The engine has begun to answer it, or will never see it."""
+        """Note that the engine has begun to answer the request, or will never see it."""
         self._unreported.pop(ticket.number, None)
 
     def show(self) -> None:
@@ -193,16 +192,16 @@ class AdmissionGate:
             self._metrics.show(posts)
 
     def report(self) -> EngineReport:
-        """What a router is told: the load of every rank that posts one."""
+        """The report for a router: the load of every rank that posts."""
         posts = [(rank, board.posted()) for rank, board in enumerate(self._boards)]
         return EngineReport(
             ranks=loads((rank, post.report) for rank, post in posts if post is not None)
         )
 
     def _least_loaded(self, rank: int | None) -> tuple[int, LoadReport | None]:
-        """The rank that a request goes to, and its load as of now; None if no load is known.
+        """The rank to which a request goes, and the rank's present load; None if no load is known.
 
-        Without a choice of the client it is the rank with the fewest requests, as vLLM's balancer decides.
+        If the client did not choose a rank, it is the rank with the fewest requests, like vLLM's balancer.
         """
         chosen = range(len(self._boards)) if rank is None else (rank,)
         known = [
@@ -215,18 +214,18 @@ class AdmissionGate:
     def _decide(
         self, report: LoadReport | None, qos: str, tokens: int, cached: int
     ) -> tuple[Decision, float]:
-        """The decision, and the seconds of prefill that the request brings (0 if unknown)."""
+        """The decision, and the request's seconds of prefill (0 if unknown)."""
         cost_s = report.model.prefill_s(tokens, cached) if report else 0.0
         if self.promised(qos) == Slo():
             return ADMITTED, cost_s
-        # The engine may have read other classes than we have, for a moment.
+        # For a moment, the engine may have other classes than this process.
         if report is None or qos not in report.classes:
             self._metrics.unseen.labels(qos).inc()
             return ADMITTED, cost_s
         return self._control.decide(report, qos, tokens, cached), cost_s
 
     def _as_of_now(self, posted: Posted, rank: int) -> LoadReport:
-        """The report plus what was admitted since. In a burst, all requests would see the same report."""
+        """The report plus the work admitted since. Otherwise all requests of a burst would see the same report."""
         report, now_s = posted.report, self.now_s()
         known_s = posted.written_s - TRANSIT_S
         self._unreported = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the requests of each class: predicted and actual time to the first token."""
+"""The outcome of each class's requests: predicted and actual time to the first token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from scheduler_plugins.admission.board import ClassRecord
 
 _TOGETHER = 256
-"""Most first tokens that wait to be counted, in an engine that posts nothing and so never asks."""
+"""The most first tokens that wait to be counted. The limit is for engines that post nothing and so never ask."""
 _KEPT = 0.98
-"""Weight of the past in the mean number of generated tokens, for each request that ends."""
+"""Weight of the past in the mean number of generated tokens, applied at the end of each request."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Open:
 
 
 class Ledger:
-    """Requests by id, from the scheduler's `add_request` until they are gone.
+    """Requests by id, from the scheduler's `add_request` to their end.
 
     All times are by the clock of the requests' arrival, which is the machine's own.
     """
@@ -30,27 +30,27 @@ class Ledger:
     def __init__(self) -> None:
         self._classes: dict[str, ClassRecord] = {}
         self._answered: list[_Open] = []
-        """Those that have a first token and are not in `_classes` yet."""
+        """Requests that have a first token and are not in `_classes` yet."""
         self.awaited: dict[str, None] = {}
         """Ids of requests that have no token yet."""
         self.generated = 0.0
-        """Tokens that a request which generates more than one generates, on average; 0: unknown."""
+        """Mean number of generated tokens, over requests that generate more than one; 0: unknown."""
         self._open: dict[str, _Open] = {}
         self._weight = 0.0
 
     @property
     def classes(self) -> dict[str, ClassRecord]:
-        """What became of the requests of each class."""
+        """The counts for the requests of each class."""
         self._count()
         return self._classes
 
     def arrived(self, request_id: str, qos: str, arrival_s: float, predicted_s: float) -> None:
-        """A request came. `predicted_s` is its TTFT, counted from its arrival."""
+        """Note a new request. `predicted_s` is its TTFT, counted from its arrival."""
         self._open[request_id] = _Open(qos, arrival_s, predicted_s)
         self.awaited[request_id] = None
 
     def token(self, request_id: str, now_s: float) -> None:
-        """It has a token; the first one counts."""
+        """Note that the request has a token. Only the first token counts."""
         if request_id not in self.awaited:
             return
         del self.awaited[request_id]
@@ -61,17 +61,17 @@ class Ledger:
             self._count()
 
     def age_s(self, request_id: str, now_s: float) -> float:
-        """Time since the first token; 0 if there is none."""
+        """Time since the first token; 0 if there is no token yet."""
         one = self._open.get(request_id)
         return now_s - one.first_token_s if one and one.first_token_s is not None else 0.0
 
     def gone(self, request_id: str, tokens: int, most_tokens: int) -> None:
-        """The request ended with `tokens` of at most `most_tokens` tokens, or was aborted."""
+        """Note that the request ended with `tokens` of at most `most_tokens` tokens, or was aborted."""
         one = self._open.pop(request_id, None)
         self.awaited.pop(request_id, None)
         if one is None or one.first_token_s is None or most_tokens < 2:
             return
-        # The true mean at first. A plain decay from 0 would need a hundred requests to warm up.
+        # At first this is the true mean. A plain decay from 0 would need a hundred requests to warm up.
         self._weight = self._weight * _KEPT + 1.0
         self.generated += (tokens - self.generated) / self._weight
 

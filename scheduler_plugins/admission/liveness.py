@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the process that wrote a file still lives, containers that share /dev/shm included.
+"""Whether the process that wrote a file still lives. This includes processes of containers that share /dev/shm.
 
-Containers that run with `--ipc=host` see each other's files, but each has process numbers of its own (a
-PID namespace). So a number means something only together with its namespace. Within one namespace a
-process is known by its number and its start time, since numbers are used again. Of a process elsewhere it
-is known only whether it still holds the lock on its file: the kernel lets go of it when the process ends.
+Containers with `--ipc=host` see each other's files, but each has its own process numbers (a PID namespace). So a number
+has a meaning only together with its namespace. Within one namespace, number and start time identify a process, because
+numbers are used again. For a process in another namespace, the only sign of life is the lock on its file. The kernel
+releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pid_namespace() -> int:
 
 @cache
 def user_namespace() -> str:
-    """A suffix that tells user namespaces apart; empty in the machine's own."""
+    """A suffix that differs between user namespaces; empty in the machine's own namespace."""
     with suppress(OSError):
         mapped = Path("/proc/self/uid_map").read_text().split()
         if mapped[:3] != ["0", "0", "4294967295"]:
@@ -38,16 +38,16 @@ def user_namespace() -> str:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process of this namespace started, in clock ticks since boot; 0 if it is not known."""
+    """Start time of a process of this namespace, in clock ticks since boot; 0 if unknown."""
     with suppress(OSError, IndexError, ValueError):
-        # The name may hold anything, also a closing parenthesis.
+        # The name can contain anything, even a closing parenthesis.
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
         return int(after_name.split()[_START_TIME])
     return 0
 
 
 def lives(pid: int, namespace: int, started: int) -> bool | None:
-    """Whether a process lives; None if it runs in another namespace and cannot be seen from here.
+    """Whether a process lives; None if it is in another namespace and cannot be seen from here.
 
     Args:
         namespace: its `pid_namespace`; 0: this one.
@@ -65,13 +65,13 @@ def lives(pid: int, namespace: int, started: int) -> bool | None:
 
 
 def hold(file: int) -> None:
-    """Lock a file for as long as this process lives. Waits while somebody looks at the lock."""
+    """Lock a file for the life of this process. Waits while another process checks the lock."""
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process, in any namespace, holds the file. True if that cannot be told."""
+    """Whether a process of any namespace holds the file's lock. True if this is unknown."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

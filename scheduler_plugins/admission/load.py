@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load report: what admission and routing need to know of an engine."""
+"""The load report: the state of an engine that admission and routing need."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MOST_PREFILL = 0.9
 
 
 class Decoding(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that is being decoded."""
+    """A sequence in decode."""
 
     age_s: float
     context: int
 
 
 class ClassLoad(msgspec.Struct, frozen=True):
-    """What waits in one class. The lists are by cost, see `queue.work.bucket_of`."""
+    """The waiting work of one class. The lists are by cost, see `queue.work.bucket_of`."""
 
     waiting: int
     """Requests."""
@@ -34,7 +34,7 @@ class ClassLoad(msgspec.Struct, frozen=True):
     arriving: tuple[float, ...]
     """Seconds of prefill that come per second."""
     balance_s: float
-    """Reserve that the class has not used: this much of its work goes first."""
+    """Seconds of reserve that the class has not used. This amount of its work goes first."""
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -42,34 +42,34 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     model: CostModel
     prefill_left_s: float
-    """Time until what is being prefilled is done."""
+    """Time until the running prefills are done."""
     classes: dict[str, ClassLoad]
     decoding: tuple[Decoding, ...] = ()
     running: int = 0
-    """Requests that are prefilled or decoded."""
+    """Requests in prefill or decode."""
     decode_tokens: float = 0.0
-    """Tokens that a sequence generates on average; 0 if none has ended yet."""
+    """Mean number of tokens that a sequence generates; 0 if none has ended yet."""
     prefill_share: float = 0.0
-    """Part of its time that the engine spends on prefill while it decodes; 0 if it does only one."""
+    """Fraction of the engine's time that goes to prefill while it decodes; 0 if it does only one of the two."""
 
     @property
     def requests(self) -> int:
-        """Requests that wait or run. vLLM's balancer sends the next one where there are fewest."""
+        """Requests that wait or run. vLLM's balancer sends the next request to the rank with the fewest."""
         return self.running + sum(load.waiting for load in self.classes.values())
 
     @property
     def decode_s(self) -> float:
-        """How long a sequence decodes in the present batch; 0 if unknown.
+        """Time that a sequence decodes in the present batch; 0 if unknown.
 
-        Not the mean of those that ended: while a batch grows, those were the fast ones.
+        This is not the mean of ended sequences, because in a growing batch the fast sequences end first.
         """
         context = sum(one.context for one in self.decoding)
         return self.decode_tokens * self.token_s(len(self.decoding), context)
 
     def token_s(self, batch: int, context: int) -> float:
-        """Time from one token to the next of `batch` sequences of `context` tokens together.
+        """Time between two tokens of `batch` sequences that have `context` tokens together.
 
-        Chunks of prefill go into the same steps: they stretch them all.
+        Prefill chunks share these steps, and lengthen all of them.
         """
         share = min(self.prefill_share, MOST_PREFILL)
         return self.model.decode_step_s(batch, context) / (1.0 - share)
@@ -86,7 +86,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         decode_tokens: float = 0.0,
         running: int = 0,
     ) -> Self:
-        """Report a queue, and what its engine is doing. `now_s` is by the clock of the arrivals."""
+        """Report a queue and the work of its engine. `now_s` is by the clock of the arrivals."""
         classes = {}
         for name in queue.classes:
             class_queue = queue.class_queue(name)

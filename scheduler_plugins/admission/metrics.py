@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of the classes, in the registry whose content vLLM's `/metrics` shows.
+"""Prometheus metrics of the classes, in the registry that vLLM's `/metrics` shows.
 
-They are plain metrics with values, not collectors, because with several API servers
-(prometheus_client's multiprocess mode) only those are seen. What lies on the engine's board is
-copied into gauges when `/metrics` is asked for.
+They are plain metrics with values, not collectors, because with several API servers (prometheus_client's multiprocess
+mode) only plain metrics are seen. On each request for `/metrics`, the figures of the engine's board are copied into
+gauges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scheduler_plugins.admission.board import Histogram as Times
 
 
 class AdmissionMetrics:
-    """All of them; one object in a process, see `metrics`."""
+    """All metrics. There is one object per process, see `metrics`."""
 
     def __init__(self) -> None:
         self.admitted = Counter("pd_scheduler:admitted", "Requests let in, by class.", ["qos"])
@@ -52,7 +52,7 @@ class AdmissionMetrics:
         self._ttft = _BoardTimes("engine_ttft", "TTFT in the engine")
 
     def show(self, posts: Sequence[Posted]) -> None:
-        """Copy what the engine cores say of themselves, added up over the data-parallel ranks."""
+        """Copy the figures of the engine cores, summed over the data-parallel ranks."""
         for qos in {qos for posted in posts for qos in posted.report.classes}:
             loads = [one.report.classes[qos] for one in posts if qos in one.report.classes]
             self._waiting.labels(qos).set(sum(load.waiting for load in loads))
@@ -65,7 +65,7 @@ class AdmissionMetrics:
 
 
 class _BoardTimes:
-    """A histogram that another process keeps, in the form in which Prometheus reads histograms."""
+    """A histogram of another process, in the form that Prometheus reads."""
 
     def __init__(self, name: str, words: str) -> None:
         name, words = f"{name}_seconds", f"{words}, requests that had a first token"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts time to first token and time per token of a request that comes now."""
+"""Predicts time to first token and time per token of a request that arrives now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.queue.work import bucket_of
 
 _FULL = 0.95
-"""Load from which on work that keeps coming counts as leaving this much of the engine."""
+"""Cap of the load by work that keeps coming. At any higher load, 1 - this counts as free."""
 
 
 class Prediction(NamedTuple):
@@ -21,7 +21,7 @@ class Prediction(NamedTuple):
     wait_s: float  # until its prefill begins
     prefill_s: float
     tpot_s: float
-    settled: bool  # the length of a decode is known, because sequences have ended already
+    settled: bool  # sequences have already ended, so the length of a decode is known
 
     @property
     def ttft_s(self) -> float:
@@ -30,7 +30,7 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictor:
-    """Predicts from a report, for one queue's policy and classes."""
+    """Predicts from a report, for the policy and classes of one queue."""
 
     classes: Mapping[str, QosClass]
     by_cost: bool
@@ -39,7 +39,7 @@ class Predictor:
     def predict(self, report: LoadReport, qos: str, tokens: int, cached: int) -> Prediction:
         """Predict for a prompt of `tokens` tokens, `cached` of which are in the engine's cache.
 
-        `qos` is the name of a class that the report has.
+        `qos` is the name of a class in the report.
         """
         prefill_s = report.model.prefill_s(tokens, cached)
         own = report.classes[qos]
@@ -51,10 +51,10 @@ class Predictor:
         return Prediction(wait_s, prefill_s, tpot_s, report.decode_tokens > 0)
 
     def _wait_s(self, report: LoadReport, qos: str, ahead_s: float, last: int) -> float:
-        """Seconds until the engine has done the work before this request, and what overtakes it.
+        """Seconds until the engine has done the work before this request and the work that overtakes it.
 
-        The class is served at least at its reserved fraction. What other classes leave may be more. If
-        the class has a positive balance, that much of its work is served before anything else.
+        The class is served at least at its reserved fraction, or more if other classes leave time. If the class has a
+        positive balance, that amount of its work is served before anything else.
         """
         own = report.classes[qos]
         overtaking = sum(own.arriving[:last]) if self.by_cost else 0.0
@@ -81,16 +81,16 @@ def _left(busy: float) -> float:
 def _tpot_s(report: LoadReport, own: ClassLoad, tokens: int, part: float, ttft_s: float) -> float:
     """Time per token at the moment when this request begins to decode.
 
-    Mooncake's second rule: by then, sequences older than the average decode have ended, and those that
-    are prefilled before this one have begun. Deciding by the present batch instead would react one
-    prefill too late, and so admit in bursts.
+    Mooncake's second rule: by then, sequences older than the average decode have ended, and sequences that are
+    prefilled before this request have begun. A decision by the present batch would react one prefill too late, and so
+    admit in bursts.
     """
     decode_s = report.decode_s
     stay = report.decoding
     still = 1.0
     if decode_s:
         stay = tuple(one for one in stay if one.age_s + ttft_s < decode_s)
-        # Requests whose prefill ends before ours: the earliest may have ended by then as well.
+        # Requests whose prefill ends before this one. The earliest of them may also have ended by then.
         still = min(1.0, decode_s / ttft_s)
     begun = own.waiting * part * still
     context = sum(one.context for one in stay) + own.tokens * part * still + tokens

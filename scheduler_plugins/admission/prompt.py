@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a prompt is, and how much of it an engine has cached, without tokenizing it.
+"""Estimates a prompt's length and its cached part without tokenizing.
 
 The engine tokenizes every prompt anyway, and tokenizing twice would cost the API server more than the
 prediction is worth. So the length of a text is its bytes times a ratio of tokens to bytes, learnt from
@@ -16,29 +16,30 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 CHUNK_BYTES = 256
-"""Size of the pieces of text that are hashed; a hash stands for the prompt up to its piece's end."""
+"""Size of the hashed pieces of text. A hash stands for the prompt up to the end of its piece."""
 KEPT_BYTES = 2 << 20
-"""Of a prompt only its beginning is hashed, some 500,000 tokens of text: whoever serves others meanwhile has milliseconds for it."""
+"""Only the beginning of a prompt is hashed, about 500,000 tokens of text, because hashing may block other requests only
+for milliseconds."""
 _MOST_TEXTS = 4096
-"""Texts of a batch that are measured; the others count as their average."""
+"""The number of texts of a batch that are measured. The others count as the average of these."""
 _ID_BYTES = 8
 _KEPT = 0.98
 _FIRST_GUESS = (128.0, 512.0)
-"""Tokens and bytes that a ratio starts with: four bytes a token. One real prompt outweighs them."""
+"""Tokens and bytes with which a ratio starts: four bytes a token. One real prompt outweighs them."""
 
 
 class Prompt(NamedTuple):
-    """What a body says about the prompt."""
+    """The prompt of a request body."""
 
     kind: str  # prompts of one kind share a ratio of tokens to bytes
     data: bytes  # the beginning of the first sequence: UTF-8 text, or token ids of 8 bytes each
-    size_bytes: int  # of all sequences, whole
+    size_bytes: int  # of all whole sequences
     ids: bool  # whether `data` are token ids
-    salt: bytes  # what else must agree for KV to be shared
+    salt: bytes  # other fields that must agree for KV to be shared
     ready: bool  # KV comes from another engine: nothing but the last token is computed
 
     def chunks(self) -> Iterator[bytes]:
-        """Hashes, one for each whole chunk of the first sequence, each over all before it as well."""
+        """One hash for each whole chunk of the first sequence. Each hash also covers everything before its chunk."""
         digest = self.salt
         for end in range(CHUNK_BYTES, len(self.data) + 1, CHUNK_BYTES):
             part = self.data[end - CHUNK_BYTES : end]
@@ -47,11 +48,11 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(body: Mapping[str, Any]) -> Prompt:
-    """The prompts of a completion (`prompt`), a chat (`messages`), an embedding (`input`, `texts`), or of
-    pairs that are scored (a query and documents), as far as they are text or ids.
+    """The prompts of a completion (`prompt`), a chat (`messages`), an embedding (`input`, `texts`), or of scored pairs
+    (a query and documents), as far as they are text or ids.
 
-    Images and the like count nothing: the learnt ratio makes up for their average. Whatever is
-    malformed counts nothing either; the engine will refuse it.
+    Images and other media count nothing, because the learnt ratio includes their average. Malformed parts count nothing
+    either, because the engine will refuse them.
     """
     if "messages" in body:
         kind, found = "chat", _text(_chat(body))
@@ -70,7 +71,7 @@ def prompt_of(body: Mapping[str, Any]) -> Prompt:
 
 
 _Sequences = tuple[bytes, int, bool]
-"""As in `Prompt`: the beginning of the first, bytes of all, whether they are ids."""
+"""As in `Prompt`: the beginning of the first sequence, the bytes of all, and whether they are ids."""
 _NOTHING: _Sequences = (b"", 0, False)
 
 
@@ -95,7 +96,7 @@ def _sequences(prompt: object) -> _Sequences:
 
 
 def _text(parts: Sequence[str]) -> _Sequences:
-    """One text, given in parts, which have a zero between them."""
+    """One text from parts, with a zero byte between them."""
     beginning, characters = list[str](), -1
     for part in parts:
         if characters < KEPT_BYTES:
@@ -105,7 +106,7 @@ def _text(parts: Sequence[str]) -> _Sequences:
         return _NOTHING
     text = "\0".join(beginning)[:KEPT_BYTES]
     kept = text.encode(errors="surrogatepass")
-    # What is not read has as many bytes a character as what is.
+    # The unread part is assumed to have the same bytes per character as the read part.
     size_bytes = len(kept) * characters // len(text) if text else 0
     return kept[:KEPT_BYTES], size_bytes, False
 
@@ -117,11 +118,11 @@ _PAIRS = (
     ("text_1", "text_2"),
     ("data_1", "data_2"),
 )
-"""Names under which vLLM's scoring endpoints take pairs."""
+"""Field names of pairs in vLLM's scoring endpoints."""
 
 
 def _pairs(body: Mapping[str, Any]) -> list[str]:
-    """The text of each pair; one query may have several documents."""
+    """The text of each pair. One query can have several documents."""
     for names in _PAIRS:
         firsts, seconds = (_listed(body.get(name)) for name in names)
         if firsts and seconds:
@@ -147,7 +148,7 @@ def _chat(body: Mapping[str, Any]) -> list[str]:
 
 
 def _dumped(value: object) -> list[str]:
-    """JSON of what is there; of a large field that a router has read, the JSON that came."""
+    """The JSON of a value. For a large field that a router has read, it is the original JSON."""
     raw = getattr(value, "raw", None)
     if raw is not None:
         return [bytes(raw).decode(errors="replace")]
@@ -178,14 +179,14 @@ class _Ratio:
 
 
 class PromptMemory:
-    """What the prompts seen so far say about the next: their length in tokens, and what is cached.
+    """Estimates for the next prompt from earlier prompts: its length in tokens, and its cached part.
 
-    The memory of prefixes forgets as the engine's cache does: the prompt unused for longest first,
-    and of that its end first.
+    The memory of prefixes forgets like the engine's cache: the least recently used prompt first, and its end before its
+    beginning.
     """
 
     def __init__(self, cache_tokens: int) -> None:
-        """`cache_tokens`: tokens for which the engine has room; 0: it caches nothing."""
+        """`cache_tokens`: tokens that fit into the engine's cache; 0: it caches nothing."""
         self._cache_tokens = cache_tokens
         self._ratios: dict[str, _Ratio] = {}
         self._chunks: OrderedDict[bytes, float] = OrderedDict()
@@ -193,19 +194,19 @@ class PromptMemory:
         self._confirmed = 1.0
 
     def tokens(self, prompt: Prompt) -> int:
-        """Expected length of all sequences together; exact where the prompt is token ids."""
+        """Expected length of all sequences together; exact if the prompt is token ids."""
         if prompt.ids:
             return max(1, prompt.size_bytes // _ID_BYTES)
         return max(1, round(prompt.size_bytes * self._per_byte(prompt)))
 
     def cached(self, prompt: Prompt, tokens: int) -> int:
-        """Expected tokens of `tokens` that need no computing; at least one does."""
+        """Expected tokens of `tokens` that need no computing. At least one token always needs it."""
         if prompt.ready:
             return tokens - 1
         return min(tokens - 1, int(self._confirmed * self._found(prompt)))
 
     def prefilled(self, prompt: Prompt) -> None:
-        """The engine has computed this prompt, and so has it in its cache."""
+        """Note that the engine has computed this prompt and has it in its cache."""
         if not self._cache_tokens:
             return
         weight = CHUNK_BYTES * self._per_byte(prompt)
@@ -221,9 +222,9 @@ class PromptMemory:
         """Learn from an answer.
 
         Args:
-            prompt_tokens: what it really had, all sequences together.
-            cached: tokens expected from the cache, and really found there; None where the engine
-                does not tell (vLLM does with `--enable-prompt-tokens-details`).
+            prompt_tokens: the real number, all sequences together.
+            cached: tokens expected from the cache, and tokens really found there; None if the engine does not say (vLLM
+                does with `--enable-prompt-tokens-details`).
         """
         if not prompt.ids and prompt.size_bytes:
             ratio = self._ratios.setdefault(prompt.kind, _Ratio())

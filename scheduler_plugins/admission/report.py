@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells a router: `GET /pd/load`, answered by the middleware of its API server."""
+"""The report of an engine to a router: `GET /pd/load`. The middleware of the engine's API server answers it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     queued_s: float
-    """Seconds of prefill that wait or are under way."""
+    """Seconds of prefill that wait or run."""
     queued_tokens: int
     waiting: int
     """Requests."""
     batch: int
-    """Sequences that decode."""
+    """Sequences in decode."""
     context: int
     """Tokens in their caches."""
     model: CostModel
 
     @classmethod
     def of(cls, rank: int, report: LoadReport) -> Self:
-        """The same load without what only admission needs."""
+        """The same load without the fields that only admission needs."""
         classes = report.classes.values()
         return cls(
             rank=rank,
@@ -47,7 +47,7 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventPorts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the engine publishes KV events; each rank by its number above these."""
+    """The endpoints of the engine's KV events. A rank adds its number to the port."""
 
     events: str
     replay: str | None = None
@@ -57,7 +57,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks of the machine that an API server sends requests to."""
 
     ranks: tuple[RankLoad, ...] = ()
-    """Those whose load is known."""
+    """The ranks whose load is known."""
     block_tokens: int = 0
     """Tokens of a block; 0: unknown."""
     blocks: int = 0
@@ -70,7 +70,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode(raw: bytes) -> EngineReport:
-    """Read what `EngineReport.encode` wrote. Raises msgspec.MsgspecError if it is something else."""
+    """Read what `EngineReport.encode` wrote. Raises msgspec.MsgspecError if the data is something else."""
     return _DECODER.decode(raw)
 
 

@@ -25,8 +25,8 @@ from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.sim.trace import TraceError
 
 CAPACITY = 1.6
-"""What 4 + 4 engines can do, as a multiple of the conversation trace's own rate: with `conductor` its
-prefill engines are busy for 62 % of the time in simulation."""
+"""Capacity of 4 + 4 engines, as a multiple of the conversation trace's own rate. With `conductor`, the prefill engines
+are busy for 62 % of the time in simulation."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,7 +55,7 @@ def beside_peers(
     policy: Policy = DEFAULT,
     requests: Requests = rotations.WARM.end,
     rounds: Rounds = 1,
-    speed: Speed = 4.0,  # what two cores take for a request counts so many times
+    speed: Speed = 4.0,  # the time of two cores for a request counts this many times
     json: Json = None,
 ) -> None:
     """Our router beside vLLM's and SGLang's, and the simulator beside our router.
@@ -72,7 +72,7 @@ def beside_peers(
             raise BenchError("no peer to compare with: name --vllm-env, --sglang-env, or both")
         recorded = _read(trace, requests)
         windows = rotations.windows(len(recorded))
-        # As users start it: what engines cost is learnt.
+        # Started as users start it, so the router learns the engines' costs.
         contenders = [Ours(OURS, policy=policy, profiled=False), *others]
         sent = scaled.sent(recorded)
         found = rotations.rotate(contenders, sent, windows, rounds, speed, _say(stderr))
@@ -128,7 +128,7 @@ def simulator_beside_live(
 @app.command("overload")
 def twice_the_load(
     trace: Trace,
-    requests: Requests = 2500,  # with fewer, those that are let in are served before queues are long
+    requests: Requests = 2500,  # with fewer, admitted requests are served before queues are long
     rounds: Rounds = 3,
     speed: Speed = 3.0,
     json: Json = None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers that are compared: ours, vLLM's and SGLang's, each as its documentation starts it."""
+"""The compared routers: ours, vLLM's and SGLang's, each started as in its documentation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ VLLM = "vllm-router PD"
 SGLANG = "sglang-router PD"
 SGLANG_REGULAR = "sglang-router regular"
 _PACKAGES = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
-"""Peers, and the versions with which this was tried."""
+"""Peers, with the tested versions."""
 
 
 class PeerProcess(Service):
-    """A peer's router from an environment of its own."""
+    """A peer's router from a separate environment."""
 
     def __init__(self, name: str, program: Path, args: Sequence[str], log: Path) -> None:
         super().__init__(name, "127.0.0.1", None, log)
@@ -40,7 +40,7 @@ class PeerProcess(Service):
 
 @dataclass(frozen=True)
 class Contender(ABC):
-    """A router, and the engines that it needs."""
+    """A router and the engines that it needs."""
 
     name: str
     prefill: int = 4
@@ -55,16 +55,16 @@ class Contender(ABC):
         profile: Path,
         log: Path,
     ) -> Service:
-        """The router in front of these engines, not started. `profile`: their cost model."""
+        """The router in front of these engines, not yet started. `profile`: their cost model."""
 
 
 @dataclass(frozen=True)
 class Ours(Contender):
-    """Ours, which follows the engines' KV events."""
+    """Our router, which follows the engines' KV events."""
 
     policy: str = DEFAULT
     profiled: bool = True
-    """Whether it is given the engines' cost model; else it learns it."""
+    """Whether it gets the engines' cost model. If not, it learns the model."""
     args: tuple[str, ...] = ()
 
     def router(
@@ -105,8 +105,8 @@ class Vllms(Contender):
 class Sglangs(Contender):
     """SGLang's router with its default policy.
 
-    In regular mode an engine decodes beside its prefills: four addresses, each of a prefill and a
-    decode engine, so that the same machines serve as behind the others.
+    In regular mode an engine decodes beside its prefills. Here each of four addresses is a prefill and a decode engine,
+    so the same machines serve as behind the other routers.
     """
 
     env: Path = Path()
@@ -134,7 +134,7 @@ def peers(vllm_env: Path | None, sglang_env: Path | None) -> list[Contender]:
     """The peers whose environments are given.
 
     Raises:
-        BenchError: an environment lacks its router; says how to make it.
+        BenchError: an environment lacks its router; the message says how to make it.
     """
     found: list[Contender] = []
     if vllm_env is not None:
@@ -149,7 +149,7 @@ def peers(vllm_env: Path | None, sglang_env: Path | None) -> list[Contender]:
 
 
 def version(env: Path, package: str) -> str:
-    """The version of a peer. Raises BenchError: it is not there; says how to make it."""
+    """The version of a peer. Raises BenchError: the peer is missing; the message says how to make it."""
     if found := installed_version(env, package):
         return found
     raise BenchError(f"no {package} in {env}: {how_to_make(env, package, _PACKAGES[package])}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are killed under load: is anything lost, is any token missing or sent twice?"""
+"""Engines killed under load, to find lost requests, and tokens missing or sent twice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from scheduler_plugins.bench.scaled import Sent
 from scheduler_plugins.bench.sending import Outcome, play
 
 DOWN_S = 5.0
-"""An engine is started again so long after it was killed."""
+"""Time from an engine's death to its restart."""
 _RESUMED = "pd_router:resumed_streams_total"
 
 
 @dataclass(frozen=True)
 class Deaths:
-    """What came of it."""
+    """The result of the run."""
 
     requests: int
     killed: int
@@ -34,8 +34,8 @@ class Deaths:
 def measure(
     contender: Contender, requests: Sequence[Sent], speed: float, every_s: float, say: Say
 ) -> Deaths:
-    """Play the requests, and kill an engine each `every_s` real seconds meanwhile: prefill and decode
-    engines in turn, never two at once."""
+    """Play the requests, and kill an engine every `every_s` real seconds. Prefill and decode engines die in turn, never
+    two at once."""
     with cluster([contender], speed) as running:
         before = running.router.metrics()
         killed, outcomes = asyncio.run(
@@ -74,7 +74,7 @@ async def _play(
 
 
 async def _kill(sides: Sequence[Sequence[MockProcess]], every_s: float, say: Say) -> int:
-    """Until cancelled. Returns how often."""
+    """Kill engines until cancelled. Returns the number of deaths."""
     random, killed = Random(0), 0
     try:
         while True:

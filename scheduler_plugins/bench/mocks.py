@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mock engines as processes, and what they say of their caches."""
+"""Mock engines as processes, and the statistics of their caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MockProcess(Service):
 
     Args:
         costs: file with the cost model.
-        speed: how many times faster than real time it is.
+        speed: speed as a multiple of real time.
         args: further arguments of `pd-router mock`.
     """
 
@@ -33,7 +33,7 @@ class MockProcess(Service):
 
     @property
     def events(self) -> str:
-        """Where it publishes KV events, and replays them, as `--kv-events` of the router names them."""
+        """Its endpoints for KV events and their replay, as in the router's `--kv-events`."""
         return f"{self.base_url}={self._endpoint(self._events)},{self._endpoint(self._replay)}"
 
     def command(self) -> list[str]:
@@ -50,13 +50,13 @@ class MockProcess(Service):
 
 
 class Found(NamedTuple):
-    """What prefill engines found in their caches so far."""
+    """Prompt tokens that prefill engines have found in their caches so far."""
 
     queries: float  # prompt tokens
     hits: float
 
     def since(self, before: Found) -> float:
-        """The part of the prompt tokens found since an earlier moment."""
+        """The fraction of prompt tokens found since an earlier moment."""
         return (self.hits - before.hits) / max(1.0, self.queries - before.queries)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twice what the engines can do: promises kept to those that are let in, beside letting everybody in."""
+"""Load of twice the engines' capacity: promises kept with admission, beside admitting every request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scheduler_plugins.bench.sending import Outcome, play
 
 TTFT_S = 8.0
 TPOT_S = 0.1
-"""What is promised, in the trace's time."""
+"""The promises, in the trace's time."""
 KEPT_BAR = 0.95
 GOODPUT_BAR = 1.3
 REFUSED = 429
@@ -41,7 +41,7 @@ class Promising(Contender):
         log: Path,
     ) -> Service:
         settings = log.with_name("router.yaml")
-        settings.write_text(json.dumps(self.settings(prefill, decode)))  # which is YAML, too
+        settings.write_text(json.dumps(self.settings(prefill, decode)))  # JSON is YAML too
         urls = [[one.base_url for one in side] for side in (prefill, decode)]
         args = ["--config", str(settings), "--profile", str(profile), "--log-level", "WARNING"]
         return RouterProcess(*urls, name=self.name, args=args, log_path=log)
@@ -49,7 +49,7 @@ class Promising(Contender):
     def settings(
         self, prefill: Sequence[MockProcess], decode: Sequence[MockProcess]
     ) -> dict[str, object]:
-        """What the router's file says."""
+        """The content of the router's file."""
         engines = []
         for role, side in (("prefill", prefill), ("decode", decode)):
             for one in side:
@@ -63,7 +63,7 @@ class Promising(Contender):
 
 
 def compare(requests: Sequence[Sent], rounds: int, speed: float, say: Say) -> list[Comparison]:
-    """Ours with promises beside ours without, with the same requests."""
+    """Our router with promises beside our router without, with the same requests."""
     runs: dict[bool, list[Sequence[Outcome]]] = {True: [], False: []}
     for _ in range(rounds):
         for promises in (True, False):

@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class Window(NamedTuple):
-    """Requests of a run that are looked at together."""
+    """Requests of a run that are evaluated together."""
 
     first: int
     end: int
@@ -47,7 +47,7 @@ COLD, WARM = Window(0, 2500, 0.90, 0.90), Window(5000, 7500, 0.80, 0.90)
 
 
 def windows(requests: int) -> list[Window]:
-    """Those with bars for which there are enough requests; one of all if there are not."""
+    """The windows with bars that have enough requests; otherwise one window of all requests."""
     return [one for one in (COLD, WARM) if one.end <= requests] or [Window(0, requests)]
 
 
@@ -74,8 +74,8 @@ class Cluster(NamedTuple):
 
 @contextmanager
 def cluster(contenders: Sequence[Contender], speed: float) -> Iterator[Cluster]:
-    """Fresh engines with empty caches, as the first contender needs them, and the contenders'
-    routers before them; all ended afterwards."""
+    """Fresh engines with empty caches, as the first contender needs them, with the contenders' routers in front. All
+    are ended afterwards."""
     contender = contenders[0]
     logs = log_folder()
     costs, profile = logs / "costs.json", logs / "profile.json"
@@ -100,7 +100,7 @@ def cluster(contenders: Sequence[Contender], speed: float) -> Iterator[Cluster]:
                 one.start()
             for one in group:
                 one.wait_ready(_READY_S)
-        # A router may say that it is ready before it has looked at its engines.
+        # A router may report that it is ready before it has checked its engines.
         first = {"model": "mock", "prompt": "0000", "max_tokens": 1}
         for front in fronts:
             front.client.post("/v1/completions", first, 30.0)
@@ -116,7 +116,7 @@ def measure(
     speed: float,
     say: Say,
 ) -> Measured:
-    """One run of one router. `say` is told how far it is.
+    """One run of one router. `say` gets the progress.
 
     Raises:
         BenchError: more than one in a hundred requests failed.
@@ -153,7 +153,7 @@ def rotate(
     speed: float,
     say: Say,
 ) -> dict[str, list[Measured]]:
-    """Every router once in each rotation, by its name; who begins changes."""
+    """Every router once in each rotation, by name. Each rotation begins with another router."""
     results: dict[str, list[Measured]] = {one.name: [] for one in contenders}
     runs, run_s = rotations * len(contenders), requests[-1].at_s / speed
     say(f"{runs} runs of {run_s / 60:.1f} minutes each")
@@ -177,7 +177,7 @@ def times(run: Measured, window: Window) -> tuple[float, float]:
 
 
 def seen(runs: Sequence[Measured], windows: Sequence[Window]) -> list[Seen]:
-    """For each window the medians of all runs of one router."""
+    """The medians of all runs of one router, for each window."""
     return [
         Seen(
             statistics.median(times(run, window)[0] for run in runs),
@@ -190,7 +190,7 @@ def seen(runs: Sequence[Measured], windows: Sequence[Window]) -> list[Seen]:
 def compared(
     results: Mapping[str, Sequence[Measured]], windows: Sequence[Window]
 ) -> list[tuple[str, list[Comparison]]]:
-    """Ours beside each peer; a bar holds against the best peer of its figure only."""
+    """Our router beside each peer. A bar applies only to the best peer in that figure."""
     peers = [name for name in results if name != OURS]
     tables: dict[str, list[Comparison]] = {name: [] for name in peers}
     for window in windows:

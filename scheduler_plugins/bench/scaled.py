@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace with a sixteenth of its tokens, and engines that take as long for them as for the whole.
+"""A trace with a sixteenth of its tokens, and engines that take the same time as for all tokens.
 
-What a router does depends on prompts as they share prefixes and on times, not on how many bytes a
-token has. So a machine of two cores can carry the client, the router and eight engines: queues, hits
-and times are those of the trace, and bodies are of 3 KB instead of 48.
+A router's decisions depend on shared prefixes and on times, not on the bytes of a token. So a machine of two cores can
+run the client, the router and eight engines. Queues, hits and times equal the trace's, and bodies have 3 KB instead of
+48.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from scheduler_plugins.sim.mock.prompts import BYTES_PER_TOKEN
 from scheduler_plugins.sim.simulate import CHUNK_TOKENS, COSTS
 
 SCALE = 16
-"""Prompts are divided by this, and answers unless asked otherwise. Shorter answers are indeed shorter:
-their steps take what they always took."""
+"""Divisor of prompts, and by default of answers. Shorter answers really are shorter, because the duration of their
+steps does not change."""
 BLOCK_TOKENS = trace.PAGE_SIZE // SCALE
 CACHE_BLOCKS = 8000
 NETWORK = Network()
 BYTES_PER_S = NETWORK.bytes_per_s / SCALE
-"""Rate of a link: a token has as many bytes as ever."""
+"""Rate of a link. The bytes of a token do not change."""
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -48,7 +48,8 @@ def whole_costs() -> CostModel:
 
 
 def costs(speed: float = 1.0) -> CostModel:
-    """The same for scaled lengths; with `speed`, in real seconds of engines that are so much faster."""
+    """The cost model for scaled lengths. With `speed`, it is in real seconds of engines that are faster by this
+    factor."""
     whole = whole_costs()
     return replace(
         whole,
@@ -63,8 +64,8 @@ def costs(speed: float = 1.0) -> CostModel:
 
 
 def read(path: Path, requests: int, rate: float = 1.0, answers: int = SCALE) -> list[Waiting]:
-    """The first requests of a trace: prompts of their own lengths, answers divided by `answers`, times
-    from 0 on that are not binned and come `rate` times as fast.
+    """The first requests of a trace. Prompts keep their lengths, answers are divided by `answers`. Times begin at 0,
+    are not binned, and are `rate` times as fast.
 
     Raises:
         TraceError: the file cannot be read, or has another form.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace sent to a router in time, `speed` times faster than recorded."""
+"""Sends a trace to a router, `speed` times faster than recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one request was answered. Times are those of the trace."""
+    """The answer to one request. Times are in the trace's time."""
 
     status: int
     ttft_s: float = 0.0  # due -> first token read
@@ -28,12 +28,12 @@ class Outcome:
 
     @property
     def served(self) -> bool:
-        """Whether it was answered to its end."""
+        """Whether the answer is complete."""
         return self.status == 200 and not self.error
 
     @property
     def tpot_s(self) -> float:
-        """Between two tokens, on average."""
+        """Mean time between two tokens."""
         return (self.end_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
@@ -43,8 +43,8 @@ async def play(
     speed: float,
     sent: Callable[[int], None] = lambda number: None,
 ) -> list[Outcome]:
-    """Send every request when it is due, to each URL in turn, and wait for all answers. `sent` is told
-    how many have been, each time before one is."""
+    """Send every request at its time, to each URL in turn, and wait for all answers. Before each request, `sent` gets
+    the number already sent."""
     loop = asyncio.get_running_loop()
     began = loop.time() + _AHEAD_S
     connector = aiohttp.TCPConnector(limit=0)

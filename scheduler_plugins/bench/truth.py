@@ -15,18 +15,18 @@ from scheduler_plugins.sim.simulate import Scenario
 
 TTFT_OFF = 15.0
 HIT_OFF = 2.0
-"""By how much the simulator may be off: percent of the mean TTFT, percentage points of the hit."""
+"""Allowed errors of the simulator: percent of the mean TTFT, percentage points of the hit rate."""
 
 
 class Seen(NamedTuple):
-    """What a window of requests saw."""
+    """The figures of a window of requests."""
 
     ttft_s: float  # mean
     hit: float  # part of the prompt tokens
 
 
 def simulated(requests: Sequence[Waiting], policy: str, windows: Sequence[range]) -> list[Seen]:
-    """What the simulator says of these windows of requests. `requests`: see `scaled.read`."""
+    """The simulator's figures for these windows of requests. `requests`: see `scaled.read`."""
     scenario = Scenario(
         level=2,
         costs=scaled.whole_costs(),
@@ -45,7 +45,7 @@ def simulated(requests: Sequence[Waiting], policy: str, windows: Sequence[range]
 
 
 def compared(name: str, live: Seen, simulated: Seen) -> list[Comparison]:
-    """How far the simulator is off, beside how far it may be."""
+    """The simulator's errors beside the allowed errors."""
     ttft_off = abs(simulated.ttft_s / live.ttft_s - 1) * 100
     hit_off = abs(simulated.hit - live.hit) * 100
     params = {"requests": name}

@@ -31,16 +31,16 @@ from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.simulate import Scenario
 
 SCALE = 16.0
-"""By what the trace's lengths are divided: its blocks of 512 tokens are pages of 32 then, vLLM's on a CPU."""
+"""Divisor of the trace's lengths. With it, blocks of 512 tokens become pages of 32 tokens, which vLLM uses on a CPU."""
 PAGE_TOKENS = 32
 LOAD = 0.6
-"""Part of what the prefill engine can do, by its cost model and without its cache."""
+"""Load as a fraction of the prefill engine's capacity, by its cost model and without its cache."""
 STEP_TOKENS = 2048
 MOST_BATCH = 8
 CACHE_GIB = 2
 AT_REST = 8
 MEMORY_BYTES_PER_S = 2e9
-"""KV passes through shared memory."""
+"""Assumed rate of KV, which passes through shared memory."""
 _HITS, _QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 
 
@@ -56,10 +56,11 @@ class Pair:
 
 
 def compare(trace: Path, requests: int, policy: str, say: Say) -> tuple[Seen, Seen]:
-    """The same requests live and simulated, with costs measured before. Returns what both saw.
+    """Run the same requests live and simulated, with costs measured before. Returns the figures of both.
 
-    Both engines share the machine, so a prompt takes longer while the decode engine decodes. How many requests the prefill engine can do is
-    told by its costs while the other rests; the simulator is given those while the other decodes as it does in the run.
+    Both engines share the machine, so a prompt takes longer while the decode engine decodes. The prefill engine's
+    capacity comes from its costs while the decode engine rests. The simulator gets the costs while the decode engine
+    decodes as in the run.
 
     Raises:
         PDConnectorError: the trace cannot be read, an engine does not start, or a request failed.
@@ -147,8 +148,8 @@ async def _profile_beside(pair: Pair, longest: int, lines: Sequence[Line], per_s
 
 
 async def _decode(client: EngineClient, lines: Sequence[Line], per_s: float) -> None:
-    """Ask for answers as long as the trace's, until cancelled. All have one prompt, which is as long as the trace's are on average and
-    computed once: what the run's decode engine does not compute is not computed here."""
+    """Ask for answers of the trace's lengths, until cancelled. All share one prompt of the trace's mean length. It is
+    computed once, because the run's decode engine computes no prompts either."""
     random = Random(0)
     pool = await client.pool()
     tokens = int(statistics.mean(one.input_length for one in lines) / SCALE)
@@ -164,7 +165,8 @@ async def _decode(client: EngineClient, lines: Sequence[Line], per_s: float) -> 
 def _handoff_s(
     costs: CostModel, requests: Sequence[TimedRequest], answers: Sequence[Answer]
 ) -> float:
-    """What a request takes at rest besides its prefill and its first decode step: HTTP, the router, and the handoff."""
+    """The time of a request at rest, without its prefill and its first decode step: HTTP, the router, and the
+    handoff."""
     left = [
         answer.ttft_s - costs.prefill_s(len(request.prompt)) - costs.d0
         for request, answer in zip(requests, answers, strict=True)
@@ -203,7 +205,7 @@ def _simulated(
 
 
 def _waiting(number: int, request: TimedRequest) -> Waiting:
-    """A request as the simulator takes it. A letter is a token."""
+    """A request in the simulator's form. A letter is a token."""
     prompt = request.prompt
     ends = range(PAGE_TOKENS, len(prompt) + 1, PAGE_TOKENS)
     return Waiting(

@@ -25,9 +25,9 @@ ONE, TWO, DEAF = "one router", "two routers", "two that do not hear each other"
 def compare(
     contender: Ours, requests: Sequence[Sent], rounds: int, speed: float, say: Say
 ) -> list[Comparison]:
-    """Mean TTFT with two routers, of which each gets every second request, and with one.
+    """Mean TTFT with two routers that each get every second request, and with one router.
 
-    Two that do not hear each other are the control: what the exchange is worth.
+    The control is two routers that do not hear each other. It shows the value of the exchange.
     """
     means: dict[str, list[float]] = {TWO: [], ONE: [], DEAF: []}
     for number in range(rounds):
@@ -54,8 +54,8 @@ def _mean_ttft(contender: Ours, kind: str, requests: Sequence[Sent], speed: floa
 
 
 def in_touch(contender: Ours, ports: Sequence[Port]) -> list[Ours]:
-    """A router for each of these ports, where it tells the others what it has sent; without ports,
-    one that is alone."""
+    """One router per port. At its port a router tells the others what it has sent. Without ports, there is one router
+    alone."""
     addresses = [f"tcp://127.0.0.1:{int(port)}" for port in ports]
     routers = []
     for address in addresses:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefill and decode cost: the model, its fit from a profile, and its fit while serving."""
+"""The cost of prefill and decode: the model, its fit from a profile, and its fit while serving."""

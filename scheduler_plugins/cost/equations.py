@@ -14,7 +14,7 @@ COEFFICIENTS = 6
 
 
 def features(loads: Sequence[StepLoad]) -> Floats:
-    """What `a, b, c, d0, d1, d2` are multiplied by in the durations of steps; float64 `[step, 6]`."""
+    """The factors of `a, b, c, d0, d1, d2` in the durations of steps; float64 `[step, 6]`."""
     rows = [
         (one.tokens, one.pairs, one.tokens > 0, not one.tokens, one.batch, one.context)
         for one in loads
@@ -23,6 +23,6 @@ def features(loads: Sequence[StepLoad]) -> Floats:
 
 
 def from_coefficients(values: Floats, chunk_tokens: int, error: float | None) -> CostModel:
-    """The cost model of solved coefficients, float64 `[6]`, in the order of `features`."""
+    """The cost model with solved coefficients, float64 `[6]`, in the order of `features`."""
     a, b, c, d0, d1, d2 = (float(value) for value in values)
     return CostModel(a=a, b=b, c=c, d0=d0, d1=d1, d2=d2, chunk_tokens=chunk_tokens, error=error)

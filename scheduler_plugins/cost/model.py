@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model: how long prefill and decode take on one engine."""
+"""The cost model: the durations of prefill and decode on one engine."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from math import ceil
 from typing import NamedTuple, Self
 
 ASSUMED_TOKENS_PER_S = 10_000.0
-"""Prefill rate that is assumed before anything was measured. It scales every cost alike, so it
-matters only for what lambda and an SLO mean until the first steps are known."""
+"""The assumed prefill rate before any measurement. It scales every cost alike. So it only affects the meaning of lambda
+and of an SLO until the first steps are known."""
 
 
 class StepLoad(NamedTuple):
-    """What one engine step computed, as far as its duration depends on it."""
+    """The work of one engine step that determines its duration."""
 
     tokens: int  # prompt tokens computed: sum of n - p over its prefill chunks
-    pairs: int  # sum of n^2 - p^2 over them; attention's work
+    pairs: int  # sum of n^2 - p^2 over the chunks; attention's work
     batch: int  # sequences that decoded one token
     context: int  # tokens in the caches of those sequences
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int]], contexts: Iterable[int] = ()) -> Self:
-        """Sum up a step.
+        """Sum up the work of a step.
 
         Args:
-            chunks: for each prefill in it, the tokens computed before the step and after it.
-            contexts: for each decoding sequence, the tokens it has.
+            chunks: for each prefill in the step, the computed tokens before the step and after it.
+            contexts: the tokens of each decoding sequence.
         """
         tokens = pairs = batch = context = 0
         for before, after in chunks:
@@ -43,10 +43,10 @@ class StepLoad(NamedTuple):
 class CostModel:
     """Durations in seconds, all coefficients >= 0.
 
-    Prefill of `n` tokens of which `p` are cached takes `a(n-p) + b(n^2-p^2) + c`, with `c` once for
-    every step that the prefill is cut into. A decode step takes `d0 + d1*batch + d2*context`. A step
-    that does both takes the sum, with `c` instead of `d0`. The form is DistServe's and
-    Mooncake's (polynomial in the length), with the cached prefix taken out of both terms.
+    Prefill of `n` tokens, with `p` of them cached, takes `a(n-p) + b(n^2-p^2) + c`, with `c` once for every step of the
+    prefill. A decode step takes `d0 + d1*batch + d2*context`. A step that does both takes the sum, with `c` instead of
+    `d0`. The form is the same as in DistServe and Mooncake (polynomial in the length), with the cached prefix
+    subtracted in both terms.
     """
 
     a: float
@@ -54,33 +54,31 @@ class CostModel:
     b: float = 0.0
     """Seconds per pair of tokens."""
     c: float = 0.0
-    """Seconds per step with prefill in it."""
+    """Seconds per step that has prefill."""
     d0: float = 0.0
-    """Seconds per step of decoding alone."""
+    """Seconds per step that only decodes."""
     d1: float = 0.0
     """Seconds per decoding sequence and step."""
     d2: float = 0.0
     """Seconds per token of context and step."""
     chunk_tokens: int = 0
-    """Most prompt tokens in a step; 0: a prefill is never cut."""
+    """The most prompt tokens in a step; 0: a prefill is never cut."""
     known: bool = True
-    """False: costs are token counts at an assumed or average rate."""
+    """If False, costs are token counts at an assumed or average rate."""
     error: float | None = None
-    """Mean of |predicted - measured| / measured over prefill steps that were not fitted; None
-    while there are none."""
+    """Mean of |predicted - measured| / measured over prefill steps that were not fitted; None if there are none."""
 
     @classmethod
     def token_count(cls, tokens_per_s: float = ASSUMED_TOKENS_PER_S) -> CostModel:
-        """The fallback: cost is proportional to the tokens that are not cached.
+        """The fallback: cost is proportional to the uncached tokens.
 
-        It stays in seconds, so that lambda, deficits and SLOs keep their meaning. Decode costs are
-        not known.
+        Costs stay in seconds, so lambda, deficits and SLOs keep their meaning. Decode costs are unknown.
         """
         return cls(a=1.0 / tokens_per_s, known=False)
 
     @classmethod
     def mean(cls, models: Sequence[CostModel]) -> CostModel:
-        """What an engine may cost of which nothing is known beside these. `models` is not empty."""
+        """The assumed model of an unknown engine beside engines with these models. `models` is not empty."""
         values = (
             sum(getattr(one, name) for one in models) / len(models)
             for name in ("a", "b", "c", "d0", "d1", "d2")
@@ -91,18 +89,18 @@ class CostModel:
 
     @property
     def knows_decode(self) -> bool:
-        """Whether anything is known of decode steps."""
+        """Whether the costs of decode steps are known."""
         return bool(self.d0 or self.d1 or self.d2)
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """Time to prefill `tokens` tokens whose first `cached` need no computing."""
+        """Time to prefill `tokens` tokens, the first `cached` of which need no computing."""
         fresh = tokens - cached
         steps = -(-fresh // self.chunk_tokens) if self.chunk_tokens else 1
         return fresh * (self.a + self.b * (tokens + cached)) + self.c * steps
 
     def step_tokens(self, overhead: float, most: int) -> int:
-        """Fewest prompt tokens of a step whose fixed cost `c` is at most `overhead` times theirs; `most`
-        if that is more."""
+        """The fewest prompt tokens of a step whose fixed cost `c` is at most `overhead` times their cost; not more than
+        `most`."""
         if not self.c:
             return 0
         return most if self.c >= overhead * self.a * most else ceil(self.c / (overhead * self.a))

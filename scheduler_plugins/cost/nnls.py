@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least squares with coefficients that are not negative, from sums alone."""
+"""Least squares with non-negative coefficients, from sums alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _RIDGE = 1e-12
 def nnls(gram: Floats, moment: Floats) -> Floats:
     """The `x >= 0` that minimises `|Ax - y|`, given `gram = A'A` and `moment = A'y`.
 
-    Working from the sums lets a fit take in one observation at a time and forget old ones. The
-    active-set method of Lawson and Hanson ("Solving Least Squares Problems", chapter 23), which
-    ends after finitely many steps.
+    With sums, a fit can add one observation at a time and forget old ones. This is the active-set method of Lawson and
+    Hanson ("Solving Least Squares Problems", chapter 23). It ends after finitely many steps.
 
     Args:
         gram: float64 `[k, k]`, symmetric, positive semidefinite.
@@ -45,11 +44,11 @@ def nnls(gram: Floats, moment: Floats) -> Floats:
 
 
 def _descend(gram: Floats, moment: Floats, x: Floats, free: _Flags) -> Floats:
-    """Go from `x` to the best point of the free coordinates; those that reach 0 are free no more."""
+    """Go from `x` to the best point of the free coordinates. Coordinates that reach 0 are no longer free."""
     while free.any():
         target = np.zeros(len(x))
         chosen = np.flatnonzero(free)
-        # The ridge: two features may have moved together in everything seen so far.
+        # The ridge is needed because two features may have moved together in all steps seen.
         part = gram[np.ix_(chosen, chosen)] + _RIDGE * np.eye(len(chosen))
         target[chosen] = np.linalg.solve(part, moment[chosen])
         negative = free & (target <= 0)

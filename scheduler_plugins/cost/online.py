@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model while serving: learnt from the engine's own steps."""
+"""The cost model learnt from the engine's own steps while it serves."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.nnls import nnls
 
 _KEPT = 0.99
-"""What is kept of a kind's past with each new step of it: half is forgotten after 69."""
+"""Weight of a kind's past at each new step of that kind: half is forgotten after 69 steps."""
 _FIT_FIRST, _FIT_EVERY = 32, 128
-"""Steps before the first fit, and between later ones; the number doubles from one to the other."""
+"""Steps before the first fit, and between later fits. The number doubles from the first value to the second."""
 _ENOUGH = 24
-"""Prefill steps before a fit is believed."""
+"""Prefill steps before a fit is trusted."""
 _SIZES = 3
-"""Powers of two that their token counts must span: steps of one size cannot tell a from c."""
+"""Powers of two that their token counts must span. Steps of one size cannot separate a from c."""
 _BELIEVED_ERROR = 0.3
 _ERRORS = 64
 _MOVED = 0.05
 
 
 _Step = tuple[StepLoad, float]
-"""What a step computed, and how long it took in seconds."""
+"""The work of a step, and its duration in seconds."""
 
 
 class _Equations:
-    """The least squares problem of all steps of one kind, the older the lighter."""
+    """The least squares problem of all steps of one kind. Older steps have less weight."""
 
     def __init__(self) -> None:
         self.gram = np.zeros((COEFFICIENTS, COEFFICIENTS))
         self.moment = np.zeros(COEFFICIENTS)
 
     def add(self, steps: Sequence[_Step]) -> None:
-        """Add steps in the order in which they ran: one product of matrices for all."""
+        """Add steps in the order in which they ran, with one matrix product for all."""
         if not steps:
             return
         loads, durations_s = zip(*steps, strict=True)
-        # Every equation is divided by its duration: relative errors count, and a step that took ten
-        # times as long as it should weighs no more than 1.
+        # Every equation is divided by its duration. So relative errors count, and a step that took ten times too long
+        # weighs at most 1.
         rows = features(loads) / np.array(durations_s)[:, None]
         weighed = rows * _KEPT ** np.arange(len(rows) - 1, -1, -1)[:, None]
         past = _KEPT ** len(rows)
@@ -52,11 +52,11 @@ class _Equations:
 
 
 class OnlineFit:
-    """Learns from every step and publishes a new model when costs have moved.
+    """Learns from every step, and publishes a new model when costs have changed.
 
-    `model` is replaced, never changed, and only when the cost of a prompt or a step has moved by
-    5 % or belief in it has changed: who orders by it must order anew then. Steps are only noted when
-    they come, and learnt together: 32, later 128.
+    `model` is replaced, never changed. It is replaced only if the cost of a prompt or a step has changed by 5 %, or if
+    trust in the model has changed, because every order must then be computed again. Steps are noted when they come, and
+    learnt together: 32 at a time, later 128.
     """
 
     def __init__(self, *, start: CostModel | None = None, chunk_tokens: int = 0) -> None:
@@ -64,8 +64,8 @@ class OnlineFit:
         self.model = start or CostModel.token_count()
         self._start = start
         self._chunk_tokens = chunk_tokens
-        # Steps with and without prefill are forgotten apart: an hour of decoding must not wipe out
-        # what prefill costs.
+        # Steps with and without prefill are forgotten separately. An hour of decoding must not erase the cost of
+        # prefill.
         self._of_prefills, self._of_decodes = _Equations(), _Equations()
         self._candidate = self.model
         self._errors: deque[float] = deque(maxlen=_ERRORS)
@@ -77,21 +77,21 @@ class OnlineFit:
 
     @property
     def error(self) -> float | None:
-        """Mean relative error over the last prefill steps, each predicted before it was learnt."""
+        """Mean relative error over the last prefill steps. Each was predicted before it was learnt."""
         return sum(self._errors) / len(self._errors) if self._errors else None
 
     @property
     def knows_prefill(self) -> bool:
-        """Whether any step with prefill has been learnt, so that at least the mean rate is known."""
+        """Whether any step with prefill has been learnt. If so, at least the mean rate is known."""
         return self._seconds > 0
 
     def note(self, load: StepLoad, duration_s: float) -> None:
-        """A step has ended. An empty one, or one without a duration, teaches nothing."""
+        """Note a step that has ended. An empty step, or a step without a duration, is ignored."""
         if duration_s > 0 and (load.tokens or load.batch):
             self._new.append((load, duration_s))
 
     def catch_up(self) -> None:
-        """Learn from the steps that were noted, if there are enough. Call after every few."""
+        """Learn from the noted steps, if there are enough. Call this after every few steps."""
         if len(self._new) >= self._fit_after:
             self._fit_after = min(2 * self._fit_after, _FIT_EVERY)
             self._learn()
@@ -126,7 +126,7 @@ class OnlineFit:
         self._publish(self._candidate if believed else self._fallback())
 
     def _fallback(self) -> CostModel:
-        """Prefill by token counts; decode by what was learnt, as far as there is anything."""
+        """A model with prefill by token counts, and with the learnt decode costs if there are any."""
         model = self._start or CostModel.token_count()
         if self._seconds:
             model = CostModel.token_count(self._tokens / self._seconds)
@@ -146,7 +146,7 @@ class OnlineFit:
 
 
 def _probe(model: CostModel) -> list[float]:
-    """What prompts and steps of several sizes cost."""
+    """Costs of prompts and steps of several sizes."""
     prefill = [model.prefill_s(tokens) for tokens in (256, 2048, 16384)]
     return prefill + [model.decode_step_s(*load) for load in ((1, 1000), (32, 64_000))]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of a profile: fitted once from measured steps, kept in a file."""
+"""The cost model of a profile. It is fitted once from measured steps, and kept in a file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.nnls import Floats, nnls
 
 HELD_OUT_EVERY = 5
-"""One measurement in so many is not fitted; the error is taken from those."""
+"""Divisor: one measurement in five is not fitted. The error is computed from these."""
 FEWEST = 20
 _PREFILL_STEPS = 2
 """Index of `c` among the coefficients."""
 
 
 class ProfileError(ValueError):
-    """Measurements or a profile file that give no cost model."""
+    """Measurements or a profile file from which no cost model can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One step that was timed."""
+    """One timed step."""
 
     load: StepLoad
     duration_s: float
@@ -37,7 +37,7 @@ def loads(longest_tokens: int, page_size: int, most_batch: int) -> list[StepLoad
     """The steps a profile should time: 11 lengths x 3 cached shares, then 6 batches x 7 contexts.
 
     Args:
-        longest_tokens: longest prompt; lengths fall from it by a factor of 1.5.
+        longest_tokens: longest prompt; further lengths fall by a factor of 1.5.
         page_size: tokens in a block: cached prefixes are whole blocks.
         most_batch: largest number of sequences that decode together.
     """
@@ -60,19 +60,17 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
 
     Args:
         measured: steps, or whole prefills.
-        chunk_tokens: most prompt tokens in a step, into as many of which longer prefills were cut;
-            0: none was.
+        chunk_tokens: most prompt tokens in a step. Longer prefills were cut into such steps. 0: no prefill was cut.
 
     Raises:
-        ProfileError: fewer than 20 measurements, one without a positive duration, or none with
-            prefill.
+        ProfileError: there are fewer than 20 measurements, a duration is not positive, or no measurement has prefill.
     """
     if len(measured) < FEWEST:
         raise ProfileError(f"{len(measured)} measurements: at least {FEWEST} are needed")
     for one in measured:
         if not one.duration_s > 0:
             raise ProfileError(f"{one}: the duration must be a number of seconds > 0")
-    # Ordered by duration, so that every range of it is both fitted and held out.
+    # Ordered by duration, so every range of durations is both fitted and held out.
     ordered = sorted(measured, key=lambda one: (one.load.tokens > 0, one.duration_s))
     held_out = ordered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
     fitted = [one for n, one in enumerate(ordered) if n % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
@@ -86,7 +84,7 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
 
 
 def _row(one: Measurement, chunk_tokens: int) -> Floats:
-    """Its equation: `row @ coefficients` should be 1."""
+    """The equation of a measurement: `row @ coefficients` should be 1."""
     row: Floats = features([one.load])[0]
     if chunk_tokens:
         row[_PREFILL_STEPS] = -(-one.load.tokens // chunk_tokens)
@@ -102,7 +100,7 @@ def load(path: Path) -> CostModel:
     """Read a model that `save` wrote.
 
     Raises:
-        ProfileError: it cannot be read, or a coefficient is negative.
+        ProfileError: the file cannot be read, or a coefficient is negative.
     """
     try:
         model = msgspec.json.decode(path.read_bytes(), type=CostModel)

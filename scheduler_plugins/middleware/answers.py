@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client gets: the engine's answer, watched as it passes, or a refusal."""
+"""Answers to clients: the engine's answer, watched as it passes, or a refusal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
 
 
 class Refusal(NamedTuple):
-    """An answer that is not the engine's."""
+    """An answer that does not come from the engine."""
 
     status: int
     headers: Mapping[str, str]
@@ -25,7 +25,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(ticket: Ticket, slo: Slo) -> Refusal:
-    """429, with what was predicted, what is promised, and what to do."""
+    """429, with the prediction, the promise, and what to do."""
     decision, prediction = ticket.decision, ticket.decision.prediction
     assert prediction is not None, "only a prediction refuses"
     ttft = decision.cause == "ttft"
@@ -52,7 +52,7 @@ def too_large(limit_bytes: int) -> Refusal:
         "param": None,
         "code": 413,
     }
-    # The rest of the body is not read, so the connection is of no more use.
+    # The rest of the body is not read, so the connection cannot be used again.
     return Refusal(413, {"connection": "close"}, error)
 
 
@@ -72,7 +72,7 @@ async def respond_json(
 
 
 class Answer:
-    """The engine's answer to one request on its way out; tells the gate when tokens came."""
+    """The engine's answer to one request on its way out. It tells the gate the times of tokens."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class Answer:
         """Watch an answer.
 
         Args:
-            state: the request's state (`scope["state"]`), where vLLM leaves the usage.
-            generates: False for embeddings and the like, which are there with their last byte.
+            state: the request's state (`scope["state"]`), in which vLLM leaves the usage.
+            generates: False for embeddings and similar answers, which are complete with their last byte.
         """
         self._generates = generates
-        self._tail = b""  # the end of an answer that generates nothing, with the usage in it
+        self._tail = b""  # the end of an answer that generates nothing; it contains the usage
         self._gate = gate
         self._ticket = ticket
         self._send = send
@@ -110,7 +110,7 @@ class Answer:
         await self._send(message)
 
     def ended(self) -> None:
-        """Nothing more will come. Learn from what came, if that was all of it."""
+        """Called when nothing more will come. If the answer was complete, learn from it."""
         self._gate.done(self._ticket)
         if not self._generates:
             self._pooled()
@@ -130,7 +130,7 @@ class Answer:
 
     def _body(self, message: Message) -> None:
         part = message.get("body", b"")
-        # Lines that begin with a colon keep the connection alive; they are no token.
+        # Lines that begin with a colon keep the connection alive. They are not tokens.
         if self._first_s is None and part and not part.startswith(b":"):
             self._first_s = self._gate.now_s()
             self._gate.done(self._ticket)
@@ -142,7 +142,7 @@ class Answer:
             self._last_s = self._gate.now_s()
 
     def _pooled(self) -> None:
-        """An answer that generated nothing: it was ready when the prompt was computed."""
+        """Learn from an answer that generated nothing. It was ready when the prompt was computed."""
         if self._last_s is None:
             return
         self._gate.first_token(self._ticket, self._last_s - self._ticket.arrived_s)
@@ -150,12 +150,12 @@ class Answer:
             self._gate.memory.answered(self._ticket.prompt, int(found.group(1)), None)
 
     def _whole(self, more: int, taken_s: float) -> None:
-        """An answer in one piece, with `more` tokens after the first."""
+        """Learn from an answer in one piece, with `more` tokens after the first."""
         prediction = self._ticket.decision.prediction
         if prediction is None or more < 1:
             self._gate.first_token(self._ticket, taken_s)
             return
-        # One time for prefill and decode together: both are held to be off by one factor.
+        # There is one time for prefill and decode together, so both are assumed to be off by the same factor.
         off = taken_s / (prediction.ttft_s + more * prediction.tpot_s)
         self._gate.first_token(self._ticket, off * prediction.ttft_s)
         self._gate.last_token(self._ticket, off * prediction.tpot_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own API key, looked at before vLLM does: who has none must learn nothing here."""
+"""Checks vLLM's API key before vLLM does: a client without the key must learn nothing here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler_plugins.middleware.asgi import Scope
 
 
 def may_enter(scope: Scope) -> bool:
-    """Whether vLLM's own key check, which runs after this middleware, will pass the request."""
+    """Whether vLLM's own key check, which runs after this middleware, will accept the request."""
     state = getattr(scope.get("app"), "state", None)
     given = getattr(getattr(state, "args", None), "api_key", None) or ()
     keys = [key for key in given or [os.environ.get("VLLM_API_KEY")] if key]

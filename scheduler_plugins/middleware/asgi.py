@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few words of ASGI that the middleware needs."""
+"""The parts of ASGI that the middleware needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Headers by their names in lower case; one that is given twice has both values (RFC 9110)."""
+    """Headers by their names in lower case. A header that occurs twice has both values (RFC 9110)."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()

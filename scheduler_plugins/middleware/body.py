@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of a request: read whole, decoded, and given to the application in its new form."""
+"""The body of a request. It is read whole, decoded, and passed to the application in its new form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler_plugins.middleware.asgi import Message, Receive, Scope, headers_o
 
 
 async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | None:
-    """The whole body; None if it is larger than `most_bytes`. A client that leaves ends it."""
+    """The whole body; None if it is larger than `most_bytes`. If the client disconnects, the body ends there."""
     claimed = headers_of(scope).get("content-length", "")
     if claimed.isdecimal() and int(claimed) > most_bytes:
         return None
@@ -27,13 +27,13 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | 
 
 
 def decode_body(raw: bytes, *, in_body: bool) -> dict[str, Any] | None:
-    """The body, read as FastAPI does; None if the request cannot be given its class.
+    """The body, decoded like FastAPI does; None if the class cannot be written into it.
 
-    The engine refuses such a body too, so nobody can avoid their class with one.
+    The engine refuses such a body too, so no client can avoid its class with one.
 
     Args:
-        in_body: whether the class is written into it. Endpoints that do not know `vllm_xargs` take it for
-            anything.
+        in_body: whether the class is written into the body. Endpoints without `vllm_xargs` would accept any value
+            there.
     """
     try:
         body = json.loads(raw)
@@ -47,13 +47,13 @@ def decode_body(raw: bytes, *, in_body: bool) -> dict[str, Any] | None:
 def with_length(scope: Scope, length: int) -> Scope:
     dropped = (b"content-length", b"transfer-encoding")
     headers = [pair for pair in scope["headers"] if pair[0].lower() not in dropped]
-    # The dictionary `state` is created here, so that the copy and the original share it.
+    # The dictionary `state` is created here, so the copy and the original share it.
     scope.setdefault("state", {})
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
 
 
 def replayed(raw: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then what the client sends after it: that it disconnects."""
+    """Gives the body once, then the client's later messages, such as its disconnect."""
     waiting: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
 
     async def replay() -> Message:

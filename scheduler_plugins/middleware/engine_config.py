@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the middleware reads from vLLM's configuration, without importing vLLM."""
+"""The values that the middleware reads from vLLM's configuration, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from scheduler_plugins.admission.board import boards_of
 from scheduler_plugins.admission.report import EngineReport, EventPorts
 
 PAIR_CONNECTORS = ("PDConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector")
-"""Connectors with which prefill and decode run in two engines."""
+"""Connectors for prefill and decode in two engines."""
 
 
 def is_half_of_a_pair(config: Any) -> bool:
-    """Whether the engine hands KV over to another one, or gets it from there."""
+    """Whether the engine sends KV to another engine, or receives KV from it."""
     transfer = getattr(config, "kv_transfer_config", None)
     if getattr(transfer, "kv_connector", None) in PAIR_CONNECTORS:
         return True
-    # `MultiConnector` has its connectors in here.
+    # `MultiConnector` has its connectors here.
     extra = getattr(transfer, "kv_connector_extra_config", None)
     inner = extra.get("connectors") if isinstance(extra, dict) else None
     return any(
@@ -29,7 +29,7 @@ def is_half_of_a_pair(config: Any) -> bool:
 
 
 def with_cache(told: EngineReport, config: Any) -> EngineReport:
-    """Add what a router must know to follow the engine's cache."""
+    """Add the fields with which a router can follow the engine's cache."""
     if config is None:
         return told
     ports, events = None, getattr(config, "kv_events_config", None)
@@ -45,7 +45,7 @@ def with_cache(told: EngineReport, config: Any) -> EngineReport:
 
 
 def cache_tokens(config: Any) -> int:
-    """Tokens that fit into the prefix caches of all ranks; 0 if there are none."""
+    """Tokens that fit into the prefix caches of all ranks; 0 if there are no prefix caches."""
     cache_config = config.cache_config
     if not cache_config.enable_prefix_caching:
         return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--middleware scheduler_plugins.vllm.AdmissionMiddleware`: gives requests their class, and turns away
-what could not be served in time, before any work is done.
+"""`--middleware scheduler_plugins.vllm.AdmissionMiddleware`: gives requests their class, and refuses requests that
+cannot be served in time, before any work is done.
 
-vLLM puts the middlewares it is told of around all others, its API-key check among them; so a
-request without a valid key is passed on as it is, to be refused there, and learns nothing here.
+vLLM puts this middleware around all others, including its API-key check. So a request without a valid key is passed on
+unchanged. The key check refuses it, and its client learns nothing here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from scheduler_plugins.qos.settings import QOS_KEY, settings_path
 from scheduler_plugins.qos.trust import class_key, shared_key, signed_class
 
 INVOCATIONS = "/invocations"
-"""SageMaker's endpoint, which generates or pools as the model does."""
+"""SageMaker's endpoint, which generates or pools, depending on the model."""
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -55,26 +55,26 @@ PATHS = (
 )
 """Endpoints whose bodies take `vllm_xargs`."""
 ADMITTED_PATHS = (*PATHS[:2], INVOCATIONS, *POOLING_PATHS)
-"""Endpoints for which time is predicted. The class of a request to `POOLING_PATHS` travels in its id."""
+"""Endpoints with time predictions. A request to `POOLING_PATHS` carries its class in its id."""
 GUARDED = ("/v1/", "/v2/")
-"""Endpoints that ask for the API key, if the server has one."""
+"""Endpoints that need the API key, if the server has one."""
 BODY_BYTES = 64 << 20
-"""Larger bodies are answered with 413. The whole body is held while the class is written into it."""
+"""Larger bodies are answered with 413. The whole body is in memory while the class is written into it."""
 
 _MOST_DIGITS = 10
-"""A rank has fewer; vLLM says what is wrong with others."""
+"""The most digits of a rank. vLLM reports longer values as errors."""
 
 _log = logging.getLogger(__name__)
 
 
 class AdmissionMiddleware:
-    """A pure ASGI middleware; see `AdmissionGate` for what it decides by."""
+    """A pure ASGI middleware. `AdmissionGate` makes its decisions."""
 
     def __init__(self, app: App, *, gate: AdmissionGate | None = None) -> None:
         """Wrap an application.
 
         Args:
-            gate: made from the engine's configuration, once the server knows it, if left out.
+            gate: by default, made from the engine's configuration when the server knows it.
         """
         self._app = app
         self._gate = gate
@@ -143,7 +143,7 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
             return
         prompt = prompt_of(body)
-        if not self._loads:  # whatever the client says
+        if not self._loads:  # overrides the client's value
             prompt = prompt._replace(ready=False)
         ticket = gate.ask(qos, prompt, _rank(headers))
         if not ticket.decision.admit:
@@ -157,9 +157,9 @@ class AdmissionMiddleware:
             answer.ended()
 
     def _class_of(self, gate: AdmissionGate, headers: Mapping[str, str]) -> tuple[str, bool]:
-        """The request's class, and whether the router has let it in already.
+        """The request's class, and whether the router has already admitted it.
 
-        With a router's key no header counts but the one that the router signed.
+        With a router's key, only the header that the router signed counts.
         """
         if not self._class_key:
             return gate.class_of(headers), False
@@ -167,7 +167,7 @@ class AdmissionMiddleware:
         return gate.known_class(given or ""), given is not None
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the settings when the server starts. The start fails if they cannot be used."""
+        """Read the settings when the server starts. If they are invalid, the start fails."""
         collect_less()
         try:
             _ = self._class_key
@@ -182,7 +182,7 @@ class AdmissionMiddleware:
 
     @cached_property
     def _class_key(self) -> bytes:
-        """Signs classes; empty: no router does. Raises ValueError: the secret could be guessed."""
+        """The key that signs classes; empty: no router signs. Raises ValueError: the secret could be guessed."""
         return class_key(shared_key())
 
     @staticmethod
@@ -230,7 +230,7 @@ def _with_request_id(scope: Scope, request_id: str) -> Scope:
 
 
 def _without_class(send: Send) -> Send:
-    """Answers have the id that the client gave (vLLM's --enable-request-id-headers)."""
+    """Puts the client's id into answers (vLLM's --enable-request-id-headers)."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders that look at neither cost nor cache: vLLM's own two."""
+"""Orders that use neither cost nor cache: the two policies of vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Fcfs(QueuePolicy):
 
 
 class Priority(QueuePolicy):
-    """vLLM's `priority`: by the number the client gave, then by arrival. A request that was preempted is
-    the first of its number only: it may need much room, and whoever is more urgent must not wait for it."""
+    """vLLM's `priority`: by the number that the client gave, then by arrival. A preempted request goes first among
+    requests of its number only. It may need much room, and more urgent requests must not wait for it."""
 
     resumes_first = False
 

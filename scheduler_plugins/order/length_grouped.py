@@ -10,10 +10,9 @@ from scheduler_plugins.order.request import Waiting
 class LengthGrouped(QueuePolicy):
     """Each step serves the length group of the oldest request first, then its neighbours.
 
-    LoongServe batches requests of similar length, because a short one that shares a batch with a
-    long one waits for it. It cuts the sorted lengths by a dynamic programme over batches and
-    instances, O(n^2) a step; on one instance what remains of it is that batches are contiguous in
-    length, and groups of a factor of 2 have that for O(log n).
+    LoongServe batches requests of similar length, because a short request waits for a long request in the same batch.
+    It cuts the sorted lengths with a dynamic programme over batches and instances, O(n^2) a step. On one instance, this
+    only means that batches are contiguous in length. Groups that span a factor of 2 achieve that in O(log n).
     """
 
     def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:

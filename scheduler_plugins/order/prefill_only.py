@@ -8,10 +8,10 @@ from scheduler_plugins.order.srjf import SrjfCalibrated
 
 
 class PrefillOnly(SrjfCalibrated):
-    """Calibrated SRJF, and every request that generates one token gets a batch by itself.
+    """Calibrated SRJF. Every request that generates one token gets a separate batch.
 
-    Such a request gains nothing by sharing a batch: compute is full already, and all of the batch
-    would end when the last one does.
+    Such a request gains nothing in a shared batch. Compute is busy already, and all requests of the batch would end
+    together with the last.
     """
 
     splits_batches = True

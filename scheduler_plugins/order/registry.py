@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies by the names that configurations use.
+"""Policies by their names in configurations.
 
-Another installed package adds one by an entry point of the group `scheduler_plugins.policies`: its name
-is the policy's, its object a subclass of `QueuePolicy` that is made without arguments.
+Another installed package adds a policy with an entry point of the group `scheduler_plugins.policies`. The entry point
+has the policy's name. Its object is a subclass of `QueuePolicy` whose constructor takes no arguments.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ POLICIES: dict[str, type[QueuePolicy]] = {
     "length_grouped": LengthGrouped,
     "prefill_only": PrefillOnly,
 }
-"""This package's own."""
+"""The policies of this package."""
 GROUP = "scheduler_plugins.policies"
 """Entry points of other packages' policies."""
 
 
 def create(name: str, lambda_: float = DEFAULT_LAMBDA) -> QueuePolicy:
-    """A new policy object. This package's own names come before those of other packages.
+    """A new policy object. If a name occurs twice, this package's policy is used.
 
     Args:
         name: config key `policy`.
         lambda_: seconds per second by which `SrjfCalibrated` and its subclasses age requests.
 
     Raises:
-        ValueError: no policy has that name, another package's cannot be loaded, or `lambda_` is
-            negative.
+        ValueError: no policy has that name, another package's policy cannot be loaded, or `lambda_` is negative.
     """
     policy = POLICIES.get(name) or _added(name)
     if issubclass(policy, SrjfCalibrated):
@@ -48,7 +47,7 @@ def create(name: str, lambda_: float = DEFAULT_LAMBDA) -> QueuePolicy:
 
 
 def _added(name: str) -> type[QueuePolicy]:
-    """Another package's policy."""
+    """A policy of another package."""
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
         raise unknown_name("policy", name, POLICIES, GROUP, "policy")

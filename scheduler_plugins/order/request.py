@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A waiting request, as far as policies and the queue look at it."""
+"""A waiting request, with the attributes that policies and the queue use."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ BlockHash = Hashable
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Waiting:
-    """What the queue knows of a request. Two are the same if they are the same object."""
+    """A request as the queue knows it. Equality is identity."""
 
     id: str
     tokens: int
-    """Tokens to have in the cache before the next one can be generated."""
+    """Tokens that must be in the cache before the next token can be generated."""
     block_hashes: Sequence[BlockHash]
-    """One for each full block, in order; each stands for the whole prompt up to the end of its
-    block, as vLLM's do: equal hashes mean equal prefixes."""
+    """One hash per full block, in order. As in vLLM, a hash stands for the whole prompt up to the end of its block:
+    equal hashes mean equal prefixes."""
     arrival_s: float
-    """When it came, by any clock that all requests share."""
+    """Time of arrival, by any clock that all requests share."""
     qos: str = ""
     """Name of its class; any unknown name means the default class."""
     max_tokens: int = 16
-    """Most tokens it may generate."""
+    """The most tokens that the request may generate."""
     priority: int = 0
-    """vLLM's: smaller goes first. Only the policy `priority` reads it."""
+    """vLLM's priority: smaller goes first. Only the policy `priority` reads it."""
     loaded: int = 0
-    """Leading tokens whose KV another engine sends: they cost nothing here."""
+    """Leading tokens whose KV another engine sends. They cost nothing here."""

@@ -7,11 +7,11 @@ from scheduler_plugins.order.base import QueuePolicy
 from scheduler_plugins.order.request import Waiting
 
 DEFAULT_LAMBDA = 0.02
-"""Seconds of cost that a second of waiting makes up for."""
+"""The cost, in seconds, that one second of waiting compensates."""
 
 
 class Srjf(QueuePolicy):
-    """By the cost on arrival, given what was cached then. Nothing ages."""
+    """Orders by the cost on arrival, with the cache of that moment. Nothing ages."""
 
     by_cost = True
 
@@ -22,11 +22,10 @@ class Srjf(QueuePolicy):
 class SrjfCalibrated(QueuePolicy):
     """PrefillOnly's: `score = cost(n, cached now) - lambda * waited`, smallest first.
 
-    `lambda_` is in seconds per second. All requests age alike, so `cost + lambda * arrival` gives
-    the same order and changes only with the cache. A request is overtaken only by such as arrive
-    less than `cost / lambda` after it: with 0.02, a prefill of 1 s gives way for 50 s at most.
-    Larger values tend to first come, first served; 0 never ages. PrefillOnly's lambda of 500 is in
-    tokens per second: divide it by the engine's prefill rate in tokens per second.
+    `lambda_` is in seconds per second. All requests age alike, so `cost + lambda * arrival` gives the same order and
+    changes only with the cache. Only requests that arrive less than `cost / lambda` later overtake a request. With
+    0.02, a prefill of 1 s yields for 50 s at most. Larger values tend to first come, first served; 0 never ages.
+    PrefillOnly's lambda of 500 is in tokens per second. Divide it by the engine's prefill rate in tokens per second.
     """
 
     calibrated = True

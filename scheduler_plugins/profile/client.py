@@ -20,7 +20,7 @@ _POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were co
 
 
 class AskError(PDConnectorError):
-    """An engine that cannot be asked, or answers with an error; the message has both."""
+    """An engine does not answer, or answers with an error. The message has the request and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +30,29 @@ class Timed:
     status: int
     sent_s: float
     token_s: tuple[float, ...]
-    """When each event with a token in it came."""
+    """The time of each event with a token."""
     ended_s: float
     prompt_tokens: int
     cached_tokens: int | None
-    """None where the engine does not tell."""
+    """None if the engine does not say."""
     retry_after_s: int
     error: str
-    """What was said instead of an answer."""
+    """The error text that came instead of an answer."""
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token. Only of answers that have one."""
+        """Time to the first token. The answer must have a token."""
         return self.token_s[0] - self.sent_s
 
 
 class EngineClient:
-    """One engine. Made by `connect`."""
+    """One engine. `connect` makes it."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, model: str, longest: int) -> None:
         self.url = url
         self.model = model
         self.longest_tokens = longest
-        """Most tokens that a prompt and its answer may have together."""
+        """The most tokens of a prompt and its answer together."""
         self._session = session
 
     async def complete(
@@ -63,7 +63,7 @@ class EngineClient:
         headers: Mapping[str, str] | None = None,
         **extra: Any,
     ) -> Timed:
-        """Stream exactly `max_tokens` tokens, and say when they came.
+        """Stream exactly `max_tokens` tokens, and return their times.
 
         An answer with another status than 200 is returned, not raised.
 
@@ -92,7 +92,7 @@ class EngineClient:
             raise AskError(f"{self.url}: no answer ({error!r})") from None
 
     async def pool(self) -> list[int]:
-        """Token ids of some text, to make prompts of exact length from."""
+        """Token ids of some text, from which prompts of exact length are made."""
         body = {"model": self.model, "prompt": _POOL_TEXT, "add_special_tokens": False}
         answer = await self._json("POST", "/tokenize", body)
         return [int(token) for token in answer["tokens"]]
@@ -126,10 +126,10 @@ class EngineClient:
 
 @asynccontextmanager
 async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineClient]:
-    """Ask an engine what it serves, and keep connections to it.
+    """Ask an engine for its model, and keep connections to it.
 
     Raises:
-        AskError: nothing answers there, or not as vLLM does.
+        AskError: nothing answers there, or the answer is not like vLLM's.
     """
     url = url if url.startswith(("http://", "https://")) else f"http://{url}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -200,5 +200,5 @@ def _timed(
 
 
 async def at(time_s: float) -> None:
-    """Wait until `time.perf_counter()` says so."""
+    """Wait until this time of `time.perf_counter()`."""
     await asyncio.sleep(max(0.0, time_s - time.perf_counter()))

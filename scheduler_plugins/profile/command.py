@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pd-connector profile`: measure what prefill and decode cost on a running engine."""
+"""`pd-connector profile`: measure the cost of prefill and decode on a running engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FAILED = 2
 DOUBTFUL = 0.3
-"""Error above which the scheduler would rather count tokens."""
+"""Error above which counting tokens is a better order than the model."""
 _SHOWN = 8
 
 
@@ -115,7 +115,7 @@ def _show(found: Profile, out: Path, console: Console) -> None:
 
 
 def _table(measured: Sequence[Measurement], found: Profile) -> Table:
-    """Some of the measurements beside what the model makes of them."""
+    """Some of the measurements beside the model's predictions."""
     table = Table("what", "measured ms", "model ms", "off", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cost model of a running engine, measured from outside: `pd-connector profile`.
 
-Prefills are timed by requests for one token, from sending to that token; so the time per step `c`
-holds what HTTP and tokenizing take. Decode steps are the times between the tokens of streams.
+Prefills are timed by requests for one token, from sending to that token. So the time per step, `c`, includes HTTP and
+tokenizing. Decode steps are the times between the tokens of streams.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from scheduler_plugins.cost.profile import Measurement, fit, loads
 from scheduler_plugins.profile.client import AskError, EngineClient, Timed
 
 DECODED = 24
-"""Tokens that each stream of a decode measurement has."""
+"""Tokens of each stream of a decode measurement."""
 FEWEST_GAPS = 4
 _PAGE_SIZE = 16
 _ROOM = 0.8
-"""Part of the engine's cache that a decode measurement may fill."""
+"""Fraction of the engine's cache that a decode measurement may fill."""
 
 Say = Callable[[int, int, str], None]
-"""Progress: done, of how many, what comes next."""
+"""Progress: number done, total number, next measurement."""
 
 
 class Engine(NamedTuple):
-    """What `/metrics` says of the engine's cache."""
+    """The values of `/metrics` about the engine's cache."""
 
     page_size: int
     cache_tokens: int  # 0: not known
-    caches: bool  # prefixes are found again
+    caches: bool  # whether prefixes are found again
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class Wanted:
 
 
 class Profile(NamedTuple):
-    """What was found."""
+    """The results."""
 
     model: CostModel
     measured: list[Measurement]
     engine: Engine
-    left_out: list[str]  # why some loads could not be measured
+    left_out: list[str]  # reasons why some loads could not be measured
 
 
 async def measure(client: EngineClient, wanted: Wanted, say: Say, seed: int = 0) -> Profile:
-    """Time prefills and decode steps of an engine that nobody else uses, and fit.
+    """Time prefills and decode steps of an otherwise idle engine, and fit the model.
 
     Raises:
         AskError: the engine is busy or does not answer; ProfileError: nothing can be fitted.
@@ -86,7 +86,7 @@ async def measure(client: EngineClient, wanted: Wanted, say: Say, seed: int = 0)
 
 
 class Prober:
-    """Sends the requests whose times are wanted; no prompt is like another unless it has to be."""
+    """Sends the timed requests. Prompts share tokens only if they must."""
 
     def __init__(self, client: EngineClient, pool: Sequence[int], random: Random) -> None:
         self._client = client
@@ -94,7 +94,7 @@ class Prober:
         self._random = random
 
     async def look(self, longest_tokens: int) -> Engine:
-        """Warm the engine up, and see what its cache does."""
+        """Warm the engine up, and examine its cache."""
         samples = await self._client.metrics()
         page_size, cache_tokens = _cache(samples)
         prompt = self._prompt(max(4 * page_size, longest_tokens // 2))
@@ -107,7 +107,7 @@ class Prober:
         return Engine(page_size, cache_tokens, caches)
 
     async def prefills(self, tokens: int, cached: Sequence[int]) -> list[Measurement]:
-        """A new prompt, then others that share its first tokens, as many as `cached` says."""
+        """Send a new prompt, then prompts that share its first tokens. `cached` has the numbers of shared tokens."""
         first = self._prompt(tokens)
         found = []
         for shared in (0, *(one for one in cached if one)):
@@ -119,7 +119,8 @@ class Prober:
     async def decodes(
         self, context: int, batches: Sequence[int], engine: Engine
     ) -> tuple[list[Measurement], list[str]]:
-        """Streams of prompts of `context` tokens, so many together; and what could not be had."""
+        """Time streams of prompts of `context` tokens, for each batch size. Also return the batches that could not be
+        measured."""
         found, left_out = list[Measurement](), list[str]()
         prompts = list[list[int]]()
         for batch in batches:
@@ -127,7 +128,7 @@ class Prober:
                 left_out.append(f"{batch} x {context:,} tokens: do not fit into the engine's cache")
                 continue
             prompts += [self._prompt(context) for _ in range(batch - len(prompts))]
-            # Computed before, all of them begin to decode at once.
+            # The prompts are computed before, so all streams begin to decode at once.
             await asyncio.gather(*(self._ask(prompt, 1) for prompt in prompts))
             answers = await asyncio.gather(*(self._ask(prompt, DECODED) for prompt in prompts))
             gaps = _gaps(answers)
@@ -176,7 +177,7 @@ def _decodes(asked: Sequence[StepLoad]) -> dict[int, list[int]]:
 
 
 def _gaps(answers: Sequence[Timed]) -> list[float]:
-    """Times between two tokens while all streams were decoding, in seconds."""
+    """Times between two tokens while all streams decode, in seconds."""
     begin = max(answer.token_s[0] for answer in answers)
     end = min(answer.token_s[-1] for answer in answers)
     return [
@@ -196,7 +197,7 @@ def _medians(measured: Sequence[Measurement]) -> list[Measurement]:
 
 
 def _cache(samples: Samples) -> tuple[int, int]:
-    """Tokens in a block, and in all of them (0: not known)."""
+    """Tokens in a block, and in all blocks (0: unknown)."""
     for name, labels in samples:
         if name == "vllm:cache_config_info":
             told = dict(labels)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality of service: the classes of users, what each is owed, and the file that says so."""
+"""Quality of service: the classes of users, their shares, and the file that configures them."""

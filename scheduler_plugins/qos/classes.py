@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of users, as the configuration file writes them."""
+"""The classes of users, in the form of the configuration file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 
 
 class QosError(ValueError):
-    """A configuration of classes that cannot be used. The message names the key and what to do."""
+    """An invalid configuration of classes. The message names the key and what to do."""
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a class is promised. A time that is left out is not promised."""
+    """The promise to a class. A time that is left out is not promised."""
 
     ttft_ms: float | None = None
     """Longest time to the first token, in milliseconds."""
@@ -29,12 +29,12 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def ttft_s(self) -> float:
-        """The same in seconds; infinite where it is not promised."""
+        """The promise in seconds; infinite if there is none."""
         return inf if self.ttft_ms is None else self.ttft_ms / 1e3
 
     @property
     def tpot_s(self) -> float:
-        """The same in seconds; infinite where it is not promised."""
+        """The promise in seconds; infinite if there is none."""
         return inf if self.tpot_ms is None else self.tpot_ms / 1e3
 
 
@@ -43,13 +43,13 @@ class QosClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     name: str
     reserved_fraction: float
-    """Part of the engine's time, above 0 and at most 1, that the class gets while it has requests."""
+    """Fraction of the engine's time, above 0 and at most 1, that the class gets while it has requests."""
     priority: int = 0
-    """Time that is not reserved or not used goes to the class with the largest priority."""
+    """The class with the largest priority gets the time that is not reserved or not used."""
     slo: Slo = Slo()
     interactive: bool = True
-    """Whether somebody waits for its answers. The router's policy `length` sends long prompts of other classes to engines
-    of role `cpu_prefill`."""
+    """Whether a user waits for the answers. If not, the router's policy `length` sends long prompts of the class to
+    engines of role `cpu_prefill`."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -62,14 +62,14 @@ class QosClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 ONLY = (QosClass(name="default", reserved_fraction=1.0),)
-"""The classes if none are configured."""
+"""The classes of a server without configured classes."""
 
 
 def checked(classes: Sequence[QosClass]) -> tuple[QosClass, ...]:
-    """Check classes that are used together, and return them.
+    """Check a set of classes, and return it.
 
     Raises:
-        QosError: there is none, a name or priority is given twice, or more than 1 is reserved.
+        QosError: there is no class, a name or priority is given twice, or the reserved fractions exceed 1.
     """
     if not classes:
         raise QosError("qos_classes: is empty; name at least one class, or leave it out")
@@ -85,5 +85,5 @@ def checked(classes: Sequence[QosClass]) -> tuple[QosClass, ...]:
 
 
 def default_class(classes: Sequence[QosClass]) -> QosClass:
-    """The class of requests that name none or an unknown one: that of the lowest priority."""
+    """The class of requests that name no class or an unknown class: the class with the lowest priority."""
     return min(classes, key=lambda one: one.priority)

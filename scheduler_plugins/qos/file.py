@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration file of the scheduler: read, checked, read again when it changes."""
+"""The configuration file of the scheduler. It is read, checked, and read again when it changes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Section `scheduler`."""
 
     policy: str = "srjf_calibrated"
-    """Order within a class: a name in `order.registry`."""
+    """Order within a class: the name of a policy in `order.registry`."""
     lambda_: float = msgspec.field(default=DEFAULT_LAMBDA, name="lambda")
-    """Seconds of cost that a second of waiting makes up for."""
+    """The cost, in seconds, that one second of waiting compensates."""
     max_overtaken: int = MAX_OVERTAKEN
-    """How many later requests of its class may go before a request."""
+    """The most requests of its class that may overtake a request."""
     qos_classes: tuple[QosClass, ...] = ONLY
 
 
 class RouterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Section `request_router`: which request belongs to which class."""
+    """Section `request_router`: the rules that give requests their class."""
 
     routes: tuple[ClassRule, ...] = ()
 
@@ -44,8 +44,8 @@ def parse(text: bytes, source: str = "the configuration") -> SchedulerFile:
     """Read YAML.
 
     Raises:
-        QosError: it is no YAML, has an unknown key, or a value that cannot be used; the message
-            begins with `source` and names the key.
+        QosError: the text is not YAML, or has an unknown key or an invalid value. The message begins with `source` and
+            names the key.
     """
     try:
         found = msgspec.yaml.decode(text, type=SchedulerFile) if text.strip() else SchedulerFile()
@@ -60,8 +60,8 @@ def parse(text: bytes, source: str = "the configuration") -> SchedulerFile:
 
 
 class WatchedFile(Watched[SchedulerFile]):
-    """A configuration file that may be edited while it is in use."""
+    """A configuration file that can be edited while it is in use."""
 
     def __init__(self, path: Path) -> None:
-        """Read it. Raises QosError if it cannot be used, as `changed` does."""
+        """Read the file. Raises QosError, like `changed`, if the file is invalid."""
         super().__init__(path, parse, QosError)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy and classes of a running engine: read at the start, and again when the file changes."""
+"""Policy and classes of a running engine. They are read at the start, and again when the file changes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LOOK_EVERY_S = 1.0
 
 
 class LiveSettings:
-    """The section `scheduler` as it is now."""
+    """The present section `scheduler`."""
 
     def __init__(self, path: Path | None, without: SchedulerSection) -> None:
         """Read the file, if one is named.
 
         Args:
             path: the YAML file; None: there is none.
-            without: what holds without a file.
+            without: the settings without a file.
 
         Raises:
-            QosError: the file cannot be used.
+            QosError: the file is invalid.
         """
         self._file = WatchedFile(path) if path else None
         self._look_s = 0.0
@@ -48,9 +48,9 @@ class LiveSettings:
         return create(self._section.policy, self._section.lambda_)
 
     def changed(self) -> bool:
-        """Whether the settings changed; looks at the file at most once a second.
+        """Whether the settings changed. Checks the file at most once a second.
 
-        A file that cannot be used is reported in the log, and the old settings stay.
+        If the file is invalid, the log says so, and the old settings stay.
         """
         if self._file is None or (now_s := time.monotonic()) < self._look_s:
             return False

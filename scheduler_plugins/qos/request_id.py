@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class of a request inside its id, for requests that have no other place for it.
+"""The class of a request inside its id, for requests without another place for the class.
 
-A generation carries its class in `vllm_xargs`. vLLM's pooling requests (embeddings, scores) take nothing
-of the kind, but the id that the client or the middleware gives (`X-Request-Id`) is a part of the id that
-the engine sees.
+A generation carries its class in `vllm_xargs`. vLLM's pooling requests (embeddings, scores) have no such field. But the
+id from the client or the middleware (`X-Request-Id`) is a part of the id that the engine sees.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from urllib.parse import quote, unquote
 
 _MARK = "qos:"
 _CLASS = re.compile(r"[^:]*?qos:([^:]*):")
-"""The first mark counts: what follows it may have come from the client."""
+"""The first mark counts, because the text behind it may come from the client."""
 
 
 def with_class(request_id: str, qos: str) -> str:
-    """The id with the name of a class in it; of ASCII characters if `request_id` is."""
+    """The id with the name of a class in it. It is ASCII if `request_id` is ASCII."""
     return f"{_MARK}{quote(qos, safe='')}:{request_id}"
 
 
 def without_class(request_id: str) -> str:
-    """The id that `with_class` was given."""
+    """The original id, without the class of `with_class`."""
     return request_id.split(":", 2)[2] if request_id.startswith(_MARK) else request_id
 
 
 def class_in(engine_id: str) -> str:
-    """The class in the id of a request in the engine, which vLLM has added to at both ends; "" if none."""
+    """The class in the id of a request in the engine; "" if none. vLLM has extended the id at both ends."""
     found = _CLASS.match(engine_id)
     return unquote(found.group(1)) if found else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class a request belongs to, by its headers."""
+"""The rules that give a request its class by its headers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scheduler_plugins.qos.classes import QosClass, QosError
 
 
 class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a request must have; an empty one matches all."""
+    """The condition of a rule. An empty condition matches all requests."""
 
     header: str | None = None
-    """`name: value`. Names are compared without regard to case, values exactly."""
+    """`name: value`. Names are compared case-insensitively, values exactly."""
 
     def __post_init__(self) -> None:
         if self.header is not None and not all(self.parts):
@@ -35,10 +35,10 @@ class ClassRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def check_rules(rules: Sequence[ClassRule], classes: Sequence[QosClass]) -> None:
-    """Check rules that are used together.
+    """Check a list of rules.
 
     Raises:
-        QosError: a rule names no class, or comes after one that matches everything.
+        QosError: a rule names an unknown class, or follows a rule that matches everything.
     """
     names = [one.name for one in classes]
     for n, rule in enumerate(rules):

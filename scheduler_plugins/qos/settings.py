@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler and the middleware of a server agree on: where the files are that configure them,
-and in which place a request has its class."""
+"""Settings that the scheduler and the middleware of a server share: the paths of their configuration files, and the
+place of the class in a request."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ SETTINGS_VARIABLE = "PD_SCHEDULER_CONFIG"
 COST_MODEL_KEY = "pd_cost_model"
 COST_MODEL_VARIABLE = "PD_SCHEDULER_COST_MODEL"
 QOS_KEY = "qos"
-"""Key with the name of a request's class: of `vllm_xargs`, and so of `SamplingParams.extra_args`, in
-vLLM; of `custom_params` in SGLang."""
+"""Key for the name of a request's class. In vLLM it is a key of `vllm_xargs`, and so of `SamplingParams.extra_args`; in
+SGLang, of `custom_params`."""
 
 
 def settings_path(vllm_config: Any) -> Path | None:
-    """The YAML file of classes, policy and routes; None: the defaults hold.
+    """The YAML file of classes, policy and routes; None: the defaults apply.
 
-    `--additional-config '{"pd_scheduler": "FILE"}'` goes before the environment's
-    `PD_SCHEDULER_CONFIG`.
+    `--additional-config '{"pd_scheduler": "FILE"}'` overrides the environment variable `PD_SCHEDULER_CONFIG`.
     """
     return _path(vllm_config, SETTINGS_KEY, SETTINGS_VARIABLE)
 
 
 def cost_model_path(vllm_config: Any) -> Path | None:
-    """A profile's cost model, `"pd_cost_model"` or `PD_SCHEDULER_COST_MODEL`; None: learn it."""
+    """A profile's cost model, `"pd_cost_model"` or `PD_SCHEDULER_COST_MODEL`; None: the engine learns the cost
+    model."""
     return _path(vllm_config, COST_MODEL_KEY, COST_MODEL_VARIABLE)
 
 
@@ -40,6 +40,6 @@ def _path(vllm_config: Any, key: str, variable: str) -> Path | None:
 
 
 def path_in(variable: str) -> Path | None:
-    """The file that a variable of the environment names; None if it names none."""
+    """The file that an environment variable names; None if the variable is not set."""
     named = os.environ.get(variable)
     return Path(named).expanduser() if named else None

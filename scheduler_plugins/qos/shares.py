@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deficit round robin: which class gets the next piece of work."""
+"""Deficit round robin: the choice of the class that gets the next piece of work."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from collections.abc import Collection, Mapping, Sequence
 from scheduler_plugins.qos.classes import QosClass
 
 BURST_S = 1.5
-"""Most work, in seconds, that a class without requests saves up: 5 % of 30 s. If a class uses 80 % of its
-reserve in random arrivals of 50 ms each, it needs more than that once in a thousand requests."""
+"""The most work, in seconds, that a class without requests saves: 5 % of 30 s. If a class uses 80 % of its reserve in
+random arrivals of 50 ms each, it needs more only once in a thousand requests."""
 
 
 class DeficitShares:
     """Deficit round robin over classes, in seconds of predicted cost, without rounds.
 
-    Each class has a balance (the deficit of deficit round robin). Whenever work is given out, every
-    class earns its reserved fraction of it, and the class that got the work pays for all of it. Since
-    every piece of work is its own round, no class waits for its turn to come round.
+    Each class has a balance (the deficit of deficit round robin). Whenever work is given out, every class earns its
+    reserved fraction of the work. The class that got the work pays for all of it. Every piece of work is a round of its
+    own, so no class waits for a turn.
 
-    - A class with a positive balance has had less than its reserve, and goes first. Among several,
-      the one with the highest priority goes first.
+    - A class with a positive balance has had less than its reserve, and goes first. Among several such classes, the
+      class with the highest priority goes first.
     - A class without requests keeps at most `BURST_S`: an idle hour gives no right to a busy hour.
-      What it earns beyond that is lent to the class of the highest priority that has room for it. The
-      owner's next request finds a positive balance, so a loan costs it nothing.
+      Earnings beyond that are lent to the class of the highest priority that has room for them. The owner's next
+      request finds a positive balance, so the loan costs the owner nothing.
     - If no class that has requests has a positive balance, the class of the highest priority gets the
       next piece of work and does not pay for it.
-    - Work that was given out while nothing else waited is not paid for: nobody lost by it. All balances
-      are `BURST_S` after it.
+    - If nothing else waited, no class pays for the work, because no class lost anything. All balances become `BURST_S`.
 
-    While a class has requests it gets its fraction of any stretch of work, less one piece of its own
-    work and less what other classes had saved.
+    While a class has requests, it gets its fraction of any stretch of work, minus one piece of its own work and minus
+    the savings of other classes.
     """
 
     def __init__(self, classes: Sequence[QosClass]) -> None:
@@ -68,7 +67,7 @@ class DeficitShares:
             waiting: the classes that have requests other than this one.
 
         Returns:
-            What was booked on each class, for `refund`.
+            The amount booked on each class, for `refund`.
         """
         before = self._balances
         if waiting:
@@ -93,10 +92,10 @@ class DeficitShares:
         return after
 
     def refund(self, booked: Mapping[str, float]) -> None:
-        """Take back exactly what `charge` booked, because the work was not done.
+        """Undo exactly a booking of `charge`, because the work was not done.
 
-        Exactly, because a class whose balance was full earned nothing and must lose nothing. Otherwise
-        a request that is tried and put back in every step would drain it.
+        The undo is exact: a class whose balance was full earned nothing, so it must lose nothing. Otherwise a request
+        that is tried and put back in every step would drain its balance.
         """
         for name, earned_s in booked.items():
             self._balances[name] -= earned_s

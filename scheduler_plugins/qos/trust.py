@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that the router gave a request, in a header that nobody else can write.
+"""The class that the router gave a request, in a header that only the router can write.
 
-Router and engines share one secret, in the variable `PD_ROUTER_KEY`. The router signs the class together with the request's id
-and the time, by a key that is derived from it. An engine with the secret believes that header and no other; without it the engine
-reads clients' headers as before.
+Router and engines share one secret, in the variable `PD_ROUTER_KEY`. The router derives a key from the secret, and
+signs the class together with the request's id and the time. An engine with the secret believes only that header. An
+engine without the secret reads clients' headers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ HEADER = "X-PD-Class"
 KEY_VARIABLE = "PD_ROUTER_KEY"
 ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 BELIEVED_S = 300.0
-"""Clocks of router and engine may differ by this much, and nobody can use a signature after it."""
+"""The largest difference between the clocks of router and engine. A signature older than this is invalid."""
 
 
 def shared_key() -> str:
-    """The secret in this process's environment; empty: there is none. Raises ValueError: it could be guessed."""
+    """The secret in this process's environment; empty: there is none. Raises ValueError: the secret could be
+    guessed."""
     return checked_key(KEY_VARIABLE, os.environ.get(KEY_VARIABLE, ""))
 
 
 def checked_key(name: str, given: str) -> str:
-    """A secret as it is used, without the end of its line. Raises ValueError: it could be guessed."""
+    """The secret without its line end. Raises ValueError: the secret could be guessed."""
     key = given.strip()
     if key and (weak := weakness(key)):
         raise ValueError(
@@ -50,7 +51,7 @@ def signed(qos: str, request_id: str, key: bytes, now_s: float | None = None) ->
 
     Args:
         request_id: the request's `X-Request-Id`.
-        key: of `class_key`.
+        key: from `class_key`.
         now_s: by the wall clock; None: now.
     """
     at = f"{time.time() if now_s is None else now_s:.0f}"
@@ -60,10 +61,10 @@ def signed(qos: str, request_id: str, key: bytes, now_s: float | None = None) ->
 
 
 def signed_class(headers: Mapping[str, str], key: bytes, now_s: float | None = None) -> str | None:
-    """The class that the router gave; None: no router with this key gave one.
+    """The class that the router gave; None if no router with this key gave a class.
 
     Args:
-        headers: of the request, names in lower case, values as ASGI servers decode them (Latin-1).
+        headers: the request's headers, names in lower case, values as ASGI servers decode them (Latin-1).
         now_s: by the wall clock; None: now.
     """
     at, _, rest = headers.get(HEADER.lower(), "").partition(".")

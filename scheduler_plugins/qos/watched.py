@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A settings file that may be edited while it is in use."""
+"""A settings file that can be edited while it is in use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _State(NamedTuple):
-    """By which a change is noticed."""
+    """Attributes of a file that reveal a change."""
 
     inode: int
     changed_ns: int
@@ -19,15 +19,15 @@ class _State(NamedTuple):
 
 
 class Watched(Generic[T]):
-    """What a file holds, read again when it changes.
+    """The content of a file, read again when the file changes.
 
     Args:
-        path: of the file.
-        parse: reads the file's bytes; also given the name under which errors speak of it.
-        error: the exception for a file that cannot be read; `parse` raises it, too.
+        path: path of the file.
+        parse: parses the file's bytes; its second argument is the file's name for error messages.
+        error: the exception for an unreadable file; `parse` raises it too.
 
     Raises:
-        The exception `error`: the file cannot be used.
+        The exception `error`: the file is invalid.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Watched(Generic[T]):
         self.current = self._read()
 
     def changed(self) -> T | None:
-        """The new content, once after each change that can be used. A file that was emptied counts when it
-        is found so twice: whoever writes a file in place empties it first.
+        """The new content, once after each valid change. An empty file counts only if it is found empty twice, because
+        writing a file in place empties it first.
 
         Raises:
-            The exception `error`: the file was changed to something that cannot be used; `current`
-                stays, and nothing more is said until the file changes again.
+            The exception `error`: the file was changed and is invalid. `current` stays, and the error is raised once
+            until the file changes again.
         """
         state = self._look()
         if state == self._state:

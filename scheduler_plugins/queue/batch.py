@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What starts in one scan of the queue, and whether more may start beside it."""
+"""The requests that start in one scan of the queue, and whether more may start."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from scheduler_plugins.queue.guards import Guards
 
 
 class Batch:
-    """The batch has to go without another request if one in it wants a batch of its own, if the next
-    one does, or if one in it is guarded (`Guards`). Used by one thread."""
+    """The requests of one batch. It takes no further request in three cases: a request in it wants its own batch, the
+    next request wants its own batch, or a request in it is guarded (`Guards`). Used by one thread."""
 
     def __init__(self) -> None:
         self._started: set[str] = set()
-        self._own: str | None = None  # the request whose own batch this is; "": it started before
+        self._own: str | None = None  # the request that has this batch alone; "": it started before
         self._guards = Guards()
         self.guarded = False
-        """Whether a request in it is guarded. To be read, not changed."""
+        """Whether a request in the batch is guarded. Read it, do not change it."""
 
     def begin(self, *, full: bool, prefilling: Collection[str]) -> None:
         """A new scan; see `WaitingQueue.begin_scan`."""
@@ -31,7 +31,7 @@ class Batch:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing may start any more, whatever it is."""
+        """Whether no request may start any more."""
         return self._own is not None
 
     def shuts_out(self, priority: int) -> bool:
@@ -54,8 +54,7 @@ class Batch:
         self.guarded = True
 
     def drop(self, request_id: str) -> bool:
-        """The request was not started after all, or was preempted; returns whether it had been
-        added in this scan."""
+        """Remove a request that did not start, or was preempted. Returns whether it was added in this scan."""
         if self.guarded:
             self._guards.drop(request_id)
             self.guarded = bool(self._guards)

@@ -18,7 +18,7 @@ _ARRIVAL_NODE = attrgetter("arrival_node")
 
 
 class QueueEntry:
-    """A request and where it stands in the queue. Only the queue changes it."""
+    """A request and its place in the queue. Only the queue changes it."""
 
     __slots__ = (
         "arrival_node",
@@ -41,33 +41,33 @@ class QueueEntry:
     def __init__(self, request: Waiting, page_size: int) -> None:
         self.request = request
         self.usable = min(len(request.block_hashes), max(0, request.tokens - 1) // page_size)
-        """Blocks whose KV may be taken from the cache. The last token is always computed."""
+        """Blocks whose KV can come from the cache. The last token is always computed."""
         self.class_name = ""
         self.seq = 0
-        """Position by arrival within its class."""
+        """Arrival number within the class."""
         self.group = 0
         self.key = 0.0
         self.cost_s = 0.0
         self.cached = 0
-        """Leading blocks that were cached when it was last evaluated."""
+        """Leading blocks that were cached at the last evaluation."""
         self.missing: BlockHash | None = None
-        """First block that is not cached; `PrefixIndex` files the entry under it."""
+        """The first block that is not cached. `PrefixIndex` files the entry under it."""
         self.found: BlockHash | None = None
-        """Last block of its cached prefix when it was last evaluated."""
+        """The last block of the cached prefix at the last evaluation."""
         self.evictions = -1
-        """`PrefixIndex.evictions` when its blocks were last looked up."""
+        """`PrefixIndex.evictions` at the last look-up of the blocks."""
         self.resumed = False
-        """It was preempted: it goes first, and its class has already paid for it."""
+        """The request was preempted. It goes first, and its class has already paid for it."""
         self.bucket = 0
         """Bucket of its cost in `WorkHistogram`."""
         self.key_node = 0
-        """Number of its live node in the heap by key; 0 if it does not wait."""
+        """Number of the live node in the heap by key; 0 if the request does not wait."""
         self.arrival_node = 0
-        """Number of its live node in the heap by arrival; 0 if it does not wait."""
+        """Number of the live node in the heap by arrival; 0 if the request does not wait."""
 
 
 class ClassQueue:
-    """A priority queue that can also tell who came first. Every operation is O(log n)."""
+    """A priority queue that also knows the oldest entry. Every operation is O(log n)."""
 
     def __init__(self) -> None:
         self.work = WorkHistogram()
@@ -75,12 +75,12 @@ class ClassQueue:
         """Prompt tokens of all entries."""
         self._by_key: dict[int, LazyHeap[QueueEntry]] = {}  # one heap per group
         self._by_arrival: LazyHeap[QueueEntry] = LazyHeap(_ARRIVAL_NODE)
-        self._oldest: QueueEntry | None = None  # known until it leaves or an older one comes
+        self._oldest: QueueEntry | None = None  # known until it leaves or an older entry comes
         self._size = 0
         self._next_seq = 0
         self._group: int | None = None
         self._aside: list[int] = []
-        """Arrival numbers of what was taken in this scan and not started, in order."""
+        """Arrival numbers of entries taken in this scan and not started, in order."""
 
     def __len__(self) -> int:
         return self._size
@@ -91,20 +91,20 @@ class ClassQueue:
         yield from (node[3] for node in sorted(nodes))
 
     def append(self, entry: QueueEntry) -> None:
-        """Add an entry as the last to arrive. Its key and cost are set."""
+        """Add an entry as the newest. Its key and cost are set."""
         entry.seq = self._next_seq
         self._next_seq += 1
         self._enter(entry)
 
     def put_first(self, entry: QueueEntry) -> None:
-        """Add an entry as the first to have arrived."""
+        """Add an entry as the oldest."""
         oldest = self.oldest()
         entry.seq = (oldest.seq if oldest else self._next_seq) - 1
         self._oldest = None
         self._enter(entry)
 
     def put_back(self, entry: QueueEntry) -> None:
-        """Add an entry again where it was: its key and `seq` are what they were."""
+        """Add an entry again at its old place, with its old key and `seq`."""
         self._oldest = None
         place = bisect_left(self._aside, entry.seq)
         if place < len(self._aside) and self._aside[place] == entry.seq:
@@ -112,7 +112,7 @@ class ClassQueue:
         self._enter(entry)
 
     def set_aside(self, entry: QueueEntry) -> None:
-        """An entry that was taken was not started, and comes back (`put_back`) before the next scan."""
+        """Note that an entry was taken and not started. It comes back (`put_back`) before the next scan."""
         insort(self._aside, entry.seq)
 
     def move(self, entry: QueueEntry, key: float, cost_s: float) -> None:
@@ -142,10 +142,11 @@ class ClassQueue:
         return self._oldest
 
     def overtaken(self) -> int:
-        """How many requests that arrived after the oldest entry have left before it.
+        """The number of requests that arrived after the oldest entry and left before it.
 
-        Arrival numbers have no gaps, so it is the numbers above the oldest's that wait no more, but for
-        what was only set aside. No other entry was overtaken by more: whoever overtook it arrived after the oldest as well.
+        Arrival numbers have no gaps. So this counts the numbers above the oldest's that no longer wait, except for
+        entries that were only set aside. No other entry was overtaken more often, because every request that overtook
+        it arrived after the oldest too.
         """
         oldest = self._oldest or self.oldest()
         if oldest is None:
@@ -154,10 +155,10 @@ class ClassQueue:
         return self._next_seq - oldest.seq - self._size - aside
 
     def first(self) -> QueueEntry | None:
-        """The entry with the smallest key in the group that is being served.
+        """The entry with the smallest key in the current group.
 
-        A group is served until it is empty, or until `begin_scan`. The next group is that of the
-        oldest entry after `begin_scan`, else the nearest by number.
+        A group is served until it is empty, or until `begin_scan`. After `begin_scan`, the next group is the oldest
+        entry's group. Otherwise it is the nearest by number.
         """
         if self._group is None and (oldest := self._oldest or self.oldest()):
             self._group = oldest.group
@@ -172,12 +173,12 @@ class ClassQueue:
         return None
 
     def upcoming(self) -> Iterator[QueueEntry]:
-        """The entries of the group that is being served, by key; see `LazyHeap.in_order`."""
+        """The entries of the current group, by key; see `LazyHeap.in_order`."""
         heap = self._by_key.get(self._group) if self._group is not None else None
         return (node[3] for node in heap.in_order()) if heap else iter(())
 
     def begin_scan(self) -> None:
-        """Let `first` choose a group anew. What was set aside and is not back has left."""
+        """Let `first` choose a group again. Entries that were set aside and are not back have left."""
         self._group = None
         self._aside = []
 

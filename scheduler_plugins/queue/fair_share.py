@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class is served next, and what other classes do for a class that is owed."""
+"""The choice of the next class, and the measures for a class that is owed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from scheduler_plugins.qos.shares import DeficitShares
 class FairShare:
     """Chooses among the classes that have requests, by `DeficitShares`.
 
-    A class is *owed* if it has had less than its reserve. Its requests go first. Besides, a prefill of
-    lower priority should be preempted for it (`should_yield`), and steps that it shares with lower classes,
-    or that its next request would have to wait for, should be short (`wants_short_steps`).
+    A class is *owed* if it has had less than its reserve. Its requests go first. A prefill of lower priority should be
+    preempted for it (`should_yield`). Steps that it shares with lower classes, or for which its next request would
+    wait, should be short (`wants_short_steps`).
     """
 
     def __init__(self) -> None:
-        """Without classes: see `update`."""
+        """Start without classes; see `update`."""
         self._shares = DeficitShares(())
         self._classes: dict[str, QosClass] = {}
         self._class_queues: Mapping[str, Sized] = {}
         self.is_shared = False
-        """Whether there are several classes. To be read, not changed."""
+        """Whether there are several classes. Read it, do not change it."""
 
     def update(self, classes: Sequence[QosClass], class_queues: Mapping[str, Sized]) -> None:
         """Use other classes from now on. Classes that stay keep their balances.
 
         Args:
-            class_queues: what waits in each class; read at every decision.
+            class_queues: the waiting requests of each class; read at every decision.
         """
         self._classes = {one.name: one for one in classes}
         self.is_shared = len(self._classes) > 1
@@ -42,7 +42,7 @@ class FairShare:
         return tuple(self._classes.values())
 
     def class_of(self, qos: str) -> str:
-        """Name of the class of requests that name `qos`."""
+        """The class of requests that name `qos`."""
         return qos if qos in self._classes else self._default
 
     def balance_s(self, name: str) -> float:
@@ -50,23 +50,23 @@ class FairShare:
         return self._shares.balance_s(name)
 
     def next(self) -> str:
-        """The class to serve next; requests wait."""
+        """The class to serve next. At least one request must wait."""
         if len(self._class_queues) == 1:
             return self._default
         return self._shares.choose(self._waiting())
 
     def charge(self, name: str, cost_s: float) -> Mapping[str, float]:
-        """A request of this class starts, and no longer waits. Its class pays.
+        """A request of this class starts and no longer waits. Its class pays.
 
         Returns:
-            What was booked on each class, for `refund`.
+            The amount booked on each class, for `refund`.
         """
         if len(self._class_queues) == 1:
-            return {}  # all work is everybody's
+            return {}  # the only class owns all work
         return self._shares.charge(name, cost_s, self._waiting())
 
     def refund(self, booked: Mapping[str, float]) -> None:
-        """Take back what `charge` booked: the work was not done."""
+        """Undo a booking of `charge`, because the work was not done."""
         self._shares.refund(booked)
 
     def priority(self, name: str) -> int:
@@ -74,22 +74,22 @@ class FairShare:
         return self._classes[name].priority
 
     def is_owed(self, name: str) -> bool:
-        """Whether a class has had less than its reserve, and there are classes of lower priority."""
+        """Whether a class has had less than its reserve and there are classes of lower priority."""
         if len(self._classes) == 1 or self._shares.balance_s(name) <= 0:
             return False
         return self._classes[name].priority > min(one.priority for one in self._classes.values())
 
     def outranks(self, name: str, qos: str) -> bool:
-        """Whether a class has at least the priority of requests that name `qos`."""
+        """Whether the class's priority is at least the priority of requests that name `qos`."""
         return self._classes[name].priority >= self._classes[self.class_of(qos)].priority
 
     def should_yield(self, qos: str, head: str) -> bool:
         """Whether an unfinished prefill of requests that name `qos` should be preempted.
 
-        True if the next request is of a class of higher priority that has had less than its reserve. The
-        prefix cache keeps what was computed until the request comes back, so little is lost. That such
-        a class has requests is not enough: another one may have to start before them (`TurnedBack`), and
-        two prefills that yield to each other never end.
+        True if the next request belongs to a class of higher priority that has had less than its reserve. The prefix
+        cache keeps the computed KV until the request comes back, so little is lost. It is not enough that such a class
+        has requests. Another request may have to start before them (`TurnedBack`), and two prefills that yield to each
+        other never end.
 
         Args:
             head: the class of the next request.
@@ -98,14 +98,13 @@ class FairShare:
         return self._shares.balance_s(head) > 0 and self._classes[head].priority > mine.priority
 
     def wants_short_steps(self, prefilling: Iterable[str]) -> bool:
-        """Whether the step that is put together now should be short.
+        """Whether the step that is scheduled now should be short.
 
-        True if the engine has work of some class, and a class of higher priority is owed. Its next request
-        waits for the step that is under way when it comes, and a step that it shares is as long as all
-        that is computed in it.
+        True if the engine has work of some class and a class of higher priority is owed. The next request of that class
+        waits for the running step. If it shares a step, it waits for all work in that step.
 
         Args:
-            prefilling: the classes of the prefills under way.
+            prefilling: the classes of the running prefills.
         """
         if len(self._classes) == 1:
             return False

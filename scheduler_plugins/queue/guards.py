@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests beside which nothing of lower priority starts."""
+"""Requests beside which no request of lower priority starts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 
 class Guards:
-    """The guarded requests, each until its prefill has ended.
+    """The guarded requests. A request stays guarded until its prefill has ended.
 
-    A request is guarded if its class is owed and has no other one: then its steps are no longer than
-    itself. That costs the others the rest of these steps; the class pays for its own work only. A class
-    with several requests is not guarded, because full batches serve it sooner.
+    A request is guarded if its class is owed and has no other request. Its steps then hold only its own work. Other
+    classes lose the rest of these steps, while the class pays only for its own work. A class with several requests is
+    not guarded, because full batches serve it sooner.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Guards:
         self._priorities[request_id] = priority
 
     def drop(self, request_id: str) -> None:
-        """The request was not started, or was preempted; nothing, if it is not guarded."""
+        """The request was not started, or was preempted. If it is not guarded, nothing changes."""
         self._priorities.pop(request_id, None)
 
     def keep(self, prefilling: Collection[str]) -> None:
-        """Drop all but these, whose prefill goes on."""
+        """Drop all requests except these, whose prefill goes on."""
         kept = self._priorities
         self._priorities = {one: kept[one] for one in prefilling if one in kept}
 

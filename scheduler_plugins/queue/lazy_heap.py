@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A heap with lazy deletion: an item that leaves or moves stays in the heap until it surfaces."""
+"""A heap with lazy deletion: if an item leaves or moves, its old node stays until it reaches the top."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Node = tuple[float, int, int, T]
-"""Key; place by arrival; a number that no other node has; the item."""
+"""Key; arrival number; a number unique to the node; the item."""
 
 _SLACK = 64
 _MOVED_PER_PUSH = 4
 
 
 class LazyHeap(Generic[T]):
-    """Dead nodes are dropped when they surface; the others are dropped a few at a time.
+    """Dead nodes are dropped when they reach the top. Other dead nodes are dropped a few at a time.
 
-    When more than half of the nodes must be dead, the heap becomes the old one. Every push then takes
-    four nodes off the old heap's end (what remains is still a heap) and moves those that live to the
-    new heap. An operation takes O(log n), plus the dead nodes that surface; each of those was pushed
-    once.
+    When more than half of the nodes must be dead, the heap becomes the old heap. Every push then takes four nodes off
+    the old heap's end, and moves the live nodes to the new heap. The rest of the old heap is still a heap. An operation
+    takes O(log n), plus the dead nodes that reach the top. Each of these was pushed once.
     """
 
     def __init__(self, number: Callable[[T], int]) -> None:
-        """`number`: the number of an item's live node. All other nodes of that item are dead."""
+        """`number`: gives the number of an item's live node. All other nodes of the item are dead."""
         self._number = number
         self._fresh: list[Node[T]] = []
         self._old: list[Node[T]] = []
@@ -48,7 +47,7 @@ class LazyHeap(Generic[T]):
             self._fresh, self._old = [], self._fresh
 
     def in_order(self) -> Iterator[Node[T]]:
-        """The live nodes, smallest first, O(log n) each. The heap must not change meanwhile."""
+        """The live nodes, smallest first, O(log n) each. The heap must not change during the iteration."""
         heaps = (self._fresh, self._old)
         ahead = [(heap[0], n, 0) for n, heap in enumerate(heaps) if heap]
         heapq.heapify(ahead)

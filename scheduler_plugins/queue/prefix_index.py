@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which waiting requests gain when a block is cached, and what each costs now."""
+"""The waiting requests that gain when a block is cached, and the present cost of each."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class PrefixIndex:
         self._under: dict[BlockHash, dict[QueueEntry, None]] = {}
         self._found: dict[BlockHash, int] = {}
         self.evictions = 0
-        """How often blocks were evicted. An entry looked up before that may have lost some."""
+        """The number of evictions. An entry whose last look-up is older may have lost blocks."""
         self._walked: dict[BlockHash, tuple[Sequence[BlockHash], int]] = {}
         self.stale: deque[QueueEntry] = deque()
-        """Entries whose cost may have fallen since they were looked up."""
+        """Entries whose cost may have fallen since their last look-up."""
 
     def added(self, blocks: Iterable[BlockHash]) -> None:
-        """These blocks can be read from the cache now."""
+        """Note blocks that can be read from the cache now."""
         self._walked = {}
         under = self._under
         for block in blocks:
@@ -44,7 +44,7 @@ class PrefixIndex:
                 self.stale.extend(waiters)
 
     def removed(self) -> None:
-        """Blocks were evicted. An entry that lost some is found when it comes to the head."""
+        """Note that blocks were evicted. Entries that lost blocks are found when they come to the head."""
         self._walked = {}
         self.evictions += 1
 
@@ -53,7 +53,7 @@ class PrefixIndex:
         return block in self._found
 
     def look_up(self, entry: QueueEntry) -> None:
-        """Set `entry.cached` to what is cached now. File the entry if a block is missing."""
+        """Update `entry.cached`. File the entry if a block is missing."""
         hashes, usable = entry.request.block_hashes, entry.usable
         start = 0 if entry.evictions != self.evictions else entry.cached
         end = self._walk(hashes, start, usable)
@@ -84,15 +84,15 @@ class PrefixIndex:
             entry.missing = None
 
     def count(self, request_hashes: Sequence[BlockHash], usable: int) -> int:
-        """How many leading blocks are cached, out of the first `usable`."""
+        """The number of leading blocks that are cached, out of the first `usable`."""
         return self._walk(request_hashes, 0, usable)
 
     def stale_all(self, entries: Iterable[QueueEntry]) -> None:
-        """Everything has to be evaluated anew."""
+        """Mark all entries stale."""
         self.stale = deque(entries)
 
     def drain(self, most: int) -> Sequence[QueueEntry]:
-        """Take up to `most` entries from `stale`. Those that no longer wait are dropped."""
+        """Take up to `most` entries from `stale`. Entries that no longer wait are dropped."""
         stale = self.stale
         drained: list[QueueEntry] = []
         while stale and len(drained) < most:
@@ -104,9 +104,8 @@ class PrefixIndex:
     def _walk(self, hashes: Sequence[BlockHash], start: int, usable: int) -> int:
         """Index of the first block at or after `start` that is not cached.
 
-        Requests that share a prefix walk the same blocks. The walk of the first is remembered until
-        the cache changes, so each of the others needs one comparison: equal hashes mean equal
-        prefixes.
+        Requests that share a prefix walk the same blocks. The first walk is remembered until the cache changes. Each
+        later request needs one comparison, because equal hashes mean equal prefixes.
         """
         if start >= usable:
             return start
@@ -121,7 +120,7 @@ class PrefixIndex:
 
 
 def _common(a: Sequence[BlockHash], b: Sequence[BlockHash], low: int, high: int) -> int:
-    """The largest end in `low..high` up to which `a` and `b` are equal. Up to `low` they are."""
+    """The largest end in `low..high` up to which `a` and `b` are equal. They must be equal up to `low`."""
     if low < high and a[high - 1] == b[high - 1]:
         return high
     while low < high:
@@ -134,7 +133,7 @@ def _common(a: Sequence[BlockHash], b: Sequence[BlockHash], low: int, high: int)
 
 
 class Costs(Protocol):
-    """Where the cost model comes from: `OnlineFit`, or anything that holds one."""
+    """The source of the cost model: `OnlineFit`, or any object with a `model`."""
 
     @property
     def model(self) -> CostModel: ...
@@ -143,7 +142,7 @@ class Costs(Protocol):
 class CostEstimator:
     """Computes keys and costs from the policy, the prefix cache and the cost model.
 
-    It changes nothing except what the index notes of an entry.
+    It changes only the index's notes in an entry.
     """
 
     def __init__(
@@ -153,17 +152,17 @@ class CostEstimator:
         self._prefix_index = prefix_index
         self._costs = costs
         self.model = costs.model
-        """The cost model in use, see `renew`. Others may read it, not change it."""
+        """The cost model in use, see `renew`. Read it, do not change it."""
         self._page_size = page_size
 
     def entry(self, request: Waiting) -> QueueEntry:
-        """An entry for a request, not evaluated."""
+        """A new entry for a request, not yet evaluated."""
         entry = QueueEntry(request, self._page_size)
         entry.group = self.policy.group(request)
         return entry
 
     def evaluate(self, entry: QueueEntry) -> tuple[float, float]:
-        """Key and cost in seconds as of now."""
+        """The present key, and the present cost in seconds."""
         request, calibrated = entry.request, self.policy.calibrated
         if calibrated:
             self._prefix_index.look_up(entry)
@@ -176,21 +175,21 @@ class CostEstimator:
         return key, cost_s
 
     def cost_s(self, request: Waiting) -> float:
-        """Predicted prefill time of a request, given what is cached now."""
+        """Predicted prefill time of a request with the present cache."""
         return self.model.prefill_s(request.tokens, self.known_tokens(request))
 
     def known_tokens(self, request: Waiting) -> int:
-        """Tokens of a request that need no computing: cached now, or sent by another engine."""
+        """Tokens of a request that need no computing: they are cached, or another engine sends them."""
         usable = QueueEntry(request, self._page_size).usable
         return self._known(request, self._prefix_index.count(request.block_hashes, usable))
 
     def left(self, request: Waiting, computed_tokens: int) -> float:
-        """The key of the rest of a prefill under way."""
+        """The key of the remaining part of a running prefill."""
         left_s = self.model.prefill_s(request.tokens, computed_tokens)
         return self.policy.key(request, computed_tokens, left_s)
 
     def renew(self) -> bool:
-        """Take up the newest model. Returns whether it is another one."""
+        """Switch to the newest model. Returns whether the model changed."""
         changed = self.model is not self._costs.model
         self.model = self._costs.model
         return changed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue: classes share the engine, a policy orders each class, the cache changes the order."""
+"""The queue: classes share the engine, a policy orders each class, and the cache changes the order."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from scheduler_plugins.queue.prefix_index import CostEstimator, Costs, PrefixInd
 from scheduler_plugins.queue.turned_back import TurnedBack
 
 LOOKS_PER_PEEK = 32
-"""Most entries that are evaluated anew before one is chosen. The order is exact unless, since the last
-choice, the cache made more requests than that cheaper, or more than that at the head dearer."""
+"""The most entries that are evaluated again before a choice. The order is exact unless, since the last choice, the
+cache made more requests cheaper than this, or made more requests at the head more expensive."""
 
 
 class WaitingQueue:
     """Waiting requests in the order in which an engine should take them.
 
     A scan is one pass of an engine over its queue: `begin_scan`, then `peek` and `pop` until the
-    engine is full. Within a scan `pop` returns what `peek` returned, whatever the cache does in
-    between. The next scan evaluates everything anew.
+    engine is full. Within a scan `pop` returns the request that `peek` returned, even if the cache changes in between.
+    The next scan evaluates everything again.
 
-    **Bound on waiting.** `max_overtaken` bounds how often a request is overtaken, under any load and with
-    any policy. At most so many requests of its class that were added after it start before it. To keep
-    this, the queue looks at the oldest request of a class only: nobody in the class was overtaken more
-    often (`ClassQueue.overtaken`). When the oldest has reached the bound, it goes first in its class.
-    Other classes lengthen the wait by at most 1 / `reserved_fraction`. Before a request that the engine
-    has no room for (`TurnedBack`) at most so many of any class start: then it goes before everything, what
-    runs ends, and nobody takes the room that becomes free. Who is removed counts as having overtaken.
+    **Bound on waiting.** `max_overtaken` bounds how often a request is overtaken, under any load and with any policy.
+    At most `max_overtaken` requests of its class that were added later start before it. The queue checks only the
+    oldest request of a class, because no request of the class was overtaken more often (`ClassQueue.overtaken`). When
+    the oldest request has reached the bound, it goes first in its class. Other classes multiply the wait by at most 1 /
+    `reserved_fraction`. If the engine has no room for a request (`TurnedBack`), at most `max_overtaken` requests of all
+    classes start before it. After that the request goes before everything: running requests end, and no other request
+    takes the free room. A removed request counts as having overtaken.
 
-    **Batches.** `peek` returns None although requests wait if the batch has to go without another (`Batch`).
+    **Batches.** If the batch may take no further request (`Batch`), `peek` returns None although requests wait.
     """
 
     def __init__(
@@ -50,26 +50,27 @@ class WaitingQueue:
         """An empty queue.
 
         Args:
-            cached: the hashes of all blocks that can be read from the cache; `in` must be quick.
+            cached: the hashes of all blocks that can be read from the cache; `in` must be fast.
             page_size: tokens in a block.
         """
         self._max_overtaken = max_overtaken
         self._prefix_index = PrefixIndex(cached)
         self.estimator = CostEstimator(policy, self._prefix_index, costs, page_size=page_size)
-        """Others may ask it, not change it."""
+        """Read it, do not change it."""
         self._entries: dict[str, QueueEntry] = {}
         self._class_queues: dict[str, ClassQueue] = {}
         self._popped: dict[str, tuple[QueueEntry, Mapping[str, float] | None]] = {}
-        """What was popped in this scan, and what its class paid; None: it has that back."""
+        """Entries popped in this scan, with the payment of their class; None: the class has it back."""
         self._head: QueueEntry | None = None
         self._head_cost_s = 0.0
-        """What the class pays for it. As of `peek`: an engine may store a request's blocks before it pops it."""
+        """The payment of the head's class, fixed at `peek`: an engine may store a request's blocks before it pops the
+        request."""
         self._turned_back = TurnedBack()
         self._next_of_all: QueueEntry | None = None
         """The request that goes before everything in this scan."""
         self._batch = Batch()
         self.fair_share = FairShare()
-        """The classes. Others may ask it, not change it."""
+        """The classes. Read it, do not change it."""
         self.set_classes(classes)
 
     def __len__(self) -> int:
@@ -79,12 +80,12 @@ class WaitingQueue:
         return request_id in self._entries
 
     def __iter__(self) -> Iterator[Waiting]:
-        """All requests, class by class, in the order of the last evaluation."""
+        """All requests by class, in the order of the last evaluation."""
         for class_queue in self._class_queues.values():
             yield from (entry.request for entry in class_queue)
 
     def set_classes(self, classes: Sequence[QosClass]) -> None:
-        """Use other classes. Requests move to theirs, and keep their order of arrival."""
+        """Use other classes. Requests move to their new classes, and keep their order of arrival."""
         arrived = sorted(self._entries.values(), key=lambda entry: entry.request.arrival_s)
         self._class_queues = {one.name: ClassQueue() for one in classes}
         self.fair_share.update(classes, self._class_queues)
@@ -112,22 +113,22 @@ class WaitingQueue:
         return list(self._class_queues)
 
     def class_queue(self, name: str) -> ClassQueue:
-        """What waits in a class. To be read, not changed."""
+        """The queue of a class. Read it, do not change it."""
         return self._class_queues[name]
 
     def added(self, blocks: Iterable[BlockHash]) -> None:
-        """The cache has new blocks, and `cached` has them already.
+        """Note that the cache has new blocks. `cached` has them already.
 
-        Call once for all that an engine step stored.
+        Call once for all blocks that an engine step stored.
         """
         self._prefix_index.added(blocks)
 
     def removed(self) -> None:
-        """The cache has lost blocks, and `cached` has them no more."""
+        """Note that the cache has lost blocks. `cached` no longer has them."""
         self._prefix_index.removed()
 
     def refresh(self, most: int) -> None:
-        """Between two scans: evaluate anew up to `most` requests whose cost has changed."""
+        """Call between two scans: evaluate again up to `most` requests whose cost has changed."""
         if self.estimator.renew():
             self._prefix_index.stale_all(self._entries.values())
         if self._prefix_index.stale:
@@ -136,12 +137,12 @@ class WaitingQueue:
     def wanted(self, block: BlockHash) -> bool:
         """Whether the cached prefix of a waiting request ends with this block, as last evaluated.
 
-        Known only with policies that follow the cache.
+        This works only with policies that follow the cache.
         """
         return self._prefix_index.wanted(block)
 
     def add(self, request: Waiting) -> None:
-        """A new request. Raises ValueError if one with its id waits already."""
+        """Add a new request. Raises ValueError if a request with its id waits already."""
         entry = self._new(request)
         class_queue = self._queue_of(entry)
         class_queue.append(entry)
@@ -150,10 +151,10 @@ class WaitingQueue:
     def prepend(self, request: Waiting) -> None:
         """Put back a request that was popped.
 
-        One that was popped in this scan was not started: it gets its position back, and its class the
-        cost. One that was popped earlier was preempted: it becomes the first and the oldest of its
-        class, so that what it computed is still cached, and the class does not pay for it again.
-        Report the blocks that it leaves in the cache (`added`) before this call.
+        If it was popped in this scan, it was not started: it gets its position back, and its class gets the cost back.
+        If it was popped earlier, it was preempted: it becomes the first and the oldest of its class, so its KV is still
+        cached, and the class does not pay again. Before this call, report the blocks that it leaves in the cache
+        (`added`).
         """
         self.skipped(request.id)
         popped = self._popped.pop(request.id, None)
@@ -168,8 +169,8 @@ class WaitingQueue:
         self._class_queues[entry.class_name].put_back(entry)
 
     def skipped(self, request_id: str) -> None:
-        """A request that was popped in this scan was not started: it fills no batch, has overtaken nobody,
-        and its class gets back at once what it paid, for its next request in this scan."""
+        """Note that a request popped in this scan was not started. It fills no batch, and has overtaken no request. Its
+        class gets the payment back at once, for its next request in this scan."""
         if self._batch.drop(request_id):
             self._turned_back.starts -= 1
         entry, booked = self._popped.get(request_id, (None, {}))
@@ -179,25 +180,25 @@ class WaitingQueue:
             self._popped[request_id] = entry, None
 
     def loads(self, request_id: str) -> None:
-        """A request that was popped in this scan has its room, and waits for KV from another engine: it has
-        started, but fills no batch."""
+        """Note that a request popped in this scan has room and waits for KV from another engine. It has started, but
+        fills no batch."""
         self._batch.drop(request_id)
 
     def no_room(self, request_id: str) -> None:
-        """The engine peeked at this request in this scan, and had no room in its cache for it."""
+        """Note that the engine peeked at this request in this scan, and had no room for it in its cache."""
         self._turned_back.add(request_id)
 
     def had_room(self, request_id: str) -> bool:
-        """Whether the engine never lacked room for this request."""
+        """Whether the engine has always had room for this request."""
         return request_id not in self._turned_back
 
     @property
     def may_end_early(self) -> bool:
-        """Whether `peek` may return None although requests wait."""
+        """Whether `peek` can return None although requests wait."""
         return self._batch.guarded or self.policy.splits_batches
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
-        """The engine begins a pass over its queue.
+        """Begin a scan: the engine passes over its queue.
 
         Args:
             full: a request that wants a batch of its own is being prefilled.
@@ -214,18 +215,18 @@ class WaitingQueue:
 
     @property
     def head(self) -> QueueEntry | None:
-        """The entry of the request that `peek` returns. To be read, not changed."""
+        """The entry of the request that `peek` returns. Read it, do not change it."""
         if self._head is None:
             self._head = self._choose()
         return self._head
 
     def peek(self) -> Waiting | None:
-        """The next request; None if none waits, or if the batch has to go without another."""
+        """The next request; None if none waits, or if the batch may take no further request."""
         head = self.head
         return head.request if head else None
 
     def pop(self) -> Waiting:
-        """Take the request that `peek` returns. Raises IndexError if that is None."""
+        """Take the request that `peek` returns. Raises IndexError if `peek` returns None."""
         entry, self._head = self._head or self._choose(), None
         if entry is None:
             raise IndexError("pop from a queue that has no request to start")
@@ -243,7 +244,7 @@ class WaitingQueue:
         return request
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request. Returns False if it does not wait."""
+        """Remove a request. Returns False if it does not wait."""
         self._popped.pop(request_id, None)
         entry = self._entries.get(request_id)
         if entry is None:
@@ -270,7 +271,7 @@ class WaitingQueue:
         return entry
 
     def _cost_s(self, entry: QueueEntry) -> float:
-        """What its class pays if it starts now."""
+        """The payment of the request's class if the request starts now."""
         if entry.resumed:
             return 0.0
         exact = self.policy.calibrated and entry.evictions == self._prefix_index.evictions
@@ -290,8 +291,8 @@ class WaitingQueue:
             return self._next_of_all
         entry = class_queue.first()
         if self.policy.calibrated:
-            # Keys computed before an eviction are lower bounds. So the first entry whose key is
-            # known to be true is the true first.
+            # Keys computed before an eviction are lower bounds. So the first entry with an up-to-date key is really the
+            # first.
             while entry and looks and entry.evictions != self._prefix_index.evictions:
                 self._rescore(entry)
                 looks -= 1

@@ -6,8 +6,8 @@ In a deployment's config: `request_router_config: {request_router_class:
 
 | file | what is in it |
 |---|---|
-| `fleet.py` | the replicas as policies see them, and what was sent to each; without Ray |
-| `request_router.py` | the router that Serve asks |
+| `fleet.py` | the replicas as policies see them, and the requests sent to each; without Ray | | `request_router.py` |
+the router that Serve calls |
 """
 
 from scheduler_plugins.ray.request_router import PolicyRequestRouter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas of one deployment as policies see them. No I/O, no clock, nothing of Ray's."""
+"""The replicas of one deployment as policies see them. No I/O, no clock, no Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS, describe
 from scheduler_plugins.router.routing.view import LiveView
 
 FORGOTTEN_S = 600.0
-"""Serve does not say that a replica was chosen and then not asked. Such a request counts for this long."""
+"""If a replica is chosen and then gets no request, Serve does not say so. Such a request counts for this time."""
 
 
 class Replica(Loaded):
@@ -53,13 +53,13 @@ class _Sent(NamedTuple):
 
 
 class Fleet:
-    """The replicas of one deployment, and what this router has sent to each.
+    """The replicas of one deployment, and the requests that this router has sent to each.
 
     Args:
-        policy: decides. The part of its decision for the other side of a pair is not used.
-        role: what the replicas do. `PREFILL` and `DECODE` are the sides of a pair; replicas of role
-            `WHOLE` answer requests alone.
-        random: chance of the policy's.
+        policy: chooses replicas. Its choice for the other side of a pair is not used.
+        role: the work of the replicas. `PREFILL` and `DECODE` are the sides of a pair; replicas of role `WHOLE` answer
+            requests alone.
+        random: the policy's random number generator.
     """
 
     def __init__(self, policy: Policy, role: Role, random: Random) -> None:
@@ -70,11 +70,11 @@ class Fleet:
         self._sent: dict[str, _Sent] = {}
         self._prefixes = Prefixes()
         self._lengths = PromptMemory(0)
-        # Policies decide for both sides. Who decodes is decided where the request came from.
+        # Policies decide for both sides. The sender of the request has already chosen the decode replica.
         self._other = Replica("", Role.DECODE)
 
     def set_replicas(self, names: Iterable[str]) -> None:
-        """The replicas that there are now. What is known of others is forgotten."""
+        """Set the present replicas. Everything about other replicas is forgotten."""
         wanted = set(names)
         for name in self._replicas.keys() - wanted:
             del self._replicas[name]
@@ -91,12 +91,12 @@ class Fleet:
         candidates: Sequence[str],
         now_s: float,
     ) -> str | None:
-        """The replica for a request, which counts as sent there; None: ask again later.
+        """The replica for a request; None: ask again later. The request counts as sent to the replica.
 
         Args:
-            request_id: Serve's own, which no client chooses.
+            request_id: Serve's own id, which no client can choose.
             body: fields of the client's request.
-            candidates: replicas that may be chosen.
+            candidates: the replicas to choose from.
         """
         self.ended(request_id, now_s)
         self._forget(now_s)
@@ -110,7 +110,7 @@ class Fleet:
         return name
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """A request has ended, in whatever way. Unknown ids change nothing."""
+        """Note that a request has ended, in any way. Unknown ids change nothing."""
         sent = self._sent.pop(request_id, None)
         replica = self._replicas.get(sent.replica) if sent else None
         if replica is not None:

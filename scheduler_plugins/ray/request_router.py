@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Serve asks which replica gets a request.
+"""The request router of Serve, which chooses a replica for each request.
 
-Serve makes one of these for each deployment in every process that sends it requests: in the ingress for
-decode replicas, in each decode replica for prefill replicas. Each knows what it has sent itself.
+For each deployment, Serve makes one router in every process that sends requests to it: in the ingress for decode
+replicas, in each decode replica for prefill replicas. A router knows only the requests that it has sent.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _PREFIXES = {"Prefill:": Role.PREFILL, "Decode:": Role.DECODE}
 
 
 class PolicyRequestRouter(RequestRouter):
-    """Sends each request to the replica that a policy of `pd-router`'s chooses."""
+    """Sends each request to the replica that a policy of `pd-router` chooses."""
 
     def initialize_state(self, policy: str = "cache_aware", decode_policy: str = "") -> None:
         """Called by Serve with `request_router_kwargs`.
 
         Args:
-            policy: as `pd-router --policy` takes it.
-            decode_policy: as `--decode-policy`; empty: the rule that goes with `policy`. It decides
-                among the decode replicas of a pair.
+            policy: a value of `pd-router --policy`.
+            decode_policy: a value of `--decode-policy`; empty: the rule that goes with `policy`. It chooses among the
+                decode replicas of a pair.
 
         Raises:
             ConfigError: no policy has that name.
@@ -61,7 +61,7 @@ class PolicyRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The policy's choice first; the others follow, for the case that it has no room."""
+        """The policy's choice first. The others follow in case the first has no room."""
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # all candidates are named each time
@@ -74,9 +74,9 @@ class PolicyRequestRouter(RequestRouter):
                 list(by_name),
                 time.monotonic(),
             )
-        except BadRequestError:  # the engine will say what is wrong with it
+        except BadRequestError:  # the engine will report the error
             return [candidate_replicas]
-        except Exception:  # Serve would log it, and the request would wait without end
+        except Exception:  # Serve would log the error, and the request would wait for ever
             logger.exception("the policy failed: any replica may have the request")
             return [candidate_replicas]
         if chosen is None:
@@ -91,7 +91,7 @@ class PolicyRequestRouter(RequestRouter):
 
 
 def _body(pending: PendingRequest) -> Mapping[str, Any]:
-    """The fields of a client's request that policies look at; none where it is no such request."""
+    """The fields of a client's request that policies use; empty if it is not such a request."""
     request = pending.args[0] if pending.args else None
     found = {name: getattr(request, name, None) for name in _FIELDS}
     return {name: value for name, value in found.items() if value is not None}

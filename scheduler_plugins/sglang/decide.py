@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the next step starts, decided on one rank from SGLang's waiting requests.
+"""The choice of the requests that the next step starts, made on one rank from SGLang's waiting requests.
 
-SGLang sorts a list, and starts requests from its front until the step is full. The queue of
-`scheduler_plugins.queue` is popped instead. So as many requests are popped as the step may hold, SGLang
-may start these and no others, and what it did not start is put back before the next step.
+SGLang sorts a list, and starts requests from its front until the step is full. Here requests are popped from the queue
+of `scheduler_plugins.queue` until the step is full. SGLang may start only these. Requests that it did not start are put
+back before the next step.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from scheduler_plugins.sglang.steps import StepTimer
 logger = logging.getLogger("scheduler_plugins.sglang")
 
 _MOST_ENDED = 4096
-"""Requests that are remembered although they neither wait nor have stored their prompt."""
+"""The most remembered requests that neither wait nor have stored their prompt."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What SGLang made of the last decision."""
+    """SGLang's result of the last decision."""
 
     started: frozenset[str] = frozenset()
     refused: str = ""
-    """The request that it had no room for in its cache, if any."""
+    """The request for which SGLang's cache had no room, if any."""
 
 
 class Prefill(NamedTuple):
-    """The prompt that is being computed in chunks; SGLang has one at a time."""
+    """The request whose prompt is computed in chunks. SGLang has one at a time."""
 
     request: Waiting
     computed_tokens: int
@@ -51,8 +51,7 @@ class Prefill(NamedTuple):
 
 
 class StepDecider:
-    """Decides step by step. Reads SGLang's scheduler, and changes nothing of it but look-ups in its
-    radix cache."""
+    """Decides step by step. It only reads SGLang's scheduler, except for look-ups in the radix cache."""
 
     def __init__(self, scheduler: Any, settings: LiveSettings, start: CostModel | None) -> None:
         """
@@ -77,15 +76,15 @@ class StepDecider:
         )
         self._sign = 1 if scheduler.schedule_low_priority_values_first else -1
         self._waiting: dict[str, Waiting] = {}
-        """All requests that SGLang has waiting; those of `_popped` are not in the queue."""
+        """All waiting requests of SGLang. Requests in `_popped` are not in the queue."""
         self._popped: dict[str, Waiting] = {}
 
     def decide(self, waiting: Sequence[Any], running_batch: Any, outcome: Outcome) -> Decision:
-        """What the step that is put together now may start.
+        """The requests that the step that is scheduled now may start.
 
         Args:
             waiting: SGLang's waiting requests (`Req`).
-            outcome: of the last decision.
+            outcome: the outcome of the last decision.
         """
         self._view.begin()
         requests = {req.rid: req for req in waiting}
@@ -93,7 +92,7 @@ class StepDecider:
         if self._settings.changed():
             self.queue.set_policy(self._settings.policy(), self._settings.max_overtaken)
             self.queue.set_classes(self._settings.classes)
-        self.queue.removed()  # what may have been evicted is looked up anew
+        self.queue.removed()  # prefixes that may have been evicted are looked up again
         prefill = self._prefill_under_way()
         self.queue.begin_scan(
             full=prefill is not None and self._wants_own_batch(prefill.request),
@@ -113,7 +112,7 @@ class StepDecider:
         return Decision(start, self._view.looked_up, limit, reserved)
 
     def ended(self, batch: Any, now_s: float) -> None:
-        """SGLang has processed the result of a step: its prompts are in the radix cache, or will be
+        """Called when SGLang has processed the result of a step. The step's prompts are in the radix cache, or will be
         before the next decision. `now_s` is `time.monotonic()`."""
         self._steps.ended(batch, now_s)
         if not batch.forward_mode.is_extend():
@@ -126,7 +125,7 @@ class StepDecider:
                 self._view.forget(req.rid)
 
     def _settle(self, requests: Mapping[str, Any], outcome: Outcome) -> None:
-        """Put back what was popped and not started, and forget what does not wait any more."""
+        """Put back requests that were popped and not started, and forget requests that no longer wait."""
         for request_id, request in reversed(self._popped.items()):
             if request_id in outcome.started:
                 del self._waiting[request_id]
@@ -145,13 +144,13 @@ class StepDecider:
             self._view.retain(requests)
 
     def _take_in(self, requests: Mapping[str, Any]) -> None:
-        """Add what has come since the last step."""
+        """Add requests that came since the last step."""
         for request_id, req in requests.items():
             if request_id in self._waiting:
                 continue
             described = describe(req, self._view.add(req), self._sign)
             self._waiting[request_id] = described
-            if req.retracted_stain:  # it ran, and SGLang took its pages back
+            if req.retracted_stain:  # the request ran, and SGLang took its pages back
                 self.queue.prepend(described)
             else:
                 self.queue.add(described)
@@ -167,7 +166,7 @@ class StepDecider:
         return policy.splits_batches and policy.wants_own_batch(request)
 
     def _step_tokens(self, prefill: Prefill | None) -> int:
-        """Prompt tokens of the step, whole pages."""
+        """Prompt tokens of the step, in whole pages."""
         classes = [] if prefill is None else [prefill.request.qos]
         tokens = step_tokens(self.queue, self._most_tokens, classes)
         if tokens >= self._most_tokens or self._scheduler.chunked_prefill_size is None:
@@ -175,11 +174,11 @@ class StepDecider:
         return max(self._page_size, tokens // self._page_size * self._page_size)
 
     def _reserved(self, prefill: Prefill, budget_tokens: int) -> int:
-        """Prompt tokens of the step for requests that go before the rest of a prefill: whole pages,
-        and at least one page is left for it.
+        """Prompt tokens of the step for requests that overtake a running prefill. They are whole pages, and leave at
+        least one page for the prefill.
 
-        SGLang does not preempt a prefill between two chunks. So a class that is owed gets the room
-        for its next request, as far as it fits into the step, and the prefill gets the rest.
+        SGLang does not preempt a prefill between two chunks. So a class that is owed gets room for its next request, up
+        to the size of the step, and the prefill gets the rest.
         """
         head = self.queue.head
         if head is None or not self._view.enabled or not self.queue.had_room(head.request.id):
@@ -192,10 +191,10 @@ class StepDecider:
         return min(self._pages(tokens), max(0, most))
 
     def _choose(self, left_tokens: int, slots: int, prefill: Prefill | None) -> list[str]:
-        """Pop what fills the step.
+        """Pop the requests that fill the step.
 
-        A request whose prompt goes on with what this step computes anyway is left for a later one,
-        which finds it in the cache.
+        If a prompt continues a prefix that this step computes anyway, the request waits for a later step, which finds
+        the prefix in the cache.
         """
         start: list[str] = []
         coming: set[Grain] = set()

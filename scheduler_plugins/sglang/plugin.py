@@ -25,7 +25,7 @@ _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 
 
 class _Function(NamedTuple):
-    """A function of SGLang's and the first parameters it must have."""
+    """A function of SGLang, and the first parameters that it must have."""
 
     target: str
     parameters: tuple[str, ...]
@@ -34,7 +34,7 @@ class _Function(NamedTuple):
 def register() -> None:
     """Add the policy's name and the hooks.
 
-    SGLang logs what a plugin raises and goes on: its argument parser would then call the policy's name
+    If a plugin raises, SGLang logs the error and goes on. Its argument parser would then call the policy's name
     invalid. So the reason is logged here.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def _check(wanted: _Function) -> None:
-    """Raises ConfigError where SGLang's function is not the one that is known."""
+    """Raises ConfigError if SGLang's function is missing or has other parameters."""
     try:
         function = pkgutil.resolve_name(wanted.target)
     except (ImportError, AttributeError) as error:
@@ -70,7 +70,7 @@ def _add_choice(result: Any, parser: Any) -> None:
 
 
 def _make_policy(original: Callable[..., Any], scheduler: Any) -> Any:
-    """AROUND: SGLang refuses a name that is not its own, so it makes another policy first."""
+    """AROUND: SGLang refuses unknown names, so it makes another policy first."""
     if scheduler.schedule_policy != POLICY:
         return original(scheduler)
     from sglang.srt.runtime_context import get_disagg, get_parallel
@@ -97,7 +97,7 @@ def _step_ended(result: Any, scheduler: Any, batch: Any, *args: Any, **options: 
 
 
 def _manager_made(result: Any, manager: Any, *args: Any, **options: Any) -> None:
-    """AFTER the tokenizer manager, which receives all requests, was made."""
+    """AFTER the tokenizer manager is made. It receives all requests."""
     from sglang.srt.runtime_context import get_schedule, get_serving
 
     if get_schedule().schedule_policy != POLICY:

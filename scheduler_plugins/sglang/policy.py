@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's `SchedulePolicy` and `PrefillAdder` with our order.
 
-SGLang decides everything that is not about order. In each step it calls `calc_priority`, which brings
-the requests that may start to the front of its waiting queue; then an adder takes them from there while
-they fit. A prompt that is computed in chunks goes first, and `shortest_prefill_chunk_limit` says how
-much of the step it gets.
+SGLang decides everything except the order. In each step it calls `calc_priority`, which moves the requests that may
+start to the front of its waiting queue. Then an adder takes them from there while they fit. A prompt that is computed
+in chunks goes first. `shortest_prefill_chunk_limit` limits its tokens in the step.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ logger = logging.getLogger("scheduler_plugins.sglang")
 
 
 class OrderedPolicy(SchedulePolicy):
-    """Orders waiting requests by what each costs given what is cached now, class by class."""
+    """Orders the waiting requests of each class by their cost with the present cache."""
 
     def __init__(self, scheduler: Any) -> None:
-        """Raises QosError, ProfileError: the settings or the cost model named cannot be used."""
+        """Raises QosError, ProfileError: the settings or the named cost model are invalid."""
         super().__init__(
             "fcfs",
             scheduler.tree_cache,
@@ -41,12 +40,12 @@ class OrderedPolicy(SchedulePolicy):
         group = scheduler.tp_group
         first = group.rank_in_group == 0
         self._ranks = Ranks(group.cpu_group, group.first_rank, first, group.world_size)
-        # All ranks read them, so that an engine with a bad file ends on all of them.
+        # All ranks read the settings, so an invalid file ends the engine on all ranks.
         settings = LiveSettings(path_in(SETTINGS_VARIABLE), SchedulerSection())
         profile = path_in(COST_MODEL_VARIABLE)
         start = load(profile) if profile else None
         self.decider = StepDecider(scheduler, settings, start) if first else None
-        """Decides for all ranks; None on the others."""
+        """Decides for all ranks; None on the other ranks."""
         self._decision = Decision()
         self._adder: OrderedAdder | None = None
         name = type(settings.policy()).__name__
@@ -55,7 +54,7 @@ class OrderedPolicy(SchedulePolicy):
     def calc_priority(
         self, waiting_queue: list[Any], running_batch: Any = None, processed_tokens: int = 0
     ) -> None:
-        """Bring what may start in this step to the front, in its order. Arguments are SGLang's."""
+        """Move the requests that may start in this step to the front, in order. Arguments are SGLang's."""
         outcome, self._adder = self._outcome(), None
 
         def decide() -> Decision:
@@ -77,7 +76,7 @@ class OrderedPolicy(SchedulePolicy):
     def shortest_prefill_chunk_limit(
         self, chunked_req: Any, waiting_queue: list[Any], budget: int, page_size: int
     ) -> int | None:
-        """Most tokens of the prefill under way in this step; None: no limit. Arguments are SGLang's."""
+        """The most tokens of the running prefill in this step; None: no limit. Arguments are SGLang's."""
         left = (budget - self._decision.reserved_tokens) // page_size * page_size
         return left if self._decision.reserved_tokens and left >= page_size else None
 
@@ -87,7 +86,7 @@ class OrderedPolicy(SchedulePolicy):
         return self._adder
 
     def ended(self, batch: Any) -> None:
-        """SGLang has processed the result of a step."""
+        """Called when SGLang has processed the result of a step."""
         if self.decider is not None:
             self.decider.ended(batch, time.monotonic())
 
@@ -99,16 +98,16 @@ class OrderedPolicy(SchedulePolicy):
 
 
 class OrderedAdder(PrefillAdder):
-    """Starts what was decided, and nothing else."""
+    """Starts the chosen requests, and no others."""
 
     rem_chunk_tokens: int | None
-    """SGLang's: prompt tokens that are left of the step; None: no limit."""
+    """SGLang's attribute: prompt tokens left in the step; None: no limit."""
 
     def __init__(self, decision: Decision, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._may_start = frozenset(decision.start)
         self.refused = ""
-        """The request that the cache had no room for, if any."""
+        """The request for which the cache had no room, if any."""
         if decision.step_tokens is not None and self.rem_chunk_tokens is not None:
             self.rem_chunk_tokens = min(self.rem_chunk_tokens, decision.step_tokens)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's radix cache holds of waiting prompts, in the words of the queue.
+"""The cached prefixes of waiting prompts in SGLang's radix cache, in the form that the queue uses.
 
-The queue asks whether a hash is cached, and a hash stands for a prompt up to there. SGLang's tree has
-no hashes: it is asked with tokens, and answers how many of them it has. So a prompt is cut into
-`Grain`s, and the first grain that the queue asks for makes one look-up in the tree, which answers for
-all grains of that prompt. Answers hold for one step.
+The queue asks whether a hash is cached, and a hash stands for the beginning of a prompt. SGLang's tree has no hashes: a
+look-up takes tokens, and returns the number of them that are cached. So a prompt is cut into `Grain`s. The first grain
+that the queue asks for makes one look-up in the tree, which answers for all grains of the prompt. Answers are valid for
+one step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from sglang.srt.mem_cache.common import match_kv_cache
 
 _TOKENS = 32
-"""Tokens of a grain, at least: shorter shared prefixes are not worth waiting for, as in SGLang's own
-policies (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`)."""
+"""The least number of tokens of a grain. Shorter shared prefixes are not worth waiting for, as in SGLang's own policies
+(`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`)."""
 
 
 def grain_tokens(page_size: int) -> int:
-    """Tokens of a grain: whole pages, because the tree shares whole pages."""
+    """Tokens of a grain. They are whole pages, because the tree shares whole pages."""
     return page_size * max(1, -(-_TOKENS // page_size))
 
 
@@ -42,10 +42,10 @@ class Grain:
 
 
 class PrefixView:
-    """Grains that a request which starts now would find. A container, as `PrefixIndex` wants it."""
+    """The grains that a request would find if it started now. A container, as `PrefixIndex` needs it."""
 
     def __init__(self, tree_cache: Any, page_size: int) -> None:
-        """`tree_cache`: SGLang's; one that is disabled holds nothing."""
+        """`tree_cache`: SGLang's tree; a disabled tree is empty."""
         self._tree = tree_cache
         self.enabled = not getattr(tree_cache, "disable", True)
         self.page_size = grain_tokens(page_size)
@@ -53,24 +53,24 @@ class PrefixView:
         self._prompts: dict[str, tuple[Any, Sequence[Grain]]] = {}
         self._known: dict[Grain, bool] = {}
         self.looked_up: list[str] = []
-        """Ids of the requests that were looked up in this step, in that order.
+        """Ids of the requests whose prompts were looked up in this step, in order.
 
-        A look-up marks what it finds as used, which changes what SGLang evicts. The trees of all ranks
-        must stay alike, so the others repeat these."""
+        A look-up marks nodes as used, which changes SGLang's evictions. The trees of all ranks must stay equal, so the
+        other ranks repeat these look-ups."""
 
     def begin(self) -> None:
-        """A step begins: what was known may have changed."""
+        """Called when a step begins. Earlier answers may be outdated."""
         self._known = {}
         self.looked_up = []
 
     def add(self, req: Any) -> Sequence[Grain]:
-        """Cut a waiting request's prompt into grains; what does not fill the last one is left out."""
+        """Cut a waiting request's prompt into grains. An incomplete last grain is left out."""
         grains = cut(req, self.page_size) if self.enabled else ()
         self._prompts[req.rid] = req, grains
         return grains
 
     def forget(self, request_id: str) -> None:
-        """A request is not asked for any more."""
+        """Forget a request."""
         self._prompts.pop(request_id, None)
 
     def retain(self, request_ids: Container[str]) -> None:
@@ -81,7 +81,7 @@ class PrefixView:
         return len(self._prompts)
 
     def grains(self, request_id: str) -> Sequence[Grain]:
-        """The grains of a request that was added and is not forgotten; else none."""
+        """The grains of a request that was added and not forgotten; otherwise none."""
         return self._prompts[request_id][1] if request_id in self._prompts else ()
 
     def __contains__(self, grain: object) -> bool:
@@ -100,12 +100,12 @@ class PrefixView:
         for grain in grains[:cached]:
             self._known[grain] = True
         for grain in grains[cached:]:
-            # Another request may be allowed to use more of the same prompt than this one.
+            # Another request may be allowed to use more of the same prompt than this request.
             self._known.setdefault(grain, False)
 
 
 def cut(req: Any, tokens: int) -> Sequence[Grain]:
-    """The grains of a request of SGLang's. Its adapter and its salt belong to every grain."""
+    """The grains of a request of SGLang. Every grain includes the request's adapter and salt."""
     ids = array("q", [*req.origin_input_ids, *req.output_ids])
     value, grains = hash((req.extra_key, req.cache_salt)), []
     for end in range(tokens, len(ids) + 1, tokens):

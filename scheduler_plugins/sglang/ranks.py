@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank decides what a step starts, and tells the others.
+"""One rank decides which requests a step starts, and tells the other ranks.
 
-Every tensor-parallel rank of SGLang runs a scheduler of its own, and all of them must put the same
-requests into the same step: a rank that chooses another one computes another shape, and the next
-collective operation never ends. Measured costs and clocks differ between ranks, so only the first one
-uses its own.
+Every tensor-parallel rank of SGLang runs a scheduler of its own, and all schedulers must put the same requests into the
+same step. If a rank chooses another request, it computes another shape, and the next collective operation never ends.
+Measured costs and clocks differ between ranks, so only the first rank uses its own.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ import torch.distributed as dist
 
 _SIZE_BYTES = 8
 _BUFFER_BYTES = 16 << 10
-"""What one broadcast carries: some 400 requests. Longer decisions take a second one."""
+"""Bytes of one broadcast, about 400 requests. Longer decisions take a second broadcast."""
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """What a step may start.
+    """The requests that a step may start.
 
-    `start`: ids of the requests to start, in this order; nobody else may. `looked_up`: ids whose prompts
-    were looked up in the prefix cache, in that order. `step_tokens`: prompt tokens of the step at most;
-    None: as many as SGLang allows. `reserved_tokens`: of these, for requests that go before the prefill
-    under way.
+    `start`: ids of the requests to start, in this order; no other request may start. `looked_up`: ids whose prompts
+    were looked up in the prefix cache, in that order. `step_tokens`: the most prompt tokens of the step; None: SGLang's
+    limit. `reserved_tokens`: the part of these for requests that overtake the running prefill.
     """
 
     start: list[str] = []
@@ -37,13 +35,13 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ranks:
-    """The ranks that schedule alike.
+    """The ranks that must schedule the same requests.
 
     Args:
         group: their process group on the CPU.
         first: global number of the rank that decides.
-        decides: whether this is it.
-        size: how many there are.
+        decides: whether this is the rank that decides.
+        size: the number of ranks.
     """
 
     def __init__(self, group: Any, first: int, decides: bool, size: int) -> None:
@@ -54,7 +52,7 @@ class Ranks:
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
 
     def agree(self, decide: Callable[[], Decision]) -> Decision:
-        """The decision of the rank that decides. All ranks call this at the same point of a step."""
+        """The decision of the deciding rank. All ranks call this at the same point of a step."""
         if self._size == 1:
             return decide()
         if self.decides:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of SGLang in the words of the queue, and how a request gets its class."""
+"""Requests of SGLang in the form that the queue uses, and the code that gives requests their class."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CUSTOM = "custom_params"
 
 
 def describe(req: Any, grains: Sequence[BlockHash], priority_sign: int) -> Waiting:
-    """A `Req` that waits.
+    """A waiting `Req`.
 
     Args:
-        grains: of its prompt, see `prefixes.cut`.
+        grains: grains of its prompt, see `prefixes.cut`.
         priority_sign: 1 if small priorities go first in SGLang, -1 if large ones do.
     """
     return Waiting(
@@ -41,7 +41,7 @@ def describe(req: Any, grains: Sequence[BlockHash], priority_sign: int) -> Waiti
 
 
 def qos_of(req: Any) -> str:
-    """Name of its class; "" if it names none. There may be no class of that name."""
+    """Name of the request's class; "" if it names none. A class with this name need not exist."""
     custom = req.sampling_params.custom_params
     named = custom.get(QOS_KEY) if isinstance(custom, dict) else None
     return named if isinstance(named, str) else ""
@@ -50,12 +50,12 @@ def qos_of(req: Any) -> str:
 class ClassMarker:
     """Writes the class of each request into it, by the rules of the configuration file.
 
-    Without rules nothing is written: clients name their class themselves, as
-    `"custom_params": {"qos": NAME}`. With rules they cannot.
+    Without rules nothing is written, and clients name their class themselves: `"custom_params": {"qos": NAME}`. With
+    rules they cannot.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Raises QosError: the file cannot be used."""
+        """Raises QosError: the file is invalid."""
         self._file = WatchedFile(path) if path else None
         self._look_s = 0.0
 
@@ -95,7 +95,7 @@ class ClassMarker:
 
 
 def _marked(sampling: Any, qos: str) -> Any:
-    """The same sampling parameters, with a class. What is none of SGLang's is left for SGLang to name."""
+    """The sampling parameters with a class. Invalid sampling parameters stay unchanged, so SGLang reports them."""
     if sampling is not None and not isinstance(sampling, dict):
         return sampling
     before = dict(sampling or {})

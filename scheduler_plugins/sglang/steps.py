@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long SGLang's steps take, and what they computed."""
+"""The durations of SGLang's steps, and the work that they computed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from scheduler_plugins.cost.online import OnlineFit
 
 
 def load_of(batch: Any) -> StepLoad:
-    """What a `ScheduleBatch` computes. One that mixes prompts and decodes has both as prompts: a
-    decode is a prompt of one new token there."""
+    """The work of a `ScheduleBatch`. A mixed batch holds decodes as prompts of one new token."""
     if batch.forward_mode.is_extend():
         chunks = zip(batch.prefix_lens, batch.extend_lens, strict=True)
         return StepLoad.of((before, before + new) for before, new in chunks)
@@ -21,10 +20,10 @@ def load_of(batch: Any) -> StepLoad:
 
 
 class StepTimer:
-    """Times steps from their launch to their result, and teaches the cost model.
+    """Measures steps from their launch to their result, and teaches the cost model.
 
-    SGLang may launch a step while the one before it runs. Its time is counted from the end of that
-    one, so that no time is counted twice.
+    SGLang may launch a step while the previous step runs. Its time is counted from the end of the previous step, so no
+    time is counted twice.
     """
 
     def __init__(self, fit: OnlineFit) -> None:
@@ -32,7 +31,7 @@ class StepTimer:
         self._ended_s = 0.0
 
     def ended(self, batch: Any, now_s: float) -> None:
-        """The result of a step has been processed. `now_s` is `time.monotonic()`, as `launch_ts` is."""
+        """Called when the result of a step has been processed. `now_s` is `time.monotonic()`, as `launch_ts` is."""
         begun_s = max(batch.launch_ts or now_s, self._ended_s)
         self.fit.note(load_of(batch), now_s - begun_s)
         self._ended_s = now_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of SGLang this scheduler does not work with: refused when the engine starts, by name."""
+"""The settings of SGLang that this scheduler does not support. They are refused by name when the engine starts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ALONE = {
 
 
 def check_supported(scheduler: Any, parallel: Any, disaggregation: Any) -> None:
-    """Raises ConfigError where SGLang is configured for what cannot be ordered.
+    """Raises ConfigError if SGLang has settings with which this scheduler cannot order requests.
 
     Args:
         scheduler: SGLang's, initialised up to its schedule policy.
         parallel: its parallel context.
-        disaggregation: its settings of disaggregation.
+        disaggregation: its disaggregation settings.
     """
     for name, option in _ALONE.items():
         if (found := getattr(parallel, name, 1)) != 1:
@@ -45,7 +45,7 @@ def check_supported(scheduler: Any, parallel: Any, disaggregation: Any) -> None:
 
 
 def check_routes(tokenizer_workers: int, *, routes: bool) -> None:
-    """Raises ConfigError where classes come from headers that no process of ours sees."""
+    """Raises ConfigError if classes come from headers, but none of our code sees the headers."""
     if routes and tokenizer_workers > 1:
         raise ConfigError(
             _refusal(

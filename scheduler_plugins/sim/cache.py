@@ -11,15 +11,14 @@ from scheduler_plugins.order.request import BlockHash
 
 
 class LruBlocks:
-    """Block hashes with room for `capacity`; the one unused for longest is evicted.
+    """Block hashes with room for `capacity`. The least recently used block is evicted.
 
-    As in vLLM the last blocks of a prompt are evicted before its first ones. The engine sees a
-    block at once; others see it when it is computed, and `lag_s` after that, and see its eviction
-    as late.
+    As in vLLM, the last blocks of a prompt are evicted before its first blocks. The engine sees a block at once. Others
+    see the block `lag_s` after it is computed, and its eviction with the same delay.
     """
 
     def __init__(self, capacity: int, *, lag_s: float = 0.0) -> None:
-        """`lag_s`: how late others learn of a block, in seconds."""
+        """`lag_s`: delay until others know of a block, in seconds."""
         if capacity < 1:
             raise ValueError(f"capacity {capacity}: must be at least 1 block")
         self._capacity = capacity
@@ -35,18 +34,18 @@ class LruBlocks:
 
     @property
     def hashes(self) -> KeysView[BlockHash]:
-        """What is cached, as it changes: for a queue."""
+        """The cached hashes, as a live view for a queue."""
         return self._blocks.keys()
 
     def prefix(self, hashes: Sequence[BlockHash], usable: int) -> int:
-        """How many leading blocks are cached, out of the first `usable`."""
+        """The number of leading blocks that are cached, out of the first `usable`."""
         for n in range(usable):
             if hashes[n] not in self._blocks:
                 return n
         return usable
 
     def seen(self, hashes: Sequence[BlockHash], now_s: float) -> int:
-        """How many leading blocks others believe to be cached at `now_s`."""
+        """The number of leading blocks that others believe to be cached at `now_s`."""
         get, known_s, count, late = self._blocks.get, now_s - self._lag_s, 0, self._lag_s > 0.0
         for block in hashes:
             if get(block, inf) > known_s and not (late and self._evicted_late(block, known_s)):
@@ -55,10 +54,10 @@ class LruBlocks:
         return count
 
     def store(self, hashes: Sequence[BlockHash], now_s: float = 0.0) -> None:
-        """All blocks of a prompt were used; those that were not cached are now.
+        """Note that all blocks of a prompt were used. Uncached blocks become cached.
 
-        Of a prompt that is larger than the cache only the beginning is kept. Others see what is new
-        after `computed` only.
+        If a prompt is larger than the cache, only its beginning is kept. Others see the new blocks only after
+        `computed`.
         """
         blocks, added = self._blocks, list[BlockHash]()
         move = blocks.move_to_end
@@ -80,14 +79,14 @@ class LruBlocks:
             self.on_added(added)
 
     def arrived(self, hashes: Sequence[BlockHash], now_s: float) -> None:
-        """These blocks came from elsewhere, whole: others see them, too."""
+        """Add whole blocks that came from another engine. Others see them too."""
         computing, self._computing = self._computing, []
         self.store(hashes, now_s)
         self.computed(now_s)
         self._computing = computing
 
     def computed(self, now_s: float) -> None:
-        """The step that computes what was stored last has ended."""
+        """Note that the step that computes the last stored blocks has ended."""
         blocks = self._blocks
         for block in self._computing:
             if block in blocks:
@@ -95,13 +94,13 @@ class LruBlocks:
         self._computing = []
 
     def clear(self) -> None:
-        """The engine died: nothing is cached, and others know at once."""
+        """Drop everything because the engine died. Others know at once."""
         self._blocks.clear()
         self._evicted.clear()
         self.on_removed()
 
     def _evict(self, block: BlockHash, since_s: float, now_s: float) -> None:
-        """A block that was computed at `since_s` is gone at `now_s`."""
+        """Note that a block computed at `since_s` is gone at `now_s`."""
         self._evicted[block] = (since_s, now_s)
         while self._evicted:
             first, (_, gone_s) = next(iter(self._evicted.items()))

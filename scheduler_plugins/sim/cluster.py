@@ -30,7 +30,7 @@ from scheduler_plugins.sim.view import ClusterView
 
 
 class Change(NamedTuple):
-    """Something that happens to the cluster at a time: see the methods of `Cluster`."""
+    """A change of the cluster at a time; see the methods of `Cluster`."""
 
     at_s: float
     what: Callable[[Cluster, float], None]
@@ -39,10 +39,9 @@ class Change(NamedTuple):
 class Cluster:
     """Serves a trace with a policy. One object serves one run.
 
-    A request goes to a prefill engine; when its prompt is computed and its decode engine has room,
-    its KV goes over the links; the first token is the decode engine's first step, as with
-    PDConnector. An engine that dies loses everything; its requests are decided anew, with the
-    tokens they have.
+    A request goes to a prefill engine. When its prompt is computed and its decode engine has room, its KV goes over the
+    links. The first token comes from the decode engine's first step, as with PDConnector. If an engine dies, it loses
+    everything. Its requests are routed again, with the tokens that they have.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Cluster:
         classes: Sequence[QosClass] = ONLY,
         seed: int = 0,
     ) -> None:
-        """Bring the engines together; nothing runs yet.
+        """Join the engines. Nothing runs yet.
 
         Args:
-            pool: gets every prompt that an engine has computed; policies may have prefixes fetched from it.
-            classes: their promises (SLOs) are shown to the policy.
+            pool: gets every computed prompt. Policies can fetch prefixes from it.
+            classes: classes of users, whose promises (SLOs) the policy sees.
         """
         self.nodes: dict[str, Node] = {}
         self.pool = pool
@@ -81,7 +80,7 @@ class Cluster:
         """Serve everything; the results are in the order of arrival.
 
         Args:
-            requests: in order of arrival; one generates `max_tokens` tokens exactly.
+            requests: in order of arrival. Each generates exactly `max_tokens` tokens.
             changes: engines that join, leave, die or change their role.
         """
         timeline, served = self._timeline, list[Served]()
@@ -100,7 +99,7 @@ class Cluster:
         return served
 
     def join(self, node: Node, now_s: float) -> None:
-        """An engine comes, with an empty cache. Its name must be new, or that of one that died."""
+        """Add an engine with an empty cache. Its name must be new, or belong to an engine that died."""
         known = self.nodes.get(node.name)
         if known is not None and known.up:
             raise ValueError(f"engine {node.name}: is there already; names must be unique")
@@ -111,7 +110,7 @@ class Cluster:
         self._changed(now_s)
 
     def die(self, name: str, now_s: float) -> None:
-        """An engine is gone, with all it had. The router knows at once."""
+        """Remove an engine with everything in it. The router knows at once."""
         node = self.nodes[name]
         node.engine.settle(now_s)
         node.up = False
@@ -133,12 +132,12 @@ class Cluster:
             self._decide(journey, now_s)
 
     def drain(self, name: str, now_s: float) -> None:
-        """An engine gets nothing new, and finishes what it has."""
+        """Drain an engine: it gets no new requests, and finishes its own."""
         self.nodes[name].draining = True
         self._changed(now_s)
 
     def set_role(self, name: str, role: Role, now_s: float) -> None:
-        """An engine gets the requests of another role from now on, and finishes what it has."""
+        """Change an engine's role. It gets requests of the new role from now on, and finishes its own."""
         self.nodes[name].role = role
         self._changed(now_s)
 
@@ -172,7 +171,7 @@ class Cluster:
             self._timeline.at(max(decision.until_s, now_s + 1e-6), ARRIVAL, again)
 
     def _send(self, journey: Journey, route: Route, now_s: float) -> None:
-        """Count the request where it goes, and begin."""
+        """Count the request at its engines, and begin."""
         record, request = journey.record, journey.waiting
         d = journey.d = self.nodes[route.d]
         p = journey.p = None if route.p is None else self.nodes[route.p]
@@ -203,13 +202,13 @@ class Cluster:
         self._timeline.transfer(source.name, computes.name, size, now_s, done, latency_s)
 
     def _source(self, route: Route) -> Node | KvPool | None:
-        """Where a prefix is to be fetched from."""
+        """The source from which a prefix is fetched."""
         if self.pool is not None and route.pull_from == self.pool.name:
             return self.pool
         return None if route.pull_from is None else self.nodes[route.pull_from]
 
     def _put(self, node: Node, hashes: Sequence[object], now_s: float) -> None:
-        """An engine has computed a prompt: the pool gets what it lacks of it."""
+        """Called when an engine has computed a prompt. The pool gets the blocks that it lacks."""
         pool = self.pool
         if pool is None or not hashes:
             return
@@ -225,7 +224,7 @@ class Cluster:
     def _pulled(
         self, journey: Journey, node: Node, hashes: Sequence[object], attempt: int, now_s: float
     ) -> None:
-        """A prefix from another engine's cache has arrived."""
+        """Called when a prefix from another engine's cache has arrived."""
         if journey.attempt == attempt:
             journey.source = None
             node.cache.arrived(hashes, now_s)
@@ -236,7 +235,7 @@ class Cluster:
         self._timeline.schedule(node)
 
     def _computed(self, node: Node, one: RunningPrefill, now_s: float) -> bool:
-        """A prompt was computed. True if another engine decodes it."""
+        """Called when a prompt was computed. True if another engine decodes it."""
         journey = self._journeys[one.request.id]
         node.load.prefill_ended(one.request.id, now_s)
         self._put(node, one.request.block_hashes, now_s)
@@ -263,7 +262,7 @@ class Cluster:
 
     def _received(self, journey: Journey, node: Node, attempt: int, now_s: float) -> None:
         if journey.attempt == attempt:
-            journey.in_transfer, journey.p = False, None  # it needs its prefill engine no more
+            journey.in_transfer, journey.p = False, None  # it no longer needs its prefill engine
             node.engine.receive(journey.waiting, journey.record, now_s)
             self._timeline.schedule(node)
 
@@ -274,7 +273,7 @@ class Cluster:
             self._give_room(node, self._timeline.now_s)
 
     def _take_back(self, journey: Journey, now_s: float) -> None:
-        """Forget where a request was; keep the tokens it has."""
+        """Forget the place of a request; keep its tokens."""
         request, left = journey.waiting, 0
         journey.attempt += 1
         for node in (journey.p, journey.d):

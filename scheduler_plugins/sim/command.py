@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pd-router simulate TRACE`: what policies do to a trace."""
+"""`pd-router simulate TRACE`: the effect of policies on a trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scheduler_plugins.sim.simulate import COSTS, CPU_COSTS, Scenario, policies,
 
 FAILED = 2
 _WIDTH = 120
-"""Width of the table where there is no terminal."""
+"""Width of the table if there is no terminal."""
 _COUNTS = {
     "prefill": "prefill engines",
     "decode": "decode engines",
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Raises ValueError for what would show only after the simulation."""
+    """Raises ValueError for errors that would otherwise appear only after the simulation."""
     if given.limit is not None and given.limit < 1:
         raise ValueError(f"limit {given.limit}: must be 1 or more requests")
     if given.compare is not None and not policies(given.compare):
@@ -220,6 +220,6 @@ def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
 
 
 def _busy(summary: Summary, letter: str) -> str:
-    """Mean utilisation of the engines whose names begin so; `b` does both."""
+    """Mean utilisation of the engines whose names begin with this letter. Engines `b` do both."""
     parts = [part for name, part in summary.utilisation.items() if name[0] in (letter, "b")]
     return f"{sum(parts) / len(parts):.0%}" if parts else "-"

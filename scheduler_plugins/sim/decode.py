@@ -11,19 +11,18 @@ from scheduler_plugins.cost.model import CostModel
 
 
 class Preempted(NamedTuple):
-    """A sequence that was taken out before its end."""
+    """A sequence taken out before its end."""
 
     request_id: str
-    tokens: int  # that it has, generated ones included
-    more: int  # tokens that it has yet to generate
+    tokens: int  # its tokens, generated tokens included
+    more: int  # tokens still to generate
 
 
 class DecodeStage:
     """Sequences that decode together, one token each per step.
 
-    Between two events the batch does not change, so that all steps in between are one formula:
-    the cost is O(log n) per request, not per token. Who comes in the middle of a step joins it
-    at its end.
+    Between two events the batch does not change, so one formula gives all steps in between. The cost is O(log n) per
+    request, not per token. A sequence that comes in the middle of a step joins at the step's end.
     """
 
     def __init__(
@@ -32,9 +31,9 @@ class DecodeStage:
         """An empty batch.
 
         Args:
-            capacity_tokens: room for the KV of all sequences. When it is used up, the sequence that
-                joined last is preempted; the last one left goes on.
-            slack_s: a step that would begin so shortly before the time of `advance` does not begin.
+            capacity_tokens: room for the KV of all sequences. If it is full, the sequence that joined last is
+                preempted. A single sequence always goes on.
+            slack_s: a step does not begin within this time before the time of `advance`.
         """
         self._costs = costs
         self._capacity = capacity_tokens
@@ -50,29 +49,28 @@ class DecodeStage:
         self._ends: list[tuple[int, int, str, float]] = []
         self._fresh: list[str] = []
         self.first_tokens: list[tuple[str, float]] = []
-        """Sequences that joined without a token and have got it, with the time. The caller empties
-        it."""
+        """Sequences that joined without a token and now have their first, with the time. The caller empties the
+        list."""
         self.preempted: list[Preempted] = []
-        """Sequences that lost their room. The caller empties it."""
+        """Sequences that lost their room. The caller empties the list."""
 
     @property
     def batch(self) -> int:
         return len(self._ends)
 
     def decoding(self) -> list[tuple[float, int]]:
-        """For each sequence: when it joined, and the tokens it has."""
+        """For each sequence: the time when it joined, and its tokens."""
         return [(since_s, end - (step - self._step)) for step, end, _, since_s in self._ends]
 
     def left(self) -> list[tuple[str, int]]:
-        """Every sequence, and the tokens that it has yet to generate."""
+        """Every sequence, with the tokens still to generate."""
         return [(request_id, step - self._step) for step, _, request_id, _ in self._ends]
 
     def add(
         self, request_id: str, tokens: int, more: int, now_s: float, *, fresh: bool = False
     ) -> None:
-        """A sequence of `tokens` tokens joins at `now_s`, up to which was advanced, for `more`.
-
-        `fresh`: its first step gives its first token; see `first_tokens`.
+        """Add a sequence of `tokens` tokens that generates `more` tokens. `advance` must have reached `now_s`. `fresh`:
+        its first step gives its first token; see `first_tokens`.
         """
         self.now_s = max(self.now_s, now_s)
         heapq.heappush(self._ends, (self._step + more, tokens + more, request_id, now_s))
@@ -81,7 +79,7 @@ class DecodeStage:
             self._fresh.append(request_id)
 
     def cancel(self, request_id: str) -> Preempted | None:
-        """Take a sequence out; None if it is not here."""
+        """Take a sequence out. Returns None if it is not here."""
         for n, (step, tokens, name, _) in enumerate(self._ends):
             if name == request_id:
                 return self._take(n, step - self._step, tokens)
@@ -89,7 +87,7 @@ class DecodeStage:
 
     @property
     def next_end_s(self) -> float:
-        """When the first sequence ends or the room does, if nothing comes before; infinite without
+        """The time when the first sequence ends or the room is full, if nothing comes before; infinite without
         sequences."""
         if not self._ends:
             return inf
@@ -102,7 +100,7 @@ class DecodeStage:
         """Decode up to the end of the step that is running at `until_s`.
 
         Returns:
-            The sequences that ended, with the time at which they did.
+            The sequences that ended, with their end times.
         """
         done: list[tuple[str, float]] = []
         ends, until_s = self._ends, until_s - self._slack_s
@@ -119,7 +117,7 @@ class DecodeStage:
         return done
 
     def mixed_step(self, end_s: float) -> list[tuple[str, float]]:
-        """One step that also prefills, and ends at `end_s`: each sequence gets a token."""
+        """Run one step that also prefills and ends at `end_s`. Each sequence gets a token."""
         done: list[tuple[str, float]] = []
         self._make_room()
         self._pass(1, end_s, done)
@@ -145,7 +143,7 @@ class DecodeStage:
         return max(0, int(self._capacity - self.context) // len(self._ends))
 
     def _make_room(self) -> None:
-        """Preempt whoever joined last until there is room for a step."""
+        """Preempt the sequences that joined last, until there is room for a step."""
         while self._capacity < inf and self._ends and not self._steps_of_room():
             last = max(range(len(self._ends)), key=lambda n: self._ends[n][3])
             step, tokens, _, _ = self._ends[last]
@@ -165,8 +163,7 @@ class DecodeStage:
         return steps * (model.d0 + model.d1 * batch) + model.d2 * contexts
 
     def _steps_within(self, time_s: float, most: int) -> int:
-        """Steps that begin within `time_s`, at least 1 and at most `most`: the fewest that last as
-        long."""
+        """The fewest steps that last `time_s`, at least 1 and at most `most`."""
         if most == 1 or time_s == inf:
             return most
         model, batch = self._costs, len(self._ends)

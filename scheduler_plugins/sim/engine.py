@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine: prefill in steps of a budget, a prefix cache, decode in the same steps or
-elsewhere."""
+"""A simulated engine: prefill in steps with a budget, a prefix cache, and decode in the same steps or on another
+machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scheduler_plugins.sim.prefill import SimulatedStep as SimulatedStep
 from scheduler_plugins.sim.served import Served as Served
 
 END, ARRIVAL, START = 0, 1, 2
-"""What comes first at one time: what ends, then who arrives, then what begins."""
+"""The order of events at one time: ends, then arrivals, then starts."""
 _SLACK_S = 1e-9
 
 
@@ -28,14 +28,12 @@ class SimulatedEngine:
     """Takes prompts from a queue as vLLM does with our scheduler (`PrefillStage`), and generates
     their tokens.
 
-    Whoever drives it waits until `next_event_s`, and calls `advance`. Between two events it may be
-    given prompts (`arrive`) and sequences whose KV another engine computed (`receive`). `run`
-    drives it alone.
+    The caller waits until `next_event_s`, and calls `advance`. Between two events it can add prompts (`arrive`), and
+    sequences whose KV another engine computed (`receive`). `run` drives a single engine.
 
-    With `decode_apart` a machine of its own decodes, which admits everybody at once: the benchmarks
-    of the queue look at prefill alone. Without, a step that has prompt tokens in it also decodes,
-    and the KV of all sequences has to fit into `kv_tokens`: who joined last is preempted, and
-    computed again, when it does not.
+    With `decode_apart`, a separate machine decodes, and admits every sequence at once, because the benchmarks of the
+    queue measure only prefill. Without it, a step with prompt tokens also decodes, and the KV of all sequences must fit
+    into `kv_tokens`. If the KV does not fit, the sequence that joined last is preempted and computed again.
     """
 
     def __init__(
@@ -48,9 +46,7 @@ class SimulatedEngine:
         decode_apart: bool = True,
         kv_tokens: float = inf,
     ) -> None:
-        """An idle engine. `queue` was made with `cache.hashes`; the cache's notifications are
-        connected to it here.
-        """
+        """An idle engine. `queue` must be made with `cache.hashes`. The cache's notifications are connected to it here."""
         self.queue = queue
         self.prefill = PrefillStage(queue, cache, truth, page_size=page_size)
         self.decode = (
@@ -63,36 +59,36 @@ class SimulatedEngine:
         self._kv_tokens = kv_tokens
         if kv_tokens < inf:
             self.prefill.may_start = self._may_start
-        self._step: float | None = None  # the end of the step that is under way
+        self._step: float | None = None  # the end of the running step
         self._load: StepLoad | None = None
         self._left_s = 0.0
         self._blocked = False
         self._decoding: dict[str, tuple[Served, Waiting]] = {}
         self._joining: list[tuple[Waiting, Served]] = []
         self.reserved_tokens = 0
-        """Room kept for sequences whose KV is on its way."""
+        """Room reserved for sequences whose KV is on its way."""
         self.busy_s = 0.0
-        """Time spent in steps with prompts in them. `decode.busy_s` is the rest."""
+        """Time spent in steps with prompts. `decode.busy_s` is the rest."""
         self.next_event_s = inf
-        """When `advance` has something to do."""
+        """Time of the next event for `advance`."""
         self.next_kind = END
-        """What it is, `END` or `START`."""
+        """Kind of the next event, `END` or `START`."""
         self.admit: Callable[[Waiting, float], bool] = _everything
-        """Asked on arrival, with the seconds until the prefills under way end."""
+        """Called on arrival, with the seconds until the running prefills end."""
         self.hand_over: Callable[[RunningPrefill, float], bool] = _keep
-        """Offered each prompt that was computed. True: another engine decodes it."""
+        """Called with each computed prompt. True: another engine decodes it."""
         self.on_first_token: Callable[[Served], None] = _ignore
-        """Told when a request has its first token."""
+        """Called when a request has its first token."""
         self.on_end: Callable[[Served], None] = _ignore
-        """Told when the last token was generated."""
+        """Called when the last token was generated."""
         self.on_step: Callable[[SimulatedStep], None] = _ignore_step
-        """Told of every step that has prompt tokens in it."""
+        """Called for every step with prompt tokens."""
 
     def run(self, requests: Iterable[Waiting]) -> list[Served]:
         """Serve everything; the results are in the order of arrival.
 
         Args:
-            requests: in order of arrival; one generates `max_tokens` tokens exactly.
+            requests: in order of arrival. Each generates exactly `max_tokens` tokens.
         """
         arrivals, served = deque(requests), list[Served]()
         while arrivals or self.next_event_s < inf:
@@ -107,7 +103,7 @@ class SimulatedEngine:
         return served
 
     def arrive(self, request: Waiting, record: Served, now_s: float) -> None:
-        """A prompt to compute, and to decode unless `hand_over` takes it."""
+        """Add a prompt to compute, and to decode unless `hand_over` takes it."""
         self._decode_until(now_s)
         busy_s = 0.0 if self._step is None else self._step - now_s + self._left_s
         if self.admit(request, busy_s):
@@ -116,8 +112,8 @@ class SimulatedEngine:
         self._plan(now_s)
 
     def receive(self, request: Waiting, record: Served, now_s: float) -> None:
-        """A sequence whose KV has arrived; its next token is its first here. `reserved_tokens` had
-        room for it."""
+        """Add a sequence whose KV has arrived. Its next token is its first here. `reserved_tokens` has reserved its
+        room."""
         self.reserved_tokens -= request.tokens
         if self._step is None:
             self._decode_until(now_s)
@@ -127,8 +123,7 @@ class SimulatedEngine:
         self._plan(now_s)
 
     def cancel(self, request_id: str) -> int:
-        """Forget a request, wherever it is. Returns the tokens that it has yet to generate; 0 if it
-        is not here."""
+        """Forget a request in any state. Returns its tokens still to generate; 0 if it is not here."""
         for n, (joining, _) in enumerate(self._joining):
             if joining.id == request_id:
                 del self._joining[n]
@@ -141,12 +136,11 @@ class SimulatedEngine:
         return request.max_tokens if request else 0
 
     def settle(self, now_s: float) -> None:
-        """Decode up to `now_s`, so that every sequence has the tokens it has by then."""
+        """Decode up to `now_s`, so every sequence has its tokens of that time."""
         self._decode_until(now_s)
 
     def has_room(self, tokens: int) -> bool:
-        """Whether the KV of so many tokens fits beside what is here. An empty engine takes
-        anything."""
+        """Whether the KV of `tokens` tokens fits beside the present KV. An empty engine takes anything."""
         used = self.decode.context + self.reserved_tokens
         return used + tokens <= self._kv_tokens or not used
 
@@ -156,7 +150,7 @@ class SimulatedEngine:
         return self._kv_tokens - self.decode.context - self.reserved_tokens
 
     def advance(self, now_s: float) -> None:
-        """Do what is due at `now_s`, which is `next_event_s`: one step ends, or one begins."""
+        """Handle the event at `now_s`, which must be `next_event_s`: a step ends, or a step begins."""
         if self._step is not None:
             self._end_step(self._step)
         elif self.next_kind == START:
@@ -171,7 +165,7 @@ class SimulatedEngine:
             self.next_event_s, self.next_kind = self._step, END
         elif len(self.prefill) and not self._blocked:
             self.next_event_s, self.next_kind = now_s, START
-            # A step may be under way, though everybody in it gets the last token.
+            # A step can still run although all its sequences get their last token.
             if not self._apart:
                 self.next_event_s = max(now_s, self.decode.now_s)
         elif not self._apart:
@@ -209,7 +203,7 @@ class SimulatedEngine:
         self._joining = []
 
     def _finish(self, one: RunningPrefill, now_s: float) -> None:
-        """A prompt was computed, and has its first token."""
+        """Called when a prompt was computed and has its first token."""
         record, request = one.record, one.request
         if record.first_token_s is None:
             record.first_token_s = now_s
@@ -232,7 +226,7 @@ class SimulatedEngine:
             self._decoded(self.decode.advance(now_s))
 
     def _decoded(self, ended: Sequence[tuple[str, float]]) -> None:
-        """Note first tokens and last ones; compute again what was preempted."""
+        """Note first and last tokens. Queue preempted sequences again."""
         stage = self.decode
         if stage.first_tokens:
             for request_id, at_s in stage.first_tokens:
@@ -252,7 +246,7 @@ class SimulatedEngine:
             stage.preempted = []
 
     def _ended(self, ended: Sequence[tuple[str, float]]) -> None:
-        """These have their last token."""
+        """Note that these sequences have their last token."""
         if not ended:
             return
         self._blocked = False

@@ -14,20 +14,20 @@ from scheduler_plugins.sim.served import Served
 
 @dataclass(eq=False, slots=True)
 class Journey:
-    """A request that has not ended, and where it is."""
+    """A request that has not ended, with its place."""
 
     record: Served
     asked: Request
-    waiting: Waiting  # as engines get it: after a death it has more tokens, and fewer to come
+    waiting: Waiting  # the request for engines: after a death its prompt is longer, and fewer tokens remain
     p: Node | None = None  # until the decode engine has the KV
     d: Node | None = None
-    attempt: int = 0  # what an earlier attempt has on its way is out of date
+    attempt: int = 0  # number of the attempt; transfers of earlier attempts are outdated
     in_transfer: bool = False
-    source: Node | None = None  # the engine that its prefix is on its way from
+    source: Node | None = None  # the engine from which its prefix is on its way
 
     @classmethod
     def begin(cls, record: Served, qos: QosClass) -> Journey:
-        """A request of this class arrives."""
+        """Make the journey of an arriving request of this class."""
         one = record.request
         asked = Request(
             one.id,
@@ -43,8 +43,8 @@ class Journey:
         return cls(record, asked, one)
 
     def go_on(self, left: int) -> None:
-        """Its engine died when `left` tokens were to come: those it has become part of its prompt.
-        0: nothing is known."""
+        """Start again after the engine died with `left` tokens to come. Generated tokens become part of the prompt. 0:
+        unknown."""
         self.in_transfer, self.p, self.d, self.source = False, None, None, None
         if 0 < left < self.waiting.max_tokens:
             tokens = self.waiting.tokens + self.waiting.max_tokens - left

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV pool that all engines of a simulated cluster share: they put what they computed, and get what others did."""
+"""A KV pool that all engines of a simulated cluster share. They put their computed KV into it, and get other engines'
+KV."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from scheduler_plugins.sim.cache import LruBlocks
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """What a pool is like."""
+    """Properties of a pool."""
 
     blocks: int = 0
-    """Blocks that it has room for; 0: there is no pool."""
+    """Capacity in blocks; 0: there is no pool."""
     bytes_per_s: float = 5e9
-    """What all puts together can take, and all gets. The engines' links bound each of them as well."""
+    """Bandwidth of all puts together, and of all gets together. The engines' links also limit each of them."""
     latency_s: float = 2e-3
-    """Seconds that a put or a get takes beside the link's own latency."""
+    """Seconds that a put or a get takes in addition to the link's own latency."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError: naming the setting, the value found and the value wanted."""
@@ -45,33 +46,33 @@ class KvPool:
 
     @property
     def blocks(self) -> int:
-        """Blocks that it has."""
+        """The number of blocks in the pool."""
         return len(self._cache.hashes)
 
     def seen(self, hashes: Sequence[BlockHash], now_s: float) -> int:
-        """How many leading blocks it has."""
+        """The number of leading blocks in the pool."""
         return self._cache.seen(hashes, now_s)
 
     def wanted(self, hashes: Sequence[BlockHash], engine: str) -> Sequence[BlockHash]:
-        """The blocks of a prompt that an engine should put: those that are neither here nor on their way. They count as on
-        their way from now on."""
+        """The blocks of a prompt that an engine should put, because they are neither here nor on their way. They count
+        as on their way from now on."""
         held, room = self._cache.hashes, hashes[: self.settings.blocks]
         fresh = [one for one in room if one not in held and one not in self.coming]
         self.coming.update(dict.fromkeys(fresh, engine))
         return fresh
 
     def put(self, hashes: Sequence[BlockHash], fresh: Sequence[BlockHash], now_s: float) -> None:
-        """The `fresh` blocks of a prompt have come."""
+        """Add the `fresh` blocks of a prompt that have come."""
         for one in fresh:
             self.coming.pop(one, None)
         held, new = self._cache.hashes, set(fresh)
         self._cache.arrived([one for one in hashes if one in held or one in new], now_s)
 
     def got(self, hashes: Sequence[BlockHash], now_s: float) -> None:
-        """An engine has got these blocks, which were here: they are used."""
+        """Note that an engine has got these blocks from the pool, so they are recently used."""
         held = self._cache.prefix(hashes, len(hashes))
         self._cache.arrived(hashes[:held], now_s)
 
     def drop(self, engine: str) -> None:
-        """An engine died with what it was sending."""
+        """Forget the blocks that an engine was sending when it died."""
         self.coming = {block: name for block, name in self.coming.items() if name != engine}

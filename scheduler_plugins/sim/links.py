@@ -12,23 +12,23 @@ Done = Callable[[float], None]
 
 
 _ENDED_BYTES = 1.0
-"""A transfer with less left has ended. A clock at some thousand seconds cannot tell less apart."""
+"""A transfer with fewer bytes left has ended. At some thousand seconds, the clock cannot resolve less."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What the links between engines are like."""
+    """Properties of the links between engines."""
 
     bytes_per_s: float = 25e9
     """Rate of each engine's link, in each direction: 200 Gbit/s."""
     latency_s: float = 2e-3
-    """From the order to the first byte, and what the last byte needs."""
+    """Time from the order to the first byte, and travel time of the last byte."""
     kv_bytes_per_token: float = 131_072
     """KV of one token on the wire. Llama 3 8B in bf16 has 128 KiB."""
     layers: int = 32
     overlap: bool = True
-    """Whether KV streams while the prompt is computed. Then only what the prefill's time does not
-    cover is waited for, and at least the last layer."""
+    """Whether KV streams during the prefill. If so, the wait is only for the part that the prefill's time does not
+    cover, and at least for the last layer."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError: naming the setting, the value found and the value wanted."""
@@ -39,7 +39,7 @@ class Network:
                 raise ValueError(f"{name} {value}: must be a number from 0 on")
 
     def exposed_bytes(self, tokens: int, prefill_s: float) -> float:
-        """Bytes that are left to send when a prefill that took `prefill_s` has ended."""
+        """Bytes left to send after a prefill of `prefill_s`."""
         size = tokens * self.kv_bytes_per_token
         if not self.overlap:
             return size
@@ -60,11 +60,10 @@ class _Flow:
 
 
 class Links:
-    """Transfers that share links fairly: max-min, by the outgoing link of the source and the
-    incoming one of the target."""
+    """Transfers that share links max-min fairly, by the source's outgoing link and the target's incoming link."""
 
     def __init__(self, network: Network, rates: Mapping[str, float] | None = None) -> None:
-        """`rates`: bytes a second of what is not an engine, in each direction."""
+        """`rates`: bytes a second, in each direction, of ends that are not engines."""
         self.network = network
         self._rates = rates or {}
         self._flows: list[_Flow] = []
@@ -72,7 +71,7 @@ class Links:
         self.next_event_s = inf
         """When the first transfer ends."""
         self.moved_bytes = 0
-        """All that was sent so far."""
+        """Bytes sent so far."""
 
     def start(self, source: str, target: str, size: float, now_s: float, done: Done) -> None:
         """Begin to move `size` bytes. `done` is called by `advance`."""
@@ -91,12 +90,12 @@ class Links:
             one.done(now_s)
 
     def drop(self, engine: str) -> None:
-        """An engine died: its transfers end nowhere."""
+        """Drop the transfers of an engine that died."""
         self._flows = [one for one in self._flows if engine not in (one.source, one.target)]
         self._share()
 
     def estimate_s(self, source: str, target: str, tokens: int) -> float:
-        """Time to move the KV of `tokens` tokens if the transfers that are under way stay."""
+        """Time to move the KV of `tokens` tokens if the running transfers stay."""
         sharing = 1 + max(
             sum(one.source == source for one in self._flows),
             sum(one.target == target for one in self._flows),
@@ -115,8 +114,7 @@ class Links:
         self._now_s = now_s
 
     def _share(self) -> None:
-        """Give every transfer its rate: the most contended link first, then what it leaves to
-        others."""
+        """Give every transfer its rate. The most contended link is first; the other links share the rest."""
         flows = self._flows
         if len(flows) == 1:
             flows[0].rate = min(self._rate(flows[0].source), self._rate(flows[0].target))

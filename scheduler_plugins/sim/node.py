@@ -25,10 +25,10 @@ class _Known:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
-    """How the engines of a cluster are made."""
+    """Settings of a cluster's engines."""
 
     truth: CostModel
-    """How long steps take. `chunk_tokens` 0: whole prompts (level 1)."""
+    """Durations of steps. `chunk_tokens` 0: whole prompts (level 1)."""
     cache_blocks: int = 8000
     block_tokens: int = 512
     kv_tokens: float = inf
@@ -37,13 +37,13 @@ class NodeSettings:
     """Policy of the engine's queue."""
     classes: tuple[QosClass, ...] = ONLY
     lag_s: float = 0.0
-    """How late the router learns what an engine has cached."""
+    """Delay until the router knows of cached blocks."""
     pull_prefix: bool = False
     """Whether an engine fetches cached prefixes from others."""
 
 
 class Node(Loaded):
-    """An engine, its cache, and what the router knows of it."""
+    """An engine, its cache, and the router's knowledge of it."""
 
     def __init__(self, name: str, role: Role, settings: NodeSettings) -> None:
         self.name = name
@@ -73,9 +73,9 @@ class Node(Loaded):
         self.queued_s = load.queued_s
         self.accepts = load.accepts
         self.due: tuple[float, int] | None = None
-        """When it has something to do, as the heap knows it."""
+        """Time of its next event, as the heap knows it."""
         self.ticket = 0
-        """Number of its event that counts; those with other numbers are out of date."""
+        """Number of its valid event. Events with other numbers are outdated."""
 
     @property
     def free_kv(self) -> float:
@@ -83,5 +83,5 @@ class Node(Loaded):
 
     @property
     def busy_s(self) -> float:
-        """Time in which it computed."""
+        """Time that it spent computing."""
         return self.engine.busy_s + self.engine.decode.busy_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of several policies as a picture: what part of the requests had waited no longer."""
+"""Times of several policies as a picture: the fraction of requests that waited no longer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill stage of a simulated engine: which prompts, and how much of them, a step computes."""
+"""The prefill stage of a simulated engine: the prompts, and their parts, that a step computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PrefillChunk(NamedTuple):
 
 
 class SimulatedStep(NamedTuple):
-    """What was computed together."""
+    """The parts computed in one step."""
 
     chunks: Sequence[PrefillChunk]
     load: StepLoad
@@ -34,7 +34,7 @@ class SimulatedStep(NamedTuple):
 
 @dataclass(slots=True)
 class RunningPrefill:
-    """One that was started and has not ended."""
+    """A prefill that was started and has not ended."""
 
     record: Served
     request: Waiting
@@ -46,22 +46,20 @@ class RunningPrefill:
 
 
 class PrefillStage:
-    """Puts the prompt tokens of a step together as vLLM does with our scheduler.
+    """Chooses the prompt tokens of a step like vLLM with our scheduler.
 
-    Prefills under way go on first; then requests are taken from the queue until the step has
-    `truth.chunk_tokens` tokens (0: each step is one whole prompt), or fewer where classes share the
-    engine (`step_length.step_tokens`). The prefills leave room for requests
-    that overtake them (`step_length.tokens_before`), half a step at most. Between two steps a
-    prefill may be preempted for a class that is owed (`FairShare.should_yield`). Blocks can be read
-    from the cache by whatever enters a step after they were stored. `truth` says how long steps
-    really take; the queue has a cost model of its own.
+    Running prefills go on first. Then requests are taken from the queue until the step has `truth.chunk_tokens` tokens
+    (0: each step is one whole prompt), or fewer if classes share the engine (`step_length.step_tokens`). The prefills
+    leave room for requests that overtake them (`step_length.tokens_before`), half a step at most. Between two steps a
+    prefill may be preempted for a class that is owed (`FairShare.should_yield`). Requests can read blocks from the
+    cache if they enter a step after the blocks were stored. `truth` gives the real durations of steps; the queue has
+    its own cost model.
     """
 
     def __init__(
         self, queue: WaitingQueue, cache: LruBlocks, truth: CostModel, *, page_size: int
     ) -> None:
-        """`queue` was made with `cache.hashes`; the cache's notifications are connected to it
-        here."""
+        """`queue` must be made with `cache.hashes`. The cache's notifications are connected to it here."""
         self.queue = queue
         self.cache = cache
         self._truth = truth
@@ -69,20 +67,20 @@ class PrefillStage:
         self._prompts: dict[str, tuple[Waiting, Served]] = {}
         self.running: list[RunningPrefill] = []
         self.may_start: Callable[[Waiting], bool] = _always
-        """Asked before a request leaves the queue: whether there is room for its KV."""
+        """Called before a request leaves the queue. Returns whether there is room for its KV."""
         cache.on_added, cache.on_removed = queue.added, queue.removed
 
     def __len__(self) -> int:
-        """Prompts that wait or are under way."""
+        """Prompts that wait or run."""
         return len(self._prompts)
 
     def add(self, request: Waiting, record: Served) -> None:
-        """A prompt to compute. `record` is what becomes of it."""
+        """Add a prompt to compute. `record` takes its outcome."""
         self._prompts[request.id] = request, record
         self.queue.add(request)
 
     def put_first(self, request: Waiting, record: Served) -> None:
-        """A prompt that lost its room: it goes before all others of its class."""
+        """Take back a prompt that lost its room. It goes before all others of its class."""
         self._prompts[request.id] = request, record
         self.queue.prepend(request)
 
@@ -95,7 +93,7 @@ class PrefillStage:
         return request
 
     def left_s(self) -> float:
-        """Time that the prefills under way still take after the step that was put together last."""
+        """Remaining time of the running prefills after the last scheduled step."""
         return sum(
             self._truth.prefill_s(one.request.tokens, one.done) for one in self.running if one.left
         )
@@ -110,7 +108,7 @@ class PrefillStage:
         return ended
 
     def next_step(self, now_s: float) -> list[PrefillChunk]:
-        """What the next step computes; empty if nothing can be. Blocks are stored by `store`."""
+        """The parts that the next step computes; empty if there are none. `store` stores their blocks."""
         queue, running = self.queue, self.running
         own_batch = queue.policy.wants_own_batch if queue.policy.splits_batches else None
         queue.begin_scan(prefilling=[one.request.id for one in running])
@@ -132,13 +130,13 @@ class PrefillStage:
         return chunks
 
     def _before(self, budget: int) -> int:
-        """Tokens of the step that are kept for those that go before the prefills under way, of
-        which there are some."""
+        """Tokens of the step reserved for requests that overtake the running prefills. At least one prefill must
+        run."""
         first = min(self.running, key=lambda one: one.left)
         return tokens_before(self.queue, first.request, first.done, budget)
 
     def _compute(self, one: RunningPrefill, budget: int, chunks: list[PrefillChunk]) -> int:
-        """Put as much of a prefill into the step as there is room for; returns the tokens."""
+        """Put the part of a prefill that fits into the step. Returns its tokens."""
         tokens = min(one.left, budget) if self._truth.chunk_tokens else one.left
         if tokens <= 0:
             return 0
@@ -163,7 +161,7 @@ class PrefillStage:
         return RunningPrefill(record, request, cached)
 
     def _give_way(self) -> None:
-        """Preempt the prefill that was started last of those that should yield."""
+        """Preempt the newest prefill that should yield."""
         head = self.queue.head
         if head is None:
             return

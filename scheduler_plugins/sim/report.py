@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came out of a simulation, as numbers."""
+"""The results of a simulation in numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One run. Times in seconds, parts between 0 and 1."""
+    """One run. Times are in seconds, fractions between 0 and 1."""
 
     policy: str
     requests: int
@@ -28,10 +28,10 @@ class Summary:
     ttft_s: Mapping[str, float]  # mean, p50, p90, p95, p99
     tpot_s: Mapping[str, float]
     hit: float  # part of the served requests' prompt tokens that came from a cache
-    pulled: float  # part of them that came from another engine's cache or the pool
+    pulled: float  # part of those tokens that came from another engine's cache or the pool
     goodput_per_s: float  # requests that were served within both promises, per second of arrivals
     attained: float  # part of the served requests that were
-    utilisation: Mapping[str, float]  # by engine, part of the time in which it computed
+    utilisation: Mapping[str, float]  # by engine, fraction of the time in which it computed
     moved_bytes: int  # over the links
 
 
@@ -72,7 +72,7 @@ def summarize(
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Mean and percentiles; a percentile is the smallest value that so many percent do not exceed.
+    """Mean and percentiles; the p-th percentile is the smallest value that p percent of the values do not exceed.
     Empty: all 0."""
     ordered = sorted(values)
     if not ordered:

@@ -10,7 +10,7 @@ from scheduler_plugins.order.request import Waiting
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request; times in seconds, by the clock of the arrivals."""
+    """The outcome of one request. Times are in seconds, by the clock of the arrivals."""
 
     request: Waiting
     cached_tokens: int = 0
@@ -19,31 +19,30 @@ class Served:
     first_token_s: float | None = None
     end_s: float | None = None
     prefilled_s: float | None = None
-    """When its prompt was computed, on whatever engine. Set by a cluster."""
+    """Time when its prompt was computed, on any engine. Set by a cluster."""
     p: str | None = None
-    """The engine that computed its prompt for another one. Set by a cluster, as all that
-    follows."""
+    """The engine that computed its prompt for another engine. A cluster sets this and all later fields."""
     d: str | None = None
     """The engine that answered."""
     pulled_tokens: int = 0
-    """Prompt tokens that another engine's cache gave."""
+    """Prompt tokens from another engine's cache."""
     rejected: str = ""
-    """Why it was turned away; empty if it was not."""
+    """Reason of the refusal; empty if it was not refused."""
     restarts: int = 0
-    """How often an engine died with it."""
+    """The number of times that an engine died with it."""
     preemptions: int = 0
-    """How often it lost its room on an engine."""
+    """The number of times that it lost its room on an engine."""
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token; infinite for a request that was turned away."""
+        """Time to the first token; infinite for a refused request."""
         if self.first_token_s is None:
             return float("inf")
         return self.first_token_s - self.request.arrival_s
 
     @property
     def tpot_s(self) -> float:
-        """Time per token after the first; 0 where there is none."""
+        """Time per token after the first; 0 if there is none."""
         if self.end_s is None or self.first_token_s is None or self.request.max_tokens < 2:
             return 0.0
         return (self.end_s - self.first_token_s) / (self.request.max_tokens - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to results: one trace, one policy or several."""
+"""From settings to results, for one trace and one or several policies."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.trace import jittered
 
 COSTS = CostModel(a=6e-5, b=6e-10, c=0.02, d0=0.01, d1=2e-4, d2=1e-8)
-"""An invented engine of about 15,000 tokens per second: ratios count, not seconds. `pd-connector
-profile` measures a real one."""
+"""An invented engine of about 15,000 tokens per second. Ratios count, not seconds. `pd-connector profile` measures a
+real engine."""
 CPU_COSTS = CostModel(a=6e-4, b=6e-9, c=0.2, d0=0.1, d1=2e-3, d2=1e-7)
 """An invented engine without a GPU, ten times slower."""
 CHUNK_TOKENS = 2048
 MOST_ENGINES = 10_000
-"""Of each kind. More are a mistake in typing, for which memory would run out."""
+"""The most engines of each kind. A larger number is a typing mistake, and memory would run out."""
 DEFAULT, BACKGROUND = "default", "background"
-"""Classes of requests that somebody waits for, and of those that nobody does."""
+"""Classes of requests for which a user waits, and of background requests."""
 _BACKGROUND_PART = 0.05
-"""Part of every engine's time that the latter are sure of."""
+"""Fraction of every engine's time that is reserved for background requests."""
 _LETTERS = {Role.PREFILL: "p", Role.DECODE: "d", Role.WHOLE: "b", Role.CPU_PREFILL: "c"}
 """Names of engines begin with these."""
 CONDUCTOR_GLOBAL = "conductor+pull"
-"""The conductor where engines fetch prefixes from each other."""
+"""The policy `conductor` with engines that fetch prefixes from each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A cluster, and how it is used."""
+    """A cluster and its use."""
 
     prefill: int = 4
     decode: int = 4
     both: int = 0
     """Engines that compute prompts and generate their tokens, without any transfer."""
     cpu_prefill: int = 0
-    """Engines for long prompts that nobody waits for: policy `length`."""
+    """Engines for long prompts of background requests: policy `length`."""
     costs: CostModel = COSTS
     cpu_costs: CostModel = CPU_COSTS
     """Cost model of the `cpu_prefill` engines."""
     level: int = 1
-    """1: a step is one whole prompt, and there is room for all KV. 2: prompts are cut into chunks
-    that share steps, and KV has to fit."""
+    """1: a step is one whole prompt, and all KV fits. 2: prompts are cut into chunks that share steps, and KV must
+    fit."""
     order: str = "srjf_calibrated"
     """Policy of the engines' queues."""
     cache_blocks: int = 8000
@@ -68,9 +68,9 @@ class Scenario:
     pool: PoolSettings = field(default_factory=PoolSettings)
     """A KV pool that all engines share; none by default."""
     background: float = 0.0
-    """Part of the requests that nobody waits for. They are of a class of their own, of the lowest priority."""
+    """Fraction of background requests. They have a separate class with the lowest priority."""
     speed: float = 1.0
-    """How many times faster than recorded the requests come."""
+    """Speed of arrivals as a multiple of the recorded speed."""
     ttft_slo_s: float = inf
     tpot_slo_s: float = inf
     seed: int = 0
@@ -152,7 +152,7 @@ class Scenario:
         )
 
     def arrivals(self, requests: Sequence[Waiting]) -> list[Waiting]:
-        """A trace as this scenario plays it: binned times spread out, from 0 on, at its speed."""
+        """A trace as this scenario plays it: from 0 on, at its speed, with binned times spread out."""
         moved = jittered(requests, self.seed)
         begun_s, random = moved[0].arrival_s, Random(self.seed)
         return [
@@ -191,7 +191,7 @@ def simulate(
 
     Args:
         arrivals: see `Scenario.arrivals`.
-        policy: as `--policy` of the router, or `conductor+pull`.
+        policy: a value of the router's `--policy`, or `conductor+pull`.
 
     Raises:
         ConfigError: no policy has that name.

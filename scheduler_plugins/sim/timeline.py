@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens when in a simulated cluster: one heap of events, of engines, links and anything else."""
+"""The events of a simulated cluster in one heap: of engines, links and everything else."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Timeline:
         self._seq = 0
 
     def __bool__(self) -> bool:
-        """Whether anything is to happen."""
+        """Whether any event is left."""
         return bool(self._heap)
 
     def comes_before(self, at_s: float, kind: int) -> bool:
-        """Whether something happens before this."""
+        """Whether an event comes before this time."""
         return bool(self._heap) and self._heap[0][:2] < (at_s, kind)
 
     def at(self, at_s: float, kind: int, what: Callable[[float], None]) -> None:
-        """`what` is called with the time when it has come."""
+        """Call `what` at this time, with the time."""
         self._seq += 1
         heapq.heappush(self._heap, (at_s, kind, self._seq, what))
 
     def schedule(self, node: Node) -> None:
-        """Note when an engine has something to do next."""
+        """Note the time of an engine's next event."""
         engine = node.engine
         due = (engine.next_event_s, engine.next_kind)
         if due == node.due:
@@ -57,8 +57,8 @@ class Timeline:
         done: Callable[[float], None],
         latency_s: float = 0.0,
     ) -> None:
-        """Send `size` bytes. `done` is called when the last one has come, `latency_s` and the link's own latency after it
-        was sent."""
+        """Send `size` bytes. `done` is called when the last byte has come, `latency_s` and the link's own latency after
+        it was sent."""
         latency_s += self._links.network.latency_s
 
         def sent(at_s: float) -> None:
@@ -68,7 +68,7 @@ class Timeline:
         self.schedule_links()
 
     def schedule_links(self) -> None:
-        """Note when the next transfer ends."""
+        """Note the end of the next transfer."""
         self._seq += 1
         self._links_ticket = self._seq
         if self._links.next_event_s < inf:
@@ -81,7 +81,7 @@ class Timeline:
             self.schedule_links()
 
     def next(self) -> None:
-        """Do what comes next."""
+        """Handle the next event."""
         at_s, _, ticket, what = heapq.heappop(self._heap)
         if not isinstance(what, Node):
             self.now_s = at_s

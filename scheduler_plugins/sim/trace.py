@@ -33,7 +33,7 @@ class _Line(msgspec.Struct):
 
 
 def load(path: Path, limit: int | None = None) -> list[Waiting]:
-    """Read a trace by its form: Azure's if its name ends with `.csv`, else Mooncake's.
+    """Read a trace. If its name ends with `.csv`, it has Azure's form, otherwise Mooncake's.
 
     Raises:
         TraceError: the file cannot be read, or a line does not have that form.
@@ -73,8 +73,8 @@ def read(path: Path, limit: int | None = None) -> list[Waiting]:
 def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
     """Read a trace in the form of Azure's LLM inference traces, in the order of arrival.
 
-    Comma-separated: `TIMESTAMP` in ISO form, `ContextTokens`, `GeneratedTokens`. Nothing is known
-    of prefixes: prompts share nothing.
+    Comma-separated: `TIMESTAMP` in ISO form, `ContextTokens`, `GeneratedTokens`. Prefixes are unknown, so prompts share
+    nothing.
 
     Raises:
         TraceError: the file cannot be read, or a line does not have that form.
@@ -113,8 +113,8 @@ def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
 def jittered(requests: Sequence[Waiting], seed: int) -> list[Waiting]:
     """The same requests with times that are not binned, in the order of arrival.
 
-    Recorded times may be coarse (Mooncake's have steps of 3 s), so each is moved at random up to
-    the next one that differs.
+    Recorded times can be coarse (Mooncake's have steps of 3 s). So each time is moved at random, at most up to the next
+    different time.
     """
     random = Random(seed)
     times = sorted({request.arrival_s for request in requests})
@@ -127,8 +127,7 @@ def jittered(requests: Sequence[Waiting], seed: int) -> list[Waiting]:
 
 
 def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waiting]:
-    """The same requests, faster or slower, so that `per_s` a second come on average; see
-    `jittered`."""
+    """The same requests, faster or slower, with `per_s` a second on average; see `jittered`."""
     moved = jittered(requests, seed)
     begun_s = moved[0].arrival_s
     scale = len(requests) / per_s / max(moved[-1].arrival_s - begun_s, 1e-9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated cluster shows a policy."""
+"""The view of a simulated cluster for a policy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from scheduler_plugins.sim.node import Node
 
 
 class ClusterView:
-    """`View` of a cluster: the counts that a live router would have, and caches as late as their
-    events come."""
+    """`View` of a cluster: the counts that a live router would have, and caches with the delay of their events."""
 
     def __init__(self, nodes: dict[str, Node], links: Links, pool: KvPool | None = None) -> None:
         self._nodes = nodes
@@ -25,7 +24,7 @@ class ClusterView:
         self.update()
 
     def update(self) -> None:
-        """Engines came, went, or changed their role."""
+        """Called after engines came, went, or changed their role."""
         able = [one for one in self._nodes.values() if one.up and not one.draining]
 
         def having(*roles: Role) -> list[Node]:
@@ -34,7 +33,7 @@ class ClusterView:
         prefill = having(Role.PREFILL, Role.BOTH, Role.WHOLE)
         decode = having(Role.DECODE, Role.BOTH, Role.WHOLE)
         if not decode:
-            # As the live router does: whoever is there serves alone.
+            # As in the live router: without decode engines, the others serve alone.
             prefill, decode = [], prefill
         self._by_role = {
             Role.PREFILL: prefill,
@@ -46,7 +45,7 @@ class ClusterView:
         return self._by_role[role]
 
     def begin(self, now_s: float) -> None:
-        """A decision is made at `now_s`: what is cached depends on it."""
+        """Set the time of the next decision, on which cached blocks depend."""
         self._now_s = now_s
         self._matched = {}
 
@@ -54,7 +53,7 @@ class ClusterView:
         return self._pools
 
     def match(self, hashes: Sequence[BlockHash], engines: Iterable[PrefixSource]) -> list[int]:
-        """As `View.match`. Within a decision all calls are for the same prompt."""
+        """See `View.match`. Within a decision all calls are for the same prompt."""
         matched, nodes, now_s, found = self._matched, self._nodes, self._now_s, []
         for one in engines:
             name = one.name

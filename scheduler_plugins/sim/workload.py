@@ -88,7 +88,7 @@ def poisson(requests: Sequence[Waiting], per_s: float, seed: int, qos: str = "")
 
 
 def merged(*streams: Sequence[Waiting]) -> list[Waiting]:
-    """Several streams as one; ids get the number of their stream, so that they stay unique."""
+    """Several streams as one. Ids get the number of their stream, so they stay unique."""
     named = [
         replace(request, id=f"{n}/{request.id}")
         for n, stream in enumerate(streams)
@@ -106,12 +106,12 @@ def conversations(
     turn_blocks: tuple[int, int] = (2, 12),
     page_size: int = 16,
 ) -> list[Waiting]:
-    """Chats: every prompt is the conversation so far and a new turn. Ended ones never come back.
+    """Chats: every prompt is the conversation so far and a new turn. Ended conversations never come back.
 
     Args:
         count: requests, one a second.
         open_at_once: conversations that take turns in random order.
-        turns: after which a conversation ends, on average.
+        turns: mean number of turns of a conversation.
         turn_blocks: fewest and most blocks that a turn adds.
     """
     random = Random(seed)

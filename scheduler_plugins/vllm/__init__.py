@@ -2,8 +2,8 @@
 """The door to vLLM: `--scheduler-cls scheduler_plugins.vllm.PrefixAwareScheduler` and
 `--middleware scheduler_plugins.vllm.AdmissionMiddleware`.
 
-Names are resolved when they are asked for: the API server, which needs the middleware, does not
-import the scheduler, nor the engine core the middleware.
+Names are resolved at first use. So the API server, which needs the middleware, does not import the scheduler. The
+engine core does not import the middleware.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's prefix cache holds, as a container of hashes, and what has changed in it.
+"""The content of vLLM's prefix cache, as a container of hashes, and its changes.
 
-Hybrid models have several KV cache groups. Only one is watched: the first with full attention, else the
-first that can be cached. Its leading run of cached blocks is at least as long as vLLM's hit, because
-vLLM's hit is what all groups have. With one group of full attention both are equal, except that vLLM
-drops the last block of a hit for EAGLE.
+Hybrid models have several KV cache groups. Only one group is watched: the first group with full attention, otherwise
+the first group that can be cached. Its leading run of cached blocks is at least as long as vLLM's hit, because vLLM
+counts the blocks that all groups have. With one group of full attention both are equal, except that vLLM drops the last
+block of a hit for EAGLE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """What `CacheView.tell` reports changes to: `WaitingQueue`."""
+    """The receiver of changes from `CacheView.tell`: `WaitingQueue`."""
 
     def added(self, blocks: Iterable[BlockHash]) -> None: ...
 
@@ -35,17 +35,17 @@ class Listener(Protocol):
 
 
 class WatchedMap(BlockHashToBlockMap):
-    """vLLM's map from hash to block; it also notes which hashes came and whether any was lost.
+    """vLLM's map from hash to block. It also notes new hashes, and whether any hash was lost.
 
-    vLLM adds and evicts through `insert` and `pop` only, so nothing is missed. A hash that is cached
-    twice and evicted once is not lost.
+    vLLM adds and evicts only through `insert` and `pop`, so no change is missed. If a hash is cached twice and evicted
+    once, it is not lost.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.gained: list[BlockHashWithGroupId] = []
         self.lost = False
-        self.stored = 0  # keys that came, ever
+        self.stored = 0  # number of keys added since the start
         self.on_evicted: Callable[[BlockHashWithGroupId, int], None] = _ignore
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
@@ -62,7 +62,7 @@ class WatchedMap(BlockHashToBlockMap):
         return block
 
     def adopt(self, other: BlockHashToBlockMap) -> None:
-        """Go on with what another map holds."""
+        """Take over the content of another map."""
         self._cache = other._cache
         self.gained, self.lost = list(self._cache), True
 
@@ -71,10 +71,10 @@ class WatchedMap(BlockHashToBlockMap):
 
 
 class CacheView:
-    """The hashes that a request that starts now would find. `in` costs two dictionary look-ups."""
+    """The hashes that a request would find if it started now. `in` costs two dictionary look-ups."""
 
     def __init__(self, manager: KVCacheManager) -> None:
-        """Watch a manager's pool from now on. Nothing is cached yet."""
+        """Watch a manager's pool from now on. The pool must be empty."""
         managers = manager.coordinator.single_type_managers
         cacheable = [one for one in managers if one.kv_cache_spec.prefix_cacheable]
         whole = [one for one in cacheable if isinstance(one.kv_cache_spec, FullAttentionSpec)]
@@ -94,11 +94,11 @@ class CacheView:
 
     @property
     def stored_blocks(self) -> int:
-        """Blocks that were stored since the start: a clock that runs as fast as the cache fills."""
+        """Number of blocks stored since the start. It is a clock that runs as fast as the cache fills."""
         return self._map.stored
 
     def watch_evictions(self, on_evicted: Callable[[BlockHashWithGroupId, int], None]) -> None:
-        """Call `on_evicted` with the key and the number of each block that is no longer cached."""
+        """Call `on_evicted` with the key and the number of each evicted block."""
         self._map.on_evicted = on_evicted
 
     def keys_from(self, request: Request, first: int) -> Iterator[BlockHashWithGroupId]:
@@ -108,7 +108,7 @@ class CacheView:
             yield request.block_hashes[n] + suffix
 
     def hashes(self, request: Request) -> Sequence[BlockHash]:
-        """The hashes under which vLLM would look for the request's blocks; none if it would not."""
+        """The hashes under which vLLM would look for the request's blocks; none if vLLM would not look."""
         if not self.enabled or request.skip_reading_prefix_cache:
             return ()
         return self.stored(request)
@@ -116,7 +116,7 @@ class CacheView:
     def stored(self, request: Request) -> Sequence[BlockHash]:
         """The hashes under which the request's full blocks are stored.
 
-        A copy: vLLM changes its list while it runs.
+        The result is a copy, because vLLM changes its list while the request runs.
         """
         return tuple(request.block_hashes[self._scale - 1 :: self._scale])
 
@@ -142,7 +142,7 @@ class CacheView:
             listener.added([key[:-4] for key in gained if key.endswith(suffix) and key in watched])
 
     def _adopt(self) -> None:
-        """Replace vLLM's map by ours. A reset of the cache makes a new one of vLLM's."""
+        """Replace vLLM's map by our map. A reset of the cache makes a new map of vLLM's."""
         watched = WatchedMap()
         watched.stored, watched.on_evicted = self._map.stored, self._map.on_evicted
         watched.adopt(self.pool.cached_block_hash_to_block)

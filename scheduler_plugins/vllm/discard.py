@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix KV discarding: what a prefill-only request leaves is evicted before what requests share.
+"""Suffix KV discarding: the suffix blocks of prefill-only requests are evicted before shared blocks.
 
-PrefillOnly (SOSP 2025) drops the KV of suffixes that nobody will read. Here a block is *shared* if
-another request found it in the cache, holds it, or waits and would find it. When a prefill-only request
-has ended, its blocks after the last shared one are *spare*. They stay readable, and a spare block that a
-request finds is spare no more.
+PrefillOnly (SOSP 2025) drops the KV of suffixes that no request will read. Here a block is *shared* if another request
+found it in the cache, holds it, or waits and would find it. When a prefill-only request has ended, its blocks after the
+last shared block are *spare*. Spare blocks stay readable. If a request finds a spare block, the block is no longer
+spare.
 
-Eviction is by time of last use, the oldest first, and a block that is not spare gets a *bonus*: it counts
-as used so much later. So suffixes go before shared prefixes, but a prefix that nobody used for long goes
-before a suffix that is new. At first the bonus is one cache (the time in which as many blocks are stored
-as the cache holds). Then it is learnt, as ARC learns the sizes of its two lists (Megiddo and Modha, FAST
-2003): each block that is missed although it was spare when it was evicted shortens the bonus, and each
-that was not spare lengthens it. With a bonus of 0 the order is vLLM's, LRU.
+Eviction is by time of last use, the oldest first. A block that is not spare gets a *bonus*, which is added to its time
+of last use. So suffixes go before shared prefixes, but a prefix without use for a long time goes before a new suffix.
+At first the bonus is one cache: the time in which a whole cache of blocks is stored. Then it is learnt, like the sizes
+of ARC's two lists (Megiddo and Modha, FAST 2003). A miss of a block that was spare at its eviction shortens the bonus.
+A miss of a block that was not spare lengthens it. With a bonus of 0 the order is vLLM's order, LRU.
 
-It works for one KV cache group. Models with several evict as vLLM does.
+This works for one KV cache group. Models with several groups evict like vLLM.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 _AHEAD = 4
-"""Steps for which the order of eviction is made at once."""
+"""The number of steps for which the eviction order is made in one go."""
 _MOST_BONUS = 2
 """Longest bonus, in caches."""
 _GHOSTS = 2
-"""Divisor: for 1/2 as many evicted blocks as the cache holds it is remembered what they were."""
+"""Divisor: the last evicted blocks are remembered, up to 1/2 of the cache's number of blocks."""
 
 
 class SuffixDiscard:
-    """Puts the front of vLLM's `BlockPool.free_block_queue` into that order. vLLM frees the blocks.
+    """Puts the front of vLLM's `BlockPool.free_block_queue` into the eviction order. vLLM frees the blocks.
 
-    A hash stands for the whole prefix, so a request that finds a block found all blocks before it: it is
-    enough to note the last one found. Time is counted in blocks that were stored (`CacheView.stored_blocks`).
+    A hash stands for the whole prefix. So a request that finds a block has found all blocks before it, and it is enough
+    to note the last block found. Time is counted in stored blocks (`CacheView.stored_blocks`).
     """
 
     def __init__(self, cache: CacheView, wanted: Callable[[BlockHash], bool]) -> None:
@@ -51,17 +50,17 @@ class SuffixDiscard:
         self._blocks: int = cache.pool.num_gpu_blocks
         self._bonus = self._blocks
         self._evicted: dict[BlockHashWithGroupId, bool] = {}
-        """Whether blocks that were evicted lately were spare, the oldest first."""
+        """For each recently evicted block, whether it was spare; oldest first."""
         self._found: dict[int, BlockHashWithGroupId] = {}
         self._used: dict[int, int] = {}
-        """When a request that held the block ended, by number of the block."""
+        """The time when a request that held the block ended, by number of the block."""
         self._freed: list[tuple[Sequence[KVCacheBlock], Sequence[BlockHash], int]] = []
-        """Requests that ended, and when, since `catch_up`."""
+        """Requests that ended since `catch_up`, with the time."""
         self._ended: list[tuple[Sequence[KVCacheBlock], Sequence[BlockHash], int]] = []
-        """Prefill-only requests that ended, when, and whose blocks have not been looked at yet."""
+        """Prefill-only requests that ended, with the time. Their blocks have not been examined yet."""
         self._spare: dict[int, tuple[BlockHashWithGroupId, int]] = {}
-        """Spare blocks by number: what they hold, and since when; the oldest first."""
-        self._ready = 0  # blocks at the front of the free queue that are in order, at least
+        """Spare blocks by number, with their content and the time since when; oldest first."""
+        self._ready = 0  # least number of blocks at the front of the free queue that are in order
 
     def found(
         self,
@@ -69,12 +68,12 @@ class SuffixDiscard:
         count: int,
         missing: Iterable[BlockHashWithGroupId] = (),
     ) -> None:
-        """A request started.
+        """Note that a request started.
 
         Args:
-            blocks: what it holds, in the order of its prompt.
-            count: how many of these, from the first on, were cached.
-            missing: the keys of its full blocks after those.
+            blocks: the request's blocks, in the order of its prompt.
+            count: the number of leading blocks that were cached.
+            missing: the keys of the request's full blocks after these.
         """
         self._learn(missing)
         count = min(count, len(blocks))
@@ -89,21 +88,21 @@ class SuffixDiscard:
             self._ready -= 1
 
     def evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
-        """A block is no longer cached."""
+        """Note that a block is no longer cached."""
         known = self._spare.get(block_id)
         self._evicted[key] = known is not None and known[0] == key
 
     def ended(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> None:
-        """A request has ended. vLLM frees its blocks now, or when a step under way has ended.
+        """Note that a request has ended. vLLM frees its blocks now, or when the running step has ended.
 
         Args:
-            blocks: what it holds, in the order of its prompt.
-            hashes: what its full blocks are stored under; empty unless it was prefill-only.
+            blocks: the request's blocks, in the order of its prompt.
+            hashes: the keys of its full blocks; empty unless the request was prefill-only.
         """
         self._freed.append((tuple(blocks), hashes, self._cache.stored_blocks))
 
     def catch_up(self) -> None:
-        """Take notes of the requests that ended. Call once between two steps."""
+        """Process the requests that ended. Call once between two steps."""
         freed, self._freed = self._freed, []
         for blocks, hashes, now in freed:
             self._used.update(dict.fromkeys([block.block_id for block in blocks], now))
@@ -113,11 +112,11 @@ class SuffixDiscard:
             del self._evicted[next(iter(self._evicted))]
 
     def took(self, blocks: int | None) -> None:
-        """A step took at most so many blocks from the front; None: it is not known."""
+        """Note that a step took at most `blocks` blocks from the front; None: the number is unknown."""
         self._ready = 0 if blocks is None else self._ready - blocks
 
     def lacks(self, blocks: int) -> bool:
-        """Whether a step that takes `blocks` blocks may take one out of order."""
+        """Whether a step that takes `blocks` blocks could take a block out of order."""
         return self._ready < blocks and bool(self._spare or self._ended)
 
     def make_room(self, blocks: int) -> None:
@@ -134,7 +133,7 @@ class SuffixDiscard:
         self._ready = count
 
     def _learn(self, missing: Iterable[BlockHashWithGroupId]) -> None:
-        """Move the bonus by what this request would have found, had it not been evicted."""
+        """Adapt the bonus to the blocks that this request missed because they were evicted."""
         for key in missing:
             was_spare = self._evicted.pop(key, None)
             if was_spare is None:
@@ -163,7 +162,7 @@ class SuffixDiscard:
             next_spare = next(spare, None)
 
     def _free_spare(self) -> Iterator[KVCacheBlock]:
-        """The spare blocks that are free, the oldest first. Those that were evicted are forgotten."""
+        """The spare blocks that are free, oldest first. Evicted blocks are forgotten."""
         for block_id, (key, _) in list(self._spare.items()):
             block = self._pool.blocks[block_id]
             if block.block_hash != key:
@@ -180,14 +179,14 @@ class SuffixDiscard:
             block = block.next_free_block
 
     def _sort_out(self) -> None:
-        """Find out which blocks of the requests that have ended are spare."""
+        """Find the spare blocks of the requests that have ended."""
         ended, self._ended = self._ended, []
         for blocks, hashes, ended_at in ended:
             for n in range(min(len(blocks), len(hashes)) - 1, -1, -1):
                 block, hashed = blocks[n], hashes[n]
                 key = block.block_hash
                 if key is None or self._cache.block_hash(block) != hashed:
-                    continue  # was never cached, or holds something else by now
+                    continue  # was never cached, or holds other KV by now
                 if (
                     block.ref_cnt > 1
                     or self._found.get(block.block_id) == key

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hybrid prefilling (PrefillOnly, section 4): linear layers in chunks, attention whole.
 
-What a long prompt needs most memory for, when it is prefilled in one step, is not its KV but what
-the MLPs hold between their two projections. They work row by row, so they can take the prompt in
-chunks of tokens, whose outputs are written into one tensor. Attention sees the whole prompt at once,
-as before.
+When a long prompt is prefilled in one step, most memory does not go to its KV. It goes to the tensors of the MLPs
+between their two projections. MLPs work row by row, so they can process the prompt in chunks of tokens, and write the
+outputs into one tensor. Attention still sees the whole prompt at once.
 
 The plug-in is opt-in: `PD_HYBRID_PREFILL_CHUNK=2048` in the engine's environment. It changes no model
 code: it wraps `forward` of the MLP modules once a model is loaded.
 
-Outputs are allocated anew for each MLP. vLLM's loop over the layers holds a layer's output while the
-next one runs, so that two buffers would be the least, and the allocator gives back the same two. To
-write over the input, as the paper does, would be wrong where others read it (shared experts).
+Each MLP allocates its output. vLLM's loop over the layers holds a layer's output while the next layer runs. So at least
+two buffers are needed, and the allocator returns the same two. The paper writes over the input, but that is wrong if
+other modules read the input (shared experts).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ logger = logging.getLogger("vllm.pd_hybrid_prefill")
 
 
 class HybridError(ValueError):
-    """Hybrid prefilling was asked for and cannot be had; the message says why and what to do."""
+    """Hybrid prefilling is set and not possible. The message says why and what to do."""
 
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`: does nothing unless the variable is set.
 
     Raises:
-        HybridError: the variable is no number of tokens.
+        HybridError: the variable is not a number of tokens.
     """
     chunk_tokens = chunk_from(os.environ.get(VARIABLE))
     if chunk_tokens is None:
@@ -75,8 +74,8 @@ def chunk_from(text: str | None) -> int | None:
 
 
 def check_eager(compilation_config: Any) -> None:
-    """Raises HybridError where the model is compiled or captured: a compiled graph has the MLPs
-    inside, and would either ignore the wrappers or unroll their loop for every length."""
+    """Raises HybridError if the model is compiled or captured. A compiled graph contains the MLPs, and would ignore the
+    wrappers or unroll their loop for every length."""
     mode, graphs = compilation_config.mode, compilation_config.cudagraph_mode
     # Both are enumerations whose value 0 means none.
     if mode or (graphs is not None and getattr(graphs, "value", graphs)):
@@ -87,13 +86,13 @@ def check_eager(compilation_config: Any) -> None:
 
 
 def install(model: nn.Module, chunk_tokens: int) -> int:
-    """Let all MLPs of a model work in chunks of at most `chunk_tokens` tokens.
+    """Make all MLPs of a model work in chunks of at most `chunk_tokens` tokens.
 
     Returns:
-        How many there are.
+        The number of MLPs.
 
     Raises:
-        HybridError: there is none.
+        HybridError: the model has no MLP.
     """
     found = list(mlps(model))
     if not found:
@@ -103,13 +102,13 @@ def install(model: nn.Module, chunk_tokens: int) -> int:
         )
     for module in found:
         if not hasattr(module.forward, _WRAPPED):
-            # A module's own attribute goes before its class's method.
+            # A module's own attribute takes precedence over its class's method.
             module.forward = _in_chunks(module.forward, chunk_tokens)
     return len(found)
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that take one tensor, project it up, and back down to its size."""
+    """Modules that take one tensor, project it up, and project it back down to its size."""
     for module in model.modules():
         if _is_mlp(module):
             yield module
@@ -131,7 +130,7 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Sizes of input and output of a linear layer, of vLLM's (whole, not per rank) or torch's."""
+    """Input and output sizes of a linear layer of vLLM or torch. For vLLM they are the whole sizes, not per rank."""
     for names in (("input_size", "output_size"), ("in_features", "out_features")):
         into, out = (getattr(module, name, None) for name in names)
         if isinstance(into, int) and isinstance(out, int):
@@ -140,7 +139,7 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a token's output may depend on others: anything that keeps KV or a state."""
+    """Whether a token's output can depend on other tokens: modules that keep KV or a state."""
     return any(hasattr(module, name) for name in ("kv_cache", "attn_backend", "kv_cache_dtype"))
 
 

@@ -28,7 +28,7 @@ class Reporter:
     """Reads the queue, the steps and the running requests, and changes none of them."""
 
     def __init__(self, vllm_config: Any, queue: WaitingQueue, steps: StepTimer) -> None:
-        """If its board cannot be written, the engine runs, and admission admits everything."""
+        """If the board cannot be written, the engine still runs, and admission admits everything."""
         self.ledger = Ledger()
         self._queue = queue
         self._steps = steps
@@ -42,12 +42,12 @@ class Reporter:
         atexit.register(self.close)
 
     def use(self, classes: Sequence[QosClass]) -> None:
-        """Classes and policy are these from now on."""
+        """Use these classes and this policy from now on."""
         by_name = {one.name: one for one in classes}
         self._predictor = Predictor(classes=by_name, by_cost=self._queue.policy.by_cost)
 
     def arrived(self, request: Waiting, running: Sequence[Request]) -> None:
-        """A request comes, and is not in the queue yet. Note its predicted time to first token."""
+        """Note the predicted time to first token of a new request that is not in the queue yet."""
         now_s = time.time()
         qos = self._queue.fair_share.class_of(request.qos)
         known = self._queue.estimator.known_tokens(request)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's queue of waiting requests, in our order.
 
-vLLM's scan asks `bool`, peeks, and either pops what it peeked or stops. What it popped it has
-either started, parked among the requests that hold KV, or skipped; skipped ones come back through
-`prepend_requests` when the scan ends. `prepend_request` brings back preempted ones.
+vLLM's scan asks `bool`, peeks, and then either pops the request or stops. A popped request is started, parked among the
+requests that hold KV, or skipped. Skipped requests come back through `prepend_requests` when the scan ends. Preempted
+requests come back through `prepend_request`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 ROOM_AGAIN = 8
-"""Scans after which room is made again beside a prefill for a request that vLLM passed by (the adapter
-limit, a connector that does not know yet). It may not start this time either, and then the room is lost."""
+"""Scans until a step again reserves room beside a prefill for a request that vLLM skipped (the adapter limit, a
+connector that does not know yet). If the request cannot start this time either, the room is lost."""
 
 
 def describe(request: Request, cache: CacheView) -> Waiting:
-    """A request of vLLM's in the words of the queue."""
+    """A request of vLLM in the form that the queue uses."""
     return Waiting(
         id=request.request_id,
         tokens=request.num_tokens,
@@ -45,7 +45,7 @@ def describe(request: Request, cache: CacheView) -> Waiting:
 
 
 def qos_of(request: Request) -> str:
-    """Its class, as the client or the middleware wrote it; there may be none of that name."""
+    """The request's class, as the client or the middleware wrote it. A class with this name need not exist."""
     if request.sampling_params is None:
         return class_in(request.request_id)
     extra = request.sampling_params.extra_args
@@ -54,32 +54,33 @@ def qos_of(request: Request) -> str:
 
 
 def tokens_left(request: Request) -> int:
-    """Tokens of a prefill that are not computed."""
+    """Tokens of a prefill that are not computed yet."""
     return int(request.num_tokens - request.num_computed_tokens)
 
 
 def is_loaded(request: Request) -> bool:
-    """Whether another engine sends the prompt's KV, and has not been tried yet."""
+    """Whether another engine sends the prompt's KV, and the transfer has not been tried yet."""
     return _is_asked(request, "do_remote_prefill") and request.num_preemptions == 0
 
 
 def is_prefill_only(request: Request) -> bool:
-    """Whether nobody goes on from the request's KV: one token is generated, and it is the last.
+    """Whether no request continues from this request's KV: it generates one token, which is the last.
 
-    A prompt that is prefilled for another engine generates one token here as well, but the
-    conversation goes on: the next prompt begins with this one.
+    A prompt that is prefilled for another engine also generates one token here. But its conversation goes on, and the
+    next prompt begins with this prompt.
     """
     return request.max_tokens == 1 and not _is_asked(request, "do_remote_decode")
 
 
 def _is_asked(request: Request, name: str) -> bool:
-    """Whether the request's transfer parameters say so. Clients can write anything into them (`vllm_xargs`)."""
+    """Whether this key of the request's transfer parameters is true. Clients can write anything into them
+    (`vllm_xargs`)."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and bool(params.get(name))
 
 
 class OrderedRequests(RequestQueue):
-    """Never loses a request, nor gives it out twice: an id that comes again replaces itself."""
+    """Never loses a request or gives it out twice. If an id comes again, it replaces itself."""
 
     def __init__(self, queue: WaitingQueue, cache: CacheView) -> None:
         self._queue = queue
@@ -91,10 +92,10 @@ class OrderedRequests(RequestQueue):
         self._taken: dict[str, Waiting] = {}
         self._scans = 0
         self._passed_by: dict[str, int] = {}
-        """The scan in which vLLM last passed by a request for a reason of its own."""
+        """The last scan in which vLLM skipped a request for its own reasons."""
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
-        """The engine begins a step; see `WaitingQueue.begin_scan`."""
+        """Called when the engine begins a step; see `WaitingQueue.begin_scan`."""
         self._cache.tell(self._queue)
         self._queue.begin_scan(full=full, prefilling=prefilling)
         self._taken = {}
@@ -102,10 +103,10 @@ class OrderedRequests(RequestQueue):
         self._scans += 1
 
     def end_scan(self, has_room: Callable[[Request], bool]) -> None:
-        """The step has been put together.
+        """Called when the step is scheduled.
 
-        vLLM ends its scan at a request that it peeks at and does not pop, for lack of room in its cache
-        or for reasons of its own (the cadence of data-parallel balancing, the budget of the step).
+        vLLM ends its scan at a request that it peeks at and does not pop. Its cache has no room, or vLLM has its own
+        reasons (the cadence of data-parallel balancing, the budget of the step).
 
         Args:
             has_room: whether vLLM's cache has room for that request.
@@ -118,7 +119,7 @@ class OrderedRequests(RequestQueue):
         self._scanning = False
 
     def head(self) -> Request | None:
-        """The request that vLLM would be given next, if any."""
+        """The request that vLLM would get next, if any."""
         if self._popped:
             self._settle(self._popped)
         self._cache.tell(self._queue)
@@ -126,14 +127,14 @@ class OrderedRequests(RequestQueue):
         return self._requests[first.id] if first else None
 
     def is_owed_over(self, prefill: Request) -> bool:
-        """Whether a prefill under way should be preempted for the next request, which there is."""
+        """Whether a running prefill should be preempted for the next request. There must be a next request."""
         head = self._queue.head
         return head is not None and self._queue.fair_share.should_yield(
             qos_of(prefill), head.class_name
         )
 
     def tokens_before(self, prefill: Request, budget_tokens: int) -> int:
-        """See `step_length.tokens_before`; 0 if the next request waits for more than its turn."""
+        """See `step_length.tokens_before`; 0 if the next request waits for anything except its turn."""
         head = self.head()
         if (
             head is None
@@ -168,15 +169,15 @@ class OrderedRequests(RequestQueue):
         return request
 
     def prepend_request(self, request: Request) -> None:
-        """A running request was preempted: first of its class, and already paid for."""
+        """Take back a preempted request. It becomes the first of its class, and is already paid for."""
         if not self._scanning:
-            # What was popped in the last scan is running: it must not count as not started.
+            # Requests popped in the last scan are running. They must not count as not started.
             self._queue.begin_scan()
             self._taken = {}
         self._put_back(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """Requests that were skipped in this scan: each gets its own place back."""
+        """Take back requests that were skipped in this scan. Each gets its own place back."""
         if self._popped:
             self._settle(self._popped)
         for request in requests:
@@ -192,7 +193,7 @@ class OrderedRequests(RequestQueue):
             self._forget(request.request_id)
 
     def __bool__(self) -> bool:
-        """Whether there is a request to start now: a batch may have to go without more."""
+        """Whether there is a request to start now. A batch may take no further request although requests wait."""
         if not self._queue.may_end_early:
             return bool(self._requests)
         return self.head() is not None
@@ -219,7 +220,7 @@ class OrderedRequests(RequestQueue):
         self._queue.remove(request_id)
 
     def _settle(self, popped: Request) -> None:
-        """Learn what became of the request that was popped last.
+        """Find the fate of the request that was popped last.
 
         vLLM marks it as running after the pop and before it looks at the queue again.
         """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler with our order: `--scheduler-cls scheduler_plugins.vllm.PrefixAwareScheduler`.
 
-vLLM decides everything that is not about order: it calls our queue (`request_queue.py`) where it would
-call its own. What is added around its methods:
+vLLM decides everything except the order: it calls our queue (`request_queue.py`) instead of its own. These are added
+around its methods:
 
-- before `schedule`: changed settings, changes of the prefix cache, a prefill that gives way to a
-  class that is owed, the length of the step and of its prefills, the order of eviction
+- before `schedule`: changed settings, changes of the prefix cache, a prefill that yields to a class that is owed, the
+  length of the step and of its prefills, the order of eviction
 - behind the model and after `update_from_output`: the step's time, first tokens, the load report
-- around `add_request` and the end of a request: what was predicted of it, what it leaves behind
+- around `add_request` and the end of a request: its predictions, the blocks that it leaves
 """
 
 from __future__ import annotations
@@ -49,31 +49,32 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAY_COME = 64
-"""Requests that room is made for before they come; of more at a time some may evict what is shared."""
+"""The number of expected requests for which spare blocks are put in front. If more come at once, some may evict shared
+blocks."""
 
 logger = logging.getLogger("scheduler_plugins.vllm")
 
 
 class PrefixAwareScheduler(AsyncScheduler):
-    """Orders waiting requests by what each costs given what is cached now, class by class.
+    """Orders the waiting requests of each class by their cost with the present cache.
 
-    Works with and without async scheduling, alone and on either engine of a pair.
+    It works with and without async scheduling, alone and on either engine of a pair.
     """
 
-    max_num_scheduled_tokens: int  # vLLM's budget of a step; `StepShape` lowers it for one
+    max_num_scheduled_tokens: int  # vLLM's budget of a step; `StepShape` lowers it for one step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's.
+        """The arguments are vLLM's.
 
         Raises:
-            QosError, ProfileError: the settings or the cost model named cannot be used.
+            QosError, ProfileError: the settings or the named cost model are invalid.
         """
         super().__init__(*args, **kwargs)
         if not self.scheduler_config.async_scheduling:
-            # vLLM would not have taken its async scheduler: neither may its bookkeeping be used.
+            # vLLM would not have used its async scheduler, so its bookkeeping must not be used either.
             for name in ("_update_after_schedule", "_update_request_with_output"):
                 setattr(self, name, MethodType(getattr(Scheduler, name), self))
-        # A file's policy goes before `--scheduling-policy priority`.
+        # A file's policy overrides `--scheduling-policy priority`.
         by_priority = self.scheduler_config.policy == "priority"
         without = SchedulerSection(policy="priority") if by_priority else SchedulerSection()
         self._live = LiveSettings(settings_path(self.vllm_config), without)
@@ -118,13 +119,13 @@ class PrefixAwareScheduler(AsyncScheduler):
                 self._give_way(prefills)
             if self._prefills_own_batch():
                 self.waiting.begin_scan(full=True, prefilling=ids)
-        if self.pause_state == PauseState.UNPAUSED:  # else nobody starts who could overtake
+        if self.pause_state == PauseState.UNPAUSED:  # else no request can start and overtake
             self._shape.limit(prefills)
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self._shape.lift()
-        # Where vLLM balances data-parallel ranks, it lets prefills start in some steps only.
+        # If vLLM balances data-parallel ranks, it lets prefills start only in some steps.
         held_back = bool(args[0] if args else kwargs.get("throttle_prefills"))
         self.waiting.end_scan((lambda _: True) if held_back else self._has_room)
         self._scheduled = output, time.monotonic()
@@ -132,8 +133,8 @@ class PrefixAwareScheduler(AsyncScheduler):
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """vLLM asks for it when the model has begun to compute the step: what the next step will
-        need is done behind the model."""
+        """vLLM calls this when the model has begun to compute the step. So the work for the next step runs in parallel
+        with the model."""
         self._tidy_up()
         return super().get_grammar_bitmask(scheduler_output)
 
@@ -143,7 +144,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._note_step()
         load = self._steps.ended(scheduler_output, time.monotonic())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if load.tokens:  # others only go on
+        if load.tokens:  # other requests only go on
             self._note_first_tokens(outputs)
         if not self.running and self.get_num_unfinished_requests() == 0:
             self._reporter.publish(self.running, time.monotonic(), idle=True)
@@ -152,7 +153,7 @@ class PrefixAwareScheduler(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         self._note_step()
         if self.connector is None:
-            # A client can write anything. KV that nobody brings would make its prompt cost nothing.
+            # A client can write anything. If no engine sent the KV, its prompt would still cost nothing.
             request.kv_transfer_params = None
         if request.request_id not in self.requests:
             waiting = describe(request, self._cache)
@@ -166,13 +167,13 @@ class PrefixAwareScheduler(AsyncScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         ledger = self._reporter.ledger
         if request.num_output_tokens or request.status == RequestStatus.FINISHED_STOPPED:
-            # It may end with its first token, before the step's outputs are looked through.
+            # The request may end with its first token, before the step's outputs are processed.
             ledger.token(request.request_id, time.time())
         ledger.gone(request.request_id, request.num_output_tokens, request.max_tokens)
         return super()._free_request(request, *args, **kwargs)
 
     def _free_blocks(self, request: Request) -> None:
-        """The blocks of a request that has ended are freed: no connector holds them any more."""
+        """Called when the blocks of a request that has ended are freed, because no connector holds them any more."""
         self._note_step()
         if self._whole_cache:
             blocks = self._cache.blocks(request.request_id)
@@ -185,14 +186,14 @@ class PrefixAwareScheduler(AsyncScheduler):
         super()._preempt_request(request, *args, **kwargs)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        """A load has ended. vLLM goes on reserving blocks for one that failed. In vLLM's queue that
-        request is next; in ours it may wait behind one that has no room because of the reservation."""
+        """Called when a load has ended. If it failed, vLLM keeps blocks reserved for it. In vLLM's queue that request
+        is next. In our queue it could wait behind a request that has no room because of the reservation."""
         super()._update_waiting_for_remote_kv(request)
         if not request.num_computed_tokens:
             self._inflight_prefills.discard(request)
 
     def _tidy_up(self) -> None:
-        """All that the order of a step does not need at once. Once between two steps."""
+        """All work that the order of a step does not need at once. Called once between two steps."""
         self._untidy = False
         self._note_step()
         self._steps.fit.catch_up()
@@ -212,7 +213,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._reporter.use(self._live.classes)
 
     def _prefills_own_batch(self) -> bool:
-        """Whether a request that wants a batch by itself is still being prefilled."""
+        """Whether a request that wants its own batch is still in prefill."""
         policy = self._order.policy
         return policy.splits_batches and any(
             request.is_prefill_chunk and policy.wants_own_batch(describe(request, self._cache))
@@ -220,14 +221,13 @@ class PrefixAwareScheduler(AsyncScheduler):
         )
 
     def _give_way(self, prefills: list[Request]) -> None:
-        """Preempt a prefill between two chunks where a class of higher priority is owed.
+        """Preempt a prefill between two chunks if a class of higher priority is owed.
 
-        As vLLM does it when it resets the cache: through `_preempt_request`, before the step. What
-        was computed stays in the prefix cache, so this is done only where that gives back whole
-        prefixes, and only for a head that waits for nothing but its turn; for each head once, so
-        that one which cannot start after all does not stop a prefill again and again. Not while vLLM
-        is paused: a request that is preempted then waits until it is resumed, and vLLM takes the engine
-        for drained.
+        This uses `_preempt_request` before the step, like vLLM's reset of the cache. The computed KV stays in the
+        prefix cache, so this is done only if the cache returns whole prefixes. The head must wait only for its turn. It
+        is done once per head, so a head that cannot start after all does not stop a prefill again and again. It is not
+        done while vLLM is paused: a preempted request would wait until vLLM resumes, and vLLM would consider the engine
+        drained.
         """
         head = self.waiting.head() if self._whole_cache else None
         if (
@@ -247,13 +247,13 @@ class PrefixAwareScheduler(AsyncScheduler):
                 self.running.remove(request)
                 prefills.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)
-                # It may start again in this very step: the worker must be told all of it.
+                # The request may start again in this very step, so the worker must get all of it.
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
                 return
 
     def _fits_beside(self, head: Request, request: Request) -> bool:
-        """Whether all of `head` can be computed in this step, or nearly as much as without
-        `request`: a preempted prefill computes up to a block again."""
+        """Whether this step can compute all of `head`, or nearly as much as without `request`. A preempted prefill
+        computes up to one block again."""
         left = tokens_left(request)
         wanted = sum(
             one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
@@ -266,10 +266,10 @@ class PrefixAwareScheduler(AsyncScheduler):
         return not full and (small or head.num_tokens - spared <= room)
 
     def _has_room(self, request: Request) -> bool:
-        """Whether a waiting request fits into the free blocks of the cache, for sure.
+        """Whether a waiting request certainly fits into the free blocks of the cache.
 
-        False if that cannot be told: KV that a connector loads is reserved for, and models with several
-        KV cache groups need blocks of each.
+        False if this is unknown. A connector reserves blocks for the KV that it loads, and models with several KV cache
+        groups need blocks of each group.
         """
         if not self._whole_cache or is_loaded(request):
             return False
@@ -282,8 +282,8 @@ class PrefixAwareScheduler(AsyncScheduler):
         return bool(needed <= manager.block_pool.get_num_free_blocks())
 
     def _most_blocks(self, tokens: int, requests: int) -> int:
-        """Blocks that a step takes at most which computes so many tokens of so many requests, but for
-        the KV that a connector loads."""
+        """The most blocks that a step takes for these numbers of tokens and requests, without the KV that a connector
+        loads."""
         return tokens // self._page_size + requests * self._blocks_ahead
 
     def _note_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
@@ -296,8 +296,8 @@ class PrefixAwareScheduler(AsyncScheduler):
                     ledger.token(one.request_id, now_s)
 
     def _note_step(self) -> None:
-        """Note the step that was scheduled last, once: behind the model, where nobody waits for it,
-        and before anything of that step changes."""
+        """Note the last scheduled step, once. This runs in parallel with the model, so nothing waits for it, and before
+        anything of that step changes."""
         if self._scheduled is None:
             return
         (output, scheduled_s), self._scheduled = self._scheduled, None
@@ -306,8 +306,8 @@ class PrefixAwareScheduler(AsyncScheduler):
             self._note_blocks(output)
 
     def _note_blocks(self, output: SchedulerOutput) -> None:
-        """Which blocks the requests that start in this step found in the cache, and how many new
-        ones the step has taken."""
+        """Note the blocks that starting requests found in the cache, and the number of new blocks that the step has
+        taken."""
         sizes, discard = output.num_scheduled_tokens, self._discard
         started = [one.req_id for one in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a step computes, and how many of them a prefill that goes on."""
+"""The tokens that a step computes, and the part of a running prefill."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class StepShape:
-    """Lowers two of vLLM's limits while it puts a step together.
+    """Lowers two limits of vLLM while vLLM schedules a step.
 
     - The budget of the step, while classes share the engine (`step_length.step_tokens`).
-    - The tokens of each prefill that goes on. vLLM schedules these before anything that waits, so the
-      limit leaves room for the requests that overtake them (`step_length.tokens_before`).
+    - The tokens of each running prefill. vLLM schedules these before waiting requests, so the limit leaves room for the
+      requests that overtake them (`step_length.tokens_before`).
     """
 
     def __init__(self, scheduler: Scheduler, waiting: OrderedRequests, order: WaitingQueue) -> None:
@@ -30,7 +30,7 @@ class StepShape:
         self._adaptive: bool = getattr(scheduler, "adaptive_long_prefill_threshold", False)
         self._waiting = waiting
         self._order = order
-        # Whoever must compute something in one piece may need a whole step for it.
+        # A request that must be computed in one piece may need a whole step.
         self._may_cut = (
             scheduler.scheduler_config.enable_chunked_prefill
             and not scheduler.has_mamba_layers
@@ -38,31 +38,31 @@ class StepShape:
         )
 
     def limit(self, prefills: Sequence[Request]) -> None:
-        """Set the limits of the step that is put together next; `prefills` are running."""
+        """Set the limits of the next step; `prefills` are running."""
         if not self._may_cut or not (prefills or self._order.fair_share.is_shared):
-            return  # nothing to share: vLLM's own limits hold
+            return  # nothing to share: vLLM's own limits apply
         scheduler, config = self._scheduler, self._scheduler.scheduler_config
         tokens = self._step_tokens(prefills)
         scheduler.max_num_scheduled_tokens = tokens
         if prefills and (chunk := self._chunk_tokens(tokens, prefills)):
             config.long_prefill_token_threshold = min(chunk, self._own_chunk_tokens() or chunk)
-            scheduler.adaptive_long_prefill_threshold = False  # it would raise ours
+            scheduler.adaptive_long_prefill_threshold = False  # it would raise our limit
 
     def lift(self) -> None:
-        """Set vLLM's own limits again."""
+        """Restore vLLM's own limits."""
         self._scheduler.max_num_scheduled_tokens = self._tokens
         self._scheduler.scheduler_config.long_prefill_token_threshold = self._chunk
         self._scheduler.adaptive_long_prefill_threshold = self._adaptive
 
     def _step_tokens(self, prefills: Sequence[Request]) -> int:
-        """The budget of the step. Short steps are for prompts: what decodes has its tokens besides."""
+        """The budget of the step. A short step limits prompts; decodes get their tokens in addition."""
         classes = (qos_of(one) for one in prefills)
         tokens = step_tokens(self._order, self._tokens, classes)
         decoding = len(self._scheduler.running) - len(prefills)
         return int(min(self._tokens, tokens + decoding * (1 + self._scheduler.num_spec_tokens)))
 
     def _chunk_tokens(self, budget: int, prefills: Sequence[Request]) -> int:
-        """Most tokens of a prefill; 0: no limit."""
+        """The most tokens of a prefill; 0: no limit."""
         scheduler = self._scheduler
         wanted = 0
         if len(scheduler.running) < scheduler.max_num_active_reqs:
@@ -76,7 +76,7 @@ class StepShape:
         if sum(left) <= budget - wanted:
             return 0
         share = largest_share(left, budget - wanted)
-        # vLLM's limit holds for those that start as well.
+        # vLLM's limit also applies to prefills that start.
         if share < wanted:
             share = largest_share(left, budget) if self._holds_up_decoding(prefills) else 0
         return share
@@ -90,15 +90,15 @@ class StepShape:
         return max(self._chunk, most // requests)
 
     def _holds_up_decoding(self, prefills: Sequence[Request]) -> bool:
-        """Whether a request decodes that started after one of these prefills. vLLM schedules what runs in
-        the order in which it started, and gives a prefill all that is left of the step."""
+        """Whether a decoding request started after one of these prefills. vLLM schedules running requests in the order
+        in which they started, and gives a prefill the whole rest of the step."""
         last = self._scheduler.running[-len(prefills) :]
         return not all(request.is_prefill_chunk for request in last)
 
 
 def _may_decode(request: Request) -> bool:
-    """Whether vLLM may schedule it: with async scheduling it knows the last token before it is
-    there, and leaves such requests among those that run."""
+    """Whether vLLM may schedule the request. With async scheduling, vLLM knows that a token is the last before the
+    token exists, and keeps such requests among the running requests."""
     placeholders = request.num_output_placeholders
     last = request.num_prompt_tokens + request.max_tokens - 2
     return not placeholders or request.num_computed_tokens - placeholders < last

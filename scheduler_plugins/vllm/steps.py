@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the engine's steps take, and what they computed."""
+"""The durations of the engine's steps, and the work that they computed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 _NOTHING = StepLoad(0, 0, 0, 0)
 _Step = tuple["SchedulerOutput", StepLoad, float]
-"""A scheduled step, what it computes, and when it was scheduled."""
+"""A scheduled step, with its work and the time when it was scheduled."""
 
 
 def load_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
-    """What a step computes. Call after `schedule`, which has counted its tokens as computed.
+    """The work of a step. Call this after `schedule`, which has counted the step's tokens as computed.
 
-    A request decodes when all of its prompt was computed before the step, whether its first token is there
-    yet (async scheduling goes on without it) or not; one that was preempted after its first token prefills
-    what it had generated as well.
+    A request decodes if its whole prompt was computed before the step. Its first token need not exist yet, because
+    async scheduling goes on without it. A request that was preempted after its first token also prefills its generated
+    tokens.
     """
     fresh = pairs = batch = context = 0
     for request_id, tokens in output.num_scheduled_tokens.items():
@@ -42,11 +42,11 @@ def load_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoa
 
 
 class StepTimer:
-    """Times steps from `schedule` to `update_from_output`, and teaches the cost model.
+    """Measures steps from `schedule` to `update_from_output`, and teaches the cost model.
 
-    With async scheduling a step is scheduled while the one before it runs. Its time is counted from the
-    end of that one, so that no time is counted twice. With pipeline parallelism the measured time is
-    that between the ends of two steps, which is what the queue's rate depends on.
+    With async scheduling, a step is scheduled while the previous step runs. Its time is counted from the end of the
+    previous step, so no time is counted twice. With pipeline parallelism, the measured time is the time between the
+    ends of two steps, on which the queue's rate depends.
     """
 
     def __init__(self, fit: OnlineFit) -> None:
@@ -56,23 +56,23 @@ class StepTimer:
 
     @property
     def under_way_s(self) -> float:
-        """Predicted duration of the steps that were scheduled and have not ended."""
+        """Predicted duration of the scheduled steps that have not ended."""
         return sum(self.fit.model.step_s(load) for _, load, _ in self._open)
 
     @property
     def prefilling_s(self) -> float:
-        """Predicted duration of those of them that prefill."""
+        """Predicted duration of the scheduled steps with prefill that have not ended."""
         return sum(self.fit.model.step_s(load) for _, load, _ in self._open if load.tokens)
 
     def scheduled(
         self, output: SchedulerOutput, requests: Mapping[str, Request], now_s: float
     ) -> None:
-        """A step was scheduled. `now_s` is `time.monotonic()`."""
+        """Note a scheduled step. `now_s` is `time.monotonic()`."""
         if output.total_num_scheduled_tokens:
             self._open.append((output, load_of(output, requests), now_s))
 
     def ended(self, output: SchedulerOutput, now_s: float) -> StepLoad:
-        """A step's result is there. Returns what it computed. Steps end in the order of their start."""
+        """Note a step's result. Returns the step's work. Steps end in the order of their start."""
         load = _NOTHING
         if not output.total_num_scheduled_tokens:
             return load

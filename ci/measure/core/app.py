@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python ci/measure core`: what parts of the connector cost, each against its bar."""
+"""`python ci/measure core`: the costs of the connector's parts, each against its bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.tools.output import Json
 
 BUDGET_MS = 1.0
-"""What planning and bookkeeping of one request may cost each side, in CPU time."""
+"""The most CPU time of planning and bookkeeping for one request on each side."""
 _LONGEST_PAGE = 128
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
@@ -36,8 +36,7 @@ def reshard(
 ) -> None:
     """Gather and scatter between TP 1, 2, 4, 8 and pages of 16 and 128 tokens, beside torch.
 
-    Exit code 1 when, of one pair of page sizes, the slowest pair of TP sizes has less than half
-    the rate of the fastest.
+    Exit code 1 if, for one pair of page sizes, the slowest pair of TP sizes has less than half the rate of the fastest.
     """
     # torch takes seconds to import.
     from measure.core.reshard import PAGE_SIZES, TP_SIZES, measure
@@ -93,7 +92,7 @@ def overhead(json: Json = None) -> None:
 def audit(
     runs: Annotated[int, typer.Option(min=1, help="Measured runs of each.")] = 9, json: Json = None
 ) -> None:
-    """What comparing KV costs beside writing it, and what audits cost a request that is not audited."""
+    """The cost of comparing KV beside writing it, and the cost of audits for an unaudited request."""
     from measure.core.audit import measure
 
     with exit_codes(Console(stderr=True)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ci/measure core audit`: what an audit costs the request that is audited, and every other request."""
+"""`ci/measure core audit`: the cost of an audit for the audited request, and for every other request."""
 
 import statistics
 import time
@@ -32,14 +32,14 @@ _SETUPS = {
 
 
 def measure(runs: int) -> list[Comparison]:
-    """GB/s of comparing chunks that have landed, beside writing them into pages; and milliseconds of the
-    consumer's bookkeeping for a request that is not audited, with audits and without.
+    """GB/s of comparing landed chunks beside writing them into pages. Also milliseconds of the consumer's bookkeeping
+    for an unaudited request, with and without audits.
 
     Args:
-        runs: of each; both sides in turn.
+        runs: runs of each side; both sides run in turn.
 
     Raises:
-        BenchError: what is the same was found to differ.
+        BenchError: equal KV was found to differ.
     """
     found = []
     for name, (page_size, codec) in _SETUPS.items():
@@ -56,7 +56,7 @@ def measure(runs: int) -> list[Comparison]:
 
 
 def _calls(page_size: int, codec: str) -> tuple[Callable[[], None], Callable[[], None], int]:
-    """What compares a prompt that has landed, what writes it into the same pages, and its bytes in the
+    """A function that compares a landed prompt, a function that writes it into the same pages, and its bytes in the
     cache."""
     source, destination = _cache(16), _cache(page_size)
     paths = routes(source.geometry, destination.geometry, [codec], [codec])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ci/measure core codec`: how fast a core codes bfloat16 by the compiled loops, beside torch's operations."""
+"""`ci/measure core codec`: speed of coding bfloat16 on one core, with the compiled loops beside torch's operations."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pd_connector.tools.bench.sample import Sample
 SHAPE: Shape = (8, 512, 128)
 _BFLOAT16 = Elements("bfloat16")
 _CALLS = 8
-"""Timed together: one block takes a tenth of a millisecond."""
+"""Blocks timed together, because one block takes only a tenth of a millisecond."""
 
 
 def measure(runs: int, shape: Shape = SHAPE) -> list[Comparison]:
     """GB/s of bfloat16 on one core, for every lossy codec, K and V, encoding and decoding.
 
     Args:
-        runs: of each, after one that is not counted; ours and torch's in turn.
+        runs: runs of each, after one uncounted run; ours and torch's run in turn.
 
     Raises:
-        BenchError: numba is missing here.
+        BenchError: numba is missing.
     """
     if not COMPILER.wait():
         raise BenchError("numba is not installed, or cannot compile: vLLM brings it")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request costs in Python, beside the bytes: planning it, and both sides' bookkeeping."""
+"""The Python cost of one request without its bytes: planning, and both sides' bookkeeping."""
 
 import statistics
 import time
@@ -43,12 +43,12 @@ R = TypeVar("R")
 def planning_overhead(*, audits: bool = False) -> tuple[float, float]:
     """CPU time of one request at the producer and at the consumer, in milliseconds.
 
-    Of 8,192 tokens or a few less, a length of its own each time, of a model with 32 layers of 8 KV
-    heads x 128, in bfloat16 and 16 MiB slots; from offer and load to the last page that is freed.
-    No bytes move, and no message is coded. The median of 50 requests on a session that stands.
+    A request has 8,192 tokens or a few less; each has another length. The model has 32 layers of 8 KV heads x 128 in
+    bfloat16, with 16 MiB slots. The time runs from offer and load to the last freed page. No bytes move, and no message
+    is coded. The result is the median of 50 requests on an open session.
 
     Args:
-        audits: the producer has passed an audit, and each request has to find that out.
+        audits: whether the producer has passed an audit, which each request must find out.
     """
     pair = _LinkedMachines(AuditBook() if audits else None)
     for number in range(_WARM_UPS):
@@ -59,7 +59,7 @@ def planning_overhead(*, audits: bool = False) -> tuple[float, float]:
 
 
 class _LinkedMachines:
-    """A producer and a consumer whose messages are handed over by calls."""
+    """A producer and a consumer that exchange messages by calls."""
 
     def __init__(self, audits: AuditBook | None) -> None:
         shard = Shard(0, _LAYERS, 0, 1)
@@ -80,10 +80,10 @@ class _LinkedMachines:
         self._consumer.session_up(_SOURCE, session, _NOW)
         self._spent_ns = {"producer": 0, "consumer": 0}
         self._finished = False
-        self._slot = memoryview(bytearray(config.slot_bytes))  # one for all: nothing is written
+        self._slot = memoryview(bytearray(config.slot_bytes))  # one for all, never written
 
     def request(self, tokens: int) -> tuple[float, float]:
-        """Hand one prompt over; returns milliseconds of the producer and of the consumer."""
+        """Hand one prompt over. Returns milliseconds of the producer and of the consumer."""
         self._spent_ns = {"producer": 0, "consumer": 0}
         self._finished = False
         name, pages = f"request of {tokens}", (list(range(pages_for(tokens, _PAGE_TOKENS))),)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent costs that has sessions with many producers, and many requests that wait."""
+"""The cost of an agent with sessions with many producers, and with many waiting requests."""
 
 import multiprocessing
 import os
@@ -31,13 +31,12 @@ REST_BUDGET_MS = 1.0
 """CPU milliseconds of the agent's thread per second while nothing happens."""
 MESSAGE_BUDGET_MS = 0.2
 _LEASE_S = 30.0
-"""What the producers say, as by default."""
+"""Settings of the producers, as by default."""
 _REST_S = 48.0
-"""Three rounds of heartbeats, which are 16 s apart. It begins between two of them (`_rests`): a
-window that begins anywhere has three or four."""
+"""Three rounds of heartbeats, which are 16 s apart. The window begins between two rounds (`_rests`). Otherwise it would
+have three or four."""
 _SETTLE_S = 18.0
-"""Until nothing is left of the sessions' beginning: deadlines of handshakes have passed, and every heartbeat has been
-put together once."""
+"""Time until the sessions have settled: deadlines of handshakes have passed, and every heartbeat has been made once."""
 _PATIENCE_S = 120.0
 _SHARD = Shard(0, 1, 0, 1)
 _GEOMETRY = Geometry(
@@ -61,18 +60,18 @@ _MODEL = ModelFacts(b"bench", b"bench")
 
 
 class PeerCosts(NamedTuple):
-    """CPU time of the agent's thread, in milliseconds; ZeroMQ's own thread is not in it."""
+    """CPU time of the agent's thread in milliseconds, without ZeroMQ's own thread."""
 
     rest_ms: float  # a second, with all sessions standing and all requests waiting
     message_ms: float  # one message, `Ready`, with its outcome for the engine
 
 
 def measure(sessions: int = SESSIONS, waiting: int = WAITING, rest_s: float = _REST_S) -> PeerCosts:
-    """Open `sessions` sessions over which `waiting` requests wait, and measure.
+    """Open `sessions` sessions, let `waiting` requests wait over them, and measure.
 
-    The producers are played by another process, so that their cost is not in the figures.
+    Another process plays the producers, so the figures exclude their cost.
 
-    Raises BenchError if sessions or answers do not come.
+    Raises BenchError if sessions do not open or answers do not come.
     """
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
@@ -138,7 +137,7 @@ def _thread_ns(agent: Agent) -> int:
 
 
 def _rests(agent: Agent) -> bool:
-    """Whether the agent's thread does nothing for the next second."""
+    """Whether the agent's thread stays idle for the next second."""
     began = _thread_ns(agent)
     time.sleep(1.0)
     return _thread_ns(agent) - began < 1e6
@@ -165,7 +164,7 @@ def _ask(pipe: Connection, what: str) -> int:
 
 
 def _play_producers(pipe: Connection, sessions: int) -> None:
-    """Say `Welcome` and `Pulse` to whoever asks, and `Ready` when the pipe says so."""
+    """Answer every consumer with `Welcome` and `Pulse`, and send `Ready` when the pipe says so."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.max_sockets = sessions + 100
     sockets = [context.socket(zmq.ROUTER) for _ in range(sessions)]

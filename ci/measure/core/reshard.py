@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ci/measure core reshard`: gather and scatter between engines of unlike tensor parallelism and page size.
 
-All ranks of both engines live in this process, and one thread does the work: what is measured is
-the copying alone. The baseline does the same with torch's `index_select`, `permute` and indexing.
+All ranks of both engines live in this process, and one thread does the work. So only the copying is measured. The
+baseline does the same with torch's `index_select`, `permute` and indexing.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from pd_connector.tools.bench.sample import Sample
 TP_SIZES = (1, 2, 4, 8)
 PAGE_SIZES = (16, 128)
 FLAT = 0.5
-"""The slowest pair of a kind has at least this share of the fastest one's rate."""
+"""The least rate of the slowest pair of a kind, as a fraction of the fastest pair's rate."""
 
 _LAYERS = 8
 _HEADS = 8
@@ -37,8 +37,8 @@ class _Rank:
     """One rank's cache, pages `[token][head][K, V]` in bfloat16, and the prompt's pages in it.
 
     Args:
-        model: `[layer, token, head, K and V]` of the whole model, to be held in part; None for an
-            empty cache.
+        model: `[layer, token, head, K and V]` of the whole model, of which the cache holds a part; None for an empty
+            cache.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class _RankChunk(NamedTuple):
 
 
 class Engines(NamedTuple):
-    """How two engines cut the model up."""
+    """The cut of the model on two engines."""
 
     source_tp: int
     destination_tp: int
@@ -102,16 +102,15 @@ class Engines(NamedTuple):
 def measure(
     tokens: int, runs: int, tp_sizes: Sequence[int], page_sizes: Sequence[int]
 ) -> list[Comparison]:
-    """Every pair, then of each pair of page sizes the slowest beside the fastest.
+    """Measure every pair. Then, for each pair of page sizes, the slowest beside the fastest.
 
-    Pairs that are alike pass whole pages and are no resharding: they are measured, and do not
-    count for the flatness.
+    Equal pairs pass whole pages without resharding. They are measured, but do not count for the flatness.
 
     Args:
-        tokens: of the prompt; a multiple of all page sizes.
+        tokens: tokens of the prompt, a multiple of all page sizes.
 
     Raises:
-        BenchError: a destination does not hold what it should.
+        BenchError: a destination has wrong KV.
     """
     model = torch.randn(
         _LAYERS, tokens, _HEADS, 2 * _DIM, generator=torch.Generator().manual_seed(1)
@@ -174,7 +173,7 @@ def _compare(model: torch.Tensor, engines: Engines, runs: int) -> Comparison:
         seconds = time.perf_counter() - began
         if not all(destination.holds(model) for destination in destinations):
             raise BenchError(f"{name}: wrong KV after {engines}")
-        if number:  # the first one warms up
+        if number:  # the first run warms up
             rates[name].append(model.nbytes / seconds / _GB)
     whole = all(piece.chunk.verbatim for piece in pieces)
     params = {**engines.params, "pages": "whole" if whole else "resharded"}

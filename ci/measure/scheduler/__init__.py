@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's policies beside what engines do by themselves, in simulation or in real engines."""
+"""The scheduler's policies beside the engines' own policies, in simulation or in real engines."""

@@ -113,8 +113,7 @@ def _queue_in_engines(
 
 
 def _vllm_only(kind: EngineKind) -> None:
-    """Raises BadParameter for another kind of engine: admission is the middleware's, and that is
-    vLLM's."""
+    """Raises BadParameter for another kind of engine. Admission is in the middleware, which exists only for vLLM."""
     if kind is not EngineKind.VLLM:
         raise typer.BadParameter(f"{kind}: only `queue` is measured in it", param_hint="--engine")
 
@@ -146,7 +145,7 @@ def admission(
     engine: Live = None,
     quick: Quick = False,
 ) -> None:
-    """Turning away what cannot be kept, at twice the capacity, beside letting everything in."""
+    """Refusing requests whose promise cannot be kept, at twice the capacity, beside admitting every request."""
     if engine is not None:
         _vllm_only(engine)
         from measure.scheduler import live_admission, live_commands
@@ -159,7 +158,7 @@ def admission(
 
 @app.command("overhead")
 def added(json: Json = None) -> None:
-    """What our scheduler adds to a step of vLLM's, with 100 and 10,000 requests waiting."""
+    """Time that our scheduler adds to a step of vLLM, with 100 and 10,000 waiting requests."""
     from measure.scheduler.live import check_possible
 
     with exit_codes(Console(stderr=True)):
@@ -221,7 +220,7 @@ def router_cpu(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; one worker and two in turn.")] = 3,
     json: Json = None,
 ) -> None:
-    """CPU time of the router for a request and a streamed event, with one worker and with two."""
+    """CPU time of the router for a request and a streamed event, with one worker and with two workers."""
     from measure.scheduler import router_overhead
 
     console = Console(stderr=True)

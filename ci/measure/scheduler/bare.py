@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler of vLLM's without an engine around it, for the model of `pd-connector demo`."""
+"""A vLLM scheduler without an engine, for the model of `pd-connector demo`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_of(
     policy: str = "fcfs",
     additional: dict[str, Any] | None = None,
 ) -> VllmConfig:
-    """A configuration as vLLM's server makes it.
+    """A configuration like the one that vLLM's server makes.
 
     Args:
         budget: tokens in a step.
@@ -62,13 +62,13 @@ def scheduler_of(
     blocks: int,
     specs: Sequence[Any] = (),
 ) -> Scheduler:
-    """A scheduler with a KV cache of its own.
+    """A scheduler with its own KV cache.
 
     Args:
         scheduler: its class.
         grammars: a manager of structured outputs.
-        blocks: of the KV cache; one is vLLM's null block.
-        specs: of its groups; one with full attention by default.
+        blocks: blocks of the KV cache, vLLM's null block included.
+        specs: specs of the cache's groups; by default one group with full attention.
     """
     whole = FullAttentionSpec(
         block_size=PAGE_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy that hands requests and answers on, and does nothing else: what the HTTP library alone costs on this machine."""
+"""A proxy that only passes requests and answers on. It shows the cost of the HTTP library alone on this machine."""
 
 from __future__ import annotations
 

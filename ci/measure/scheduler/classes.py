@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark of quality of service: what free users cost premium ones, and who gets how much."""
+"""Benchmark of quality of service: the cost of free users for premium users, and the shares of classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLASSES = (
     QosClass(name="free", reserved_fraction=0.60, priority=10),
 )
 CACHE_TOKENS = 100_000
-"""Prompts share nothing: the cache is there for what is preempted."""
+"""Prompts share nothing. The cache is only for preempted prefills."""
 WINDOW_S = 30.0
 PREMIUM_P99 = 1.3
 SHARE_POINTS = 5.0
@@ -82,7 +82,7 @@ def compare(seeds: Sequence[int], duration_s: float) -> list[Comparison]:
 def share_error(setup: Setup, requests: Sequence[Waiting], duration_s: float) -> float:
     """The largest distance of a class from its reserve over any 30 s, in percentage points.
 
-    The first 30 s do not count: queues fill.
+    The first 30 s do not count, because queues fill.
     """
     engine = setup.engine()
     steps: list[SimulatedStep] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays in the prefix cache: vLLM's scheduler and ours, each with vLLM's own KV cache manager.
+"""Hits of the prefix cache with vLLM's scheduler and with ours, each with vLLM's own KV cache manager.
 
-Both schedulers are real; nothing is computed. Requests come one after the other, so that both take them
-in the same order and only the order of eviction differs.
+Both schedulers are real; nothing is computed. Requests come one after the other. So both schedulers take them in the
+same order, and only the order of eviction differs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
 QUARTERS = 4
 LAST_QUARTER = 0.98
-"""Ours must have at least this part of vLLM's hits in the last quarter of a trace."""
+"""Our scheduler must have at least this fraction of vLLM's hits in the last quarter of a trace."""
 PROFILES = 14
 """User profiles that the cache holds in PrefillOnly's workload, of 20."""
 POST_TOKENS = 150
@@ -43,7 +43,7 @@ class Run(NamedTuple):
     asked: Sequence[int]
 
     def rate(self, part: int = 0, parts: int = 1) -> float:
-        """Part of the blocks that were found, in one of `parts` equal stretches of the workload."""
+        """Fraction of the blocks found, in one of `parts` equal stretches of the workload."""
         size = len(self.found) // parts
         stretch = slice(part * size, (part + 1) * size)
         return sum(self.found[stretch]) / max(1, sum(self.asked[stretch]))
@@ -52,8 +52,8 @@ class Run(NamedTuple):
 def compare(requests: Sequence[Waiting], blocks: int, seeds: Sequence[int]) -> list[Comparison]:
     """A recorded workload with `blocks` blocks of cache, and PrefillOnly's workload.
 
-    The trace is served twice: as prompts for another engine, as a prefill engine gets them, and as
-    requests for one token, whose suffixes are thrown away first.
+    The trace is served twice: as prompts for another engine, like on a prefill engine, and as requests for one token,
+    whose suffixes are evicted first.
     """
     theirs = serve(Scheduler, requests, blocks)
     found = []
@@ -85,7 +85,7 @@ def serve(
     """Serve requests one after the other, with `blocks` blocks of cache.
 
     Args:
-        requests: each of their block hashes stands for one block, whatever its length.
+        requests: each of their block hashes stands for one block of any length.
         remote_decode: the prompts are for another engine.
     """
     config = config_of(budget=_MODEL_TOKENS, seqs=1, max_model_len=_MODEL_TOKENS)
@@ -115,7 +115,7 @@ def serve(
 
 
 def _run(engine: Scheduler) -> int:
-    """Steps until nothing is left; the blocks that were cached when the request started."""
+    """Run steps until nothing is left. Returns the blocks that were cached when the request started."""
     found = 0
     while engine.has_requests():
         output = engine.schedule()

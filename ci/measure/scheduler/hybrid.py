@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a long prefill in a real engine, with hybrid prefilling and without it."""
+"""Memory of a long prefill in a real engine, with and without hybrid prefilling."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ SHAPE = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 1 << 16,
 }
-"""An MLP 3.5 times as wide as the model, as Llama 3's are; else small, so that a CPU takes seconds."""
+"""An MLP 3.5 times as wide as the model, like in Llama 3. Everything else is small, so a CPU takes only seconds."""
 STEP_TOKENS = 2048
 _WARM_TOKENS = 512
-# glibc would keep freed tensors below a growing limit, and so hide what later ones need.
+# glibc would keep freed tensors below a growing limit, and so hide the memory of later tensors.
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "MALLOC_TRIM_THRESHOLD_": "0"}
 
 
 class Prefill(NamedTuple):
     """One prompt, prefilled in one step."""
 
-    peak_mib: float  # memory beyond what the engine held before
+    peak_mib: float  # memory beyond the engine's earlier memory
     taken_s: float
-    logprob: float  # of the token it chose
+    logprob: float  # log probability of the chosen token
 
 
 async def compare(
     off_tokens: Sequence[int], most_tokens: int, chunk_tokens: int, folder: Path, say: Say
 ) -> Findings:
-    """Peak memory of prompts, and the longest that needs no more than the longest of them did.
+    """Peak memory of prompts with both engines, and the longest prompt that fits the same memory with hybrid
+    prefilling.
 
     Args:
-        off_tokens: prompts that both engines prefill; the last one sets the budget.
-        most_tokens: where the search for the longest ends.
-        chunk_tokens: of hybrid prefilling.
+        off_tokens: lengths of prompts that both engines prefill. The last sets the memory budget.
+        most_tokens: upper end of the search for the longest prompt.
+        chunk_tokens: tokens of a chunk of hybrid prefilling.
     """
     _check_installed()
     with _engine(folder, most_tokens, None, say) as off:
@@ -118,11 +119,11 @@ def _engine(
 
 
 def _prefill(engine: VllmEngine, tokens: int, say: Say) -> Prefill:
-    # Sent twice, and the second counts: the first may touch memory for the first time.
+    # Sent twice. Only the second counts, because the first may touch memory for the first time.
     _ask(engine, tokens)
     before = _resident(engine, peak=False)
     for pid in before:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # begins the peak anew
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
     taken_s, logprob = _ask(engine, tokens)
     peak = _resident(engine, peak=True)
     grown = max(peak[pid] - before[pid] for pid in before if pid in peak)
@@ -142,7 +143,7 @@ def _ask(engine: VllmEngine, tokens: int) -> tuple[float, float]:
 
 
 def _resident(engine: VllmEngine, *, peak: bool) -> dict[int, int]:
-    """KiB of each of the engine's processes: now, or the most since the peak was begun anew."""
+    """KiB of each of the engine's processes: now, or the peak since it was last reset."""
     key = "VmHWM:" if peak else "VmRSS:"
     found = {}
     for process in engine.family.members() if engine.family else ():
@@ -164,7 +165,7 @@ def _comparisons(tokens: int, on: Prefill, off: Prefill) -> list[Comparison]:
 
 
 def _check_installed() -> None:
-    """The engine finds the plug-in by the metadata of what is installed."""
+    """The engine finds the plug-in by the metadata of installed packages."""
     target = f"{register.__module__}:{register.__name__}"
     if not any(one.value == target for one in entry_points(group="vllm.general_plugins")):
         raise BenchError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines, one after the other, that are sent the same requests at the same times."""
+"""Real vLLM engines, one after the other. Each gets the same requests at the same times."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Contender:
     """An engine with one way of scheduling.
 
     Args:
-        args: of vLLM's server, after those that all contenders have.
+        args: arguments of vLLM's server, after the arguments that all contenders share.
         settings: content of the scheduler's YAML file; None for vLLM's own scheduler.
         by_length: requests carry `priority`: their length.
     """
@@ -56,7 +56,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What all contenders of a comparison have in common.
+    """Settings that all contenders of a comparison share.
 
     Args:
         cache_tokens: room for KV.
@@ -71,11 +71,11 @@ class EngineSetup:
 
 
 class Findings(NamedTuple):
-    """What a comparison found."""
+    """Result of a comparison."""
 
     comparisons: list[Comparison]
     notes: list[str]
-    others_cores: float  # used by other programs meanwhile
+    others_cores: float  # CPU use of other programs during the run
 
 
 @dataclass
@@ -87,11 +87,11 @@ class RunningEngine:
     settings: Path
     pids: Sequence[int]
     noise: Noise
-    """What programs other than this engine do meanwhile."""
+    """CPU use of other programs during the run."""
     under_way: Sequence[str] = UNDER_WAY
-    """Metrics that are 0 when it is idle."""
+    """Metrics that are 0 when the engine is idle."""
     reset: str = RESET
-    """Where it is told to forget its prefix cache."""
+    """Endpoint that resets its prefix cache."""
     _pool: list[int] = field(default_factory=list)
 
     async def serve(
@@ -108,7 +108,7 @@ class RunningEngine:
         Args:
             requests: by arrival.
             page_size: of their hashes.
-            until_s: hang up on everything then, by the clock of the arrivals; None: never.
+            until_s: disconnect all requests at this time, by the clock of the arrivals; None: never.
             headers: of each request.
             answered: called with each answer.
         """
@@ -130,7 +130,7 @@ class RunningEngine:
     async def hit(
         self, requests: Sequence[Waiting], **how: Any
     ) -> tuple[list[RequestRecord], float]:
-        """As `serve`; and the part of all prompt tokens that came from the prefix cache."""
+        """Like `serve`. Also returns the fraction of prompt tokens that came from the prefix cache."""
         before = await self.client.metrics()
         found = await self.serve(requests, **how)
         grown = (await self.client.metrics()).since(before)
@@ -157,8 +157,8 @@ class RunningEngine:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without Python's cyclic collector here: with thousands of requests under way it stops for
-    hundreds of milliseconds, which would count as the engine's."""
+    """Python's cyclic garbage collector is off here. With thousands of running requests it stops this process for
+    hundreds of milliseconds, which would count as the engine's time."""
     gc.collect()
     gc.disable()
     try:
@@ -174,7 +174,7 @@ async def running(
     """Start one contender, warm it up, end it.
 
     Raises:
-        StartError: it did not start; BenchError: it does not do what it should.
+        StartError: it did not start; BenchError: it does not work as expected.
     """
     folder = setup.folder / contender.name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ async def running(
 
 
 async def warm_up(engine: RunningEngine, longest: int) -> None:
-    """Requests of many lengths, so that a scheduler that learns costs knows them."""
+    """Send requests of many lengths, so a scheduler that learns costs knows them."""
     random = Random(1)
     requests = [
         Waiting(id=f"warm-{n}", tokens=tokens, block_hashes=(), arrival_s=n * 0.1, max_tokens=1)
@@ -219,12 +219,12 @@ async def warm_up(engine: RunningEngine, longest: int) -> None:
 
 
 def outcome(records: Sequence[RequestRecord], hit: float) -> Outcome:
-    """Mean, 99th percentile and hit rate of requests that were all answered."""
+    """Mean, 99th percentile and hit rate. All requests must have been answered."""
     times = [one.ttft_s for one in records]
     return Outcome(sum(times) / len(times), p99(times), hit)
 
 
 def check_possible() -> None:
-    """Raises BenchError where no engine can be started."""
+    """Raises BenchError if no engine can be started."""
     if find_spec("vllm") is None:
         raise BenchError("vllm is not installed: use the environment that has it")

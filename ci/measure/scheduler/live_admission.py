@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission in real engines at twice the capacity: with the middleware's 429, and with everybody let in."""
+"""Admission in real engines at twice the capacity: with the middleware's 429, and with every request admitted."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from scheduler_plugins.sim.workload import poisson
 _SEED = 5
 _BLOCK = traffic.PAGE_SIZE
 _RELOADED_S = 2.5
-"""Time in which both processes have surely read a changed file."""
+"""Time after which both processes have certainly read a changed file."""
 _SYSTEM_TOKENS = 1920
 _OWN_TOKENS = 64
 _ANSWER_TOKENS = 64
 _TPOT_MS = 40.0
 LEARNING = 1 / 6
-"""Part of each run that does not count, on either side: margins are learnt from answers."""
+"""Fraction of each run that does not count, on either side, because margins are still learnt."""
 
 
 class PromisedRequests(NamedTuple):
-    """What is promised, and requests that come at twice the rate at which it can be kept."""
+    """A promise, and requests at twice the rate at which it can be kept."""
 
     name: str
     slo: Slo
@@ -85,7 +85,7 @@ async def _promise(name: str, engine: RunningEngine, duration_s: float) -> Promi
 
 
 async def _decode_capacity(engine: RunningEngine) -> float:
-    """Answers per second with as many at once as keep the promised time per token."""
+    """Answers per second with the most requests at once that keep the promised time per token."""
     batch, best = 1, 0.0
     while batch <= 64:
         records = await engine.serve(_conversations(batch), page_size=_BLOCK)
@@ -132,14 +132,14 @@ def _settings(slo: Slo) -> str:
 
 
 def kept(record: RequestRecord, slo: Slo) -> bool:
-    """Whether a request got what was promised."""
+    """Whether the promise to a request was kept."""
     if slo.ttft_ms is not None and record.ttft_s * 1e3 > slo.ttft_ms:
         return False
     return slo.tpot_ms is None or record.tpot_s * 1e3 <= slo.tpot_ms
 
 
 def judged(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> list[RequestRecord]:
-    """Those that came after the margins were learnt, and early enough to be answered in time."""
+    """Requests that came after the margins were learnt, and early enough to be answered in time."""
     last_s = duration_s - (slo.ttft_ms or 0.0) / 1e3
     if slo.tpot_ms is not None:
         last_s -= _ANSWER_TOKENS * slo.tpot_ms / 1e3
@@ -147,7 +147,7 @@ def judged(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> lis
 
 
 def admitted(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Those that were let in, answered or not."""
+    """The admitted requests, answered or not."""
     return [one for one in records if one.answer is None or one.answer.status == 200]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands do when they are given `--engine`: real engines instead of simulated ones."""
+"""The commands with `--engine`: they use real engines instead of simulated engines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run(
 
     Args:
         baseline: name of the baseline's column.
-        measure: gets a folder for logs, and where to say what it does.
-        check: raises PDConnectorError where no such engine can be started.
+        measure: gets a folder for logs, and a function that takes progress messages.
+        check: raises PDConnectorError if no such engine can be started.
 
     Raises:
         typer.Exit: with 1 when a bar was missed, with 2 when nothing was measured.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our scheduler adds to a step of vLLM's, on the thread that drives the engine.
+"""Time that our scheduler adds to a step of vLLM, on the thread that drives the engine.
 
-Both schedulers are real, with vLLM's own KV cache manager; a step is computed by waiting.
+Both schedulers are real, with vLLM's own KV cache manager. The model is replaced by a wait.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ _PROFILE_TOKENS = 480
 _OWN_TOKENS = 20
 _REQUESTS_PER_PROFILE = 50
 _PAUSES_S = (0.0, 0.002)
-"""Between `get_grammar_bitmask` and `update_from_output`, where an engine computes. After a pause the processor's
-caches may hold other things, more so on a machine that is shared."""
+"""Wait between `get_grammar_bitmask` and `update_from_output`, where an engine computes. After a pause the processor's
+caches may hold other data, especially on a shared machine."""
 
 
 def compare(steps: int = 300) -> list[Comparison]:
-    """Mean and median time of a step, ours less vLLM's, against what is allowed.
+    """Mean and median time of a step, our time minus vLLM's, against the limits.
 
-    In each step one request of 500 tokens starts and ends, and another comes. The two take their
-    steps in turn, so that whatever the machine does meanwhile it does to both. What is done behind
-    the model is shown with the rest and not held to a bar: where the model computes on another
-    device, or in another process, nothing waits for it.
+    In each step one request of 500 tokens starts and ends, and another comes. The two take their steps in turn, so the
+    machine's other load affects both. Work in parallel with the model is shown too, but has no bar. If the model
+    computes on another device or in another process, nothing waits for this work.
     """
     found = []
     for (waiting, limit_s), pause_s in product(LIMITS_S.items(), _PAUSES_S):
@@ -82,10 +81,10 @@ def step_times(
     steps: int,
     pause_s: float = 0.0,
 ) -> list[list[StepTime]]:
-    """What each scheduler takes in each of its steps."""
+    """The time of each scheduler in each of its steps."""
     engines = [_Engine(one, waiting) for one in schedulers]
     gc.collect()
-    gc.freeze()  # as vLLM does
+    gc.freeze()  # like vLLM
     try:
         rounds = [[engine.step(pause_s) for engine in engines] for _ in range(steps)]
     finally:
@@ -103,7 +102,7 @@ class StepTime(NamedTuple):
 
 
 class _Engine:
-    """A scheduler with so many requests waiting."""
+    """A scheduler with this number of waiting requests."""
 
     def __init__(self, scheduler: Callable[..., Scheduler], waiting: int) -> None:
         config = config_of(budget=512, seqs=1, max_model_len=4096)
@@ -114,7 +113,7 @@ class _Engine:
             self._scheduler.add_request(next(self._requests))
 
     def step(self, pause_s: float) -> StepTime:
-        """One step, as vLLM's engine core takes it."""
+        """One step, like in vLLM's engine core."""
         begun_s = thread_time()
         output = self._scheduler.schedule()
         scheduled_s = thread_time()
@@ -141,7 +140,7 @@ def _spin(duration_s: float) -> None:
 
 
 def _requests(profiles: int) -> Iterator[Request]:
-    """Requests for one token that share so many profiles, in turn."""
+    """Requests for one token that share the profiles in turn."""
     chosen = random.Random(1)
     init_none_hash(sha256)
     hasher: Any = get_request_block_hasher(PAGE_SIZE, sha256)

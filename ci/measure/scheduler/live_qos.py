@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality of service in real engines: what free users cost premium ones, and who gets how much."""
+"""Quality of service in real engines: the cost of free users for premium users, and the shares of classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FREE_LOAD = 3.0
 PREMIUM_LOAD = 0.05
 STANDARD_LOAD = 0.15
 OVERLOAD = 3.0
-"""What each class brings, relative to its reserve, when shares are measured."""
+"""Load of each class relative to its reserve, when shares are measured."""
 _SEED = 11
 _ROUNDS = 3
 _BLOCK = traffic.PAGE_SIZE
@@ -100,7 +100,7 @@ async def _premium(
     engine: RunningEngine, requests: Sequence[Waiting], duration_s: float
 ) -> list[float]:
     """TTFT of the premium requests among these; of one without an answer as long as was waited."""
-    # Premium requests of the last moment may need their time; the rest is hung up on.
+    # The last premium requests may need their time. All other requests are disconnected.
     until_s = duration_s + 10.0
     records = await engine.serve(requests, page_size=_BLOCK, until_s=until_s, headers=traffic.tier)
     return [min(one.ttft_s, until_s) for one in records if one.request.qos == "premium"]
@@ -129,14 +129,14 @@ def share_error(
 ) -> tuple[float, dict[str, float]]:
     """The largest distance of a class from its reserve over any 30 s, in percentage points.
 
-    The work of a prefill is what the cost model says, in the time before its first token. The first
-    30 s do not count: queues fill.
+    The work of a prefill comes from the cost model, and counts in the time before its first token. The first 30 s do
+    not count, because queues fill.
 
     Returns:
         That, and each class's share of all of it.
 
     Raises:
-        BenchError: there is no window in which work was done.
+        BenchError: no window contains work.
     """
     seconds = int(duration_s)
     done = {one.name: [0.0] * (seconds + 1) for one in CLASSES}
@@ -150,7 +150,7 @@ def share_error(
             done[one.request.qos][second] += max(0.0, part_s)
     width, worst = round(WINDOW_S), -1.0
     totals = dict.fromkeys(done, 0.0)
-    # The last 2 s may hold the work of prompts that were not finished.
+    # The last 2 s may contain work of unfinished prompts.
     for begin in range(width, seconds - width - 1):
         work = {name: sum(times[begin : begin + width]) for name, times in done.items()}
         whole = sum(work.values())

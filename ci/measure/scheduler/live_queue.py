@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the queue in real engines: vLLM's own two, static SRJF, and ours."""
+"""The order of the queue in real engines: vLLM's own two policies, static SRJF, and ours."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ async def compare(
 ) -> Findings:
     """PrefillOnly's shape, 20 users x `posts`, at `loads` times what vLLM's FCFS drains.
 
-    All engines are there from the start and take turns, so that whatever the machine does meanwhile
-    hits each of them. In each round the arrivals are the same for all contenders, and others than in
-    the rounds before; what FCFS drains is measured anew.
+    All engines run from the start and take turns, so the machine's other load affects all of them. In each round all
+    contenders get the same arrivals, which differ from earlier rounds. FCFS's drain rate is measured again each round.
     """
     cache_tokens = CACHED_PROFILES * sum(PROFILE_TOKENS) // 2
     setup = EngineSetup(cache_tokens, PROFILE_TOKENS[1] + 500, folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded workload through engines that run already."""
+"""Sends a recorded workload to running engines."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from scheduler_plugins.sim import trace
 
 
 class Scale(NamedTuple):
-    """How a trace is fitted to an engine."""
+    """The fit of a trace to an engine."""
 
-    length: float  # what prompts and answers are multiplied by
+    length: float  # factor of prompts and answers
     rate: float | None  # requests per second; None: as recorded
     priority: bool  # requests carry their length as vLLM's priority
 
 
 class Replayed(NamedTuple):
-    """What one engine did with it; times in seconds."""
+    """The result of one engine; times in seconds."""
 
     url: str
     statuses: Counter[int]
     mean_s: float  # TTFT
     p99_s: float
-    tpot_s: float  # mean over the answers that have more than one token
+    tpot_s: float  # mean over answers with more than one token
     hit: float  # part of the prompt tokens that came from the prefix cache
 
 
 def scaled(requests: Sequence[Waiting], scale: Scale, longest_tokens: int) -> list[Waiting]:
-    """The trace with its lengths and its rate, so that none is longer than the engine takes.
+    """The trace with scaled lengths and rate. No request is longer than the engine allows.
 
     Raises:
-        BenchError: the longest does not fit.
+        BenchError: the longest request does not fit.
     """
     found = []
     for one in requests:
@@ -89,7 +89,7 @@ async def _one(client: EngineClient, requests: Sequence[Waiting], scale: Scale) 
         pool,
         page_size=max(1, round(trace.PAGE_SIZE * scale.length)),
         by_length=scale.priority,
-        # The engine may have seen this trace before: it begins with nothing cached.
+        # The engine may have seen this trace before, so its cache is reset.
         salt=uuid.uuid4().hex,
     )
     await asyncio.sleep(0.2)
@@ -98,10 +98,10 @@ async def _one(client: EngineClient, requests: Sequence[Waiting], scale: Scale) 
 
 
 def summary(url: str, records: Sequence[RequestRecord], hit: float) -> Replayed:
-    """Means over those that were answered with 200.
+    """Means over the requests answered with 200.
 
     Raises:
-        BenchError: none was.
+        BenchError: no request was.
     """
     statuses = Counter(one.answer.status for one in records if one.answer)
     times = [one.ttft_s for one in records if one.answer and one.answer.status == 200]

@@ -47,8 +47,8 @@ async def compare(
 ) -> Findings:
     """PrefillOnly's shape, 20 users x `posts`, at `loads` times what SGLang's FCFS drains.
 
-    All engines are there from the start and take turns, as in `live_queue`. At 0.9 our mean time to the
-    first token is held to the smallest of the others.
+    All engines run from the start and take turns, as in `live_queue`. At load 0.9 the bar of our mean time to the first
+    token is the smallest mean of the others.
     """
     cache_tokens = CACHED_PROFILES * sum(PROFILE_TOKENS) // 2
     setup = EngineSetup(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
@@ -91,7 +91,7 @@ async def compare(
 
 
 def _hit(records: Sequence[RequestRecord]) -> float:
-    """The part of all prompt tokens that came from the prefix cache, as the answers tell."""
+    """The fraction of prompt tokens that came from the prefix cache, according to the answers."""
     answers = [one.answer for one in records if one.answer is not None]
     cached = sum(one.cached_tokens or 0 for one in answers)
     return cached / max(1, sum(one.prompt_tokens for one in answers))
@@ -112,7 +112,7 @@ def _service(contender: Contender, setup: EngineSetup, say: Say) -> SglangEngine
             f"--chunked-prefill-size={CHUNK_TOKENS}",
             f"--context-length={setup.max_model_len}",
             "--enable-cache-report",
-            # Those whose turn it is not would each take a core: SGLang's loop turns without pause.
+            # SGLang's loop runs without pause, so each idle engine would take a core.
             "--sleep-on-idle",
             *contender.args,
         ],
@@ -127,7 +127,7 @@ def _service(contender: Contender, setup: EngineSetup, say: Say) -> SglangEngine
 async def _running(
     contender: Contender, service: SglangEngine, setup: EngineSetup, say: Say
 ) -> AsyncIterator[RunningEngine]:
-    """Connect to a started contender and warm it up. Raises BenchError: it does not do what it should."""
+    """Connect to a started contender and warm it up. Raises BenchError: it does not work as expected."""
     async with connect(service.base_url) as client:
         processes = service.family.members() if service.family else []
         pids = [process.pid for process in processes]

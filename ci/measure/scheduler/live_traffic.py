@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that share nothing, and what real engines make of them: capacity and cost."""
+"""Prompts that share nothing, and the capacity and costs of real engines with them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from scheduler_plugins.sim.workload import lengths, poisson
 
 MEDIAN_TOKENS = 400
 LONGEST_TOKENS = 4 * MEDIAN_TOKENS
-"""What is longer is cut: a CPU needs seconds for the longest that `lengths` makes, and one of them
-would be a tenth of the work of 30 s, over which shares are measured."""
+"""Longer prompts are cut. A CPU needs seconds for the longest prompts of `lengths`. One of them would be a tenth of the
+work in 30 s, the window for shares."""
 PAGE_SIZE = 16
 CACHE_TOKENS = 40_000
 HEADER = "x-customer-tier"
@@ -31,18 +31,18 @@ def stream(qos: str, rate: float, duration_s: float, seed: int) -> list[Waiting]
 
 
 def tier(request: Waiting) -> dict[str, str]:
-    """The header by which a route knows the class."""
+    """The header by which a route recognises the class."""
     return {HEADER: request.qos}
 
 
 async def capacity(engine: RunningEngine, count: int = _CALIBRATION) -> float:
-    """Requests of such a stream that the engine does in a second when all are there."""
+    """Requests of such a stream that the engine answers per second when all wait from the start."""
     records = await engine.serve(_prompts(0, count), page_size=PAGE_SIZE)
     return per_second([one.ttft_s for one in records])
 
 
 async def costs(engine: RunningEngine) -> CostModel:
-    """What prompts cost on this engine, measured from outside while it is idle."""
+    """Costs of prompts on this otherwise idle engine, measured from outside."""
     await engine.drained()
     prober = Prober(engine.client, await engine.client.pool(), Random(3))
     tokens = [round(LONGEST_TOKENS / 1.5**n) for n in range(11)]
@@ -58,9 +58,8 @@ def _prompts(seed: int, count: int) -> list[Waiting]:
 
 
 def settings(classes: Sequence[str]) -> str:
-    """The scheduler's file: these classes (each a YAML mapping), known by their header.
-
-    The last one is everybody else's.
+    """The scheduler's file: these classes (each a YAML mapping), recognised by their header. The last class is for all
+    other requests.
     """
     names = [text.split("name:")[1].split(",")[0].strip(" }") for text in classes]
     routes = [f'{{match: {{header: "{HEADER}: {name}"}}, qos: {name}}}' for name in names]

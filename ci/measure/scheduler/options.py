@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of `python -m measure.scheduler` share: options, and how figures are told."""
+"""The options and the output that the commands of `ci/measure scheduler` share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Quick = Annotated[
 
 
 def tell(title: str, found: list[Comparison], json: Path | None) -> None:
-    """Print a table, and end with 1 when a bar was missed."""
+    """Print a table. If a bar was missed, exit with 1."""
     console = Console()
     console.print(f"\n[bold]{title}[/]")
     console.print(table(found, "baseline"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the queue: mean and tail of four policies, and what lambda does to them."""
+"""The order of the queue: mean and tail of four policies, and the effect of lambda."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Workload(NamedTuple):
     users: int = 20
     posts: int = 50
     cached_profiles: float = 14.0
-    """How many average profiles the cache holds."""
+    """The number of average profiles that fit into the cache."""
 
     def setup(self, policy: str, lambda_: float = DEFAULT_LAMBDA) -> Setup:
         return Setup(policy, lambda_, cache_tokens=round(1400 * self.cached_profiles))
@@ -67,7 +67,7 @@ class Recorded(NamedTuple):
 
 
 def compare(workload: Workload | Recorded, seeds: Sequence[int]) -> list[Comparison]:
-    """Ours against each baseline at each load, one value for each seed."""
+    """Our policy against each baseline at each load, with one value per seed."""
     found = []
     for load in LOADS:
         outcomes = {
@@ -82,7 +82,7 @@ def compare(workload: Workload | Recorded, seeds: Sequence[int]) -> list[Compari
 def comparisons(
     load: float, baseline: str, ours: Sequence[Outcome], theirs: Sequence[Outcome]
 ) -> list[Comparison]:
-    """Mean, tail and hits of one load, with the bars that hold there; one outcome for each run."""
+    """Mean, tail and hits of one load, with its bars; one outcome for each run."""
     params: dict[str, str | int | float] = {"load": load, "against": baseline}
     at_09, fcfs = load == 0.9, baseline == "fcfs"
     mean_bar = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the queue costs the engine's thread in every step."""
+"""The time of the queue on the engine's thread in every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POSTS = 50
 
 
 def compare(steps: int = 1000) -> list[Comparison]:
-    """Time of a step with 100 and with 10,000 requests waiting, against what is allowed."""
+    """Time of a step with 100 and with 10,000 waiting requests, against the limits."""
     found = []
     for waiting, limit_s in LIMITS_S.items():
         times = step_times(waiting, steps)
@@ -44,9 +44,8 @@ def compare(steps: int = 1000) -> list[Comparison]:
 def step_times(waiting: int, steps: int, policy: str = "srjf_calibrated") -> list[float]:
     """Seconds that the queue takes in each of `steps` steps.
 
-    A step lets one request come and one go, and stores the blocks of the one that went in a cache
-    that is full, so that others are evicted: all that is told to the queue. Prompts share profiles
-    of 1,100 to 1,700 tokens, 50 each.
+    In a step one request arrives and one leaves. The leaving request's blocks are stored in a full cache, so other
+    blocks are evicted. The queue gets all these changes. Prompts share profiles of 1,100 to 1,700 tokens, 50 each.
     """
     users = -(-(waiting + steps) // _POSTS)
     requests = shared_profiles(1, users=users, posts=_POSTS)

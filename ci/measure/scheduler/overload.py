@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission at twice the capacity: who keeps the promise, and what that is worth."""
+"""Admission at twice the capacity: promises kept, and their gain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CALIBRATION = 2000
 
 
 class PromisedLoad(NamedTuple):
-    """What is promised, and a workload that is `OVERLOAD` times what can be had."""
+    """A promise, and a workload of `OVERLOAD` times the capacity."""
 
     name: str
     slo: Slo
@@ -34,10 +34,10 @@ class PromisedLoad(NamedTuple):
 
 
 def promises() -> list[PromisedLoad]:
-    """One limited by prefill, one by decode."""
+    """One workload limited by prefill, one limited by decode."""
     prefill = capacity(lengths(0, _CALIBRATION), Setup("fcfs"))
     slo = Slo(ttft_ms=2000, tpot_ms=50)
-    # A batch so large that a token takes 50 ms, all of it replaced in the time of one answer.
+    # The batch is so large that a token takes 50 ms. All of it is replaced in the time of one answer.
     batch = (0.05 - ENGINE.d0) / ENGINE.d1
     decode = batch / (400 * 0.05)
     return [
@@ -47,7 +47,7 @@ def promises() -> list[PromisedLoad]:
 
 
 def compare(seeds: Sequence[int], duration_s: float) -> list[Comparison]:
-    """Admitting what can be kept against admitting everything, with the same queue."""
+    """Admitting only requests whose promise can be kept, against admitting all, with the same queue."""
     found = []
     for promise in promises():
         for policy in ("fcfs", "srjf_calibrated"):
@@ -139,18 +139,18 @@ class SimulatedAdmission:
 
 
 def kept(served: Served, slo: Slo) -> bool:
-    """Whether a request got what was promised."""
+    """Whether the promise to a request was kept."""
     ttft_ok = slo.ttft_ms is None or served.ttft_s * 1e3 <= slo.ttft_ms
     return ttft_ok and (slo.tpot_ms is None or served.tpot_s * 1e3 <= slo.tpot_ms)
 
 
 def attainment(served: Sequence[Served], slo: Slo) -> float:
-    """Part of the admitted requests for which the promise was kept."""
+    """Fraction of admitted requests whose promise was kept."""
     admitted = [one for one in served if one.first_token_s is not None]
     return sum(kept(one, slo) for one in admitted) / max(1, len(admitted))
 
 
 def goodput(served: Sequence[Served], slo: Slo) -> float:
-    """Requests per second for which the promise was kept, over the time in which they came."""
+    """Requests per second whose promise was kept, over the time of arrivals."""
     until_s = max(one.request.arrival_s for one in served)
     return sum(kept(one, slo) for one in served) / until_s

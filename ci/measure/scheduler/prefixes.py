@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router's index of cached blocks takes: bytes for each block, time for each prompt, and the longest stop while it fills."""
+"""Costs of the router's index of cached blocks: bytes per block, time per prompt, and the longest stop while it
+fills."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from scheduler_plugins.router.index.held import HeldBlocks
 MOST_BYTES = 100.0
 MATCH_LIMIT_S = 200e-6
 STOP_LIMIT_S = 5e-3
-"""Longest time that one batch of events may take, a larger table included."""
+"""The most time for one batch of events, including the growth of the table."""
 PROMPTS = (24, 256, 1000, 5000)
-"""Blocks of the prompts that are looked up. Conversations have 24 of 512 tokens on average."""
+"""Blocks of the prompts that are looked up. Conversations have 24 blocks of 512 tokens on average."""
 _AT_ONCE = 500
 
 
@@ -27,8 +28,8 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
     """Fill the index by events, then look prompts up.
 
     Args:
-        engines: each has blocks that no other has: the worst case for memory.
-        blocks: of each engine. Tokens of a block are few here, which changes neither figure.
+        engines: each has blocks that no other engine has, which is the worst case for memory.
+        blocks: blocks of each engine. Blocks have few tokens here, which changes neither figure.
     """
     index = BlockIndex()
     held = [HeldBlocks(index, f"engine{n}") for n in range(engines)]
@@ -78,7 +79,7 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
 
 
 def _match_times(index: BlockIndex, length: int, rounds: int) -> list[float]:
-    """Seconds of each look-up of a prompt of which every engine has another share."""
+    """Seconds of each look-up of a prompt. Every engine has another share of it."""
     random, names = np.random.default_rng(length), list(index.engines)
     prompt: Hashes = random.integers(1, 2**63, length).astype(np.uint64)
     for n, name in enumerate(names):

@@ -19,7 +19,7 @@ from scheduler_plugins.sim.engine import Served, SimulatedEngine
 
 PAGE_SIZE = 16
 ENGINE = CostModel(a=6e-5, b=6e-10, c=5e-3, d0=0.01, d1=5e-4, d2=1e-8, chunk_tokens=512)
-"""An invented engine of about 15,000 tokens per second: ratios count, not seconds."""
+"""An invented engine of about 15,000 tokens per second. Ratios count, not seconds."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FixedCosts:
 
 
 class Setup(NamedTuple):
-    """How a queue is run."""
+    """Settings of a queue's run."""
 
     policy: str = "srjf_calibrated"
     lambda_: float = DEFAULT_LAMBDA
@@ -55,11 +55,11 @@ class Setup(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came out; times in seconds."""
+    """The results; times in seconds."""
 
     mean_s: float
     p99_s: float
-    hit: float  # part of all prompt tokens that came from the cache
+    hit: float  # fraction of prompt tokens that came from the cache
 
     @classmethod
     def of(cls, served: Sequence[Served]) -> Outcome:
@@ -75,10 +75,10 @@ def p99(values: Sequence[float]) -> float:
 
 
 def per_second(times_s: Sequence[float]) -> float:
-    """Rate at which requests that were all there at 0 were answered, at these times.
+    """Rate of answers with these times, for requests that all arrived at 0.
 
-    The first tenth does not count: it found an empty cache and, in a real engine, a server that was
-    still reading the others.
+    The first tenth does not count. It finds an empty cache and, in a real engine, a server that still reads the other
+    requests.
     """
     times_s = sorted(times_s)
     first = len(times_s) // 10
@@ -86,5 +86,5 @@ def per_second(times_s: Sequence[float]) -> float:
 
 
 def capacity(requests: Sequence[Waiting], setup: Setup) -> float:
-    """Requests per second when all of them are there from the beginning."""
+    """Requests per second if all arrive at the beginning."""
     return per_second([one.first_token_s or 0.0 for one in setup.engine().run(requests)])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU time that the router takes for a request and for a streamed event, in one process and in two.
 
-Real processes on this machine: mock engines that answer at once, the router, and clients that keep their connections. CPU time is counted for
-all processes of the router, the keeper of the workers included, so that other programs change little.
+Real processes on this machine: mock engines that answer at once, the router, and clients that keep their connections.
+CPU time is counted for all processes of the router, including the keeper of the workers. So other programs change
+little.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from pd_connector.tools.bench.sample import Sample
 REQUEST_LIMIT_S = 1.5e-3
 EVENT_LIMIT_S = 45e-6
 TWO_TO_ONE = 1.15
-"""Most CPU time of a request with two workers, as a multiple of that with one."""
+"""The most CPU time of a request with two workers, as a multiple of the time with one worker."""
 PROMPT_BYTES = 4096
 CLIENTS = 16
 SPEEDS = ("50", "2")
-"""Speeds of the mock engines that prefill and that decode: prompts take no time, and events come one by one, some milliseconds apart."""
+"""Speeds of the mock engines for prefill and decode. Prompts take no time, and events come one by one, some
+milliseconds apart."""
 EVENTS = 200
 """Events of a long stream."""
 _ROUTER = (
@@ -47,11 +49,11 @@ async def compare(requests: int, streams: int, rounds: int, say: Say) -> list[Co
     """Measure one worker, two, and a proxy that does nothing else, in turn.
 
     Args:
-        requests: short ones of each round.
-        streams: of `EVENTS` tokens, of each round.
-        say: told each measurement.
+        requests: short requests of each round.
+        streams: streams of `EVENTS` tokens in each round.
+        say: gets each measurement.
     """
-    # By workers; 0 is the bare proxy.
+    # By number of workers; 0 is the bare proxy.
     per_request: dict[int, list[float]] = {0: [], 1: [], 2: []}
     per_event: dict[int, list[float]] = {0: [], 1: [], 2: []}
     for number in range(1, rounds + 1):
@@ -99,7 +101,7 @@ async def _costs(url: str, pid: int, requests: int, streams: int) -> tuple[float
 
 @asynccontextmanager
 async def _router(workers: int) -> AsyncIterator[tuple[str, int]]:
-    """A router in front of two mock engines: its URL, and the process that was started."""
+    """A router in front of two mock engines: its URL and its process."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(_mock(speed)) for speed in SPEEDS]
         sides = ["--prefill", urls[0], "--decode", urls[1], "--port", "0"]
@@ -150,7 +152,7 @@ async def _url_in(stream: asyncio.StreamReader | None, pattern: str) -> str:
 
 
 async def _send(url: str, requests: int, tokens: int, *, stream: bool) -> None:
-    """Send so many requests from `CLIENTS` clients, each with one connection."""
+    """Send `requests` requests from `CLIENTS` clients, each with one connection."""
     numbers = iter(range(requests))
 
     async def client() -> None:
@@ -169,7 +171,7 @@ async def _send(url: str, requests: int, tokens: int, *, stream: bool) -> None:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process and of the processes that it has started and that live."""
+    """CPU seconds of a process and of its living children."""
     return sum(_own_cpu_s(one) for one in (pid, *_children(pid)))
 
 

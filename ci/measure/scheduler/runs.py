@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says how far a comparison of many runs is: which run it is, of how many, and how long the rest takes."""
+"""Progress of a comparison of many runs: the present run, the number of runs, and the time for the rest."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Runs:
 
     @asynccontextmanager
     async def run(self, name: str, requests: int) -> AsyncIterator[Count]:
-        """Within, the next run is under way; yields what is called with each answer.
+        """Covers the next run. Yields a function to call with each answer.
 
         Args:
-            requests: that it sends.
+            requests: the number of requests of the run.
         """
         place = f"run {self._ended + 1} of {self._total}"
         self._say(f"{place}: {name}, {requests} requests{self._left()}")
@@ -71,7 +71,7 @@ class Runs:
         self._ended += 1
 
     def _left(self) -> str:
-        """How long the rest takes if runs go on taking what they have taken; empty before the first."""
+        """Estimated time for the rest, from the mean of the runs so far; empty before the first."""
         if not self._ended:
             return ""
         each_s = (self._clock() - self._begun_s) / self._ended

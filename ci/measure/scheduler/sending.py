@@ -17,22 +17,22 @@ _AHEAD_S = 0.5
 
 
 class RequestRecord(NamedTuple):
-    """One request and its answer; None if it was still waiting when the time was over."""
+    """One request and its answer; None if there was no answer in time."""
 
     request: Waiting
     answer: Timed | None
-    late_s: float  # how long after its time it was sent
+    late_s: float  # delay of its sending
 
     @property
     def ttft_s(self) -> float:
-        """From the time at which it was to be sent; infinite if it got no token."""
+        """Counted from the planned sending time; infinite if it got no token."""
         if self.answer is None or self.answer.status != 200:
             return float("inf")
         return self.answer.ttft_s + self.late_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first; 0 where there is none."""
+        """Mean time per token after the first; 0 if there is none."""
         if self.answer is None or len(self.answer.token_s) < 2:
             return 0.0
         times = self.answer.token_s
@@ -55,16 +55,16 @@ async def send_all(
 
     Args:
         requests: by arrival.
-        pool: token ids to make prompts of.
+        pool: token ids from which prompts are made.
         page_size: of their hashes.
-        until_s: hang up on everything then, by the clock of the arrivals; None: never.
+        until_s: disconnect all requests at this time, by the clock of the arrivals; None: never.
         headers: of each request.
         by_length: each has the length of its prompt as vLLM's `priority`.
-        salt: requests with another one, or none, share no KV with these.
+        salt: requests with another salt, or without one, share no KV with these.
         answered: called with each answer.
 
     Raises:
-        BenchError: one was answered with neither 200 nor 429.
+        BenchError: a request was answered with neither 200 nor 429.
     """
     prompts = [prompt_ids(one, page_size, pool) for one in requests]
     begun_s = time.perf_counter() + _AHEAD_S
@@ -96,7 +96,7 @@ async def send_all(
 
 
 def prompt_ids(request: Waiting, page_size: int, pool: Sequence[int]) -> list[int]:
-    """The request's prompt: equal hashes give equal tokens, what is after them is its own."""
+    """The request's prompt. Equal hashes give equal tokens. Later tokens are unique to the request."""
     tokens = list[int]()
     for block in request.block_hashes:
         tokens += _block(block, page_size, pool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies that are compared in SGLang, and the bar: the best of SGLang's own."""
+"""The policies compared in SGLang, and the bar: the best of SGLang's own policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FCFS, OURS = "fcfs", "srjf_calibrated"
 THEIRS = (FCFS, "lpm", "hrrn", "shortest-prefill-first")
 POLICIES = (*THEIRS, OURS)
 BARRED_LOAD = 0.9
-"""At this load our mean time to the first token is held to the smallest of theirs."""
+"""At this load the bar of our mean time to the first token is the smallest mean of SGLang's policies."""
 
 
 def comparisons(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own policies and ours on one workload, in simulated time.
 
-Policies, radix cache, allocator and prefill adder are SGLang's own objects, and steps are put together
-as its scheduler does. Only the model is invented: a step takes what `_Clock` says. So ratios count, not
-seconds, and nothing that else runs on the machine counts. It runs where SGLang is installed.
+Policies, radix cache, allocator and prefill adder are SGLang's own objects, and steps are scheduled like in SGLang.
+Only the model is invented: `_Clock` gives the duration of a step. So ratios count, not seconds, and other programs on
+the machine have no effect. SGLang must be installed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _VOCABULARY = range(1, 200)
 
 
 class _Clock:
-    """What a step takes: about 15,000 prompt tokens a second, as in `sim`."""
+    """Durations of steps: about 15,000 prompt tokens a second, as in `sim`."""
 
     now_s = 0.0
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> None:
-        """Chunks: tokens that were there before, and new ones."""
+        """Chunks: earlier tokens and new tokens."""
         self.now_s += 0.004 + sum(
             6e-5 * new + 1e-9 * new * (2 * before + new) for before, new in chunks
         )
@@ -101,7 +101,7 @@ class _Engine:
         return Outcome(sum(ttft_s) / len(ttft_s), p99(ttft_s), 1 - computed)
 
     def _step(self) -> Iterator[float]:
-        """Put a step together and compute it; yields the waits of the prompts that ended with it."""
+        """Schedule a step and compute it. Yields the waits of the prompts that ended with it."""
         started = self._put_together()
         before = [req.prefix_len for req in started]
         new = [req.extend_end - n for req, n in zip(started, before, strict=True)]
@@ -124,7 +124,7 @@ class _Engine:
             self.policy.decider.ended(batch, self.clock.now_s)
 
     def _put_together(self) -> list[Any]:
-        """As SGLang's `Scheduler._get_new_batch_prefill_raw`."""
+        """Does the same as SGLang's `Scheduler._get_new_batch_prefill_raw`."""
         from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
         running = SimpleNamespace(reqs=[])
@@ -150,7 +150,7 @@ class _Engine:
         return list(adder.can_run_list)
 
     def _store(self, req: Any) -> None:
-        """Put what is computed of a prompt into the radix cache."""
+        """Put the computed part of a prompt into the radix cache."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -172,7 +172,7 @@ class _Engine:
         return made
 
     def _scheduler(self) -> Any:
-        """What our policy reads of SGLang's scheduler."""
+        """The attributes of SGLang's scheduler that our policy reads."""
         engine = self
 
         class Scheduler(SimpleNamespace):
@@ -193,7 +193,7 @@ class _Engine:
         )
 
     def _publish(self) -> None:
-        """Parts of SGLang ask the configuration of the process."""
+        """Parts of SGLang read the configuration of the process."""
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         from sglang.srt import runtime_context
         from sglang.srt.server_args import ServerArgs

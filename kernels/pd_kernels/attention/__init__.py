@@ -4,7 +4,8 @@ sequences.
 
 `paged_decode` is for keys and values per head, `mla_decode` for one latent of all heads.
 `DecodePlan` holds the work partition that layers share, `Mod` changes scores and masks,
-`merge_partials` joins shards of sequences. `mixed_attention` takes prefill chunks along.
+`merge_partials` joins shards of sequences. `mixed_attention` computes prefill chunks in the same
+launch.
 
 One call, in the order of the files: `paged.py` (the public function), `paged_call.py` and
 `decode_call.py` (checks, launch options), `operators.py` (kernel or reference), `decode_plan.py`

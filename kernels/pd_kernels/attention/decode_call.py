@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls of `paged_decode` and `mla_decode` have in common: checks, the shape of rows, launch
+"""The part that calls of `paged_decode` and `mla_decode` share: checks, the shape of rows, launch
 options."""
 
 import functools
@@ -22,8 +22,8 @@ class KernelConfig(NamedTuple):
     Attributes:
         tile: tokens of a tile.
         warps: warps of a program.
-        stages: pipeline stages of the loop over tiles. Page ids and tiles are loaded in stages of
-            their own: with 5, one tile is being loaded while another one is computed.
+        stages: pipeline stages of the loop over tiles. Page ids and tiles are loaded in separate
+            stages: with 5 stages, one tile is loaded while another is computed.
         programs: programs that fit on a multiprocessor.
         depth: pieces of a split row that are merged at a time.
         part: lines of a merge part.
@@ -40,12 +40,13 @@ class KernelConfig(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Registers that a thread may have, so that `programs` programs fit on a multiprocessor."""
+        """The most registers per thread with which `programs` programs fit on a multiprocessor."""
         return min(255, 65_536 // (32 * self.warps * self.programs) // 8 * 8)
 
 
 class DecodeCall:
-    """The arguments of one call. A kernel's subclass is a frozen dataclass with the rest of them.
+    """The arguments of one call. Each kernel has a subclass, a frozen dataclass with its other
+    arguments.
 
     Attributes:
         query: `[batch, queries, query heads, dim]`.
@@ -62,7 +63,8 @@ class DecodeCall:
     causal: bool
 
     starts: torch.Tensor | None = None
-    """Where each sequence's queries begin, if numbers differ; see `PagedCall`."""
+    """Where each sequence's queries begin, if sequences have different numbers of queries; see
+    `PagedCall`."""
 
     costs: ClassVar[TileCosts]
     max_queries: ClassVar[int]
@@ -71,13 +73,13 @@ class DecodeCall:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All that checks and launch options depend on. Calls with the same key are checked once:
-        an eager step of a model makes dozens of them."""
+        """Everything on which checks and launch options depend. Calls with the same key are checked
+        once, because an eager step of a model makes dozens of them."""
         return (tuning(), *self.own_key)
 
     @functools.cached_property
     def own_key(self) -> tuple[Any, ...]:
-        """`key`, of the call alone."""
+        """The part of `key` that depends on the call alone."""
         caches = [getattr(self, name) for name in self.caches]
         return (
             self.query.device,
@@ -89,7 +91,7 @@ class DecodeCall:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a kernel takes the call, and not the reference."""
+        """Whether the kernel takes the call; otherwise the reference does."""
         return bool(self.query.is_cuda)
 
     @property
@@ -107,7 +109,7 @@ class DecodeCall:
 
     @property
     def queries(self) -> int:
-        """Queries of a sequence; the most of them, where sequences have different numbers."""
+        """Queries of a sequence; the largest number if sequences differ."""
         return int(self.query.shape[1])
 
     @property
@@ -122,7 +124,7 @@ class DecodeCall:
 
     @property
     def height(self) -> int:
-        """Lines of a row, padded to what a matrix product takes."""
+        """Lines of a row, padded to the height of a matrix product."""
         return int(min(MAX_HEIGHT, max(16, triton.next_power_of_2(self.lines))))
 
     @property
@@ -132,8 +134,8 @@ class DecodeCall:
 
     @property
     def query_strides(self) -> tuple[int, int, int]:
-        """Strides of sequence, query and head, the same however torch states those of axes of
-        length 1: a batch of one sequence must not be compiled anew."""
+        """Strides of sequence, query and head. Torch may give an axis of length 1 any stride. These
+        do not depend on that, so a batch of one sequence is not compiled again."""
         sequence, query, head = self.query.stride()[:3]
         one = [size == 1 for size in self.query.shape[:3]]
         each = int(self.query.shape[1:].numel())
@@ -141,7 +143,7 @@ class DecodeCall:
 
     @property
     def paired(self) -> int:
-        """Blocks of lines that run side by side: a worker is so many programs. 1 where each block
+        """Blocks of lines that run side by side, and so the programs of a worker. 1 if each block
         is a row of its own."""
         return self.blocks if tuning().pairing else 1
 
@@ -152,8 +154,8 @@ class DecodeCall:
         return RowShape(heads, self.config.tile, queries=self.queries, window=0)
 
     def plan(self, max_batch: int | None = None) -> DecodePlan:
-        """Allocate a plan, not yet filled, for such calls with up to `max_batch` sequences (by
-        default, as many)."""
+        """Allocate an empty plan for calls of this shape with up to `max_batch` sequences (by
+        default, this call's number)."""
         programs = self.config.programs * multiprocessors(self.query.device)
         batch = len(self.lengths) if max_batch is None else max_batch
         return DecodePlan.of(
@@ -189,7 +191,7 @@ class DecodeCall:
         }
 
     def check(self) -> None:
-        """Raise ValueError if the arguments do not fit each other, or are not supported."""
+        """Raise ValueError if the arguments contradict each other, or are not supported."""
         batch = len(self.query) if self.starts is None else len(self.starts) - 1
         if not 1 <= self.queries <= self.max_queries:
             raise ValueError(f"{self.queries} queries: must be 1 to {self.max_queries}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch's work partition on the device, with the scratch memory of the kernels that follow it.
 
-The partition is computed once a step by one small kernel, queued like any other. It reads the
-lengths on the device: nobody waits for a copy to the host, and a CUDA graph that holds it makes a
-new partition at each replay.
+One small kernel computes the partition once a step. It reads the lengths on the device, so nothing
+waits for a copy to the host. A CUDA graph that contains the kernel makes a new partition at each
+replay.
 """
 
 import functools
@@ -18,31 +18,32 @@ from pd_kernels.attention.tile_mask import TileMask
 from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, partition
 
 LEAST_BATCH = 256
-"""The planning kernel is compiled for the room of a plan, not for the batch at hand, and at least
-for so many sequences: no batch of a running engine waits for a compiler."""
+"""The least number of sequences for which the planning kernel is compiled. It is compiled for the
+room of a plan, not for one batch, so no batch of a running engine waits for a compiler."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """Which worker does what in a batch. Made once, filled once a step, used by every layer.
+    """The work of each worker in a batch. A plan is made once, filled once a step, and used by
+    every layer.
 
     Kernels that share a plan must run one after another, on one stream: they share its scratch
     memory.
 
     Attributes:
-        rows: the shape of the rows it is for.
-        costs: by which the work ranges are balanced.
+        rows: the shape of the rows that it is made for.
+        costs: the costs by which work ranges are balanced.
         ranges: int32 `[workers, 8]`, a `WorkRange` per worker.
         boundaries: int64 `[batch + workers + 1]`, scratch of the planning kernel.
         counters: int32 `[paired, workers, 4]`. Per-program counters for the split row that starts
             there: pieces arrived, merge parts claimed, workers done, unused. All are zero whenever
             no kernel runs.
-        partials: float32 `[paired, workers, 2, height, dim]`, split-KV partials: a worker has two
-            split rows at most. Slot 0 is for the row that it continues, slot 1 for the row that it
-            leaves to others.
+        partials: float32 `[paired, workers, 2, height, dim]`, split-KV partials. A worker has at
+            most two split rows. Slot 0 is for the row that the worker continues, slot 1 for the row
+            that the next worker continues.
         weights: float32 `[paired, workers, 2, height]`, the base-2 log-sum-exp of each line of the
             partials.
-        mask: the tiles that a mask mod leaves; None if all are read.
+        mask: the tiles that a mask mod keeps; None if all are read.
         launches: `DirectLaunch`es of calls with this plan, by their keys.
     """
 
@@ -68,17 +69,17 @@ class DecodePlan:
         device: torch.device,
         paired: int = 1,
     ) -> "DecodePlan":
-        """Allocate a plan, not yet filled. Callers use `plan_paged_decode` or `plan_mla_decode`.
+        """Allocate an empty plan. Callers use `plan_paged_decode` or `plan_mla_decode`.
 
         Args:
             rows: the shape of the rows.
             costs: by which the work ranges are balanced.
-            batch: the most sequences it will be filled for.
-            workers: how many share the work.
+            batch: the most sequences of any fill.
+            workers: the number of workers that share the work.
             height: lines of a row, padded.
             dim: elements of a line of the result.
-            device: of the caches.
-            paired: programs of a worker, one for each block of lines (`DecodeCall.paired`).
+            device: the device of the caches.
+            paired: programs per worker, one for each block of lines (`DecodeCall.paired`).
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -120,10 +121,10 @@ class DecodePlan:
         return partition(self.mask.tokens[: len(lengths)], rows, self.workers, self.costs)
 
     def fill(self, lengths: torch.Tensor) -> "DecodePlan":
-        """Partition the work of a batch. Changes the plan in place, and returns it.
+        """Partition the work of a batch. Change the plan in place, and return it.
 
         On a GPU this queues one kernel (three with a mask mod) on the current stream and returns;
-        on a CPU it takes plain torch. In a CUDA graph it belongs before the first layer.
+        on a CPU it runs plain torch. In a CUDA graph, call it before the first layer.
 
         Args:
             lengths: tokens of KV of each sequence, int32 or int64 `[batch]`.
@@ -160,8 +161,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
-    """Partition the work by the kernel. With a mask, `lengths` are its `tokens`, which hold nothing
-    that a window hides."""
+    """Partition the work with the kernel. With a mask, `lengths` are the mask's `tokens`, which
+    exclude all that a window hides."""
     partition_rows[(1,)](
         lengths=lengths,
         boundaries=plan.boundaries,

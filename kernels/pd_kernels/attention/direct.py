@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of a decode kernel like one before, without Triton's search for it.
+"""Launches of a decode kernel that repeat an earlier launch, without Triton's search for the
+kernel.
 
-What a call of `paged_decode` or `mla_decode` checks and computes on the host depends on shapes,
-strides, dtypes and alignments alone, which are the same for every layer and nearly every step. The
-first call with such arguments takes the usual way, and leaves a `DirectLaunch` with its plan. The
-next one compares what it was made for (`direct_key`) and puts its own tensors in their places.
+The host work of a call of `paged_decode` or `mla_decode` depends on shapes, strides, dtypes and
+alignments alone. These are the same for every layer and nearly every step. The first call takes the
+usual way, and leaves a `DirectLaunch` with its plan. The next call compares its key (`direct_key`)
+and puts its own tensors in their places.
 
-Off unless `Tuning.direct_launch` is set. Calls without a plan, of nested batches, with tiles of a
-list or by the Gluon kernel always take the usual way.
+Off unless `Tuning.direct_launch` is set. These calls always take the usual way: calls without a
+plan, nested batches, calls with a list of tiles, and calls of the Gluon kernel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +24,19 @@ from pd_kernels.tuning import tuning
 Key = tuple[Any, ...]
 
 _MOST_KNOWN = 4_096
-"""Launches of a plan, at most."""
+"""The most launches that a plan keeps."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DirectLaunch:
-    """A launch that was worked out.
+    """A launch whose host work is done.
 
     Attributes:
         run: launches the compiled kernel on the current stream, given all of its arguments.
-        arguments: these, in the kernel's order; None where each call has its own.
-        places: where a call's own arguments belong.
-        device: number of the GPU that the kernel was loaded on.
+        arguments: the kernel's arguments in its order; None for arguments that differ from call to
+            call.
+        places: the places of a call's own arguments.
+        device: number of the GPU on which the kernel was loaded.
     """
 
     run: Callable[..., None]
@@ -52,14 +54,16 @@ class DirectLaunch:
         own: Sequence[str],
         device: int,
     ) -> "DirectLaunch | None":
-        """Keep a launch that has just been made; None where kernels are interpreted.
+        """Make a `DirectLaunch` of a launch that has just been done; None if kernels are
+        interpreted.
 
         Args:
             kernel: a function of Triton's.
-            compiled: what it was compiled to.
-            programs: how many were launched.
+            compiled: the result of its compilation.
+            programs: the number of programs launched.
             given: all arguments, by name.
-            own: names of those that each call has its own of, in the order in which it gives them.
+            own: names of the arguments that differ from call to call, in the order in which a call
+                gives them.
             device: number of the GPU.
         """
         if compiled is None:
@@ -87,15 +91,15 @@ def direct_key(
     out: torch.Tensor | None,
     *others: bool | int,
 ) -> Key | None:
-    """All that checks, compile-time arguments and Triton's choice of a kernel depend on, for one
-    plan; None if the call must take the usual way.
+    """Everything on which checks, compile-time arguments and Triton's choice of a kernel depend,
+    for one plan; None if the call must take the usual way.
 
     Args:
-        plan: the call's.
-        tensors: the call's; the first one is its `q`.
-        out: where results go; None if they are allocated, which is always aligned.
-        others: the call's other arguments; of floats only the value differs, which no kernel is
-            compiled for.
+        plan: the call's plan.
+        tensors: the call's tensors; the first is `q`.
+        out: the tensor for the results; None if it is allocated, which is always aligned.
+        others: the call's other arguments. Values of floats are left out, because no kernel is
+            compiled for them.
     """
     if plan is None or not tuning().direct_launch or plan.mask is not None:
         return None
@@ -111,12 +115,12 @@ def direct_key(
 
 
 def known_launch(plan: DecodePlan | None, key: Key | None) -> DirectLaunch | None:
-    """What an earlier call with this plan and key has left."""
+    """The launch that an earlier call with this plan and key left."""
     return None if plan is None or key is None else plan.launches.get(key)
 
 
 def keep(plan: DecodePlan | None, key: Key | None, made: DirectLaunch | None) -> None:
-    """Leave a call's launch for others with the same plan and key."""
+    """Keep a call's launch for later calls with the same plan and key."""
     if plan is None or key is None or made is None:
         return
     if len(plan.launches) >= _MOST_KNOWN:
@@ -131,7 +135,8 @@ def allocated(
     return_lse: bool,
     return_partials: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`out` and `lse` as `DecodeOutputs.of` has them; `lse` is None if nobody asked for it."""
+    """`out` and `lse` as `DecodeOutputs.of` makes them; `lse` is None if the call did not ask for
+    it."""
     shape, device = q.shape[:-1], q.device
     if out is None:
         dtype = torch.float32 if return_partials else q.dtype

@@ -19,12 +19,12 @@ from pd_kernels.attention.paged import paged_decode
 
 
 class KvShard(NamedTuple):
-    """The KV that one rank holds: a row for each sequence of `Placement.held(rank)`.
+    """The KV that one rank holds, with a row for each sequence in `Placement.held(rank)`.
 
     Attributes:
         k_cache, v_cache: `[pages, page, kv heads, dim]`, as `paged_decode` takes them.
         block_table: int32 `[rows, pages of a shard]`.
-        lengths: int32 `[rows]`, tokens that the rank holds of each sequence; may be 0.
+        lengths: int32 `[rows]`, tokens of each sequence that the rank holds; 0 is allowed.
     """
 
     k_cache: torch.Tensor
@@ -33,7 +33,7 @@ class KvShard(NamedTuple):
     lengths: torch.Tensor
 
     def rows(self, rows: Sequence[int]) -> "KvShard":
-        """The shard with only those rows, in that order."""
+        """The shard with only the given rows, in the given order."""
         index = torch.tensor(rows, device=self.lengths.device)
         return self._replace(block_table=self.block_table[index], lengths=self.lengths[index])
 
@@ -44,7 +44,7 @@ class Attended(NamedTuple):
     Attributes:
         out: shaped like `q`.
         lse: float32 `[own, (queries,) heads]`, natural log-sum-exp.
-        sent_bytes: bytes of queries and partials that this rank has sent to others.
+        sent_bytes: bytes of queries and partials that this rank sent to others.
     """
 
     out: torch.Tensor
@@ -89,24 +89,25 @@ def dist_attention(
     attend: Attend = paged_partials,
     out: torch.Tensor | None = None,
 ) -> Attended:
-    """Attend with this rank's queries to the KV on all ranks, and with theirs to the KV here.
+    """Attend with this rank's queries to the KV on all ranks, and with other ranks' queries to the
+    KV here.
 
     All ranks of the group call this together. With NCCL, a new group must have communicated before
     (a barrier is enough), because this call need not involve all ranks.
 
     Args:
         q: `[own, heads, dim]` or `[own, queries, heads, dim]`, for the sequences of
-            `placement.own(rank)` in their order. All ranks pass the same shape and dtype, but for
-            `own`; a rank that owns none passes 0 of them.
+            `placement.own(rank)` in their order. All ranks pass the same shape and dtype except for
+            `own`. A rank that owns no sequence passes an axis of length 0.
         shard: the KV that this rank holds.
-        placement: which rank owns and which ranks hold each sequence; the same on all ranks.
+        placement: the owner and the holders of each sequence; the same on all ranks.
         group: the process group; all processes by default.
         attend: attention over a shard. If scores depend on a token's position in the sequence
             (windows, ALiBi), pass a function that knows where shards begin.
         out: dense, shaped like `q`; written. A new tensor of q's dtype by default.
 
     Returns:
-        The result of this rank's queries, and how many bytes it has sent.
+        The result of this rank's queries, and the number of bytes that it sent.
 
     Raises:
         ValueError: `placement` does not fit the group, `q` or `shard`.
@@ -156,8 +157,8 @@ def dist_attention(
 def _attend(
     asked: torch.Tensor, shard: KvShard, newest: Sequence[bool], attend: Attend
 ) -> Partials:
-    """Attend with all rows. One call; two if rows have several queries, and only some end with the
-    queries' tokens."""
+    """Attend with all rows. This takes two calls if rows have several queries and only some rows
+    end with the queries' tokens; otherwise one."""
     if not newest:
         return Partials(asked.float(), asked.new_empty(asked.shape[:-1], dtype=torch.float32))
     if asked.shape[1] == 1 or len(set(newest)) == 1:
@@ -189,7 +190,7 @@ def _return(
         index: Any = place if whole else (place, rows)
         there = Partials(outs[index], lses[index])
         mail.receive(there, peer)
-        if not whole:  # an indexed tensor is a copy, which is written back when it has arrived
+        if not whole:  # an indexed tensor is a copy: written back when it has arrived
             late.append((place, rows, there))
     parts = zip(partials.out.split(list(sources)), partials.lse.split(list(sources)), strict=True)
     for peer, part in enumerate(parts):
@@ -203,7 +204,8 @@ def _return(
 
 
 class _Mail:
-    """Tensors from and to other ranks, posted together. What a rank sends to itself is copied."""
+    """Tensors from and to other ranks, posted together. Tensors from a rank to itself are
+    copied."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None) -> None:
         self.rank = rank
@@ -218,7 +220,8 @@ class _Mail:
         self._post(dist.irecv, tensors, peer)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Post sends of tensors to a peer, which receives as many of the same shapes."""
+        """Post sends of tensors to a peer. The peer must receive the same number of tensors with
+        the same shapes."""
         tensors = [tensor.contiguous() for tensor in tensors]
         if peer != self.rank:
             self.sent_bytes += sum(tensor.nbytes for tensor in tensors)

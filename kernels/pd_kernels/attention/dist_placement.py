@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank owns a sequence, and which ranks hold its KV: pure functions, with the same result on
-all ranks."""
+"""The owner of a sequence and the holders of its KV: pure functions, with the same result on all
+ranks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the queries and the KV of a batch lie. Ranks are numbered within the process group.
+    """The ranks that have the queries and the KV of a batch. Ranks are numbered within the process
+    group.
 
     Attributes:
-        owners: for each sequence, the rank that has its queries and gets its result.
-        holders: for each sequence, the ranks that hold some of its KV, in the order of its tokens:
-            the last rank holds the queries' own tokens. No rank at all stands for a sequence
-            without KV.
+        owners: the rank of each sequence that has its queries and gets its result.
+        holders: the ranks of each sequence that hold some of its KV, in the order of its tokens.
+            The last rank holds the queries' own tokens. Empty for a sequence without KV.
 
     Example:
         Sequence 0 belongs to rank 0 and lies on both ranks; sequence 1 is rank 1's alone.
@@ -29,7 +29,8 @@ class Placement:
     holders: tuple[tuple[int, ...], ...]
 
     def check(self, ranks: int) -> None:
-        """Raise ValueError if a rank is not in the group of `ranks`, or holds a sequence twice."""
+        """Raise ValueError if a rank is not in the group of `ranks` ranks, or holds a sequence
+        twice."""
         if len(self.owners) != len(self.holders):
             raise ValueError(
                 f"{len(self.owners)} owners, {len(self.holders)} holders: want one of each per sequence"
@@ -41,17 +42,17 @@ class Placement:
                 raise ValueError(f"holders {holders}: a rank's KV of a sequence is one shard")
 
     def own(self, rank: int) -> list[int]:
-        """Sequences whose queries a rank has, in their order in `q`."""
+        """The sequences whose queries a rank has, in the order of `q`."""
         return [sequence for sequence, owner in enumerate(self.owners) if owner == rank]
 
     def held(self, rank: int) -> list[int]:
-        """Sequences of which a rank holds KV, in the order of its shard's rows: by owner, then by
+        """The sequences whose KV a rank holds, in the order of its shard's rows: by owner, then by
         number."""
         found = [sequence for sequence, ranks in enumerate(self.holders) if rank in ranks]
         return sorted(found, key=lambda sequence: self.owners[sequence])
 
     def asked(self, owner: int, holder: int) -> list[int]:
-        """Rows of an owner's queries with which a holder attends."""
+        """The rows of an owner's queries that a holder attends with."""
         own = enumerate(self.own(owner))
         return [row for row, sequence in own if holder in self.holders[sequence]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the two attention kernels: the arguments that both take, said once."""
+"""Launches of the two attention kernels, with the arguments that both take."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from pd_kernels.attention.split_merge import MAX_POLLS
 from pd_kernels.tuning import tuning
 
 Phases = tuple[tuple[bool, bool], ...]
-"""For each launch, whether it attends and whether it merges."""
+"""One pair per launch: whether the launch attends, and whether it merges."""
 
 ONE_LAUNCH: Phases = ((True, True),)
 MERGE_ONLY: Phases = ((False, True),)
 
 _FRESH = ("query", "table", "lengths", "target")
-"""Arguments of both kernels that each call has its own of."""
+"""Arguments of both kernels that differ from call to call."""
 
 _MOST_KNOWN = 4_096
 known_constants: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -44,12 +44,13 @@ def launch(
         lse: float32 `[batch, queries, query heads]`, written; or None.
         scratch: `DecodePlan.tensors` of a filled plan.
         phases: one launch does both; tests take two.
-        fresh: names of those of `own` that other calls with the same `direct_key` have others of.
+        fresh: names in `own` whose values differ between calls with the same `direct_key`.
         own: the arguments that only this kernel takes, by the names of its parameters.
 
     Returns:
-        By which such calls may be launched, given `query`, `table`, `lengths`, `target` and those
-        that `fresh` names; None if there were several launches, or interpreted ones.
+        A `DirectLaunch` for later calls with the same key. It takes `query`, `table`, `lengths`,
+        `target` and the arguments named in `fresh`. None if there were several launches, or if the
+        kernel was interpreted.
     """
     ranges, counters, partials, weights = scratch[:4]
     starts = batch.lengths if batch.starts is None else batch.starts

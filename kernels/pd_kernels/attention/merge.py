@@ -3,9 +3,9 @@
 """Merge partial attention: one result from attention over several shards of a sequence's KV.
 
 A partial is the result of attention over one shard: `out`, float32, normalised by the shard's own
-sum, and `lse`, float32, the natural logarithm of that sum; -inf for an empty shard, whose `out` may
-be anything. Up to rounding, the merged result is that of attention over the whole sequence
-(Infinite-LLM, Lin et al. 2024, section 4).
+sum, and `lse`, float32, the natural logarithm of that sum. For an empty shard, `lse` is -inf and
+`out` may be anything. Up to rounding, the merged result is that of attention over the whole
+sequence (Infinite-LLM, Lin et al. 2024, section 4).
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def merge_partials(
         `out`, and float32 `lse`, `[...]`, of the whole. If all shards are empty: 0 and -inf.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        ValueError: shapes or dtypes contradict each other.
 
     Example:
         Attention over 30 tokens equals the merge of attention over the first 20 and the last 10.
@@ -105,7 +105,7 @@ def _(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor
 
 
 def reference_merge(outs: torch.Tensor, lses: torch.Tensor) -> Partials:
-    """Do what `merge_partials` does, in plain torch."""
+    """Compute `merge_partials` in plain torch."""
     largest = lses.amax(0)
     weights = (lses - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
     total = weights.sum(0)
@@ -116,8 +116,8 @@ def reference_merge(outs: torch.Tensor, lses: torch.Tensor) -> Partials:
 
 
 def launch_merge(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Run `merge_partials` by the kernel. Partials that are not dense within a shard are copied
-    first."""
+    """Compute `merge_partials` with the kernel. Partials that are not dense within a shard are
+    copied first."""
     outs = outs if outs[0].is_contiguous() else outs.contiguous()
     lses = lses if lses[0].is_contiguous() else lses.contiguous()
     shards, dim = len(outs), outs.shape[-1]

@@ -16,30 +16,31 @@ from pd_kernels.attention.reference import reference_paged_decode
 
 
 class PrefillCall(PagedCall):
-    """A part of a prefill chunk for each sequence: as many queries as fit into a row."""
+    """Each sequence is a part of a prefill chunk, with the queries that fit into a row."""
 
     max_queries = MAX_HEIGHT
 
 
 @dataclass(frozen=True, eq=False)
 class MixedPlan:
-    """Which program does what in a step. Made and filled once a step, used by every layer.
+    """The work of each program in a step. A plan is made and filled once a step, and used by every
+    layer.
 
-    A prefill chunk is cut into parts of as many queries as a row has room for. A part is a sequence
-    of its own, that ends with its last query.
+    A prefill chunk is cut into parts whose queries fit into a row. A part counts as a sequence of
+    its own, which ends with the part's last query.
 
     Attributes:
-        starts: of all sequences, where their queries begin and the last ones end, int64
+        starts: where each sequence's queries begin, and where the last ones end, int64
             `[sequences + 1]`.
         tokens: queries of all sequences.
-        decodes: how many of the sequences, the first ones, are decodes.
-        most: the most queries of a sequence.
+        decodes: the number of decodes; they are the first sequences.
+        most: the largest number of queries of a sequence.
         owner: the sequence of each part, int64 `[parts]`.
-        behind: queries of its sequence that come behind each part, int64 `[parts]`.
-        prefill, decode: calls with the right shapes; their tables and lengths come with `fill`.
-        plans: theirs.
-        tickets: of `mixed_kernel.claim`.
-        lengths: tokens of each sequence, with `fill`.
+        behind: queries of the part's sequence that follow the part, int64 `[parts]`.
+        prefill, decode: calls with the right shapes; `fill` sets their tables and lengths.
+        plans: the plans of both calls.
+        tickets: the tickets of `mixed_kernel.claim`.
+        lengths: tokens of each sequence; set by `fill`.
     """
 
     starts: torch.Tensor
@@ -66,15 +67,15 @@ class MixedPlan:
         decodes: int,
         window: int = 0,
     ) -> "MixedPlan":
-        """Plan a step. Nothing is read from the device, so that nobody waits for it.
+        """Plan a step. Nothing is read from the device, so the host does not wait.
 
         Args:
             q: `[tokens, heads, dim]`, the queries of all sequences one after another.
-            k_cache: as `paged_decode` takes it; as `q`, only shape, dtype and device matter.
+            k_cache: as `paged_decode` takes it. Only shape, dtype and device matter, as for `q`.
             block_table, lengths: of all sequences, as `paged_decode` takes them.
             starts: where each sequence's queries begin, and where the last ones end.
-            decodes: how many sequences, the first ones, are decodes of up to 8 queries. At least
-                one, and not all.
+            decodes: the number of decodes, which are the first sequences, with up to 8 queries
+                each. At least one sequence, and not all.
             window: as in `paged_decode`.
 
         Raises:
@@ -154,7 +155,8 @@ class MixedPlan:
         )
 
     def calls(self, **layer: Any) -> tuple[PagedCall, PagedCall]:
-        """The prefills' and the decodes' call for a layer: its queries, caches and scales."""
+        """The call of the prefills and the call of the decodes for a layer, with its queries,
+        caches and scales."""
         return replace(self.prefill, **layer), replace(self.decode, **layer)
 
     def whole(self, **layer: Any) -> PagedCall:
@@ -180,14 +182,14 @@ def mixed_attention(
         q: bfloat16 or float16 `[tokens, heads, dim]`, as the plan was made for.
         k_cache, v_cache, scale, k_scale, v_scale: as in `paged_decode`. Queries are the last tokens
             of their sequence, whose KV is in the cache, and see no later tokens.
-        plan: of the step, for all layers.
+        plan: the step's plan, which all layers share.
         out: dense, shaped like q; written and returned.
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not supported, or not those of the plan.
+        ValueError: shapes, dtypes or strides are not supported, or differ from the plan's.
 
     Source:
         POD-Attention (Kamath et al. 2024), with its SM-aware scheduling; see `mixed_kernel.py`.

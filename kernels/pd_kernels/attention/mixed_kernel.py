@@ -3,10 +3,10 @@
 """The kernel of `mixed_attention`: prefill chunks and decodes in one launch, after POD-Attention
 (Kamath et al. 2024).
 
-Prefills wait for the tensor cores and decodes for the memory, so that both are busy if each
-multiprocessor has a program of either kind. No launch order promises that. So a program asks which
-multiprocessor it runs on, and takes the kind whose turn it is there; if no work of that kind is
-left, the other.
+Prefills are bound by the tensor cores, decodes by memory. Both are busy if each multiprocessor runs
+a program of each kind. No launch order guarantees that. So a program asks which multiprocessor it
+runs on, and takes the kind whose turn it is there. If no work of that kind is left, it takes the
+other kind.
 """
 
 from typing import Any
@@ -33,13 +33,14 @@ def claim(tickets, prefill_programs, decode_programs, processors, SM_AWARE: tl.c
 
     Args:
         tickets: zeros, int32 `[processors + 3]`: programs begun on each multiprocessor, prefill
-            programs, decode programs, programs that are done.
-        prefill_programs, decode_programs: how many of each kind there are; together, the launch.
+            programs begun, decode programs begun, programs done.
+        prefill_programs, decode_programs: the number of programs of each kind; their sum is the
+            launch.
         processors: multiprocessors.
 
     Returns:
         decodes: 1 for a decode program, 0 for a prefill program.
-        number: which of its kind.
+        number: the program's number within its kind.
     """
     place = smid() if SM_AWARE else tl.program_id(0)
     turn = tl.atomic_add(tickets + place % processors, 1, sem="relaxed", scope="gpu")
@@ -98,7 +99,7 @@ def mixed_programs(
     QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SM_AWARE: tl.constexpr,
 ):  # fmt: skip
     """Each program is a prefill or a decode program, see `claim`. `prefill` and `decode` are their
-    block tables and lengths; the others are those of `paged_attention`."""
+    block tables and lengths; the other arguments are as in `paged_attention`."""
     decodes, number = claim(tickets, prefill_programs, decode_programs, processors, SM_AWARE)
     if decodes == 0:
         _work(
@@ -130,10 +131,10 @@ def launch_mixed(
 
     Args:
         prefill, decode: jagged calls with the same queries and caches.
-        plans: theirs, filled.
+        plans: their filled plans.
         tickets: zeros, int32 `[multiprocessors + 3]`.
         out, lse: as `launch` takes them.
-        sm_aware: off, programs take turns by their numbers, wherever they run.
+        sm_aware: if False, programs take turns by their numbers, wherever they run.
     """
     own: dict[str, Any] = {}
     programs = 0

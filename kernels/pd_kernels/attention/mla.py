@@ -37,23 +37,23 @@ def mla_decode(
             queries. 512 elements of a head belong to the latent, 64 to the part with RoPE.
         cache: `[pages, page, 576]` of q's dtype; or uint8 `[pages, page, 656]`, FlashMLA's FP8
             layout: 512 codes (e4m3), 4 scales (float32, one per 128 codes), 64 bfloat16 elements
-            with RoPE. q is bfloat16 then. The elements of a token must be consecutive. Any page
-            size; multiples of 64 tokens are fastest.
+            with RoPE. With this layout q is bfloat16. The elements of a token must be consecutive.
+            Any page size works; multiples of 64 tokens are fastest.
         block_table, lengths: as in `paged_decode`.
-        scale: factor of the scores: that of the heads before absorption, which does not follow from
-            576.
-        causal: queries see no later tokens. False for latents that do not hold the queries' own
+        scale: factor of the scores. Pass the factor of the heads before absorption; it does not
+            follow from 576.
+        causal: queries see no later tokens. Pass False if the latents do not hold the queries' own
             tokens.
         out: dense `[batch, (queries,) heads, 512]`; written and returned.
         return_lse, return_partials: as in `paged_decode`.
-        plan: from `plan_mla_decode` with such arguments, filled for these lengths. Without it, one
-            is made.
+        plan: from `plan_mla_decode` with such arguments, filled for these lengths. By default, the
+            call makes one.
 
     Returns:
         `out`, or `(out, lse)`.
 
     Raises:
-        ValueError: shapes, dtypes or strides that do not fit each other or are not supported.
+        ValueError: shapes, dtypes or strides contradict each other or are not supported.
 
     Source:
         DeepSeek-V2 (arXiv 2405.04434), section 2.1; the FP8 layout is FlashMLA's.
@@ -96,14 +96,13 @@ def mla_decode(
 def plan_mla_decode(
     q: torch.Tensor, cache: torch.Tensor, *, max_batch: int | None = None
 ) -> DecodePlan:
-    """Allocate a plan for calls of `mla_decode` with such a `q` and `cache`, which all layers
-    share.
+    """Allocate a plan for calls of `mla_decode` with such a `q` and `cache`. All layers share it.
 
     Fill it once a step (`plan.fill(lengths)`).
 
     Args:
-        q, cache: as `mla_decode` takes them; of `q` only shape, dtype and device matter, of `cache`
-            also strides and alignment, on which the choice of a kernel depends (`Tuning.gluon`).
+        q, cache: as `mla_decode` takes them. Shape, dtype and device matter. Strides and alignment
+            of `cache` matter too, because the choice of a kernel depends on them (`Tuning.gluon`).
         max_batch: the most sequences of a batch; by default that of `q`.
 
     Example:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one call of `mla_decode`: checks, and how the kernel is launched for them."""
+"""The arguments of one call of `mla_decode`, with their checks and the launch options of the
+kernel."""
 
 import functools
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ LATENT = 512
 """Elements of a token's latent."""
 
 ROPE = 64
-"""Elements of a token's part with RoPE."""
+"""Elements of the part of a token that has RoPE."""
 
 GROUPS = 4
 """Groups of 128 elements of a latent in FP8; each has a scale."""
@@ -29,21 +30,21 @@ GLUON_TILE = 64
 """Tokens of a tile of the Gluon kernel."""
 
 COSTS = TileCosts(row=48, partial=1)
-"""To begin a row costs three tiles: its result alone is as large as several (ThunderMLA's cost
-model: 7.5 us, and 1.5 us for 32 tokens). A partial costs little, because many programs share the
-merge. Not yet measured on a GPU."""
+"""Beginning a row costs as much as three tiles, because its result alone is as large as several
+tiles. ThunderMLA's cost model has 7.5 us per row, and 1.5 us per 32 tokens. A partial costs little,
+because many programs share the merge. Not yet measured on a GPU."""
 
 
 def config_of(lines: int, coded: bool, words: bool = False) -> KernelConfig:
-    """Launch options for `lines` lines per sequence. Checked by compiling ahead of time, not yet
-    tuned on a GPU."""
+    """Launch options for `lines` lines per sequence. They were checked by compiling ahead of time,
+    and are not yet tuned on a GPU."""
     # A long row of 16 lines is split among all workers: 16 parts would leave most of them idle.
     columns = max(128, LATENT * lines // MAX_HEIGHT) if tuning().column_merge else LATENT
     columns = min(LATENT, triton.next_power_of_2(columns))
     if words:
         tile, stages = (64, 5) if lines <= 16 else (32, 7)
         return KernelConfig(tile, 8, stages, 1, 32, 1, columns)
-    if coded or lines > MAX_HEIGHT:  # bound by products or decoding more than by memory
+    if coded or lines > MAX_HEIGHT:  # products or decoding limit it more than memory does
         if tuning().small_tiles:
             return KernelConfig(32, 8, 8 if coded else 6, 1, 32, 1, columns)
         return KernelConfig(64, 8, 3, 1, 32, 1, columns)
@@ -54,7 +55,7 @@ def config_of(lines: int, coded: bool, words: bool = False) -> KernelConfig:
 
 @functools.cache
 def on_hopper(device: torch.device) -> bool:
-    """Whether a device has the instructions of compute capability 9.0, which later ones lack."""
+    """Whether a device has the instructions of compute capability 9.0. Later GPUs lack them."""
     return bool(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
 
 
@@ -91,14 +92,14 @@ class MlaCall(DecodeCall):
 
     @property
     def gluon(self) -> bool:
-        """Whether the Gluon kernel takes the call: it is chosen (`Tuning.gluon`), the GPU is a
-        Hopper, and the cache is one that the TMA can read in tiles of 64 tokens."""
+        """Whether the Gluon kernel takes the call. It does if `Tuning.gluon` is set, the GPU is a
+        Hopper, and the TMA can read the cache in tiles of 64 tokens."""
         return tuning().gluon and on_hopper(self.query.device) and self.pitch > 0
 
     @property
     def pitch(self) -> int:
-        """Tokens from the start of a page to that of the next, if all tokens of the cache lie on
-        one grid and a tile never leaves its page; 0 if not, or for an FP8 cache."""
+        """Tokens from the start of a page to the start of the next page. 0 if the tokens of the
+        cache do not lie on one grid, if a tile can leave its page, or for an FP8 cache."""
         page, token = self.cache.stride()[:2]
         whole = not self.coded and self.cache.shape[1] % GLUON_TILE == 0 and page % token == 0
         aligned = self.cache.data_ptr() % 16 == 0 and token % 8 == 0
@@ -106,8 +107,8 @@ class MlaCall(DecodeCall):
 
     @property
     def height(self) -> int:
-        """Lines of a row, padded. Always 64 for wgmma, which the Gluon kernel takes, and an FP8
-        cache that is decoded to bfloat16: only then does the compiler load its codes
+        """Lines of a row, padded. 64 for the Gluon kernel, which uses wgmma, and for an FP8 cache
+        that is decoded to bfloat16. With fewer lines the compiler would not load FP8 codes
         asynchronously."""
         wide = self.gluon or (self.coded and not self.words)
         return MAX_HEIGHT if wide else super().height

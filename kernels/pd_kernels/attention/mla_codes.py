@@ -2,16 +2,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The loop of `mla_decode` over FP8 latents, for rows of up to 32 lines.
 
-The plain loop decodes latents to bfloat16 before the products. The tensor cores of Hopper take such
-a matrix from shared memory only, and in 64 lines only: 16 heads are padded to 64, each tile is
-written once more, and each product is waited for. Here codes stay as they are: shared memory holds
-words of two codes, as in `paged_codes.py`, and a code becomes float16 exactly, by one conversion
-for two, on its way into a product.
+The plain loop decodes latents to bfloat16 before the products. Hopper's tensor cores take such a
+matrix only from shared memory, and only in 64 lines. So 16 heads are padded to 64, each tile is
+written again, and the loop waits for each product. Here codes stay codes: shared memory holds words
+of two codes, as in `paged_codes.py`. On the way into a product, one conversion turns two codes into
+float16, exactly.
 
-A scale belongs to a token and a slice of 128 codes. It is taken out of the products: scores of a
-slice are multiplied by it, and so are the weights of the slice's latents. These weights are float16,
-which holds no 1e-6. So they are divided by a power of two, the largest scale so far, which is kept
-like softmax's largest score.
+A scale belongs to a token and a slice of 128 codes. The products leave it out. Instead, the slice's
+scores are multiplied by the scale, and so are the weights of the slice's latents. These weights are
+float16, which cannot hold 1e-6. So they are divided by a power of two, the largest scale so far. It
+is kept like softmax's largest score.
 """
 
 import triton
@@ -30,11 +30,11 @@ _CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and their scales
 
 _LEAST = tl.constexpr(27 << 23)
 _MOST = tl.constexpr(227 << 23)
-"""2^-100 and 2^100 as bits of a float32: the range of the power of two."""
+"""2^-100 and 2^100 as bits of a float32. They bound the power of two."""
 
 _ONE = tl.constexpr(127 << 23)
 _ROOM = tl.constexpr(16384.0)
-"""Weights are at most 2 before they are multiplied by it, and float16 ends at 65504."""
+"""Factor of the weights. They are at most 2 before, and the largest float16 is 65504."""
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def attend_latent_codes(
     result_5 = tl.zeros((HEIGHT, _WORDS), tl.float32)
     result_6 = tl.zeros((HEIGHT, _WORDS), tl.float32)
     result_7 = tl.zeros((HEIGHT, _WORDS), tl.float32)
-    # Unlike in the other loops, what no turn changes is kept: otherwise queries, which registers
-    # have no room for, would be written to shared memory in each turn.
+    # Unlike the other loops, this loop keeps values that no turn changes. Otherwise each turn would
+    # write the queries to shared memory, because registers have no room for them.
     for tile in tl.range(begin, end, num_stages=STAGES):
         tokens, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
         mask = inside[:, None]
@@ -138,8 +138,8 @@ def attend_latent_codes(
 
 @triton.jit
 def _lines(own, exists, number: tl.constexpr):
-    """A slice of the queries: its even and odd elements, float16 `[HEIGHT, 64]`, and by what each
-    line's scores must be multiplied, `[HEIGHT]`."""
+    """A slice of the queries: its even and odd elements, float16 `[HEIGHT, 64]`, and the factor for
+    each line's scores, `[HEIGHT]`."""
     column = number * _SLICE + tl.arange(0, _SLICE)[None, :]
     lines, unit = half_lines(tl.load(own + column, mask=exists, other=0.0))
     even, odd = tl.split(tl.reshape(lines, (exists.shape[0], _WORDS, 2)))
@@ -148,7 +148,7 @@ def _lines(own, exists, number: tl.constexpr):
 
 @triton.jit
 def _product(even, odd, words):
-    """Scores of a slice by its codes, without their scales, float32 `[HEIGHT, TILE]`."""
+    """Scores of a slice from its codes, without their scales, float32 `[HEIGHT, TILE]`."""
     even_codes, odd_codes = two_halves(words)
     score = tl.dot(even, tl.trans(even_codes))
     return tl.dot(odd, tl.trans(odd_codes), score)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the Gluon kernel of `mla_decode`, and for which calls there is one."""
+"""Launches of the Gluon kernel of `mla_decode`."""
 
 import functools
 
@@ -14,12 +14,12 @@ from pd_kernels.attention.online_softmax import LOG2E
 def launch_mla_gluon(
     batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | None, scratch: list[torch.Tensor]
 ) -> None:
-    """Run `mla_decode` by the Gluon kernel, and merge split rows by a second launch.
+    """Run `mla_decode` with the Gluon kernel, and merge split rows in a second launch.
 
-    The arguments are those of `launch`; `batch.gluon` must be true, and the plan made under the
+    The arguments are those of `launch`; `batch.gluon` must be true. The plan must be made under the
     same `Tuning`.
     """
-    # Imported where it is launched: most processes never take it.
+    # Imported at the first launch, because most processes never use it.
     from pd_kernels.attention import mla_gluon_kernel as kernel
 
     ranges, counters, partials, weights = scratch[:4]
@@ -54,8 +54,8 @@ def launch_mla_gluon(
 
 
 def descriptors(cache: torch.Tensor) -> tuple[object, object]:
-    """Descriptors by which the TMA reads a cache `[pages, page, 576]`: as `[tokens, 576]`, in boxes
-    of 64 tokens and 256 or 64 elements."""
+    """Descriptors with which the TMA reads a cache `[pages, page, 576]`. They describe
+    `[tokens, 576]`, in boxes of 64 tokens and 256 or 64 elements."""
     return tuple(  # type: ignore[return-value]
         _descriptor(cache, width) for width in (LATENT // 2, ROPE)
     )

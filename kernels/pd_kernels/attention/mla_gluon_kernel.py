@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""`mla_decode` for Hopper, written in Gluon: tiles come by TMA from a warp of their own, and each of
-two warpgroups has its own products.
+"""`mla_decode` for Hopper, written in Gluon: one warp loads tiles by TMA, and each of two
+warpgroups has its own products.
 
-Not run on a GPU yet, and off until a benchmark has chosen it (`Tuning.gluon`). The Triton kernel
-(`mla_kernel.py`) stays as fallback and as what results are compared with.
+It has not run on a GPU yet, and is off until a benchmark has chosen it (`Tuning.gluon`). The Triton
+kernel (`mla_kernel.py`) stays as the fallback and as the reference for results.
 
 As in FlashMLA, a program has 64 lines, and the two warpgroups ("sides") share the results by
 columns: side 0 has columns 0 to 255, side 1 the rest. The sides work on two tiles at a time. Each
-computes the scores of one tile, so that no score is computed twice, and weighs both tiles' halves
-of its own columns. They tell each other, in shared memory, the largest score of each line and the
+side computes the scores of one tile, so no score is computed twice. Each side weighs its own
+columns of both tiles. Through shared memory, the sides exchange each line's largest score and the
 weights.
 
 A tile of 64 tokens is three buffers: left half, right half, and the part with RoPE. Each has two
-barriers: `full` (the TMA has written it) and `empty` (it may be written again). When its scores are
-there, the part with RoPE is not needed any more: its buffer takes the tile's weights. Shared memory
-is full with that.
+barriers: `full` (the TMA has written it) and `empty` (it may be written again). When a tile's
+scores are computed, its part with RoPE is not needed any more, and that buffer takes the tile's
+weights. This fills shared memory.
 
-A side that is done with a row writes its columns. Rows that are split are merged by a second
-launch, of the Triton kernel, with the same plan.
+When a side is done with a row, it writes its columns. A second launch, of the Triton kernel with
+the same plan, merges split rows.
 """
 
 import triton.language as tl
@@ -33,8 +33,8 @@ from pd_kernels.attention.split_merge import DIM, GROUP, HEADS, HEIGHT, LINES, P
 from pd_kernels.attention.work_partition import FIELDS
 
 REGISTERS = 168
-"""Registers of a thread before the warps share them out: three warpgroups have all of a
-multiprocessor's."""
+"""Registers of a thread before the warps redistribute them. Three warpgroups have all registers of
+a multiprocessor."""
 
 _SIDE_REGISTERS = gl.constexpr(232)
 _LOADER_REGISTERS = gl.constexpr(40)
@@ -47,12 +47,12 @@ _FIELDS = gl.constexpr(FIELDS)
 _COUNTERS = gl.constexpr(COUNTERS)
 _NOTES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 
-# The buffers of a tile; a half has the number of the side that weighs it.
+# The buffers of a tile. Each half has the number of the side that weighs it.
 _LEFT = gl.constexpr(0)
 _RIGHT = gl.constexpr(1)
 _TAIL = gl.constexpr(2)
 
-# Triton 3.6 has it under another name than later ones.
+# Triton 3.6 has another name for it than later versions.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
@@ -99,7 +99,7 @@ def latent_attention_tma(
     for place in gl.static_range(6):
         mbarrier.init(full.index(place), count=1)
         mbarrier.init(told.index(place), count=1)
-        # Both sides read the weights, which lie in the part with RoPE.
+        # Both sides read the weights, which lie in the buffer of the part with RoPE.
         mbarrier.init(empty.index(place), count=2 if place % 3 == 2 else 1)
 
     buffers = (kept, kept_tails, full, empty)
@@ -131,7 +131,7 @@ def _load_tiles(
     SHAPE: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of all rows of a worker, two at a time, in the order in which buffers become
-    empty. If a row has an odd number of tiles, its last one is loaded twice."""
+    empty. If a row has an odd number of tiles, its last tile is loaded twice."""
     ROWS: gl.constexpr = SHAPE[HEADS] // SHAPE[PAIRED]
     QUERIES: gl.constexpr = SHAPE[LINES] // SHAPE[GROUP]
     PIECES: gl.constexpr = PAGE // _TILE

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""What the two warpgroups of `mla_gluon_kernel.py` do; see there."""
+"""The work of the two warpgroups of `mla_gluon_kernel.py`; see there."""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -33,7 +33,7 @@ _COUNTERS = gl.constexpr(COUNTERS)
 _LN2 = gl.constexpr(1 / LOG2E)
 _TAIL = gl.constexpr(2)  # the part with RoPE among the buffers of a tile
 
-# Triton 3.6 has it under another name than later ones.
+# Triton 3.6 has another name for it than later versions.
 _synchronize = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _SCORES = gl.constexpr(
@@ -47,7 +47,7 @@ _TOKEN = gl.constexpr(gl.SliceLayout(0, _SCORES.value))
 _RESULT_LINE = gl.constexpr(gl.SliceLayout(1, _RESULT.value))
 _RESULT_COLUMN = gl.constexpr(gl.SliceLayout(0, _RESULT.value))
 
-# How threads read queries and clear tokens: 16 bytes each.
+# Threads read queries and clear tokens in accesses of 16 bytes.
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 _NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -57,7 +57,8 @@ def _load_queries(
     asked, asked_tail, query, sequence, number, tall, query_stride,
     SHAPE: gl.constexpr, QUERY: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """Write a side's half of a row's queries to shared memory; side 0 also the part with RoPE."""
+    """Write a side's half of a row's queries to shared memory. Side 0 also writes the part with
+    RoPE."""
     place = number // SHAPE[GROUP] * QUERY[0] + number % SHAPE[GROUP] * QUERY[1]
     place = query + sequence.to(gl.int64) * query_stride + place
     column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, _WIDE))
@@ -74,7 +75,7 @@ def _load_queries(
 
 @gluon.jit
 def _tell(told, place: gl.constexpr):
-    """Count this side at a barrier when all its threads have come so far."""
+    """Count this side at a barrier after all its threads have reached this point."""
     _synchronize()
     mbarrier.arrive(told.index(place))
 
@@ -100,8 +101,8 @@ def _scores(asked, asked_tail, kept, kept_tails, full, phase, SIDE: gl.constexpr
 
 @gluon.jit
 def _clear(tile, real):
-    """Set all tokens of half a tile to zero but the first `real`: memory behind a sequence may hold
-    NaN, and their weight of 0 would not hide it."""
+    """Set all tokens of half a tile to zero except the first `real`. Memory behind a sequence may
+    hold NaN, which a weight of 0 would not hide."""
     for part in gl.static_range(4):
         piece = tile.slice(part * 16, 16, dim=0)
         token = part * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, _WIDE))
@@ -116,8 +117,8 @@ def attend_side(
 ):  # fmt: skip
     """Attend with all lines, and compute columns SIDE * 256 to SIDE * 256 + 255 of the result.
 
-    Barriers in `told`, for side 0 and 1: 0 and 1 queries are there, 2 and 3 numbers are in `notes`,
-    4 and 5 weights are there.
+    Barriers in `told`, for sides 0 and 1: at 0 and 1 queries are ready, at 2 and 3 numbers are in
+    `notes`, at 4 and 5 weights are ready.
     """
     OTHER: gl.constexpr = 1 - SIDE
     ROWS: gl.constexpr = SHAPE[HEADS] // SHAPE[PAIRED]
@@ -174,7 +175,7 @@ def attend_side(
             kept_tails.index(SIDE).store(share.to(kept_tails.dtype))
             mine = kept.index(SIDE * 2 + SIDE)
             theirs = kept.index(OTHER * 2 + SIDE)
-            # The other side has its scores, so that nobody reads what is cleared.
+            # The other side has its scores already, so nothing reads the cleared tokens.
             if end < begin + 2 * _TILE:
                 _clear(mine, end - begin - SIDE * _TILE)
                 mbarrier.wait(full.index(OTHER * 3 + SIDE), phase)
@@ -214,8 +215,8 @@ def _finish(
     own, worker, sequence, number, start, whole, result, weight,
     SHAPE: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """Write a side's columns of a row: `finish_row` of `split_merge.py`, whose second launch merges
-    split rows."""
+    """Write a side's columns of a row, like `finish_row` of `split_merge.py`. The second launch
+    merges split rows."""
     _, _, out, lse, counters, partials, weights, work_range = own
     tall = gl.arange(0, SHAPE[HEIGHT], layout=_RESULT_LINE)
     line = gl.arange(0, SHAPE[HEIGHT], layout=_LINE)
@@ -236,5 +237,6 @@ def _finish(
         if SIDE == 0:
             gl.store(weights + slot + line, weight)
             first_worker = gl.where(leaves > 0, worker, gl.load(work_range + FIRST_WORKER))
-            # Nobody waits for it within this launch, and the next one begins when this has ended.
+            # Nothing in this launch waits for the count, and the next launch begins after this one
+            # has ended.
             gl.atomic_add(counters + first_worker * _COUNTERS, 1, sem="relaxed")

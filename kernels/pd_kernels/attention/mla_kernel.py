@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel of `mla_decode`: like `paged_decode`'s, over one latent that is key and value of all
-heads.
+"""The kernel of `mla_decode`. It is like the kernel of `paged_decode`, over one latent that is key
+and value of all heads.
 
-A row has up to 64 lines (query x head). That is what one product of the tensor cores takes, and as
-many results as registers can hold: 64 x 512 in float32 are half of a multiprocessor's. Latents are
-read as four slices of 128.
+A row has up to 64 lines (query x head). One product of the tensor cores takes 64 lines, and
+registers can hold no more results: 64 x 512 in float32 take half of a multiprocessor's registers.
+Latents are read as four slices of 128.
 """
 
 from typing import Any
@@ -101,7 +101,7 @@ def latent_attention(
             result_0, result_1, result_2, result_3 = results
             share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
             weight = top + tl.log2(total)
-            # Read again instead of kept during the loop, whose products take nearly all registers.
+            # Read again, not kept during the loop, because its products take nearly all registers.
             row, start, stop, length, tiles = current_piece(
                 work_range, done, lengths, ROWS, QUERIES, 0, TILE
             )
@@ -137,7 +137,7 @@ def attend_latents(
 
     Args:
         own: where each line's query begins, `[HEIGHT, 1]`.
-        exists: which of the lines there are, `[HEIGHT, 1]`.
+        exists: which of the lines exist, `[HEIGHT, 1]`.
         pages: the sequence's row of the block table.
         position: place of each line's query in the sequence, `[HEIGHT]`.
         length: tokens of the sequence.
@@ -203,11 +203,11 @@ def _latents(tokens, mask, number: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.
 
 
 FRESH = ("cache", "scale")
-"""Arguments of this kernel that each call has its own of; see `DirectLaunch`."""
+"""Arguments of this kernel that differ from call to call; see `DirectLaunch`."""
 
 
 def score_factor(scale: float) -> float:
-    """By which the kernel multiplies scores."""
+    """The factor by which the kernel multiplies scores."""
     return float(scale * LOG2E)
 
 
@@ -230,8 +230,8 @@ def launch_mla(
     scratch: list[torch.Tensor],
     phases: Phases = ONE_LAUNCH,
 ) -> DirectLaunch | None:
-    """Run `mla_decode` by this kernel, or by the Gluon kernel where that is chosen
-    (`MlaCall.gluon`); arguments and result are those of `launch`."""
+    """Run `mla_decode` with this kernel, or with the Gluon kernel if `MlaCall.gluon`. Arguments and
+    result are as for `launch`."""
     if batch.gluon:
         from pd_kernels.attention.mla_gluon import launch_mla_gluon
 

@@ -3,13 +3,13 @@
 """Score and mask functions, as in FlexAttention: small functions that are compiled into the kernel.
 
 `score_mod(score, b, h, q_idx, kv_idx, args)` returns a new score. `mask_mod(b, h, q_idx, kv_idx,
-args)` returns whether a token is seen. `b` is the sequence, `h` the query head; `q_idx` and
-`kv_idx` are positions in the sequence, always of tokens that exist. All of them are int32 and
-broadcast to `score`, float32 `[lines, tokens]`. `args` are the mod's tensors and numbers.
+args)` returns whether a token is seen. `b` is the sequence, `h` the query head; `q_idx` and `kv_idx`
+are positions in the sequence, always of existing tokens. All four are int32 and broadcast to
+`score`, float32 `[lines, tokens]`. `args` are the mod's tensors and numbers.
 
-A function that uses operators only (`score - 0.1 * (q_idx - kv_idx)`) serves Triton and torch
-alike. A function that calls `triton.language` (`tl.load(args[0] + h)`) needs a second one for
-torch, the `reference`, where `args[0]` is the tensor.
+A function that uses only operators (`score - 0.1 * (q_idx - kv_idx)`) works for Triton and torch. A
+function that calls `triton.language` (`tl.load(args[0] + h)`) needs a second one for torch, the
+`reference`, where `args[0]` is the tensor.
 
 Causality and sliding windows are arguments of `paged_decode`, because they decide which tiles are
 read.
@@ -30,13 +30,12 @@ from pd_kernels.attention.online_softmax import LOG2E
 _numbers = itertools.count()
 
 REGISTRY: dict[int, "Mod"] = {}
-"""All mods by their numbers. An operator of torch takes no functions, so that it is passed
-numbers."""
+"""All mods by their numbers. An operator of torch takes no functions, so it takes these numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mod:
-    """A score or mask function with the values that it captures. Made by `Mod.of`.
+    """A score or mask function with the values that it captures. `Mod.of` makes it.
 
     Attributes:
         kernel: the function for Triton.
@@ -62,11 +61,11 @@ class Mod:
     ) -> "Mod":
         """Make a mod of a plain function. Triton must find its source: no lambda.
 
-        Make a mod once, not per step: it is kept for the life of the process, and each function is
-        compiled into a kernel of its own.
+        Make a mod once, not per step: the process keeps it for ever, and compiles a separate kernel
+        for each function.
 
         Args:
-            function: score or mask function, see the module.
+            function: score or mask function; the module's docstring has the signatures.
             args: passed to it as `args`; tensors may change in place between calls.
             reference: the same function for torch, if `function` calls `triton.language`.
 

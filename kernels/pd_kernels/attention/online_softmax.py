@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Online softmax (Milakov and Gimelshein 2018): over scores that come a few at a time, in powers of
-2, which GPUs compute natively."""
+"""Online softmax (Milakov and Gimelshein 2018): over scores that come a few at a time. It uses
+powers of 2, which GPUs compute natively."""
 
 import math
 
@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 
 LOG2E = math.log2(math.e)
-"""Scores are multiplied by it. A base-2 log-sum-exp divided by it is a natural one."""
+"""log2(e). Scores are multiplied by this factor. A base-2 log-sum-exp divided by it is a natural
+one."""
 
 
 @triton.jit
 def softmax_step(score, top, total, AXIS: tl.constexpr):
-    """Add scores to a running softmax along AXIS. Scores of -inf weigh nothing, even before any
-    other.
+    """Add scores to a running softmax along AXIS. Scores of -inf weigh nothing, even if they come
+    first.
 
     Args:
         score: base-2 scores, float32.
@@ -24,7 +25,7 @@ def softmax_step(score, top, total, AXIS: tl.constexpr):
 
     Returns:
         share: the weights of `score`, relative to the new `top`.
-        before: the factor by which earlier results must be multiplied.
+        before: the factor for earlier results.
         top, total: with `score` included.
     """
     above = tl.maximum(top, tl.max(score, AXIS))

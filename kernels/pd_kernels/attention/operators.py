@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `paged_decode` and `mla_decode` do alike around their kernels: outputs, plans, registration
-with torch."""
+"""The work around the kernels that `paged_decode` and `mla_decode` share: outputs, plans,
+registration with torch."""
 
 import inspect
 from collections.abc import Callable
@@ -24,13 +24,13 @@ def with_queries(q: torch.Tensor) -> torch.Tensor:
 
 
 class Queries(NamedTuple):
-    """The queries of a batch, as operators take them.
+    """The queries of a batch in the form that operators take.
 
     Attributes:
         lines: `[batch, queries, heads, dim]`; in a jagged batch `[all queries, 1, heads, dim]`.
-        starts: of a jagged batch, where each sequence's queries begin and where the last ones end,
+        starts: in a jagged batch, where each sequence's queries begin and where the last ones end,
             `[batch + 1]`.
-        most: of a jagged batch, the most queries of a sequence; 0 in others.
+        most: in a jagged batch, the largest number of queries of a sequence; 0 in other batches.
     """
 
     lines: torch.Tensor
@@ -39,8 +39,8 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, q: torch.Tensor, plan: DecodePlan | None = None) -> "Queries":
-        """Take a dense or a nested `q`. A nested one that does not know its longest sequence takes
-        the plan's number of queries; without a plan it asks the device, and waits."""
+        """Take a dense or a nested `q`. If a nested `q` does not know its longest sequence, the
+        plan's number of queries is used. Without a plan, this asks the device, and waits."""
         if not q.is_nested:
             return cls(with_queries(q))
         if q.layout != torch.jagged or q.dim() != 4:
@@ -59,8 +59,8 @@ class DecodeOutputs(NamedTuple):
 
     Attributes:
         out: dense `[batch, (queries,) heads, dim]`.
-        lse: float32 `[batch, (queries,) heads]`, or `[0]` if the caller did not ask for it.
-        starts: of a jagged batch, whose `out` and `lse` have one axis for all queries.
+        lse: float32 `[batch, (queries,) heads]`; `[0]` if the caller did not ask for it.
+        starts: as in `Queries`. In a jagged batch, `out` and `lse` have one axis for all queries.
     """
 
     out: torch.Tensor
@@ -103,7 +103,7 @@ class DecodeOutputs(NamedTuple):
 
     @property
     def returned(self) -> Any:
-        """What the public function returns: `out`, or `(out, lse)`; nested if q was."""
+        """The result of the public function: `out`, or `(out, lse)`; nested if q was nested."""
         if self.lse.dim() <= 1:
             return self._like_q(self.out)
         return self._like_q(self.out), self._like_q(self.lse)
@@ -115,8 +115,8 @@ class DecodeOutputs(NamedTuple):
 
 
 def planned(plan: DecodePlan | None) -> tuple[list[torch.Tensor], list[int]]:
-    """A plan as operators take it, its tensors and the shape of its rows; two empty lists without a
-    plan."""
+    """A plan in the form that operators take: its tensors, and the shape of its rows. Two empty
+    lists without a plan."""
     return (plan.tensors, list(plan.rows)) if plan else ([], [])
 
 
@@ -129,19 +129,19 @@ def attend(
     reference: Callable[[B, torch.Tensor, torch.Tensor | None], None],
     launch: Launch[B],
 ) -> DirectLaunch | None:
-    """Check a call and run it: by the reference on a CPU, by the kernel on a GPU.
+    """Check a call and run it: with the reference on a CPU, with the kernel on a GPU.
 
     Args:
         batch: the arguments of the call.
         out, lse: from `DecodeOutputs.by_query`; written.
-        scratch, rows: from `planned`. Without a plan, one is made.
-        reference, launch: how the two run it.
+        scratch, rows: from `planned`. If there is no plan, this makes one.
+        reference, launch: run the call with the reference and with the kernel.
 
     Returns:
-        By which calls alike may be launched; None if they cannot be.
+        A `DirectLaunch` for later calls with the same key; None if there cannot be one.
 
     Raises:
-        ValueError: the arguments are not supported, or the plan was made for other rows.
+        ValueError: the arguments are not supported, or the plan was made for rows of another shape.
     """
     key = (type(batch), batch.key, *rows, *(each.shape for each in scratch[2:3]))
     if key not in _checked:
@@ -161,18 +161,18 @@ def attend(
 
 _MOST_CHECKED = 4_096
 _checked: set[tuple[Any, ...]] = set()
-"""Keys of calls that have passed."""
+"""Keys of calls that passed the checks."""
 
 
 def check_call(batch: DecodeCall, rows: list[int], scratch: list[torch.Tensor]) -> None:
-    """Raise ValueError if a call is not supported, or its plan (`planned`) was made for other
-    rows."""
+    """Raise ValueError if a call is not supported, or if its plan (`planned`) was made for rows of
+    another shape."""
     batch.check()
     # A plan without a mask has all tiles.
     made = RowShape(*rows) if rows else batch.rows
     if made not in (batch.rows, batch.rows._replace(mask=NO_MOD)):
         raise ValueError(f"plan for {made}: must be for {batch.rows}")
-    if scratch:  # kernels write partials without asking how many lines and elements have room
+    if scratch:  # kernels write partials without a check of how many lines and elements fit
         paired, _, _, *line = scratch[2].shape
         if (paired, *line) != (batch.paired, batch.height, batch.width):
             raise ValueError(
@@ -184,13 +184,13 @@ def check_call(batch: DecodeCall, rows: list[int], scratch: list[torch.Tensor]) 
 
 
 def operator(name: str, run: Callable[..., Any]) -> Any:
-    """Register `run`, which writes its `out`, `lse` and `scratch`, for `torch.compile`. What it
-    returns is dropped."""
+    """Register `run`, which writes its `out`, `lse` and `scratch`, for `torch.compile`. Its return
+    value is dropped."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         run(*args, **kwargs)
 
-    # The operator's schema is read from it.
+    # torch reads the operator's schema from it.
     nothing.__signature__ = inspect.signature(run).replace(return_annotation=None)  # type: ignore[attr-defined]
     made = torch.library.custom_op(
         f"pd_kernels::{name}", nothing, mutates_args=("out", "lse", "scratch")

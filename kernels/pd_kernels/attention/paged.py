@@ -47,35 +47,37 @@ def paged_decode(
             torch.jagged, `[batch, *, heads, dim]`; no sequence may have more than the plan was
             made for (or, without a plan, than the nested tensor's `max_seqlen`).
         k_cache, v_cache: `[pages, page, kv heads, dim]` of q's dtype or float8_e4m3fn; any page
-            size, any strides, but the elements of a head must be consecutive.
+            size and any strides, except that the elements of a head must be consecutive.
         block_table: int32 `[batch, pages of a sequence]`. The device does not check the ids.
             Entries behind the sequence's last page are not read.
-        lengths: tokens of KV of each sequence, those of the queries included: int32 or int64
-            `[batch]`. A sequence of length 0 gives 0, with lse -inf; so does a query before the
-            first token.
+        lengths: tokens of KV of each sequence, the queries' tokens included: int32 or int64
+            `[batch]`. A sequence of length 0 gives 0, with lse -inf. A query before the first token
+            gives the same.
         scale: factor of the scores; `dim ** -0.5` by default.
-        causal: queries see no later tokens. False for KV that does not hold the queries' own
+        causal: queries see no later tokens. Pass False if the KV does not hold the queries' own
             tokens.
-        window: tokens that a query sees, its own included; 0 for all. Earlier tokens are not read.
-        score_mod, mask_mod: change scores, or say which tokens are seen; see `mods.py`. Tiles of
-            which no query sees a token are skipped, unless the plan was made without the mask mod.
-        k_scale, v_scale: scales of an FP8 cache: stored values are multiplied by them.
+        window: the number of tokens that a query sees, its own included; 0 for all. Earlier tokens
+            are not read.
+        score_mod, mask_mod: change scores, and say which tokens are seen; see `mods.py`. If no
+            query sees a token of a tile, the tile is skipped, unless the plan was made without the
+            mask mod.
+        k_scale, v_scale: scales of an FP8 cache, by which stored values are multiplied.
         out: dense, shaped like q (nested, or its values, if q is nested); written and returned.
         return_lse: also return the natural log-sum-exp of each line's scores, float32 `[batch,
             (queries,) heads]`.
-        return_partials: `out` is float32, and lse is returned, as `merge_partials` takes them.
-        plan: from `plan_paged_decode` with such arguments, filled for these lengths. Without it,
-            one is made.
+        return_partials: return `out` in float32 and lse, as `merge_partials` takes them.
+        plan: from `plan_paged_decode` with such arguments, filled for these lengths. By default,
+            the call makes one.
 
     Returns:
         `out`, or `(out, lse)`; nested if q is.
 
     Raises:
-        ValueError: shapes, dtypes or strides that do not fit each other or are not supported.
+        ValueError: shapes, dtypes or strides contradict each other or are not supported.
 
     Source:
-        Split-KV decoding with a partial softmax per piece is FlashDecoding's; for the partition of
-        the work see `work_partition.py`.
+        FlashDecoding, for split-KV decoding with a partial softmax per piece. `work_partition.py`
+        names the sources of the work partition.
 
     Example:
         Two sequences of 20 and 5 tokens, 4 query heads that share 2 KV heads, pages of 16 tokens.
@@ -151,9 +153,9 @@ def plan_paged_decode(
         q, k_cache: as `paged_decode` takes them; only shapes, dtypes and the device matter.
         window: as in `paged_decode`.
         max_batch: the most sequences of a batch; by default that of `q`.
-        mask_mod: `plan.fill` finds the tiles that it leaves, and calls with it read no others.
-            Without it, calls with a mask mod read all tiles.
-        max_tokens: the most tokens of a sequence; needed with `mask_mod`. Tokens beyond are not
+        mask_mod: `plan.fill` finds the tiles that the mod keeps, and calls with this mod read only
+            those. Without it, calls with a mask mod read all tiles.
+        max_tokens: the most tokens of a sequence; needed with `mask_mod`. Later tokens are not
             seen.
 
     Raises:

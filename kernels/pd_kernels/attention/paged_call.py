@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one call of `paged_decode`: checks, and how the kernel is launched for them."""
+"""The arguments of one call of `paged_decode`, with their checks and the launch options of the
+kernel."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
     memory are checked by compiling ahead of time; they are not yet tuned on a GPU."""
     block = triton.next_power_of_2(dim)
     tile = max(32, min(128, 8_192 // block))
-    # A row of few lines is one part of whole lines: a single program would merge it.
+    # With whole lines, a row of few lines would be one part, which a single program merges.
     depth, part = (32, 1) if tuning().column_merge else (16, max(1, 512 // block))
     if height > 32:  # asynchronous products (wgmma), which need one buffer more
         return KernelConfig(tile, 4, 4, 2, depth, part, block)
@@ -40,8 +41,8 @@ class PagedCall(DecodeCall):
     """The arguments of one call; see `paged_decode`.
 
     Attributes:
-        query: `[batch, queries, query heads, dim]`; `[all queries, 1, query heads, dim]` if numbers
-            of queries differ.
+        query: `[batch, queries, query heads, dim]`; `[all queries, 1, query heads, dim]` if
+            sequences have different numbers of queries.
         keys, values: `[page, token, KV head, dim]`.
     """
 
@@ -62,11 +63,11 @@ class PagedCall(DecodeCall):
     score_mod: Mod | None
     mask_mod: Mod | None
     starts: torch.Tensor | None = None
-    """A jagged batch: where each sequence's queries begin, and where the last ones end, int32 or
+    """In a jagged batch, where each sequence's queries begin, and where the last ones end, int32 or
     int64 `[batch + 1]`."""
 
     most_queries: int = 0
-    """The most queries of a sequence in a jagged batch."""
+    """The largest number of queries of a sequence in a jagged batch."""
 
     @functools.cached_property
     def own_key(self) -> tuple[Any, ...]:
@@ -79,8 +80,8 @@ class PagedCall(DecodeCall):
         return super().queries if self.starts is None else self.most_queries
 
     def own_queries(self, sequence: int) -> slice:
-        """Where a sequence's queries lie on the first axis of `query`. Waits for the device in a
-        jagged batch."""
+        """The place of a sequence's queries on the first axis of `query`. In a jagged batch this
+        waits for the device."""
         if self.starts is None:
             return slice(sequence, sequence + 1)
         begin, end = self.starts[sequence : sequence + 2].tolist()
@@ -97,7 +98,7 @@ class PagedCall(DecodeCall):
     @property
     def words(self) -> bool:
         """Whether the kernel reads FP8 codes as words of two, see `paged_codes`. Rows of 64 lines
-        take asynchronous products, whose operands lie in shared memory as bfloat16."""
+        use asynchronous products instead, whose operands lie in shared memory as bfloat16."""
         if not tuning().half_codes or self.keys.dtype != FP8 or self.height > 32:
             return False
         return all(
@@ -115,8 +116,9 @@ class PagedCall(DecodeCall):
         return super().rows._replace(window=self.window, mask=mask)
 
     def plan(self, max_batch: int | None = None, max_tokens: int | None = None) -> DecodePlan:
-        """A plan, see `DecodeCall.plan`; if there is a mask mod, with its `TileMask`, for sequences
-        of up to `max_tokens` tokens (by default, what a row of the block table has room for)."""
+        """A plan, see `DecodeCall.plan`. With a mask mod, the plan has its `TileMask`, for
+        sequences of up to `max_tokens` tokens (by default, the room of a row of the block
+        table)."""
         plan = super().plan(max_batch)
         if self.mask_mod is None:
             return plan

@@ -2,11 +2,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The loop of `paged_decode` over FP8 caches, for rows of up to 32 lines.
 
-Two things make FP8 slow in the plain loop. Codes become bfloat16 by three conversions a pair. And
-matrix fragments of 8-bit elements are read from shared memory byte by byte. Here codes become
+Two things make FP8 slow in the plain loop. Codes become bfloat16 by three conversions a pair.
+Matrix fragments of 8-bit elements are read from shared memory byte by byte. Here codes become
 float16 by one conversion a pair, exactly. Shared memory holds them as words of two codes, which
 `ldmatrix` reads like any 16-bit matrix. The two codes of a word belong to an even and an odd
-element, so that there are two products of half the depth (or width) in place of one.
+element. So two products of half the depth (or width) replace one product.
 """
 
 import triton
@@ -26,11 +26,11 @@ def half_lines(lines):
     """Queries in float16, scaled so that any bfloat16 fits.
 
     Each line is multiplied by a power of two that brings its largest magnitude to between 256 and
-    512. What is 2^32 times smaller than the largest loses precision.
+    512. Values 2^32 times smaller than the largest lose precision.
 
     Returns:
         lines: float16, of the same shape.
-        unit: by which scores must be multiplied, float32 `[lines]`.
+        unit: the factor for the scores, float32 `[lines]`.
     """
     if lines.dtype == tl.float16:
         return lines, tl.full((lines.shape[0],), 1.0, tl.float32)
@@ -97,8 +97,8 @@ def attend_codes(
         there = token_offsets(page, within, KEY, PAGE, 2)[:, None] + column[None, :]
         key = tl.load(key_words + there, mask=mask, other=0)
         there = token_offsets(page, within, VALUE, PAGE, 2)[:, None] + column[None, :]
-        # Masked, because memory behind the last token, or in front of the window, may hold
-        # anything, and 0 * NaN is NaN.
+        # Masked, because memory behind the last token or before the window may hold NaN, and 0 *
+        # NaN is NaN.
         value = tl.load(value_words + there, mask=mask, other=0)
         key_even, key_odd = two_halves(key)
         score = tl.dot(even, tl.trans(key_even))
@@ -117,9 +117,9 @@ def attend_codes(
 
 @triton.jit
 def two_halves(words):
-    """The codes in the low bytes of words (of even elements) and in the high bytes, float16 both.
-
-    For each two words one instruction sorts the bytes, and one converts two codes.
+    """The codes in the low bytes (even elements) and in the high bytes (odd elements) of words,
+    both as float16. For every two words, one instruction sorts the bytes. Another converts two
+    codes.
     """
     return tl.inline_asm_elementwise(
         """{

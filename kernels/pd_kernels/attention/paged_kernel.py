@@ -3,8 +3,8 @@
 """The kernel of `paged_decode`: each worker attends to its work range, then helps to merge split
 rows.
 
-A row has all lines (query x query head) of one KV head, padded to what a matrix product takes, so
-that K and V are read once for all of them. `work_partition.py` defines the words.
+A row has all lines (query x query head) of one KV head, so K and V are read once for all of them.
+The row is padded to the height of a matrix product. `work_partition.py` defines the words.
 """
 
 import torch
@@ -131,21 +131,21 @@ def attend_range(
     ATTEND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to all that a worker has, and write results and partials.
+    """Attend to all tiles of a worker, and write results and partials.
 
     Args:
         target: see `store_lines`.
         scratch, work_range, worker, block: from `own_place`.
         listed: with LISTED, `TileMask.tokens` and `TileMask.tiles`.
-        The others are those of the kernel.
+    The other arguments are as in the kernel.
     """
     ROWS: tl.constexpr = SHAPE[HEADS] // SHAPE[PAIRED]
     QUERIES: tl.constexpr = SHAPE[LINES] // SHAPE[GROUP]
-    # A list holds a window's tiles only.
+    # A list holds only the tiles of the window.
     UNSEEN: tl.constexpr = 0 if LISTED else WINDOW
     planned = listed[0] if LISTED else lengths
-    # Without licm: values that no iteration changes are computed again in each. Kept in
-    # registers, they would leave room for one program less on a multiprocessor.
+    # Without licm, each iteration computes again the values that no iteration changes. If registers
+    # kept them, a multiprocessor would have room for one program less.
     for done in tl.range(0, rows_of(work_range), disable_licm=True):
         line = tl.arange(0, SHAPE[HEIGHT])
         column = tl.arange(0, BLOCK)
@@ -240,7 +240,7 @@ def attend_tiles(
         lines: the queries, `[HEIGHT, BLOCK]`.
         keys, values: of the KV head.
         pages: the sequence's row of the block table.
-        tiles: with LISTED, the list of tiles, of which `begin` to `end` are places.
+        tiles: with LISTED, the list of tiles; `begin` and `end` are places in it.
         head: query head of each line.
         position: place of each line's query in the sequence.
         queries, length: of the sequence; it ends with its queries' tokens.
@@ -266,8 +266,8 @@ def attend_tiles(
         there = token_offsets(page, within, KEY, PAGE, 1)[:, None] + column[None, :]
         key = tl.load(keys + there, mask=mask, other=0.0)
         there = token_offsets(page, within, VALUE, PAGE, 1)[:, None] + column[None, :]
-        # Masked, because memory behind the last token, or in front of the window, may hold
-        # anything, and 0 * NaN is NaN.
+        # Masked, because memory behind the last token or before the window may hold NaN, and 0 *
+        # NaN is NaN.
         value = tl.load(values + there, mask=mask, other=0.0)
         score = tl.dot(lines, tl.trans(key.to(lines.dtype))) * scale
         score = visible_scores(
@@ -281,11 +281,11 @@ def attend_tiles(
 
 
 FRESH = ("keys", "values", "listed", "scale", "value_scale")
-"""Arguments of this kernel that each call has its own of; see `DirectLaunch`."""
+"""Arguments of this kernel that differ from call to call; see `DirectLaunch`."""
 
 
 def score_factor(scale: float, key_scale: float, score: Mod | None) -> float:
-    """By which the kernel multiplies scores, before a score mod."""
+    """The factor by which the kernel multiplies scores, before a score mod."""
     return float(scale * key_scale * (1.0 if score else LOG2E))
 
 
@@ -296,7 +296,7 @@ def launch_paged(
     scratch: list[torch.Tensor],
     phases: Phases = ONE_LAUNCH,
 ) -> DirectLaunch | None:
-    """Run `paged_decode` by the kernel; arguments and result are those of `launch`."""
+    """Run `paged_decode` with the kernel. Arguments and result are as for `launch`."""
     score, mask = batch.score_mod, batch.mask_mod
     tokens, tiles = scratch[4:] or (batch.lengths, batch.lengths)
     return launch(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""One tile of a paged sequence: where its tokens lie, and which of its scores count. Device
-functions only, shared by the loops over tiles."""
+"""One tile of a paged sequence: where its tokens lie, and which scores count. The loops over tiles
+share these device functions."""
 
 import triton
 import triton.language as tl
@@ -14,9 +14,9 @@ _MOST_32_BITS = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def reached_tokens(tile, length, queries, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Which tokens of a tile exist, and are not in front of every query's window, `[TILE]`."""
+    """Which tokens of a tile exist and lie in at least one query's window, `[TILE]`."""
     if WINDOW > 0:
-        # One comparison instead of two: in front of the first token, numbers without a sign are huge.
+        # One comparison instead of two: before the first token, the unsigned number is huge.
         first = tl.maximum(length - queries - WINDOW + 1, 0)
         place = tile * TILE - first + tl.arange(0, TILE)
         return place.to(tl.uint32, bitcast=True) < (length - first).to(tl.uint32, bitcast=True)
@@ -43,7 +43,7 @@ def token_places(pages, tile, token, inside, PAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def token_offsets(page, within, STRIDES: tl.constexpr, PAGE: tl.constexpr, WORD: tl.constexpr):
-    """Offsets of tokens within a KV head, int64, in words of so many elements.
+    """Offsets of tokens within a KV head, int64, in words.
 
     Args:
         page, within: from `token_places`.
@@ -58,8 +58,8 @@ def token_offsets(page, within, STRIDES: tl.constexpr, PAGE: tl.constexpr, WORD:
 def tile_tokens(
     cache, pages, tile, length, PAGE: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr
 ):
-    """Where the latents of a tile's tokens begin in a cache, `[TILE, 1]`; the tokens' numbers, and
-    which of them exist, `[TILE]`. CACHE: strides of page and token."""
+    """Where the latents of a tile's tokens begin in a cache, `[TILE, 1]`. Also the tokens' numbers,
+    and which of them exist, `[TILE]`. CACHE: strides of page and token."""
     token = tile * TILE + tl.arange(0, TILE)
     inside = token < length
     if (PAGE - 1) * CACHE[1] > _MOST_32_BITS:
@@ -95,11 +95,11 @@ def visible_scores(
     see.
 
     Args:
-        score: natural ones if there is a SCORE_MOD, otherwise in powers of 2.
+        score: natural scores if there is a SCORE_MOD, otherwise scores in powers of 2.
         token, inside: the tile's tokens, and which of them exist, `[TILE]`.
         position: place of each line's query in the sequence, `[HEIGHT]`.
         length: tokens of the sequence.
-        sequence, head: what mods are told: the sequence, and the query head of each line.
+        sequence, head: arguments for mods: the sequence, and the query head of each line.
         score_args, mask_args: the mods' own arguments.
     """
     seen = inside[None, :]
@@ -109,7 +109,7 @@ def visible_scores(
         seen = seen & (token[None, :] > position[:, None] - WINDOW)
     if SCORE_MOD is not None or MASK_MOD is not None:
         real = tl.minimum(token, length - 1)[None, :]
-        # A line of padding has a query behind the last token.
+        # The query of a padding line lies behind the last token.
         asked = tl.maximum(tl.minimum(position, length - 1), 0)[:, None]
         if SCORE_MOD is not None:
             score = SCORE_MOD(score, sequence, head[:, None], asked, real, score_args)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel that partitions the work of a batch, and what attention kernels read of its result.
+"""The kernel that partitions the work of a batch, and the functions with which attention kernels
+read its result.
 
-One program does it, once a step. Every program of every layer would repeat it in the prologue of an
-attention kernel.
+One program partitions the work, once a step. Otherwise every program of every layer would do it at
+the start of its attention kernel.
 """
 
 import triton
@@ -59,7 +60,7 @@ def partition_rows(
     longest = tl.max(tiles, 0) * (_UNIT * partial_cost)
     least = tl.maximum(tl.sqrt_rn(longest.to(tl.float32)).to(tl.int64), _UNIT)
     used = tl.minimum(tl.maximum(total // least, 1), workers)
-    tl.debug_barrier()  # threads read below what others have stored above
+    tl.debug_barrier()  # below, threads read values that other threads have stored above
 
     worker = tl.arange(0, WORKERS)
     at = tl.minimum(worker * total // used, total)
@@ -96,7 +97,7 @@ def partition_rows(
 
 @triton.jit
 def visible_tiles(length, queries, window, TILE: tl.constexpr):
-    """Tiles of a sequence that at least one query sees, int32. The same as
+    """The number of tiles of a sequence that at least one query sees, int32, as in
     `work_partition.tile_counts`."""
     length = tl.maximum(length, 0)
     return (length + TILE - 1) // TILE - first_tile(length, queries, window, TILE)
@@ -112,7 +113,7 @@ def first_tile(length, queries, window, TILE: tl.constexpr):
 
 @triton.jit
 def rows_of(work_range):
-    """How many rows a worker has a piece of, or all of."""
+    """The number of rows of which a worker has a piece, or all."""
     whole = tl.load(work_range + END_ROW) - tl.load(work_range + ROW)
     return whole + (tl.load(work_range + END_TILE) > 0).to(tl.int32)
 
@@ -127,7 +128,7 @@ def current_piece(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What a worker does after it has finished `done` rows.
+    """The worker's next piece after it has finished `done` rows.
 
     Returns:
         row: number of the row.
@@ -147,8 +148,7 @@ def current_piece(
 
 @triton.jit
 def _count(ordered, count, value, SIZE: tl.constexpr):
-    """For each `value`, how many of the `count` sorted numbers are at most as large; SIZE >=
-    `count`."""
+    """For each `value`, how many of the `count` sorted numbers are not larger; SIZE >= `count`."""
     found = tl.zeros_like(value).to(tl.int32)
     step = tl.full((), SIZE, tl.int32)
     while step > 0:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in float32 with plain torch, sequence by sequence: the definition of what the kernels
-compute."""
+"""Attention in float32 with plain torch, sequence by sequence. It defines the kernels' results."""
 
 import torch
 
@@ -38,7 +37,7 @@ def attend(
         query: `[queries, heads, dim]`.
         keys, values: float32 `[token, kv heads, dim]`.
         sequence: its number in the batch, for mods.
-        first: place in the sequence of the first of these tokens.
+        first: place of the first of these tokens in the sequence.
 
     Returns:
         The result, float32 `[queries, heads, value dim]`, and lse, float32 `[queries, heads]`.
@@ -71,12 +70,12 @@ def attend(
 
 
 def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Do what `paged_decode` does; writes `out`, and `lse` if it is given."""
+    """Compute `paged_decode`. Write `out`, and `lse` if it is given."""
     for number, length in enumerate(batch.lengths.tolist()):
         pages = batch.table[number]
         own = batch.own_queries(number)
         query = batch.query[own].flatten(0, -3)
-        # Memory in front of the window may hold anything, and 0 * NaN is NaN.
+        # Memory before the window may hold NaN, and 0 * NaN is NaN.
         first = max(0, length - len(query) - batch.window + 1) if batch.window else 0
         keys, values = (
             read_pages(cache, pages, length, first).float() * factor
@@ -114,7 +113,7 @@ def decoded_latents(cache: torch.Tensor) -> torch.Tensor:
 
 
 def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Do what `mla_decode` does; writes `out`, and `lse` if it is given."""
+    """Compute `mla_decode`. Write `out`, and `lse` if it is given."""
     for number, length in enumerate(batch.lengths.tolist()):
         tokens = read_pages(batch.cache, batch.table[number], length)
         latents = (decoded_latents(tokens) if batch.coded else tokens.float())[:, None]

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""How split-KV partials of a row become one result, within the launch that computes them.
+"""The merge of a row's split-KV partials, within the launch that computes them.
 
 A worker writes the partial of a split row to its slot and then counts it as arrived. When a worker
-has finished its whole range, it looks whether all pieces of its split rows have arrived. If so, it
-claims merge parts (some columns of some lines each) until none is left, and counts itself as done.
+has finished its whole range, it checks whether all pieces of its split rows have arrived. If so, it
+claims merge parts until none is left, and counts itself as done. A merge part is some columns of
+some lines.
 
 The worker whose piece arrives last always finds all pieces there. So every part is merged even if
-no other worker is running: nobody depends on co-resident programs. Polling for late pieces
-(`max_polls` times) only spreads the merge over more workers. The last worker that is done sets the
-counters to zero for the next launch, which also makes CUDA graphs replayable.
+no other worker is running. The merge does not depend on co-resident programs. Polling for late
+pieces (`max_polls` times) only spreads the merge over more workers. The last worker to finish sets
+the counters to zero for the next launch. This also lets CUDA graphs replay.
 
-A partial is a normalised result, and its weight: the base-2 log-sum-exp of its scores, -inf if
-nothing was visible.
+A partial is a normalised result and its weight. The weight is the base-2 log-sum-exp of its scores,
+or -inf if no token was visible.
 """
 
 import triton
@@ -32,7 +33,7 @@ from pd_kernels.attention.plan_kernel import (
 from pd_kernels.attention.work_partition import FIELDS
 
 MAX_POLLS = 64
-"""Polls of a counter, each a round trip to the L2."""
+"""The most polls of a counter. Each poll is a round trip to the L2 cache."""
 
 _COUNTERS = tl.constexpr(COUNTERS)
 _FIELDS = tl.constexpr(FIELDS)
@@ -53,7 +54,7 @@ DEPTH, PART, COLUMNS = (tl.constexpr(place) for place in range(3))
 
 @triton.jit
 def own_place(scratch, ranges, workers, program, SHAPE: tl.constexpr):
-    """What a program works on.
+    """The worker and the memory of a program.
 
     Args:
         scratch: `DecodePlan.counters`, `partials` and `weights`.
@@ -61,9 +62,9 @@ def own_place(scratch, ranges, workers, program, SHAPE: tl.constexpr):
         program: number of the program.
 
     Returns:
-        worker, block: the worker, and the block of lines that the program has of its rows.
+        worker, block: the worker, and the program's block of lines in the worker's rows.
         work_range: the worker's record.
-        scratch: that of the block, behind that of other blocks' programs.
+        scratch: the scratch memory of this block. It lies behind the memory of earlier blocks.
     """
     counters, partials, weights = scratch
     worker, block = program // SHAPE[PAIRED], program % SHAPE[PAIRED]
@@ -90,14 +91,14 @@ def line_queries(starts, sequence, number, SHAPE: tl.constexpr):
     """The queries of some lines of a sequence.
 
     Args:
-        starts: where each sequence's queries begin among all of the batch, `[batch + 1]`; read only
-            if the batch is jagged.
-        number: of each line, among those of its KV head.
+        starts: where each sequence's queries begin among all queries of the batch, `[batch + 1]`;
+            read only if the batch is jagged.
+        number: the number of each line among the lines of its KV head.
 
     Returns:
-        first: the sequence's first query, among all of the batch, int64.
-        count: how many it has.
-        exists: which of the lines there are.
+        first: the sequence's first query among all queries of the batch, int64.
+        count: the sequence's number of queries.
+        exists: which of the lines exist.
     """
     QUERIES: tl.constexpr = SHAPE[LINES] // SHAPE[GROUP]
     if SHAPE[JAGGED]:
@@ -116,8 +117,8 @@ def store_lines(target, row, line, column, results, weight, SHAPE: tl.constexpr)
         target: `out`, dense `[batch, query, query head, dim]`; `lse`, float32 `[batch, query, query
             head]`; and `starts`, see `line_queries`. In a jagged batch the first two axes are one.
         row: number of the row.
-        line: which of its lines.
-        column: which element of a line is the first of `results`.
+        line: numbers of the row's lines.
+        column: the element of a line at which `results` begins.
         results: their elements, side by side in one or several tensors, float32 `[lines, BLOCK]`.
         weight: their base-2 log-sum-exp.
     """
@@ -135,8 +136,8 @@ def store_lines(target, row, line, column, results, weight, SHAPE: tl.constexpr)
 
 @triton.jit
 def _store(out, index, first_column, results, exists, WIDTH: tl.constexpr):
-    """Write elements, from `first_column` on, of the lines `index` of `out`, which have WIDTH
-    elements, where they exist."""
+    """Write elements of the lines `index` of `out`, from `first_column` on. Lines have WIDTH
+    elements. Lines that do not exist are skipped."""
     BLOCK: tl.constexpr = results[0].shape[1]
     column = first_column + tl.arange(0, BLOCK)[None, :]
     for number in tl.static_range(len(results)):
@@ -158,8 +159,8 @@ def finish_row(
     weight,
     SHAPE: tl.constexpr,
 ):
-    """Write a worker's result of a row: to the output if it is the whole row, otherwise to a slot
-    as a partial.
+    """Write a worker's result of a row. If the piece is the whole row, this writes the output,
+    otherwise a partial in a slot.
 
     Args:
         scratch: from `own_place`.
@@ -177,7 +178,7 @@ def finish_row(
         _store(partials, place, 0, results, line < SHAPE[HEIGHT], SHAPE[DIM])
         tl.store(weights + place, weight)
         first = tl.where(leaves > 0, worker, tl.load(work_range + FIRST_WORKER))
-        tl.debug_barrier()  # all threads have stored before one thread counts the arrival
+        tl.debug_barrier()  # all threads must have stored before one thread counts the arrival
         tl.atomic_add(counters + first * _COUNTERS, 1, sem="acq_rel", scope="gpu")
 
 
@@ -194,7 +195,7 @@ def merge_split_rows(
 ):
     """Help to merge the split rows of a worker that has finished its range, see `merge_row`.
 
-    There are two at most: the row that it continued, and the row that it left to others.
+    There are at most two: the row that the worker continued, and the row that it left unfinished.
     """
     begin, end = tl.load(work_range + ROW), tl.load(work_range + END_ROW)
     continued = (tl.load(work_range + FIRST_TILE) > 0).to(tl.int32)
@@ -218,8 +219,8 @@ def merge_row(
     SHAPE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Help to merge a row whose pieces workers `first` to `last` have, and count this worker as
-    done with it."""
+    """Help to merge a row whose pieces belong to workers `first` to `last`, and count this worker
+    as done with the row."""
     counters, partials, weights = scratch
     STRIPS: tl.constexpr = (SHAPE[DIM] + PARTS[COLUMNS] - 1) // PARTS[COLUMNS]
     REAL: tl.constexpr = min(SHAPE[HEIGHT], SHAPE[LINES])
@@ -267,8 +268,8 @@ def _merged(
     result = tl.zeros((TALL, WIDE), tl.float32)
     for begin in range(0, pieces, PARTS[DEPTH]):
         piece = begin + tl.arange(0, PARTS[DEPTH])
-        # The worker of the first piece left the row to others: slot 1. All others continued it:
-        # slot 0.
+        # The worker of the first piece left the row unfinished: slot 1. All other workers continued
+        # it: slot 0.
         slot = (first + piece) * 2 + (piece == 0).to(tl.int32)
         place = slot[:, None] * SHAPE[HEIGHT] + line[None, :]
         there = (piece < pieces)[:, None] & (line < SHAPE[HEIGHT])[None, :]

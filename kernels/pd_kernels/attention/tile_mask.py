@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The tiles that a mask mod leaves, so that all others are neither read nor computed.
+"""The tiles that a mask mod keeps. No other tile is read or computed.
 
-FlexAttention calls this a block mask. Here it is made from the function on the device, once a step
-with the plan, because lengths change; all layers of the step share it, and CUDA graphs may hold it.
-A tile is kept if any query of any head sees any token of it.
+FlexAttention calls this a block mask. Here the device makes it from the function, once a step with
+the plan, because lengths change. All layers of the step share it. CUDA graphs may contain it. A
+tile is kept if any query of any head sees any token of it.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from pd_kernels.attention.plan_kernel import first_tile
 from pd_kernels.attention.work_partition import RowShape
 
 _PROGRAMS = 32
-"""Programs that share the tiles of a sequence."""
+"""The number of programs that share the tiles of a sequence."""
 
 _CHUNK = 1_024
 """Tiles that are listed in one turn."""
 
 _LINES = tl.constexpr(16)
-"""Queries of heads for which a tile is tried at a time."""
+"""The number of lines (query x head) for which a tile is tested at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class TileMask:
-    """The tiles of each sequence that a mask mod leaves. Part of a `DecodePlan`.
+    """The tiles of each sequence that a mask mod keeps. Part of a `DecodePlan`.
 
     Attributes:
         mod: the mask mod.
@@ -38,7 +38,7 @@ class TileMask:
         heads: query heads.
         marks: int8 `[batch, tiles]`, scratch: which tiles are seen.
         tiles: int32 `[batch, tiles]`: the numbers of the tiles that are seen, in order.
-        tokens: int32 `[batch]`: how many of them, times the tokens of a tile. The work is
+        tokens: int32 `[batch]`: the number of seen tiles times the tokens of a tile. The work is
             partitioned as if these were the lengths.
     """
 
@@ -53,7 +53,7 @@ class TileMask:
     def of(
         cls, mod: Mod, rows: RowShape, heads: int, batch: int, tokens: int, device: torch.device
     ) -> "TileMask":
-        """Allocate a mask, not yet filled, for `batch` sequences of up to `tokens` tokens."""
+        """Allocate an empty mask for `batch` sequences of up to `tokens` tokens."""
         shape = batch, max(1, -(-tokens // rows.tile))
         return cls(
             mod=mod,
@@ -65,7 +65,7 @@ class TileMask:
         )
 
     def fill(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Find the tiles that sequences of these lengths have, in place.
+        """Find the seen tiles of sequences of these lengths, in place.
 
         Returns:
             `tokens` of these sequences.
@@ -77,13 +77,13 @@ class TileMask:
         return self.tokens[: len(lengths)]
 
     def _define(self, lengths: torch.Tensor) -> None:
-        """`fill` in torch: what the kernels compute."""
+        """`fill` in torch, with the same result as the kernels."""
         for number, tiles in enumerate(self.seen_tiles(lengths)):
             self.tiles[number, : len(tiles)] = tiles
             self.tokens[number] = len(tiles) * self.rows.tile
 
     def seen_tiles(self, lengths: torch.Tensor) -> list[torch.Tensor]:
-        """The definition, in torch: for each sequence the tiles that are seen."""
+        """The seen tiles of each sequence, in torch. This defines the kernels' result."""
         return [self._seen(row, max(0, length)) for row, length in enumerate(lengths.tolist())]
 
     def _seen(self, sequence: int, length: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ class TileMask:
 
 
 def launch_tile_mask(mask: TileMask, lengths: torch.Tensor) -> None:
-    """Run `TileMask.fill` by the kernels."""
+    """Run `TileMask.fill` with the kernels."""
     batch, room = len(lengths), mask.tiles.shape[1]
     shape = {"QUERIES": mask.rows.queries, "WINDOW": mask.rows.window, "TILE": mask.rows.tile}
     mark_tiles[(batch, min(room, _PROGRAMS))](
@@ -137,7 +137,7 @@ def _tile_range(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A sequence's length, its first tile that a window leaves, and the end of its tiles."""
+    """A sequence's length, its first tile in the window, and the end of its tiles."""
     length = tl.maximum(tl.load(lengths + sequence * stride), 0).to(tl.int32)
     end = tl.minimum((length + TILE - 1) // TILE, room)
     return length, first_tile(length, QUERIES, WINDOW, TILE), end
@@ -156,9 +156,9 @@ def mark_tiles(
     TILE: tl.constexpr,
     MASK_MOD: tl.constexpr,
 ):
-    """Mark the tiles that any query of any head sees. A program takes every so manieth tile of a
-    sequence. Causality is left out: queries are the last tokens, so that it hides part of the last
-    tiles only."""
+    """Mark the tiles that any query of any head sees. The programs of a sequence take its tiles in
+    turn. Causality is ignored: queries are the last tokens, so causality hides only part of the
+    last tiles."""
     sequence = tl.program_id(0)
     length, first, end = _tile_range(lengths, stride, room, sequence, QUERIES, WINDOW, TILE)
     for tile in range(first + tl.program_id(1), end, tl.num_programs(1)):

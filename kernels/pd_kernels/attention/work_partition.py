@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker attends to which KV: the work of a batch, cut into ranges of equal cost.
+"""The work of a batch, cut into ranges of equal cost, one per worker.
 
 Words of this package:
 
 - **line**: one query of one query head.
-- **row**: what shares loads of KV: the lines of one sequence that attend to one KV head (at most
-  64; more become several rows). Rows are numbered by sequence, then by KV head.
-- **tile**: some consecutive tokens of KV, which one step of the loop reads.
-- **worker**: a program of the persistent launch. There are as many as run at once on the GPU.
-- **work range**: what one worker does. All tiles of all rows, laid end to end, are one line; each
-  worker gets an equal stretch of it (Stream-K; FlashMLA's tile scheduler and ThunderMLA's scheduler
-  do the same). So a batch of unequal lengths keeps all workers busy.
+- **row**: the lines of one sequence that attend to one KV head. They share loads of KV. A row has
+  at most 64 lines; more lines become several rows. Rows are numbered by sequence, then by KV head.
+- **tile**: consecutive tokens of KV that one step of the loop reads.
+- **worker**: a program of the persistent launch. The launch has as many programs as run at once on
+  the GPU.
+- **work range**: the work of one worker. All tiles of all rows are laid end to end, and each worker
+  gets an equal stretch. Stream-K, FlashMLA's tile scheduler and ThunderMLA's scheduler do the same.
+  So a batch of unequal lengths keeps all workers busy.
 - **split row**: a row that a boundary between work ranges cuts (split-KV). Its pieces belong to
-  consecutive workers, each of which computes a **partial**. Only the first and the last row of a
-  range can be split, so that a worker needs room for two partials at most, whatever the batch.
+  consecutive workers. Each worker computes a **partial**. Only the first and the last row of a
+  range can be split. So a worker needs room for at most two partials.
 
 Costs are whole numbers, in sixteenths of a tile's time. `partition` defines the result, in torch,
 without waiting for the device. `plan_kernel.py` computes the same in one launch.
@@ -27,8 +28,8 @@ UNIT = 16
 """Cost of a tile."""
 
 TILES = 1 << 24
-"""More tiles than a row can have. `row * TILES + tile` is a place on the line, as one number that
-sorts."""
+"""More tiles than a row can have. So `row * TILES + tile` is one number that sorts by row, then by
+tile."""
 
 NO_MOD = -1
 """Stands for no mod."""
@@ -38,12 +39,12 @@ FIELDS = 8
 
 
 class TileCosts(NamedTuple):
-    """Work that is not tiles, in sixteenths of a tile's time.
+    """Costs of work other than tiles, in sixteenths of a tile's time.
 
     Attributes:
-        row: to begin a row or a piece of one: load its queries, fill the pipeline, write the
-            result.
-        partial: to merge one more piece of a row.
+        row: beginning a row or a piece of a row: loading its queries, filling the pipeline, writing
+            the result.
+        partial: merging one more piece of a row.
     """
 
     row: int
@@ -51,12 +52,12 @@ class TileCosts(NamedTuple):
 
 
 class WorkRange(NamedTuple):
-    """What one worker does: tiles from (row, tile) up to (end_row, end_tile), and who has the rest
-    of its split rows.
+    """The work of one worker: tiles from (row, tile) up to (end_row, end_tile), and the workers
+    that have the rest of its split rows.
 
     Attributes:
         row, tile: where the range begins. `tile` counts from the row's first visible tile.
-        end_row, end_tile: where it ends, which is where the next worker's begins.
+        end_row, end_tile: where the range ends and the next worker's range begins.
         first_worker, last_worker: workers that have the first and the last piece of `row`.
         end_last_worker: worker that has the last piece of `end_row`. Meaningless if `end_tile` is
             0.
@@ -72,14 +73,14 @@ class WorkRange(NamedTuple):
 
 
 class RowShape(NamedTuple):
-    """What all rows of a batch have in common.
+    """The shape that all rows of a batch share.
 
     Attributes:
-        heads: rows per sequence: KV heads, times the rows that the lines of one KV head need.
+        heads: rows per sequence: the number of KV heads, times the rows per KV head.
         tile: tokens of a tile.
-        queries: queries per sequence; they are the last tokens of its KV.
+        queries: queries per sequence; they are the last tokens of the sequence's KV.
         window: tokens that a query sees, itself included; 0 for all.
-        mask: number of the mask mod whose unseen tiles are left out (`TileMask`); NO_MOD for none.
+        mask: number of the mask mod that hides tiles (`TileMask`); NO_MOD for none.
     """
 
     heads: int
@@ -90,8 +91,8 @@ class RowShape(NamedTuple):
 
 
 def tile_counts(lengths: torch.Tensor, rows: RowShape) -> torch.Tensor:
-    """Tiles of each sequence that at least one query sees, int64 `[batch]`. Tiles before the window
-    do not count."""
+    """The number of tiles of each sequence that at least one query sees, int64 `[batch]`. Tiles
+    before the window do not count."""
     length = lengths.long().clamp(min=0)
     tiles = (length + rows.tile - 1) // rows.tile
     if rows.window:
@@ -104,15 +105,15 @@ def partition(
 ) -> torch.Tensor:
     """Cut the work of a batch into one range per worker.
 
-    Not all workers need get work. To split the longest row of T tiles into n pieces saves time as T
-    / n and costs n * `costs.partial` for the merge; beyond n = sqrt(T / `costs.partial`) it costs
-    more than it saves.
+    Some workers may get no work. Splitting the longest row of T tiles into n pieces reduces its
+    time to T / n, and costs n * `costs.partial` for the merge. Beyond n = sqrt(T / `costs.partial`)
+    it costs more than it saves.
 
     Args:
         lengths: tokens of KV of each sequence, int32 or int64 `[batch]`, batch > 0.
-        rows: what the rows have in common.
-        workers: how many there are.
-        costs: of work that is not tiles.
+        rows: the shape of the rows.
+        workers: the number of workers.
+        costs: the costs of work other than tiles.
 
     Returns:
         int32 `[workers, 8]` on the device of `lengths`: a `WorkRange` per worker.

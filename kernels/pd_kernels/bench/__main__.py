@@ -21,7 +21,7 @@ from pd_kernels.bench.report import Comparison, line, print_rows, write_json
 from pd_kernels.tuning import VARIABLE
 
 Check = Callable[[int, int], list[str]]
-"""Checks so many random cases of a seed, and returns a line for each that is wrong."""
+"""A check: it tests a number of random cases of a seed, and returns a line for each wrong case."""
 
 PACKAGES = ("triton", "flashinfer-python", "sgl-flash-mla")
 
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit code. 0: all bars were reached. 1: a check or a case failed, or a bar was missed.
+        The exit code. 0: all bars were met. 1: a check or a case failed, or a bar was missed.
         2: no GPU.
     """
     parser = argparse.ArgumentParser("python -m pd_kernels.bench", description=__doc__)
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(not all(row.ok for row in report(measured, options.json)))
 
 
-# Imported for what is asked for only: `transfer` needs packages that a GPU's host may lack.
+# Imported only on demand, because `transfer` needs packages that a GPU's host may lack.
 
 
 def _decode(options: argparse.Namespace) -> tuple[Check, Iterable[Comparison]]:
@@ -84,7 +84,7 @@ def _transfer(options: argparse.Namespace) -> tuple[Check, Iterable[Comparison]]
 
 
 def header(gpu: str, arguments: list[str]) -> str:
-    """Hardware, versions, date and command: figures mean nothing without them."""
+    """Hardware, versions, date and command. Figures mean nothing without them."""
     found = [gpu, f"torch {torch.__version__}", f"CUDA {torch.version.cuda}"]
     for package in PACKAGES:
         try:
@@ -98,8 +98,8 @@ def header(gpu: str, arguments: list[str]) -> str:
 
 
 def report(measured: Iterable[Comparison], json: Path | None) -> list[Comparison]:
-    """Print each row when it is measured, and rewrite `json`, so that an aborted run loses none.
-    Ends with a table."""
+    """Print each measured row, and rewrite `json` each time, so an aborted run loses no row. Print
+    a table at the end."""
     rows: list[Comparison] = []
     for row in measured:
         rows.append(row)

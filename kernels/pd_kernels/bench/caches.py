@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in the layouts of engines, and the models that are measured."""
+"""Caches in the layouts of engines, and the measured models."""
 
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ def _pools(model: Model, pages: int, page_size: int, dtype: torch.dtype, device:
 
 def _random(shape: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
     found = torch.empty(shape, dtype=dtype, device=device)
-    for part in found.flatten().split(1 << 28):  # float32 copies stay small
+    for part in found.flatten().split(1 << 28):  # keeps float32 copies small
         numbers = torch.randn(part.shape, device=device)
         part.copy_(numbers.clamp_(-400, 400).to(dtype))
     return found

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of the decode kernels, compared with a plain copy and with the kernels that they
-replace."""
+"""Speed of the decode kernels beside a plain copy and the kernels that they replace."""
 
 import functools
 import random
@@ -64,13 +63,13 @@ MLA_CASES: dict[str, tuple[list[int], int, int]] = {
     "128 x 4k, 128 heads": ([4_096] * 128, 128, 1),
     "128 x 8k, 128 heads, 2 queries": ([8_192] * 128, 128, 2),
 }
-"""Lengths, heads, queries. The first five are ThunderMLA's, the last two FlashMLA's."""
+"""Lengths, heads, queries. The first five come from ThunderMLA, the last two from FlashMLA."""
 
 SHARDED = [131_072] * 8
-"""Lengths of sequences that are long enough to lie on several instances."""
+"""Lengths of sequences that are long enough to spread over several instances."""
 
 DOCUMENTS = [8_192] * 64, 1_024
-"""Lengths of sequences, and of the documents in them: a query sees the last one only."""
+"""Lengths of sequences and of their documents. A query sees only the last document."""
 
 Calls = list[Callable[[], Any]]
 
@@ -80,21 +79,21 @@ class Case(NamedTuple):
 
     name: str
     params: dict[str, Param]
-    rows: Iterator[Comparison]  # measured as they are asked for
+    rows: Iterator[Comparison]  # measured on demand
 
     def matches(self, only: Sequence[str]) -> bool:
-        """Whether each of these texts stands in the name or in a parameter."""
+        """Whether the name or a parameter contains each of these texts."""
         told = [self.name, *map(str, self.params.values())]
         return all(any(text in one for one in told) for text in only)
 
 
 def measure_decode(quick: bool, only: Sequence[str] = ()) -> Iterator[Comparison]:
-    """Yield each row when it is measured. Prints a line for each case, and for each baseline that
+    """Yield each row after its measurement. Print a line for each case, and for each baseline that
     cannot run.
 
     Args:
         quick: fewer batches.
-        only: texts that must all stand in a case's name or parameters.
+        only: texts that a case's name or parameters must contain.
     """
     rows = []
     for row in _measured(quick, only):
@@ -114,7 +113,7 @@ def _measured(quick: bool, only: Sequence[str]) -> Iterator[Comparison]:
 
 
 def cases(quick: bool, copy: float) -> Iterator[Case]:
-    """All cases in their order; nothing is measured before a case's rows are asked for.
+    """All cases in their order. A case is measured only when its rows are requested.
 
     Args:
         quick: fewer batches.
@@ -127,7 +126,7 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
             for page in PAGES:
                 told = params | {"page": page}
                 yield Case("paged_decode", told, _paged(heads, told, lengths, page, copy))
-            if heads == LLAMA:  # each batch is compiled anew
+            if heads == LLAMA:  # torch compiles each batch again
                 told = params | {"page": decode_baselines.FLEX_PAGE}
                 flex = _against_flex(heads, told, lengths)
                 yield Case("paged_decode / FlexAttention", told, flex)
@@ -155,8 +154,8 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
 def paged_calls(
     sets: Sequence[PagedSet], mask: Mod | None = None, skip: bool = True
 ) -> tuple[Calls, Callable[[], Any]]:
-    """One call per set, all with one plan, as the layers of a model; and the function that fills
-    the plan. With `skip`, tiles that a mask hides are not read."""
+    """One call per set of buffers, all with one plan, like the layers of a model; and the function
+    that fills the plan. With `skip`, tiles that a mask hides are not read."""
     plan = plan_paged_decode(
         sets[0].query,
         sets[0].keys,
@@ -255,8 +254,8 @@ def _latent(
         "latent_codes": words,
         "column_merge": len(lengths) == 1,
     }
-    # Off where the kernel cannot run, or unless PD_KERNELS_TUNING says gluon=1: it has a step of its
-    # own, so that a kernel that hangs costs no other figures.
+    # Off if the kernel cannot run, or unless PD_KERNELS_TUNING has gluon=1. It has a separate step,
+    # so a kernel that hangs costs no other figures.
     switches["gluon"] = MlaCall(*sets[0], SCALE, True).gluon
     for switch in (name for name, concerned in switches.items() if concerned):
         yield from _switched(switch, params, functools.partial(latent_calls, sets))
@@ -283,10 +282,10 @@ _absent: set[str] = set()
 
 
 def _seconds(name: str, make: Callable[..., Calls], *arguments: object) -> float | None:
-    """Time of a baseline's call; None if it cannot run. Each cause is printed once."""
+    """Time of a baseline's call; None if the baseline cannot run. Each cause is printed once."""
     try:
         return seconds(make(*arguments), REPLAYS)
-    except Exception as error:  # whatever stops a baseline must not stop the rest
+    except Exception as error:  # a baseline that fails must not stop the rest
         cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if (line := f"not run: {name} ({cause})") not in _absent:
             _absent.add(line)

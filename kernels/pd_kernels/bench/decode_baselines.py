@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Baselines of the decode kernels. A baseline that cannot run raises; the caller prints why.
 
-Each function takes sets of buffers and returns a call for each. Planning is done before: only
-attention is timed.
+Each function takes sets of buffers and returns a call for each. Planning is not timed, only
+attention.
 """
 
 import importlib
@@ -25,7 +25,7 @@ def flex_attention_calls(
     sets: Sequence[PagedSet], compiled: bool = True, documents: torch.Tensor | None = None
 ) -> Calls:
     """torch's FlexAttention with its own `PagedAttention`, whose pages must have 128 tokens. With
-    `documents` (see `mods.document`) its block mask skips what `paged_decode`'s skips.
+    `documents` (see `mods.document`) its block mask skips the same tiles as `paged_decode`.
 
     Resets torch's compiler: all shapes share one limit of recompilations, beyond which torch would
     run FlexAttention uncompiled and slowly. `fullgraph` turns that into an error.
@@ -52,14 +52,14 @@ def flex_attention_calls(
             there = kv_idx < lengths[b]
             if documents is None:
                 return there
-            # It asks about whole blocks of tokens.
+            # FlexAttention asks about whole blocks of tokens.
             token = kv_idx.clamp(max=documents.shape[1] - 1)
             return there & (documents[b, token] == documents[b, lengths[b] - 1])
 
         longest = int(lengths.max())
         logical = flex.create_block_mask(seen, batch, None, 1, longest, device=device)
         mask = paged.convert_logical_block_mask(logical, kv_len=lengths)
-        # FlexAttention's cache has all pages in a row.
+        # FlexAttention's cache has all pages on one axis.
         keys, values = (
             x.transpose(1, 2).transpose(0, 1).reshape(1, kv_heads, pages * page, dim)
             for x in (given.keys, given.values)
@@ -105,8 +105,8 @@ def flashinfer_calls(sets: Sequence[PagedSet]) -> Calls:
 def flash_mla_calls(sets: Sequence[LatentSet], scale: float) -> Calls:
     """FlashMLA's dense decoding for Hopper, from the wheel sgl-flash-mla; pages of 64 tokens."""
     flash_mla = importlib.import_module("flash_mla")
-    # The wheel has two kernels, and this argument picks one; other versions have the dense kernel
-    # only.
+    # The wheel has two kernels, and this argument selects one. Other versions have only the dense
+    # kernel.
     known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
     chosen = {"use_legacy": True} if "use_legacy" in known else {}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for decode kernels: lengths as they occur in serving, caches with shuffled pages."""
+"""Batches for decode kernels: lengths that occur in serving, caches with shuffled pages."""
 
 import random
 from collections.abc import Callable

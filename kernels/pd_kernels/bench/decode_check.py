@@ -34,11 +34,11 @@ MERGE_BOUND = 1e-6
 """Relative error of merges in float32, against float64."""
 
 LAUNCHES = 4
-"""Launches of each case, with one plan: a race may show in one of them only."""
+"""Launches of each case, with one plan. A race may appear in only one of them."""
 
 LONGEST = 20_000
 LONGEST_CHUNK = 400
-"""Queries of a prefill chunk: the reference holds all their scores."""
+"""Queries of a prefill chunk. The number is small, because the reference holds all their scores."""
 
 HEADS = (
     *(Heads(32, 8, 128), Heads(28, 4, 128), Heads(40, 8, 128), Heads(8, 1, 64), Heads(6, 6, 80)),
@@ -99,7 +99,7 @@ def _paged(chance: random.Random) -> str:
 
 
 def _jagged(chance: random.Random, batch: PagedCall) -> PagedCall:
-    """The batch with fewer queries of some sequences."""
+    """The batch with fewer queries for some sequences."""
     most = batch.queries
     counts = [chance.randint(0, most) for _ in batch.query[1:]] + [most]
     starts = torch.tensor([0, *counts], device=decode_cases.DEVICE).cumsum(0)
@@ -151,7 +151,7 @@ def _merge(chance: random.Random) -> str:
 
 
 def _mixed(chance: random.Random) -> str:
-    """Prefill chunks and decodes in one launch, several times over one plan."""
+    """Prefill chunks and decodes in one launch, several times with one plan."""
     heads, cache = chance.choice(HEADS), chance.choice([torch.bfloat16, FP8])
     decodes, chunks = chance.randint(1, 12), chance.randint(1, 2)
     lengths = [chance.randint(1, LONGEST) for _ in range(decodes + chunks)]
@@ -185,8 +185,8 @@ def _mixed(chance: random.Random) -> str:
 
 
 class _Kernel(NamedTuple):
-    """A case: its plan, the lengths that both sides read, the shape of the result, the reference
-    and the launch."""
+    """A case: its plan, the lengths for kernel and reference, the shape of the result, the
+    reference and the launch."""
 
     plan: DecodePlan
     lengths: torch.Tensor
@@ -243,7 +243,7 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     the step."""
     if decode_cases.DEVICE == "cpu":
         return step
-    torch.cuda.synchronize()  # the stream of a graph waits for no other
+    torch.cuda.synchronize()  # the stream of a graph does not wait for other streams
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an eager call costs the host, by `Tuning.direct_launch` and without."""
+"""The host's time for an eager call, with and without `Tuning.direct_launch`."""
 
 import functools
 import statistics
@@ -18,16 +18,16 @@ from pd_kernels.tuning import tuned
 
 NAME = "host of a call"
 LENGTHS = [64] * 8
-"""A batch that the GPU is done with sooner than the host with the next call."""
+"""A batch so small that the GPU finishes before the host has made the next call."""
 
 BAR_S = 25e-6
 ROUNDS = 30
 CALLS = 40
-"""Calls of a round. Far fewer than a stream has room for, so that no call waits for the GPU."""
+"""Calls of a round. A stream has room for far more, so no call waits for the GPU."""
 
 Calls = Sequence[Callable[[], Any]]
 Layers = tuple[Calls, Sequence[torch.Tensor]]
-"""Calls with one plan, as the layers of a model, and the tensors that they write."""
+"""Calls with one plan, like the layers of a model, and the tensors that they write."""
 
 
 def paged_layers(heads: Heads) -> Layers:
@@ -52,7 +52,7 @@ def latent_layers() -> Layers:
 
 
 def measure_host(params: dict[str, Param], make: Callable[[], Layers]) -> Iterator[Comparison]:
-    """Yield the rows: both settings of `direct_launch`, and the one with it beside the bar.
+    """Yield the rows: both settings of `direct_launch`, then the time with it beside the bar.
 
     Args:
         make: of `paged_layers` and `latent_layers`.
@@ -74,7 +74,7 @@ def measure_host(params: dict[str, Param], make: Callable[[], Layers]) -> Iterat
 
 
 def host_seconds(calls: Calls) -> float:
-    """Median time until a call returns, in seconds. The GPU is idle when a round begins."""
+    """Median time of a call until it returns, in seconds. The GPU is idle when a round begins."""
     times = []
     for turn in range(ROUNDS + 3):
         _wait()

@@ -30,9 +30,9 @@ def measure_merging(
     """Yield the rows: the merge of shards beside the attention that they share.
 
     Args:
-        make_sets: batches of sequences that are long enough to lie on several instances.
-        calls_of: their attention, whole.
-        seconds: how calls are timed, given how often.
+        make_sets: batches of sequences that are long enough to spread over several instances.
+        calls_of: calls that attend to the whole sequences.
+        seconds: times calls, given the number of replays.
     """
     sets = make_sets()
     batch = len(sets[0].lengths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of prefill chunks and decodes in one launch, beside two launches in turn."""
+"""Speed of prefill chunks and decodes in one launch beside two launches in turn."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -33,8 +33,8 @@ STEPS: dict[str, Step] = {
 
 
 def mixed_calls(heads: Heads, step: Step) -> tuple[Calls, Calls, Calls]:
-    """One launch; one whose programs take turns by their numbers instead of by multiprocessor; and
-    two launches in turn, each with as many programs as fit."""
+    """Three calls: one launch; one launch whose programs take turns by their numbers, not by
+    multiprocessor; and two launches in turn, each with all programs that fit."""
     lengths = [*step.decodes, step.length]
     given = paged_set(lengths, heads, PAGE, torch.bfloat16)
     count = len(step.decodes)

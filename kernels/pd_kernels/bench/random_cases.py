@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable
 import torch
 
 Check = Callable[[random.Random], str]
-"""Runs a random case, and says what was wrong; empty if nothing was."""
+"""Runs a random case, and returns what was wrong; empty if nothing was wrong."""
 
 
 def problems(checks: Iterable[tuple[str, int, Check]], seed: int) -> list[str]:
-    """Run random cases, and return a line for each that failed, which is also printed at once: a
-    run that is cut off has told what it saw. A case that raises does not stop the others.
+    """Run random cases, and return a line for each failed case. Each line is also printed at once,
+    so an aborted run shows its failures. A case that raises does not stop the others.
 
     Args:
-        checks: name of each check, how many cases it gets, and the check.
-        seed: of the random cases; the same seed gives the same cases.
+        checks: name of each check, its number of cases, and the check.
+        seed: seed of the random cases; the same seed gives the same cases.
     """
     found = []
     for name, count, check in checks:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a report. The fields are those of pd_connector's benchmarks, so that their files can be
-read alike."""
+"""Rows of a report. The fields are the same as in pd_connector's benchmarks, so the same tools read
+both."""
 
 import json
 import math
@@ -10,16 +10,16 @@ from pathlib import Path
 
 Param = str | int | float
 FAILED = "failed"
-"""Name of the param that says why a row has no figures."""
+"""Name of the param with the reason why a row has no figures."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of ours beside that of a baseline.
+    """One of our figures beside a baseline's figure.
 
     Attributes:
         name: what was measured.
-        params: under which conditions.
+        params: the conditions of the measurement.
         ours, baseline: the figures, in `unit`. NaN if the case failed; the param `failed` says why.
         ratio: ours / baseline.
         bar: the least ratio for a throughput, the greatest for a time; None if there is no bar.
@@ -56,10 +56,11 @@ def duration(
 def guarded(
     name: str, params: Mapping[str, Param], rows: Iterator[Comparison]
 ) -> Iterator[Comparison]:
-    """Yield the rows of a case. If it raises, yield one more row, which is not ok and says why."""
+    """Yield the rows of a case. If the case raises, yield one more row, which is not ok and has the
+    reason."""
     try:
         yield from rows
-    except Exception as error:  # whatever stops a case must not stop the rest
+    except Exception as error:  # a case that fails must not stop the rest
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         none = math.nan
         yield Comparison(name, {**params, FAILED: cause}, none, none, "", none, None, False)

@@ -8,26 +8,27 @@ import torch
 
 REPLAYS = 30
 CALLS = 16
-"""Calls in a graph, at least: the launch of the graph, some microseconds, is shared among them."""
+"""The least number of calls in a graph. They share the time to launch the graph, a few
+microseconds."""
 
 LEAST_REPLAYS = 20
 ENOUGH_S = 1.0
-"""Replays that take longer than this together end at LEAST_REPLAYS: a borrowed GPU's minutes are
-few, and what takes long varies little."""
+"""If all replays take longer than this, only LEAST_REPLAYS are done. GPU time is scarce, and long
+calls vary little."""
 
 PAST_L2_BYTES = 240 << 20
-"""Bytes of all sets of buffers together, at least: four times the L2 of an H200."""
+"""The least total bytes of all sets of buffers: four times the L2 cache of an H200."""
 
 COPIES = 1024
-"""Sets of buffers, at most."""
+"""The most sets of buffers."""
 
 
 def seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
     """Median time of one call, in seconds.
 
-    All calls are captured in one CUDA graph (several times if they are few), which is replayed
-    `replays` times, or fewer (`ENOUGH_S`): neither the host nor gaps between launches count. Each
-    call should have buffers of its own, see `copies`.
+    All calls are captured in one CUDA graph (several times if they are few). The graph is replayed
+    `replays` times, or fewer (`ENOUGH_S`). So neither the host nor gaps between launches count.
+    Each call should have its own buffers, see `copies`.
     """
     torch.cuda.synchronize()  # buffers were filled on another stream
     stream = torch.cuda.Stream()
@@ -55,12 +56,13 @@ def seconds(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> fl
 
 
 def rounds(calls: int) -> int:
-    """How often a list of so many calls is captured in one graph."""
+    """The number of times that a list of `calls` calls is captured in one graph."""
     return -(-CALLS // calls)
 
 
 def copies(call_bytes: int) -> int:
-    """How many sets of buffers exceed the L2 together, if a call touches `call_bytes` of each."""
+    """The number of sets of buffers that together exceed the L2 cache, if a call touches
+    `call_bytes` of each."""
     return max(1, min(COPIES, -(-PAST_L2_BYTES // call_bytes)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of gather, scatter and reshard, compared with a plain copy and with torch."""
+"""Speed of gather, scatter and reshard beside a plain copy and torch."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from pd_kernels.tuning import tuned
 
 BAR = 0.80
 FUSED_BAR = 1.00
-"""Bytes per second, read and written, with a codec, over those of `raw` with the same pages."""
+"""The bar for a codec's bytes per second, read and written, over `raw`'s with the same pages."""
 RESHARD_BAR = 0.75
 TORCH_BAR = 0.50
 BF16 = torch.bfloat16
@@ -33,7 +33,7 @@ LAYOUTS = ((16, "LBHNC"), (64, "LBHNC"), (128, "LBHNC"), (16, "LBNHC"))
 
 
 def measure_transfer(token_counts: Sequence[int]) -> Iterator[Comparison]:
-    """Yield each row when it is measured, and print a line of progress for each model and token
+    """Yield each row after its measurement, and print a line of progress for each model and token
     count."""
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
@@ -134,7 +134,7 @@ def _rates(
     `raw` has a bar against the copy.
 
     Args:
-        raw: rows of `raw` by name; they are added when they are measured.
+        raw: rows of `raw` by name; measured rows are added.
     """
     fused = params["codec"] != "raw"
     row = throughput(name, params, rate / 1e9, copy / 1e9, None if fused else BAR)

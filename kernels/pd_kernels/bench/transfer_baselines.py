@@ -34,7 +34,8 @@ def torch_gather(
 def torch_reshard(
     sources: list[torch.Tensor], destinations: list[torch.Tensor], shape: tuple[int, int, int]
 ) -> None:
-    """Turn `raw` payloads of some ranks into those of others: join them by head, then split.
+    """Turn `raw` payloads of some ranks into the payloads of other ranks: join them by head, then
+    split.
 
     Args:
         shape: blocks of a rank, heads of the whole model, bytes of one head of one block.

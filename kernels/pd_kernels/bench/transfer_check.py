@@ -25,13 +25,13 @@ from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DEVICE = "cuda"
-MAX_POLLS_TRIED = (64, 64, 64, 0)  # several launches: a race may show in one of them only
+MAX_POLLS_TRIED = (64, 64, 64, 0)  # several launches, because a race may appear in only one of them
 TOKENS = (1, 17, 128, 511, 1_000, 9_000)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def check_transfer(cases: int, seed: int) -> list[str]:
-    """Check the transfer kernels, and return a line for each case that failed."""
+    """Check the transfer kernels, and return a line for each failed case."""
     checks = (("pages", cases, _paged), ("whole pages", 4, _verbatim), ("reshard", 12, _resharded))
     return problems(checks, seed)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door to SGLang: `--decode-attention-backend pd_kernels` decodes with the kernels of
-`pd_kernels.attention`. Prompts are computed by SGLang's own backend, `--attention-backend`.
+`pd_kernels.attention`. SGLang's own backend, `--attention-backend`, computes prompts.
 
 `plugin.py` is the entry point. `backend.py` holds the two backends, keys and values or MLA;
-`page_tables.py` makes block tables of SGLang's token tables; `refusals.py` says what is not supported.
+`page_tables.py` makes block tables from SGLang's token tables; `refusals.py` lists unsupported
+cases.
 """

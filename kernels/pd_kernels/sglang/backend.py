@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes by `paged_decode` and `mla_decode`, on the cache that SGLang keeps.
+"""Decodes with `paged_decode` and `mla_decode`, on SGLang's cache.
 
-SGLang pairs a backend for prompts with one for decodes (`HybridAttnBackend`), and these are asked for
-decodes only. On a CPU they compute with the references in torch.
+SGLang pairs a backend for prompts with a backend for decodes (`HybridAttnBackend`). It calls these
+backends only for decodes. On a CPU they compute with the references in torch.
 """
 
 import functools
@@ -23,22 +23,24 @@ from pd_kernels.sglang.refusals import engine_refusals, layer_refusals, refuse
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 soft_cap_of = functools.cache(soft_cap)
-"""The score mod of a cap, made once: each mod that is made stays registered."""
+"""The score mod of a cap. It is made once, because every mod stays registered."""
 
 
 class DecodeBackend(AttentionBackend):
-    """What both backends have in common: page tables and plans of a step.
+    """The common part of both backends: page tables and plans of a step.
 
     Attributes:
-        layers: the model's, on this rank.
-        chunk_tokens: of a chunk of tokens that see each other only (Llama 4), if the model has them.
+        layers: the model's layers on this rank.
+        chunk_tokens: tokens of an attention chunk, whose tokens see only each other (Llama 4), if
+            the model has such chunks.
     """
 
     def __init__(self, runner: Any) -> None:
-        """`runner`: SGLang's `ModelRunner`, whose model and cache are there.
+        """`runner`: SGLang's `ModelRunner`, with its model and cache already made.
 
         Raises:
-            NotImplementedError: the engine or a layer needs what the kernels do not do.
+            NotImplementedError: the engine or a layer needs something that the kernels do not
+                support.
         """
         super().__init__()
         self.pool = runner.token_to_kv_pool
@@ -65,7 +67,7 @@ class DecodeBackend(AttentionBackend):
         return bool(torch.device(self.device).type == "cuda")
 
     def refusals(self, *, on_gpu: bool) -> list[str]:
-        """Why the kernels, or without a GPU the references, cannot decode this model."""
+        """The reasons why the kernels (without a GPU: the references) cannot decode this model."""
         raise NotImplementedError
 
     def plan_key(self, layer: Any) -> Any:
@@ -73,11 +75,11 @@ class DecodeBackend(AttentionBackend):
         raise NotImplementedError
 
     def make_plan(self, layer: Any) -> DecodePlan:
-        """A plan, not filled, for up to `_most_requests` requests."""
+        """An empty plan for up to `_most_requests` requests."""
         raise NotImplementedError
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """A step begins that is not replayed from a CUDA graph."""
+        """Called when a step begins that no CUDA graph replays."""
         if forward_batch.forward_mode.is_decode():
             self._begin(PageTables.of(forward_batch, self._req_to_token, self.page_size))
 
@@ -86,7 +88,7 @@ class DecodeBackend(AttentionBackend):
         self._fixed = FixedTables(max_bs, self._req_to_token.shape[1], self.page_size, self.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """A step that is captured or replayed: tables and plans keep their addresses."""
+        """Called for a step that is captured or replayed. Tables and plans keep their addresses."""
         assert self._fixed is not None, "SGLang calls init_cuda_graph_state first"
         self._begin(self._fixed.fill(forward_batch, self._req_to_token))
 
@@ -98,7 +100,7 @@ class DecodeBackend(AttentionBackend):
 
     @property
     def tables(self) -> PageTables:
-        """Those of the step that is computed."""
+        """The page tables of the current step."""
         assert self._tables is not None, "SGLang calls init_forward_metadata first"
         return self._tables
 
@@ -128,7 +130,7 @@ class PagedBackend(DecodeBackend):
         if type(self.pool) is not MHATokenToKVPool or self.pool.is_quantized_kv_cache:
             found.append(
                 f"a KV cache of kind {type(self.pool).__name__}"
-            )  # some have scales beside it
+            )  # some pools keep scales beside it
         elif self.pool.kv_cache_layout != "nhd":
             found.append(f"a KV cache in layout {self.pool.kv_cache_layout}: must be nhd")
         elif self.pool.dtype not in (self.dtype, FP8):
@@ -175,7 +177,7 @@ class PagedBackend(DecodeBackend):
         """Attend with one token of each request, `[requests, heads * dim]`. Arguments are SGLang's.
 
         Raises:
-            NotImplementedError: the model passes more, such as attention sinks.
+            NotImplementedError: the model passes other arguments, such as attention sinks.
         """
         refuse([name for name, value in unknown.items() if value is not None])
         if save_kv_cache and k is not None:
@@ -215,7 +217,7 @@ class MlaBackend(DecodeBackend):
             found.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
         if on_gpu and self.dtype not in _KERNEL_DTYPES:
             found.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
-        # SGLang's own backend for prompts divides latents by them, whatever the cache's dtype is.
+        # SGLang's own backend for prompts divides latents by these scales with any cache dtype.
         scales = {layer.k_scale_float or 1.0 for layer in self.layers} - {1.0}
         found += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
         return found
@@ -250,7 +252,7 @@ class MlaBackend(DecodeBackend):
         heads * 512]`. Arguments are SGLang's.
 
         Raises:
-            NotImplementedError: the model passes more than these.
+            NotImplementedError: the model passes other arguments.
         """
         refuse([name for name, value in unknown.items() if value is not None])
         if save_kv_cache and k is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables as the kernels take them, from the tables that SGLang keeps.
+"""Block tables for the kernels, made from SGLang's token tables.
 
 SGLang keeps for each request the cache slot of every token (`req_to_token`). Pages are aligned: token
 `n * page_size` of a request lies in the first slot of a page, so one entry of each page is enough.
@@ -11,7 +11,7 @@ import torch
 
 
 class PageTables(NamedTuple):
-    """Where the KV of the requests of a step lies.
+    """The places of the KV of a step's requests.
 
     Attributes:
         table: int32 `[requests, pages]`.
@@ -40,8 +40,8 @@ class FixedTables:
     """Tables that stay at one address, for CUDA graphs of decodes.
 
     Args:
-        requests: of the largest batch that is captured.
-        tokens: of the longest sequence.
+        requests: requests of the largest captured batch.
+        tokens: tokens of the longest sequence.
     """
 
     def __init__(self, requests: int, tokens: int, page_size: int, device: Any) -> None:
@@ -51,7 +51,7 @@ class FixedTables:
         self._lengths = torch.ones(requests, dtype=torch.int32, device=device)
 
     def fill(self, forward_batch: Any, req_to_token: torch.Tensor) -> PageTables:
-        """Write the tables of a batch; returns views of its size."""
+        """Write the tables of a batch, and return views of the batch's size."""
         count = len(forward_batch.req_pool_indices)
         slots = req_to_token[forward_batch.req_pool_indices, :: self._page_size]
         self._table[:count, : slots.shape[1]] = slots // self._page_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our backends refuse when the engine starts, by name."""
+"""The cases that our backends refuse when the engine starts, by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +18,14 @@ _OPTIONS = {
     "enable_deterministic_inference": "--enable-deterministic-inference",
     "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
 }
-"""Arguments of SGLang's that change where KV lies, or who decodes."""
+"""SGLang's arguments that change the place of KV, or the part that decodes."""
 
 
 def engine_refusals(server_args: Any, prefill: str) -> list[str]:
-    """Why our kernels cannot decode in an engine.
+    """The reasons why our kernels cannot decode in an engine.
 
     Args:
-        server_args: SGLang's.
+        server_args: SGLang's server arguments.
         prefill: name of the backend that computes prompts.
     """
     found = [option for name, option in _OPTIONS.items() if getattr(server_args, name, None)]
@@ -42,13 +42,13 @@ def engine_refusals(server_args: Any, prefill: str) -> list[str]:
 def layer_refusals(
     layer: Any, head_dims: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]
 ) -> list[str]:
-    """Why our kernels cannot decode a layer with keys and values.
+    """The reasons why our kernels cannot decode a layer with keys and values.
 
     Args:
         layer: SGLang's `RadixAttention`.
-        head_dims: that have a kernel; empty: all.
-        dtype: of the model.
-        dtypes: that have a kernel; empty: all.
+        head_dims: head sizes that have a kernel; empty: all.
+        dtype: the model's dtype.
+        dtypes: dtypes that have a kernel; empty: all.
     """
     found = []
     if layer.qk_head_dim != layer.v_head_dim:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers and heads of a cache move, and how they are coded: made once per cache, route and
-layers."""
+"""The layers and heads of a cache that move, and their codec. Made once per cache, route and layer
+range."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from pd_kernels.transfer.view_table import all_wide, view_table
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 MAX_LAYERS = 65_535
-"""CUDA's limit of the third extent of a launch."""
+"""CUDA's limit for the third extent of a launch."""
 
 
 class Stored(NamedTuple):
@@ -48,24 +48,25 @@ class BlockSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks (K or V of one layer each) of one cache that pass along one route. Made by
-    `Blocks.of`.
+    """The blocks of one cache that pass along one route. A block is K or V of one layer.
+    `Blocks.of` makes it.
 
     Attributes:
         views: K and V of each layer in turn (or one latent each), `[page, head, token, dim]` with
-            the heads that move, any strides. For `verbatim`, uint8 `[page, head, 1, bytes]`. The
-            memory is the engine's and is not copied.
+            the heads that move and any strides. For `verbatim`, uint8 `[page, head, 1, bytes]`. The
+            memory belongs to the engine and is not copied.
         table: int64 `[block, 5]` on the device: the address, and the strides of page, head, token
             and dim in bytes.
         factors: float32 `[block]` on the device, see `step`.
-        parts: blocks of a layer: 2, or 1 for latents and `verbatim`.
+        parts: blocks of a layer: 1 for latents and `verbatim`, otherwise 2.
         page_size: tokens of a page of the engine. A page of `views` may be a part of it.
         codec: `raw`, `fp8_e4m3`, `int8` or `verbatim`.
         source: dtype of the producer's cache.
         destination: dtype of the consumer's cache.
-        step: how a decoded value becomes what the destination stores. `times`: it is multiplied by
-            the block's factor (the source is FP8, and the two sides' scales differ). `over`: it is
-            divided by the factor (only the destination is FP8). `none`: it is stored as it is.
+        step: how a decoded value is converted for the destination. `times`: multiply the value by
+            the block's factor (the source is FP8, and the two sides' scales differ). `over`: divide
+            the value by the factor (only the destination is FP8). `none`: store the value
+            unchanged.
         wide: whether all addresses and strides allow 16-byte accesses.
     """
 
@@ -91,22 +92,23 @@ class Blocks:
         destination: Stored,
         heads: range | None = None,
     ) -> "Blocks":
-        """Describe the blocks of some layers. Copies a small table to the device; touches no KV.
+        """Describe the blocks of some layers. This copies a small table to the device, and touches
+        no KV.
 
         Args:
             keys: K of each layer, or its latent: `[page, head, token, dim]`, any strides, all of
-                one shape and dtype. The dtype is that of `source` in the producer, of `destination`
-                in the consumer.
-            values: V of each layer, shaped like K but for dim; empty for latents.
+                one shape and dtype. The dtype is `source`'s in the producer and `destination`'s in
+                the consumer.
+            values: V of each layer, shaped like K except for dim; empty for latents.
             page_size: tokens of a page of the engine, a multiple of the tokens of the views.
-            codec: `raw`, `fp8_e4m3` or `int8`; both sides pass the same one.
+            codec: `raw`, `fp8_e4m3` or `int8`; both sides pass the same codec.
             source: how the producer's cache stores elements.
             destination: how the consumer's cache stores them.
-            heads: which heads of the views move; all by default.
+            heads: the heads of the views that move; all by default.
 
         Raises:
-            ValueError: views that do not fit each other, elements of a page more than 2 GiB apart,
-                or a codec that cannot take `source`.
+            ValueError: views contradict each other, elements of a page are more than 2 GiB apart,
+                or the codec does not support `source`.
 
         Example:
             Two layers of 3 KV heads; only heads 1 and 2 move.
@@ -149,12 +151,12 @@ class Blocks:
 
     @classmethod
     def of_rows(cls, rows: Sequence[torch.Tensor], parts_per_page: int) -> "Blocks":
-        """Describe whole pages of some layers, which pass as bytes (`verbatim`).
+        """Describe whole pages of some layers that pass as bytes (`verbatim`).
 
         Args:
             rows: one per layer, or per plane of a layer, uint8 `[page, head, bytes]` with the heads
-                that move. head is 1 if the heads of a page cannot be told apart.
-            parts_per_page: pages of `rows` that are one page of the engine.
+                that move. head is 1 if the heads of a page cannot be separated.
+            parts_per_page: pages of `rows` per page of the engine.
 
         Raises:
             ValueError: the rows are not uint8 of one shape.
@@ -194,10 +196,10 @@ class Blocks:
         destination: torch.dtype,
         step: str,
     ) -> "Blocks":
-        """Make blocks with these attributes, and their table from the addresses of the views.
+        """Make blocks with these attributes, and make their table from the addresses of the views.
 
         Raises:
-            ValueError: elements of a page more than 2 GiB apart.
+            ValueError: elements of a page are more than 2 GiB apart.
         """
         return cls(
             views=tuple(views),
@@ -213,10 +215,10 @@ class Blocks:
         )
 
     def stand_in(self) -> "Blocks":
-        """Make blocks of one layer and one page of zeros, in memory of their own, that take the
-        same kernels.
+        """Make blocks of one layer and one page of zeros, in separate memory, that use the same
+        kernels.
 
-        A chunk of one token of them compiles the kernels before real chunks come.
+        Moving one token of these blocks compiles the kernels before real chunks come.
         """
         views = [view.new_zeros((1, *view.shape[1:])) for view in self.views[: self.parts]]
         factors = self.factors[: self.parts]
@@ -232,11 +234,11 @@ class Blocks:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Elements of one token of one head: of K, and of V if there is one."""
+        """Elements of one token of one head: for K, and for V if there is one."""
         return tuple(view.shape[3] for view in self.views[: self.parts])
 
     def sizes(self, tokens: int) -> BlockSizes:
-        """Sizes of a layer's blocks in a chunk of `tokens` tokens; for `verbatim`, of so many
+        """Sizes of a layer's blocks in a chunk of `tokens` tokens. For `verbatim`, `tokens` counts
         pages."""
         return BlockSizes(
             tuple(
@@ -246,13 +248,13 @@ class Blocks:
         )
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the payload of a chunk of `tokens` tokens; for `verbatim`, of so many pages of
-        `views`."""
+        """Bytes of the payload of a chunk of `tokens` tokens. For `verbatim`, `tokens` counts pages
+        of `views`."""
         return self.layers * self.sizes(tokens).total
 
     @property
     def as_stored(self) -> bool:
-        """Whether the payload's codes are, bit by bit, what the destination stores."""
+        """Whether the destination stores the payload's codes bit by bit."""
         if self.codec == "fp8_e4m3":
             return bool(self.destination == torch.float8_e4m3fn)
         same = bool(self.source == self.destination) and self.step == "none"
@@ -262,7 +264,7 @@ class Blocks:
 def _interleaved(
     keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], heads: range | None
 ) -> tuple[list[torch.Tensor], int]:
-    """K and V of each layer in turn, with `heads` only; and how many blocks a layer has."""
+    """K and V of each layer in turn, with only `heads`; and the number of blocks per layer."""
     if len(values) and len(values) != len(keys):
         raise ValueError(f"K of {len(keys)} layers and V of {len(values)}: must be as many")
     paired = zip(keys, values, strict=True) if len(values) else ((key,) for key in keys)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one gather or scatter: which tokens of which blocks, and the memory of their
-payload."""
+"""The arguments of one gather or scatter: tokens, blocks, and the memory of their payload."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,13 @@ TRITON: dict[torch.dtype, Any] = {
 """Triton's dtype for each of torch's."""
 
 WORDS: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-"""The dtype that moves so many bytes unchanged."""
+"""For a size in bytes, the dtype that moves elements of this size unchanged."""
 
 _MAX_BLOCK_ELEMENTS = 1 << 28
 """Kernels count the elements of a block in 32 bits."""
 
 _MAX_HEAD_ELEMENTS = 1 << 26
-"""A head of a block is cut into tiles of 2,048 elements at least, and CUDA allows 65,535 of
-them."""
+"""A head of a block is cut into tiles of at least 2,048 elements, and CUDA allows 65,535 tiles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +41,7 @@ class ChunkLaunch:
         slot: uint8, memory for the payload.
         first_token: the chunk's first token, counted from the start of the first page.
         tokens: tokens of the chunk; for `verbatim`, pages of `blocks.views`.
-        sums: where the payload's sums are added, or None.
+        sums: the sums to which the payload's sums are added, or None.
     """
 
     blocks: Blocks
@@ -63,11 +61,11 @@ class ChunkLaunch:
 
     @property
     def payload(self) -> torch.Tensor:
-        """The bytes of the slot that the payload fills."""
+        """The part of the slot that the payload fills."""
         return self.slot[: self.blocks.nbytes(self.tokens)]
 
     def check(self) -> None:
-        """Raise ValueError if the arguments do not fit each other."""
+        """Raise ValueError if the arguments contradict each other."""
         wanted = self.blocks.nbytes(self.tokens)
         if self.slot.dtype != torch.uint8 or not self.slot.is_contiguous():
             raise ValueError(f"slot of {self.slot.dtype}: must be dense bytes of uint8")
@@ -89,7 +87,8 @@ class ChunkLaunch:
 
     @property
     def fits_kernels(self) -> bool:
-        """Whether kernels can take the chunk: on a GPU, aligned, in blocks that they can index."""
+        """Whether kernels can take the chunk: it is on a GPU, aligned, and in blocks that kernels
+        can index."""
         blocks = self.blocks
         return (
             blocks.table.is_cuda
@@ -101,7 +100,7 @@ class ChunkLaunch:
 
     @property
     def indexable(self) -> bool:
-        """Whether the launch has no more programs than CUDA allows, and 32 bits can count the
+        """Whether CUDA allows the launch's number of programs, and 32 bits can count the
         elements."""
         head = self.tokens * max(self.blocks.dims)
         return (
@@ -112,30 +111,31 @@ class ChunkLaunch:
 
     @property
     def whole_sections(self) -> bool:
-        """Whether each token of a head is whole sections: of 16 bytes where elements are copied, of
-        16 elements where they are coded or converted."""
+        """Whether each token of a head is a whole number of sections. A section is 16 bytes if
+        elements are copied, 16 elements if they are coded or converted."""
         blocks = self.blocks
         copied = blocks.codec == "raw" and blocks.as_stored
         element = blocks.source.itemsize if copied else 1
         return all(dim * element % SECTION_BYTES == 0 for dim in blocks.dims)
 
     def vectors(self, vector_codes: int) -> tuple[int, int]:
-        """Vectors of `vector_codes` codes in one token of one head: of K, and of V (K's if there is
-        none)."""
+        """Vectors of `vector_codes` codes in one token of one head, for K and for V. Without V, K's
+        number stands for both."""
         widths = [dim // vector_codes for dim in self.blocks.dims]
         return widths[0], widths[-1]
 
     @property
     def most_scale_sections(self) -> int:
-        """Sections of scales in the block, K's or V's, that has more of them."""
+        """The larger number of sections of scales: of the K block or of the V block."""
         return max(block.scales for block in self.sizes.parts) // SECTION_BYTES
 
     def operands(self, summed: bool) -> dict[str, Any]:
-        """The arguments that all gather and scatter kernels have, by the names of their parameters.
+        """The arguments that all gather and scatter kernels share, by the names of their
+        parameters.
 
         Args:
-            summed: whether the kernel adds to the sums. If not, it gets any pointer, which it does
-                not use.
+            summed: whether the kernel adds to the sums. If not, the kernel gets an arbitrary
+                pointer and does not use it.
         """
         blocks, sizes = self.blocks, self.sizes
         view_tokens = blocks.views[0].shape[2]

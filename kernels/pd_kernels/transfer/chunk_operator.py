@@ -18,8 +18,8 @@ class ChunkOperator:
 
     Args:
         name: the operator's name in `torch.ops.pd_kernels`.
-        mutates: the arguments that it writes: `slot` or `views`, and `sums`.
-        launch: runs the chunk by a kernel.
+        mutates: the arguments that the operation writes: `slot` or `views`, and `sums`.
+        launch: runs the chunk with a kernel.
         reference: runs it in plain torch.
     """
 
@@ -35,10 +35,11 @@ class ChunkOperator:
         """Run a chunk.
 
         Raises:
-            ValueError: the chunk's arguments do not fit each other.
+            ValueError: the chunk's arguments contradict each other.
         """
         if not torch.compiler.is_compiling():
-            # Not through the dispatcher: with a list of 160 views it takes longer than most chunks.
+            # This skips the dispatcher, which takes longer than most chunks if the list has 160
+            # views.
             self._run(chunk)
             return
         blocks = chunk.blocks
@@ -82,8 +83,8 @@ class ChunkOperator:
         destination: torch.dtype,
         step: str,
     ) -> None:
-        # A compiler may pass copies of the views. Kernels use the addresses in the table, so that
-        # it is made of what was passed.
+        # A compiler may pass copies of the views. Kernels use the addresses in the table, so the
+        # table is made from the views passed.
         blocks = Blocks.at(
             views,
             factors,

@@ -2,10 +2,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernel that copies elements unchanged between pages and a payload, in either direction.
 
-It serves `raw` between caches that store alike, `verbatim`, and `fp8_e4m3` codes on their way into
-an FP8 cache. A vector is 16 bytes of the payload. A program copies consecutive vectors of one head
-of one block, or, for `verbatim`, of one layer. K and V of the same tokens are neighbours in the
-launch, because engines store them side by side.
+It serves `raw` between caches of the same dtype and scales, `verbatim`, and `fp8_e4m3` codes that
+go into an FP8 cache. A vector is 16 bytes of the payload. A program copies consecutive vectors of
+one head of one block, or, for `verbatim`, of one layer. K and V of the same tokens are neighbours
+in the launch, because engines store them side by side.
 """
 
 import triton
@@ -25,8 +25,8 @@ VECTORS = 1024
 """Vectors of a program."""
 WARPS = 4
 NARROW_REGISTERS = 192
-"""Registers of a thread if each element needs its own address. Left to choose, ptxas takes fewer
-and spills."""
+"""Registers of a thread if each element needs its own address. Without this limit ptxas takes fewer
+registers and spills."""
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -41,7 +41,7 @@ def copy_pages(
     key_sections,  # of K, scales included
     key_scales,  # sections of K's scales
     value_scales,
-    tiles,  # of codes; programs of further tiles add the scales to the sums
+    tiles,  # tiles of codes; programs of further tiles add the scales to the sums
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     VIEW: tl.constexpr,
@@ -104,8 +104,7 @@ def copy_pages(
 def launch_copy(chunk: ChunkLaunch, gather: bool) -> None:
     """Copy the elements of a chunk from the pages into the slot (`gather`) or back.
 
-    The kernel sums 8-byte words only. Rows that are not aligned to 16 bytes are summed by a launch
-    of its own.
+    The kernel sums 8-byte words only. A separate launch sums rows that are not aligned to 16 bytes.
     """
     blocks, fused = chunk.blocks, chunk.sums is not None and chunk.blocks.wide
     element = blocks.views[0].element_size()

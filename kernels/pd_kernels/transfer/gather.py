@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-decorators
-"""Gather: from the pages of a cache to a payload in wire order, coded on the way, in one launch."""
+"""Gather: copy the pages of a cache into a payload in wire order, and code them, in one launch."""
 
 import torch
 import triton
@@ -27,17 +27,17 @@ def gather_pages(
     """Write the payload of a chunk: some tokens in all layers of `blocks`.
 
     On a GPU this queues one kernel on the current stream and returns. (`fp8_e4m3` with a scale per
-    head zeroes a small buffer first.) CPU tensors take plain torch, and so do chunks that kernels
-    cannot index: rows of codes that are not multiples of 16 bytes, heads of more than 2^26
-    elements, blocks of more than 2^28.
+    head zeroes a small buffer first.) CPU tensors take plain torch. Chunks that kernels cannot
+    index do too: rows of codes that are not multiples of 16 bytes, heads of more than 2^26
+    elements, blocks of more than 2^28 elements.
 
     Args:
         blocks: K and V in the producer's cache; only read.
         pages: int32 `[pages]` on the cache's device, the engine's pages that hold the chunk. The
-            device does not check them: an id that does not exist reads outside the cache.
+            device does not check the ids: an invalid id reads outside the cache.
         slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16
-            bytes. Every byte of the payload is written, from the slot's start; nothing behind it is
-            touched.
+            bytes. Every byte of the payload is written, from the slot's start. Nothing behind the
+            payload is touched.
         first_token: the chunk's first token, counted from the start of the first page; 0 for
             `verbatim`.
         tokens: tokens of the chunk; for `verbatim`, pages of `blocks.views`.
@@ -67,11 +67,11 @@ def gather_pages(
 
 
 def launch_gather(chunk: ChunkLaunch, max_polls: int = gather_fp8_kernel.MAX_POLLS) -> None:
-    """Run `gather_pages` by a kernel.
+    """Run `gather_pages` with a kernel.
 
     Args:
-        max_polls: how often a program of `fp8_e4m3` polls before it computes missing magnitudes
-            itself.
+        max_polls: the number of polls after which a program of `fp8_e4m3` computes missing
+            magnitudes itself.
     """
     if chunk.blocks.codec == "fp8_e4m3":
         _launch_fp8(chunk, max_polls)
@@ -82,7 +82,7 @@ def launch_gather(chunk: ChunkLaunch, max_polls: int = gather_fp8_kernel.MAX_POL
 
 
 def packed(blocks: Blocks) -> bool:
-    """Whether elements are handled two at a time, in words: they have 16 bits, and their rows are
+    """Whether words of two elements are handled: elements have 16 bits, and their rows are
     aligned."""
     return tuning().packed_codes and blocks.wide and blocks.source.itemsize == 2
 
@@ -147,7 +147,7 @@ def _launch_int8(chunk: ChunkLaunch) -> None:
 
 
 def reference_gather(chunk: ChunkLaunch) -> None:
-    """Do what `gather_pages` does, block by block, in plain torch."""
+    """Compute `gather_pages` block by block, in plain torch."""
     blocks, pages = chunk.blocks, chunk.pages.tolist()
     payload, begin = chunk.payload, 0
     for number, view in enumerate(blocks.views):
@@ -156,7 +156,7 @@ def reference_gather(chunk: ChunkLaunch) -> None:
         begin += size.total
         x = read_tokens(view, pages, chunk.first_token, chunk.tokens, blocks.page_size)
         if chunk.verbatim:
-            block.copy_(x.transpose(0, 1).reshape(-1))  # a "token" is a page of one head here
+            block.copy_(x.transpose(0, 1).reshape(-1))  # here, a "token" is a page of one head
             continue
         scales, codes = _encode(x, blocks, number)
         block[: size.scales] = 0
@@ -167,7 +167,7 @@ def reference_gather(chunk: ChunkLaunch) -> None:
 
 
 def _encode(x: torch.Tensor, blocks: Blocks, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Code block `number`, `[head, token, dim]`: the bytes of its scales, and those of its
+    """Code block `number`, `[head, token, dim]`: the bytes of its scales, and the bytes of its
     codes."""
     if blocks.codec == "raw":
         return x.new_empty(0).view(torch.uint8), _bytes(x)

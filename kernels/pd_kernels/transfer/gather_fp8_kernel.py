@@ -2,17 +2,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernel that gathers as `fp8_e4m3`: with the destination's scale, or with one scale per head.
 
-A vector is 8 elements, which are one 8-byte word of the payload; with PACKED, 16 elements and two
-words, so that a thread reads 32 bytes by one address and writes 16. The scale of a head depends on the
-largest magnitude of all its tokens, which several programs share. Each program publishes the
-largest magnitude of its own tile, keeps its elements in registers, and polls until all programs of
-the head have published: the cache is read once.
+A vector is 8 elements, which are one 8-byte word of the payload. With PACKED it is 16 elements and
+two words, so a thread reads 32 bytes with one address and writes 16. The scale of a head depends on
+the largest magnitude of all its tokens. Several programs share these tokens. Each program publishes
+the largest magnitude of its own tile, keeps its elements in registers, and polls until all programs
+of the head have published. So the cache is read once.
 
-A GPU starts programs in order and may not have room for all of a head's programs at once. Then as
-many extra programs, which only publish, are launched in front of them; those that wait find
-everything published soon. A program that has polled `max_polls` times (something else may occupy
-the GPU) computes the missing magnitudes itself, tile by tile. So no program depends on another one
-that may not be running.
+A GPU starts programs in order, and may not have room for all programs of a head at once. In that
+case the same number of extra programs, which only publish, are launched before them. So a waiting
+program soon finds everything published. Other work may occupy the GPU. So a program that has polled
+`max_polls` times computes the missing magnitudes itself, tile by tile. No program depends on
+another program that may not be running.
 """
 
 import functools
@@ -42,31 +42,29 @@ from pd_kernels.transfer.sums import add_pieces, add_words
 VECTORS = 1024
 WARPS = 8
 REGISTERS = 64
-"""Registers of a thread: few enough that PROGRAMS programs fit on a multiprocessor and their loads
-overlap."""
+"""Registers of a thread. The number is small enough for PROGRAMS programs on a multiprocessor,
+whose loads overlap."""
 
 PROGRAMS = 4
-"""Programs that fit on a multiprocessor, by their registers."""
+"""Programs that fit on a multiprocessor with that number of registers."""
 
 MAX_POLLS = 64
 """Polls, about a microsecond each, before a program computes the missing magnitudes itself."""
 
 _POLLED = tl.constexpr(256)  # published words that one load polls
-_PIECES = tl.constexpr(
-    4
-)  # a missing tile is read in so many pieces: the own tile occupies the registers
+_PIECES = tl.constexpr(4)  # pieces of a missing tile: the own tile fills the registers
 _INFINITE = tl.constexpr(0x7F800000)
 
 
 def vectors(element: int, packed: bool) -> int:
-    """Vectors of a program: half as many if an element has 4 bytes, so that registers hold them, or
-    if a vector is twice as long."""
+    """Vectors of a program, limited by registers. The number is halved if an element has 4 bytes,
+    or if a vector is twice as long."""
     return VECTORS if element <= 2 and not packed else VECTORS // 2
 
 
 @functools.cache
 def resident(device: torch.device) -> int:
-    """How many programs a GPU runs at once. For a CPU, the number of an H200."""
+    """The number of programs that a GPU runs at once. For a CPU, the number for an H200."""
     if device.type != "cuda":
         return PROGRAMS * 132
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -78,8 +76,9 @@ def _read_vectors(
     VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
     VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Load the elements of a tile, `[VECTORS, 8]`; with PACKED, words of two, `[VECTORS, 4, 2]`,
-    the second half of a vector behind the first. Zero behind the last token."""
+    """Load the elements of a tile, `[VECTORS, 8]`; with PACKED, words of two elements,
+    `[VECTORS, 4, 2]`, with a vector's second half behind the first. Elements behind the last token
+    are zero."""
     vector = tile * VECTORS + tl.arange(0, VECTORS)
     inside = vector < limit
     place = first + vector // width
@@ -138,7 +137,7 @@ def _finite(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
         largest, value = finite_words(value, SOURCE)
     else:
         bits = magnitude_bits(value.to(tl.float32))
-        # Of integers, because a maximum of floats is undefined for signalling NaN.
+        # The maximum is of integers, because a maximum of floats is undefined for signalling NaN.
         largest = tl.max(bits)
         if largest >= _INFINITE:
             largest = tl.max(tl.where(bits < _INFINITE, bits, 0))
@@ -148,18 +147,18 @@ def _finite(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _poll(published, tiles, start):
-    """Read what the programs of a head have published.
+    """Read the words that the programs of a head have published.
 
     Returns:
-        missing: how many tiles have not published.
+        missing: the number of tiles that have not published.
         largest: the largest published word.
-        distance: tiles from `start` to the next one that has not published, wrapping around.
+        distance: tiles from `start` to the next unpublished tile, wrapping around.
     """
     missing, largest, distance = 0, 0, tiles
     for first in range(0, tiles, _POLLED):
         place = first + tl.arange(0, _POLLED)
-        # Volatile: not from the L1, which is not coherent. Each word is complete by itself, so that
-        # the order in which words become visible does not matter.
+        # Volatile, to bypass the L1 cache, which is not coherent. Each word is complete by itself,
+        # so the order in which words become visible does not matter.
         found = tl.load(published + place, mask=place < tiles, other=1, volatile=True)
         missing += tl.sum((found == 0).to(tl.int32))
         largest = tl.maximum(largest, tl.max(found))
@@ -176,11 +175,11 @@ def _largest_published(
     PACKED: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Poll until all tiles of a head have published, and return the largest word. After `max_polls`
-    polls, compute what is missing, and publish it for others."""
+    polls, compute the missing words, and publish them for other programs."""
     missing, largest, polls = tiles, 0, 0
     while missing > 0:
-        # Each program and each poll begins at another tile, so that programs which give up waiting
-        # seldom read the same one.
+        # Each program and each poll begins at another tile. So programs that stop waiting seldom
+        # read the same tile.
         start = ((tile * 40_503 + polls * 30_103) & 0x7FFFFFFF) % tiles
         missing, largest, distance = _poll(published, tiles, start)
         polls += 1
@@ -212,8 +211,8 @@ def gather_fp8(
     key_sections,  # of K, scales included
     key_scales,  # sections of K's scales
     value_scales,
-    tiles,  # of the longer of K and V
-    ahead,  # programs of a head, in front of the others, that only publish: `tiles` or 0
+    tiles,  # tiles of the longer of K and V
+    ahead,  # programs of a head, before the others, that only publish: `tiles` or 0
     max_polls,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -223,7 +222,7 @@ def gather_fp8(
     VALUE_VECTORS: tl.constexpr,
     SOURCE: tl.constexpr,
     WIDE: tl.constexpr,
-    COMPUTE: tl.constexpr,  # compute a scale per head; if not, `factors` has the destination's
+    COMPUTE: tl.constexpr,  # compute a scale per head; if not, it is in `factors`
     CHECK: tl.constexpr,
     PACKED: tl.constexpr,  # elements of 16 bits are handled two at a time; only where WIDE
     VECTORS: tl.constexpr,

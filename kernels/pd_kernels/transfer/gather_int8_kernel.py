@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel that gathers as `int8`: K with one scale per channel and 128 tokens, V with one per
-token.
+"""The kernel that gathers as `int8`: K has one scale per channel and 128 tokens, V has one scale
+per token.
 
-A program holds some channels of a super-page of K, or some whole tokens of V, in registers:
-everything that a scale depends on. If an element of a group is not finite, its scale is NaN and its
+A program holds some channels of a super-page of K, or some whole tokens of V, in registers. That is
+all data on which a scale depends. If an element of a group is not finite, its scale is NaN and its
 codes are arbitrary.
 """
 
@@ -35,7 +35,7 @@ from pd_kernels.transfer.prologue import (
 from pd_kernels.transfer.sums import add_pieces, add_words
 
 ELEMENTS = 8_192
-"""Elements of a program, if the dims allow it."""
+"""Elements per program, if the dims allow it."""
 WARPS = 4
 REGISTERS = 112
 """Registers of a thread: four programs fit on a multiprocessor."""
@@ -44,15 +44,15 @@ _SUPER_PAGE = tl.constexpr(SUPER_PAGE)
 
 
 def key_channels(dim: int) -> int:
-    """Channels of K of a program: the largest power of two that divides `dim`, at most 64."""
+    """Channels of K per program: the largest power of two that divides `dim`, at most 64."""
     return min(dim & -dim, ELEMENTS // SUPER_PAGE)
 
 
 def value_tokens(padded_dim: int) -> int:
-    """Tokens of V of a program; `padded_dim` is dim, rounded up to a power of two."""
+    """Tokens of V per program; `padded_dim` is dim, rounded up to a power of two."""
     return max(
         1, ELEMENTS // 2 // padded_dim
-    )  # half as many elements as of K: V needs more registers
+    )  # half the elements of K, because V needs more registers
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def _tile(
     cached, pages, token, index, inside, first, page_stride, token_stride, dim_stride,
     VIEW: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Load elements, or words of two, `[token, index]`; zero where `inside`, which broadcasts to
-    that shape, is false."""
+    """Load elements or words of two elements, `[token, index]`. They are zero where `inside` is
+    false. `inside` broadcasts to that shape."""
     there = token_offsets(pages, first + token, token >= 0, page_stride, token_stride, VIEW, PAGES)
     if not WIDE:
         index = index * dim_stride
@@ -122,7 +122,7 @@ def _key_codes(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _value_codes(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
-    """Code V: as `_key_codes`, with scales `[token]`."""
+    """Code V like `_key_codes`, with scales `[token]`."""
     TOKENS: tl.constexpr = value.shape[0]
     if PACKED:
         EIGHTS: tl.constexpr = value.shape[1] // 4
@@ -141,7 +141,7 @@ def _value_codes(value, SOURCE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _joined(codes):
-    """int8 codes as 8-byte words, int64, in one line."""
+    """int8 codes as 8-byte words, int64, on one axis."""
     EIGHTS: tl.constexpr = codes.shape[0] * codes.shape[1] // 8
     return byte_words(tl.reshape(codes.to(tl.uint8, bitcast=True), (EIGHTS, 8)), EIGHTS)
 
@@ -186,7 +186,7 @@ def _gather_value(
     PACKED: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Code some tokens of a head of V. The last program also stores the zeros behind the scales."""
-    PER: tl.constexpr = 2 if PACKED else 1  # elements of what is loaded
+    PER: tl.constexpr = 2 if PACKED else 1  # elements of the loaded tensor
     index = tl.arange(0, PADDED // PER)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     there = token < tokens

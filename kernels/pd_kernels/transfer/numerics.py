@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""How elements become codes: device functions for the kernels, and the same arithmetic in torch.
+"""The arithmetic that turns elements into codes: device functions for the kernels, and the same in
+torch.
 
-Everything is computed in float32. Scales lie between 2^-126 and 448 * 2^120, so that each scale and
-its reciprocal are normal numbers, which no GPU flushes to zero.
+Everything is computed in float32. Scales lie between 2^-126 and 448 * 2^120. So each scale and its
+reciprocal are normal numbers, which no GPU flushes to zero.
 """
 
 import torch
@@ -14,7 +15,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126
 
-_INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; those of NaN are greater
+_INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; the bits of NaN are greater
 _HUGE = tl.constexpr(1e30)
 _127TH = tl.constexpr(0.007874015718698502)  # 1 / 127 in float32
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float to a whole number
@@ -28,7 +29,8 @@ def magnitude_bits(value):
 
 @triton.jit
 def finite_or_nan(value):
-    """Turn infinities into NaN. FP8 has no infinity, and a saturated one would go unnoticed."""
+    """Turn infinities into NaN. FP8 has no infinity, and a saturated infinity would stay
+    unnoticed."""
     return tl.where(magnitude_bits(value) == _INFINITE, float("nan"), value)
 
 
@@ -37,7 +39,7 @@ def power_scale(bits):
     """Exponent of the smallest power of two, at least 2^-126, that scales a magnitude to 448 or
     less.
 
-    `bits` are the magnitude's. 448 is 0.875 * 2^9; 0x600000 is the mantissa of 0.875.
+    `bits` are the bits of the magnitude. 448 is 0.875 * 2^9; 0x600000 is the mantissa of 0.875.
     """
     power = (bits >> 23) - 126 - 9 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return tl.where(bits == 0, 0, tl.maximum(power, -126))
@@ -53,7 +55,7 @@ def power_of_two(power):
 def corrected(near, value, divisor, reciprocal):
     """Correct `near`, an approximation of value / divisor, by its error.
 
-    Negated by a product with -1: Triton's minus would turn -0 into 0.
+    A product with -1 negates, because Triton's minus would turn -0 into 0.
     """
     error = tl.fma(near, divisor, value * -1.0)
     return tl.fma(error * -1.0, reciprocal, near)
@@ -64,7 +66,7 @@ def near_quotient(value, divisor, reciprocal):
     """value / divisor, rounded to nearest even, if the quotient is neither huge nor tiny.
 
     `reciprocal` is 1 / divisor, rounded to nearest. One correction of value * reciprocal gives the
-    result of a division (Markstein 1990) with a third of its instructions.
+    exact result of a division (Markstein 1990), with a third of the instructions.
     """
     near = value * reciprocal
     return corrected(near, value, divisor, reciprocal)
@@ -74,7 +76,8 @@ def near_quotient(value, divisor, reciprocal):
 def int8_scale(bits):
     """The scale of a group of `int8`: largest magnitude / 127, rounded up to a bfloat16 value.
 
-    `bits` are the magnitude's. At least 2^-126; 1 for a magnitude of 0; NaN if it is not finite.
+    `bits` are the bits of the magnitude. The scale is at least 2^-126. It is 1 for a magnitude of
+    0, and NaN if the magnitude is not finite.
     """
     exact = near_quotient(bits.to(tl.float32, bitcast=True), 127.0, _127TH)
     up = ((exact.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
@@ -100,10 +103,10 @@ def byte_words(codes, VECTORS: tl.constexpr):
 
 @triton.jit
 def stored(value, factor, STEP: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert `value`, float32, to what a cache of DTYPE stores. FP8 saturates; infinities become
-    NaN.
+    """Convert `value`, float32, to the stored form of a cache of DTYPE. FP8 saturates; infinities
+    become NaN.
 
-    STEP says how `factor` is used: `times`, `over` (it is FP8's scale) or `none`.
+    STEP says how `factor` is used: `times`, `over` (the factor is FP8's scale) or `none`.
     """
     if tl.float8e4nv == DTYPE:
         value = finite_or_nan(value)
@@ -111,7 +114,7 @@ def stored(value, factor, STEP: tl.constexpr, DTYPE: tl.constexpr):
         value = value * factor
     elif STEP == "over":
         reciprocal = tl.div_rn(1.0, factor)
-        # As near_quotient. A huge quotient saturates anyway, but must not be infinite in the
+        # Like near_quotient. A huge quotient saturates anyway, but must not be infinite in the
         # correction.
         near = tl.minimum(tl.maximum(value * reciprocal, -_HUGE), _HUGE)
         value = corrected(near, value, factor, reciprocal)
@@ -119,8 +122,9 @@ def stored(value, factor, STEP: tl.constexpr, DTYPE: tl.constexpr):
 
 
 def store(value: torch.Tensor, factor: float, step: str, dtype: torch.dtype) -> torch.Tensor:
-    """Do what `stored` does, in torch."""
-    # A tensor, because torch divides by a Python number as a product with its reciprocal.
+    """Compute `stored` in torch."""
+    # The divisor is a tensor, because torch multiplies by the reciprocal of a Python number instead
+    # of dividing.
     scale = torch.full((), factor, device=value.device)
     scaled = value * scale if step == "times" else value / scale if step == "over" else value
     if dtype != FP8:
@@ -130,7 +134,7 @@ def store(value: torch.Tensor, factor: float, step: str, dtype: torch.dtype) -> 
 
 def power_scales(values: torch.Tensor) -> torch.Tensor:
     """Scales of `fp8_e4m3`, one per head of float32 `[head, token, dim]`; elements that are not
-    finite are ignored. The same as `power_scale`."""
+    finite are ignored. The result is the same as `power_scale`."""
     finite = values.abs().masked_fill(~values.isfinite(), 0.0)
     mantissa, exponent = torch.frexp(finite.amax((1, 2)))
     power = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
@@ -140,8 +144,8 @@ def power_scales(values: torch.Tensor) -> torch.Tensor:
 
 def int8_scales(values: torch.Tensor, axis: int) -> torch.Tensor:
     """Scales of `int8`, float32 with values of bfloat16, for groups along `axis`, which is kept.
-    The same as `int8_scale`."""
-    largest = values.abs().amax(axis, keepdim=True)  # NaN where one is
+    The result is the same as `int8_scale`."""
+    largest = values.abs().amax(axis, keepdim=True)  # NaN if an element is NaN
     exact = largest / torch.full_like(largest, 127.0)
     down = exact.view(torch.int32) & -0x10000
     up = torch.where(down.view(torch.float32) < exact, down + 0x10000, down).view(torch.float32)

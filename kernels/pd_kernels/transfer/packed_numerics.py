@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""How elements of 16 bits become codes two at a time: device functions for the gathers.
+"""Device functions with which gathers code elements of 16 bits, two at a time.
 
-A word holds two elements, the even one in its low half. Results are those of `numerics.py`, bit for
-bit.
+A word holds two elements, the even element in its low half. Results are bit for bit the same as in
+`numerics.py`.
 """
 
 import triton
@@ -36,7 +36,7 @@ def infinite(SOURCE: tl.constexpr):
 
 @triton.jit
 def wide_bits(bits, SOURCE: tl.constexpr):
-    """The bits, in float32, of elements whose 16 bits are `bits`, int32 without a sign."""
+    """The float32 bits of elements whose 16 bits are `bits`, int32 without a sign."""
     if tl.bfloat16 == SOURCE:
         return bits << 16
     value = bits.to(tl.int16).to(SOURCE, bitcast=True).to(tl.float32)
@@ -56,7 +56,7 @@ def two_floats(words, SOURCE: tl.constexpr):
 
 @triton.jit
 def finite_words(words, SOURCE: tl.constexpr):
-    """Bits, in float32, of the largest finite magnitude of words `[VECTORS, 4, 2]`; and the words
+    """The float32 bits of the largest finite magnitude of words `[VECTORS, 4, 2]`; and the words
     with NaN for infinities."""
     VECTORS: tl.constexpr = words.shape[0]
     first, second = tl.split(magnitudes(words))
@@ -72,7 +72,7 @@ def finite_words(words, SOURCE: tl.constexpr):
                 tl.where(odd < infinite(SOURCE), odd, 0),
             )
         )
-        # One bit more makes an infinity a NaN.
+        # One more bit turns an infinity into a NaN.
         words = words | (even == infinite(SOURCE)).to(tl.int32)
         words = words | ((odd == infinite(SOURCE)).to(tl.int32) << 16)
     return wide_bits(largest, SOURCE), words
@@ -81,7 +81,7 @@ def finite_words(words, SOURCE: tl.constexpr):
 @triton.jit
 def fp8_words(words, factor, SOURCE: tl.constexpr):
     """FP8 codes of the elements of words `[VECTORS, 4, 2]`, times `factor`, as 8-byte words int64
-    `[VECTORS, 2]`. Two elements are converted by one instruction."""
+    `[VECTORS, 2]`. One instruction converts two elements."""
     VECTORS: tl.constexpr = words.shape[0]
     even, odd = two_floats(words, SOURCE)
     pairs = tl.inline_asm_elementwise(
@@ -94,8 +94,8 @@ def fp8_words(words, factor, SOURCE: tl.constexpr):
 
 @triton.jit
 def joined_pairs(pairs, VECTORS: tl.constexpr):
-    """8-byte words, int64 `[VECTORS]`, of four pairs of codes each: int32 `[VECTORS, 4]`, below
-    2^16."""
+    """Join four pairs of codes, int32 `[VECTORS, 4]`, below 2^16, into 8-byte words, int64
+    `[VECTORS]`."""
     low, high = tl.split(tl.reshape(pairs, (VECTORS, 2, 2)))
     low, high = tl.split(low | (high << 16))
     return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
@@ -106,10 +106,10 @@ def int8_pairs(words, even_reciprocal, odd_reciprocal, SOURCE: tl.constexpr):
     """Codes of both elements of words: their quotients by the scales whose reciprocals are given,
     rounded to nearest even; int32 below 2^16.
 
-    A quotient of two numbers of 11 and 8 bits that is not half way between two codes is 2^-12 or
-    more from there. Products with the reciprocal are 2^-17 from it at most, and are rounded to
-    multiples of 2^-13. So ties are ties again, and nothing else becomes one: no correction is
-    needed.
+    The two numbers of a quotient have 11 and 8 bits. If the quotient is not a tie between two
+    codes, it is at least 2^-12 away from the tie. A product with the reciprocal is at most 2^-17
+    away from the quotient, and is rounded to a multiple of 2^-13. So ties stay ties, and nothing
+    else becomes a tie: no correction is needed.
     """
     even, odd = two_floats(words, SOURCE)
     even = tl.fma(even, even_reciprocal, _GRID) + _ROUND

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a chunk in a paged cache, read and written with torch: for the references of the
-kernels."""
+"""Tokens of a chunk in a paged cache, read and written with torch. The references of the kernels
+use it."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ def spans(
         view_tokens: tokens of a page of the view; divides `page_size`.
 
     Yields:
-        The page of the view, the tokens of that page, and the tokens of the chunk that they are.
+        The page of the view, the tokens within that page, and the same tokens within the chunk.
     """
     per_page = page_size // view_tokens
     token = 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""What every gather and scatter kernel does first: find its block in the payload and in the cache.
+"""The first work of every gather and scatter kernel: find its block in the payload and in the
+cache.
 
 A launch has three extents: column (K or V of a head), tile (some tokens) and layer. Device
 functions only; `chunk_launch.py` passes the arguments.
@@ -13,7 +14,7 @@ UNSPECIALISED = (
     *("first", "tokens", "layer_sections", "key_sections", "key_scales", "value_scales"),
     *("tiles", "ahead", "max_polls", "super_pages"),
 )
-"""Integer arguments that change from chunk to chunk: Triton must not compile a kernel for each
+"""Integer arguments that change from chunk to chunk. Triton must not compile a kernel for each
 value."""
 
 
@@ -42,8 +43,8 @@ def payload_block(
 
 @triton.jit
 def row_vectors(part, KEY_VECTORS: tl.constexpr, VALUE_VECTORS: tl.constexpr):
-    """Vectors in one token of one head. A constant, which divides fast, where K and V have the
-    same."""
+    """Vectors in one token of one head. If K and V have the same number, it is a constant, which
+    divides fast."""
     if KEY_VECTORS == VALUE_VECTORS:
         width = KEY_VECTORS
     else:
@@ -53,17 +54,18 @@ def row_vectors(part, KEY_VECTORS: tl.constexpr, VALUE_VECTORS: tl.constexpr):
 
 @triton.jit
 def cache_block(table, block, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Where a block lies in the cache: a pointer to elements of DTYPE, and strides in such
+    """The place of a block in the cache: a pointer to elements of DTYPE, and strides in these
     elements.
 
     WIDE says that the address and the strides of page, head and token are multiples of 16 bytes,
-    and that the elements of a token are consecutive. The compiler is told, and uses 16-byte
+    and that the elements of a token are consecutive. With this hint, the compiler uses 16-byte
     accesses.
 
     Returns:
         cached: pointer to the view's first element.
-        page: stride, int32. `Blocks` refuses views whose strides of page, token or dim need more.
-        head: stride, int64, because it may be as long as a layer's whole cache.
+        page: stride, int32. `Blocks` refuses views whose strides of page, token or dim need more
+            bits.
+        head: stride, int64, because it can span a layer's whole cache.
         token, dim: strides, int32.
     """
     ELEMENT: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -71,7 +73,7 @@ def cache_block(table, block, DTYPE: tl.constexpr, WIDE: tl.constexpr):
     address = tl.load(row)
     page = (tl.load(row + 1) // ELEMENT).to(tl.int32)
     head = tl.load(row + 2)
-    if ELEMENT > 1:  # a division by 1 is folded away, and with it what `multiple_of` says below
+    if ELEMENT > 1:  # folding a division by 1 would lose the `multiple_of` below
         head = head // ELEMENT
     token = (tl.load(row + 3) // ELEMENT).to(tl.int32)
     dim = (tl.load(row + 4) // ELEMENT).to(tl.int32)
@@ -95,16 +97,16 @@ def token_offsets(
     Args:
         pages: int32, the engine's pages of the chunk.
         place: number of each token, counted from the first token of the first page.
-        inside: whether there is such a token; the page of others is not read.
+        inside: which tokens exist; pages of other tokens are not read.
         page_stride, token_stride: elements, int32.
         VIEW: tokens of a page of the view.
-        PAGES: pages of the view that are one page of the engine.
+        PAGES: pages of the view per page of the engine.
     """
     part = place // VIEW
     page = tl.load(pages + part // PAGES, mask=inside, other=0)
     if PAGES > 1:
         page = page * PAGES + part % PAGES
     # Products of two 32-bit numbers in 64 bits are one instruction each. In 32 bits the second
-    # would overflow where the tokens of a page lie far apart (tokens outside pages or layers).
+    # product would overflow if the tokens of a page lie far apart (tokens outside pages or layers).
     within = (place % VIEW).to(tl.int64) * token_stride.to(tl.int64)
     return page.to(tl.int64) * page_stride.to(tl.int64) + within

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-decorators
-"""Reshard: payloads of one tensor-parallel size into payloads of another, in one launch.
+"""Reshard: turn payloads of one tensor-parallel size into payloads of another size, in one launch.
 
-For payloads that lie in a store and meet consumers of another size. Codes and scales of a head are
-moved as they are, whatever the codec, so that nothing is lost.
+This is for stored payloads whose consumers have another size. Codes and scales of a head move
+unchanged with any codec, so nothing is lost.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from pd_kernels.transfer.reshard_kernel import SCALES, VECTORS, WARPS, reshard_h
 
 
 class PayloadShape(NamedTuple):
-    """What the payloads of one chunk have in common on all ranks.
+    """The shape that the payloads of one chunk share on all ranks.
 
     Attributes:
         codec: `raw`, `fp8_e4m3` or `int8`.
@@ -31,7 +31,7 @@ class PayloadShape(NamedTuple):
         layers: layers of the chunk.
         tokens: tokens of the chunk.
         key_dim: elements of a token of one head of K (or of the latent).
-        value_dim: the same of V; 0 if there is no V.
+        value_dim: elements of a token of one head of V; 0 if there is no V.
         element_bytes: bytes of an element in the producer's cache.
 
     Example:
@@ -53,8 +53,8 @@ class PayloadShape(NamedTuple):
         return (self.key_dim, self.value_dim) if self.value_dim else (self.key_dim,)
 
     def held(self, ranks: int) -> int:
-        """KV heads on each of `ranks` ranks; with more ranks than heads, several ranks hold the
-        same one.
+        """KV heads on each of `ranks` ranks. With more ranks than heads, several ranks hold the
+        same head.
 
         Raises:
             ValueError: neither number divides the other.
@@ -88,14 +88,15 @@ class PayloadShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Resharding:
-    """Which payloads become which. Made once by `Resharding.of` for some slabs.
+    """The source payloads and the destination payloads of a resharding. `Resharding.of` makes it
+    once for some slabs.
 
     Attributes:
         sources: the payload of each rank of the producer.
         destinations: memory for the payload of each rank of the consumer.
-        payload: what all of them have in common.
-        table: int64 `[head of a destination, 6]` on the device: address of the source's payload,
-            its heads, and the head's place among them; then the same of the destination.
+        payload: the shape that all payloads share.
+        table: int64 `[head of a destination, 6]` on the device: address of the source's
+            payload, its heads, and the head's place among them; then the same for the destination.
     """
 
     sources: tuple[torch.Tensor, ...]
@@ -110,7 +111,7 @@ class Resharding:
         destinations: Sequence[torch.Tensor],
         payload: PayloadShape,
     ) -> "Resharding":
-        """Describe a resharding. Copies a small table to the device; touches no payload.
+        """Describe a resharding. This copies a small table to the device, and touches no payload.
 
         Args:
             sources: payload of each rank of the producer: uint8, dense, aligned to 16 bytes.
@@ -119,7 +120,7 @@ class Resharding:
             payload: what all of them have in common.
 
         Raises:
-            ValueError: a slab is too short, or the heads cannot be shared among so many ranks.
+            ValueError: a slab is too short, or the number of heads does not divide among the ranks.
 
         Example:
             See `reshard`.
@@ -159,7 +160,7 @@ def reshard(resharding: Resharding) -> None:
         resharding: from `Resharding.of`.
 
     Example:
-        The payloads of two ranks become that of one, and come back.
+        The payloads of two ranks become one rank's payload, and come back.
 
         >>> import torch
         >>> from pd_kernels.transfer import PayloadShape, Resharding, reshard
@@ -206,8 +207,8 @@ def _operator(
     element_bytes: int,
 ) -> None:
     payload = PayloadShape(codec, heads, layers, tokens, key_dim, value_dim, element_bytes)
-    # A compiler may pass copies of the slabs. The kernel uses the addresses in the table, so that
-    # it is made of what was passed.
+    # A compiler may pass copies of the slabs. The kernel uses the addresses in the table, so the
+    # table is made from the slabs passed.
     _run(Resharding.of(sources, destinations, payload))
 
 
@@ -217,7 +218,7 @@ def _(*_: object) -> None:
 
 
 def launch_reshard(resharding: Resharding) -> None:
-    """Run `reshard` by the kernel."""
+    """Run `reshard` with the kernel."""
     payload = resharding.payload
     last = len(payload.dims) - 1
     codes = [payload.code_bytes(part) // SECTION_BYTES for part in (0, last)]
@@ -238,7 +239,7 @@ def launch_reshard(resharding: Resharding) -> None:
 
 
 def reference_reshard(resharding: Resharding) -> None:
-    """Do what `reshard` does, head by head, in plain torch."""
+    """Compute `reshard` head by head, in plain torch."""
     payload = resharding.payload
     sources, destinations = resharding.sources, resharding.destinations
     want = payload.held(len(destinations))

@@ -8,9 +8,9 @@ import triton.language as tl
 from pd_kernels.transfer.prologue import UNSPECIALISED
 
 VECTORS = 1024
-"""Vectors of 16 bytes that a program moves of a head's codes."""
+"""Vectors of 16 bytes of a head's codes that a program moves."""
 SCALES = 1024
-"""Words of 2 bytes that a program moves of a head's scales."""
+"""Words of 2 bytes of a head's scales that a program moves."""
 WARPS = 4
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-decorators
-"""Scatter: from a payload in wire order into the pages of a cache, decoded on the way, in one
-launch."""
+"""Scatter: decode a payload in wire order, and copy it into the pages of a cache, in one launch."""
 
 import torch
 import triton
@@ -31,16 +30,15 @@ def scatter_pages(
 
     Args:
         blocks: K and V in the consumer's cache; only the tokens of the chunk are written.
-        pages: int32 `[pages]` on the cache's device, the engine's pages that take the chunk, each
-            at most once. The device does not check them: an id that does not exist writes outside
-            the cache.
+        pages: int32 `[pages]` on the cache's device, the engine's pages for the chunk, each at most
+            once. The device does not check the ids: an invalid id writes outside the cache.
         slot: uint8 `[blocks.nbytes(tokens)]` or longer, dense, on the cache's device, aligned to 16
             bytes; only read.
         first_token: the chunk's first token, counted from the start of the first page; 0 for
             `verbatim`.
         tokens: tokens of the chunk; for `verbatim`, pages of `blocks.views`.
-        sums: from `new_sums(blocks.nbytes(tokens), device)`; the sums of the payload, as it was
-            read, are added.
+        sums: from `new_sums(blocks.nbytes(tokens), device)`; the sums of the payload that was read
+            are added.
 
     Raises:
         ValueError: the slot or the sums are too small, or the pages do not hold the chunk.
@@ -65,7 +63,7 @@ def scatter_pages(
 
 
 def launch_scatter(chunk: ChunkLaunch) -> None:
-    """Run `scatter_pages` by a kernel."""
+    """Run `scatter_pages` with a kernel."""
     if chunk.blocks.as_stored:
         launch_copy(chunk, gather=False)
         return
@@ -94,7 +92,7 @@ def launch_scatter(chunk: ChunkLaunch) -> None:
 
 
 def reference_scatter(chunk: ChunkLaunch) -> None:
-    """Do what `scatter_pages` does, block by block, in plain torch."""
+    """Compute `scatter_pages` block by block, in plain torch."""
     blocks, pages = chunk.blocks, chunk.pages.tolist()
     payload, begin = chunk.payload, 0
     if chunk.sums is not None:

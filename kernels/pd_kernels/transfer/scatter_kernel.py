@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernel that scatters a payload into pages, and decodes or converts its elements on the way.
 
-A vector is 16 elements. Each element is decoded by itself, so that one kernel serves all codecs.
+A vector is 16 elements. Each element is decoded separately, so one kernel serves all codecs.
 """
 
 import triton
@@ -29,8 +29,7 @@ _SUPER_PAGE = tl.constexpr(SUPER_PAGE)
 
 
 def registers(wide: bool, check: bool, alike: bool) -> int:
-    """Registers of a thread: enough to spill nothing, few enough that loads of several programs
-    overlap.
+    """Registers of a thread. Nothing spills, and loads of several programs overlap.
 
     Args:
         wide: see `Blocks.wide`.
@@ -56,7 +55,7 @@ def scatter_decoded(
     key_sections,  # of K, scales included
     key_scales,  # sections of K's scales
     value_scales,
-    tiles,  # of codes; programs of further tiles add the scales to the sums
+    tiles,  # tiles of codes; programs of further tiles add the scales to the sums
     PARTS: tl.constexpr,
     VIEW: tl.constexpr,
     PAGES: tl.constexpr,

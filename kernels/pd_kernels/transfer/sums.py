@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The checksum of a payload: summed on the device by the kernel that moves it, hashed on the host.
+"""The checksum of a payload. The kernel that moves the payload sums it on the device, and the host
+hashes the sums.
 
 `pd_connector.kv.checksum` defines it: row and column sums of a matrix of 64-bit words. Sums wrap
-and commute, so that programs may add to them in any order.
+and commute, so programs can add to them in any order.
 """
 
 import numpy as np
@@ -14,11 +15,10 @@ import triton.language as tl
 from pd_connector.kv.checksum import COLUMNS, ROW_BYTES, digest_of
 
 COPIES = 16
-"""Copies of the column sums. Neighbouring programs add to different ones, so that they seldom
-wait."""
+"""Copies of the column sums. Neighbouring programs add to different copies, so they seldom wait."""
 
 COLUMN_WORDS = COPIES * COLUMNS
-"""Words of all copies; the row sums lie behind them."""
+"""Words of all copies. The row sums lie behind these words."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _COPIES = tl.constexpr(COPIES)
@@ -48,7 +48,7 @@ def finish(sums: torch.Tensor, nbytes: int) -> bytes:
         8 bytes, equal to `pd_connector.kv.checksum.checksum` of the same payload.
 
     Raises:
-        ValueError: the sums have not the shape for so many bytes.
+        ValueError: the sums have another shape than `nbytes` bytes need.
 
     Example:
         >>> import torch
@@ -78,11 +78,12 @@ def add_words(sums, first_word, words, PITCH: tl.constexpr, copy):
         sums: see `new_sums`.
         first_word: number of the tile's first word in the payload, int64.
         words: int64 `[rows, width]`, zero behind the end; rows begin PITCH words apart.
-        copy: any number; it chooses the copy of the column sums.
+        copy: any number; selects the copy of the column sums.
     """
     ROWS: tl.constexpr = words.shape[0]
     WIDTH: tl.constexpr = words.shape[1]
-    # After so many rows of the tile, the columns repeat. A power of two, as all extents are.
+    # The number of rows of the tile after which the columns repeat. A power of two, like all
+    # extents.
     PERIOD: tl.constexpr = min(ROWS, _COLUMNS // min(_COLUMNS, PITCH & -PITCH))
     shift = (first_word % _COLUMNS).to(tl.int32)
     first_row = sums + _COPIES * _COLUMNS + first_word // _COLUMNS
@@ -91,7 +92,7 @@ def add_words(sums, first_word, words, PITCH: tl.constexpr, copy):
     periods = tl.reshape(words, (ROWS // PERIOD, PERIOD * WIDTH))
     columns = sums + (copy % _COPIES) * _COLUMNS
     tl.atomic_add(columns + place % _COLUMNS, tl.sum(periods, axis=0), sem="relaxed")
-    # Words behind column 255 belong to the next row of the payload.
+    # Words beyond column 255 belong to the next row of the payload.
     if PERIOD * PITCH == _COLUMNS:
         early = tl.sum(tl.where((place < _COLUMNS)[None, :], periods, 0), axis=1)
         late = tl.sum(periods, axis=1) - early
@@ -108,7 +109,7 @@ def add_words(sums, first_word, words, PITCH: tl.constexpr, copy):
 
 @triton.jit
 def add_pieces(sums, first_byte, pieces, BYTES: tl.constexpr, copy):
-    """Add scales, each of which lies within one word of the payload, to the sums.
+    """Add scales to the sums. Each scale lies within one word of the payload.
 
     Args:
         first_byte: where each scale lies in the payload, int64; a multiple of BYTES.
@@ -139,7 +140,7 @@ def add_scales(sums, slot, section, scales, head, number, VECTORS: tl.constexpr,
     """Add a part of a block's scales and the zeros behind them: VECTORS sections, from `number *
     VECTORS` on.
 
-    The scales of all heads lie together, so that only the programs of head 0 add them.
+    The scales of all heads lie together, so only the programs of head 0 add them.
     """
     if head == 0:
         done = number * VECTORS
@@ -154,8 +155,8 @@ def _sum_payload(slot, sums, sections, VECTORS: tl.constexpr):
 
 
 def launch_payload_sums(payload: torch.Tensor, sums: torch.Tensor) -> None:
-    """Run `payload_sums` by the kernel. The payload must be aligned to 16 bytes, and a multiple of
-    16 long."""
+    """Run `payload_sums` with the kernel. The payload must be aligned to 16 bytes, and its length
+    must be a multiple of 16 bytes."""
     sections = payload.numel() // 16
     grid = (triton.cdiv(sections, _VECTORS),)
     _sum_payload[grid](payload, sums, sections, VECTORS=_VECTORS, num_warps=4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where views of a cache lie in memory, as a table that kernels read."""
+"""Addresses and strides of a cache's views, as a table that kernels read."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,11 @@ def view_table(views: Sequence[torch.Tensor]) -> torch.Tensor:
     """Addresses and strides for kernels: int64 `[view, 5]` on the views' device, strides in bytes.
 
     Raises:
-        ValueError: strides that kernels, which hold those of page, token and dim in 32 bits, cannot
-            use.
+        ValueError: strides of page, token or dim exceed 32 bits, which kernels use.
     """
     rows = [(view.data_ptr(), *_strides(view)) for view in views]
     for view, (_, page, _, token, dim) in zip(views, rows, strict=True):
-        # Kernels multiply the index within a row by dim's stride in 32 bits.
+        # Kernels multiply the index within a row by the stride of dim in 32 bits.
         farthest = max(page, token, dim * (view.shape[3] - 1))
         if farthest >= _MAX_STRIDE_BYTES:
             raise ValueError(

@@ -49,14 +49,14 @@ class Decodes(NamedTuple):
 def decodes_of(common: Any, threshold: int, most: int) -> Decodes | None:
     """Find the decodes of a batch; None if it has none.
 
-    A request is a decode if it has at most `threshold` new tokens, and as many as the first
+    A request is a decode if it has at most `threshold` new tokens, and the same number as the first
     request. A batch that is not simply causal has no decodes.
 
     Args:
         common: vLLM's `CommonAttentionMetadata`, with requests in vLLM's order.
         threshold: the most new tokens of a decode.
-        most: the most decodes; plans have room for no more. Attention in chunks cuts requests at
-            the ends of chunks, so that there may be more than an engine has requests.
+        most: the most decodes, which is the room of a plan. Attention in chunks cuts requests at
+            the ends of chunks. So a batch can have more decodes than the engine has requests.
     """
     from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 

@@ -2,7 +2,7 @@
 """The class behind the name CPU_ATTN: vLLM's, or ours if the engine selects CUSTOM.
 
 On a CPU, vLLM ignores `--attention-backend` and takes the class registered as CPU_ATTN. The plugin
-registers this module's attribute CPU_ATTN, which is looked up again for each model.
+registers this module's attribute CPU_ATTN. vLLM looks it up again for each model.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps with prefill chunks and decodes, by `mixed_attention` in one launch a layer, in place of two
-kernels one after another.
+"""Steps with prefill chunks and decodes, in one launch of `mixed_attention` per layer instead of
+two kernels in turn.
 
 Off until a benchmark on a GPU has chosen it (`Tuning.mixed_steps`).
 """
@@ -15,23 +15,23 @@ from pd_kernels.tuning import tuning
 from pd_kernels.vllm.batch_split import Decodes
 
 PlanKey = tuple[int, int]
-"""A layer's window and query heads. Layers of a group with the same ones share a plan."""
+"""A layer's window and query heads. Layers of a group with equal values share a plan."""
 
 
 def mixed_plans(
     common: Any, decodes: Decodes, layers: Sequence[Any], page_size: int, dtype: torch.dtype
 ) -> dict[PlanKey, MixedPlan]:
-    """The plans of a step for all layers of a group; none if the step, or one of the layers, is not
-    for `mixed_attention`.
+    """The plans of a step for all layers of a group. Empty if `mixed_attention` cannot take the
+    step, or cannot take one of the layers.
 
-    Nothing is read from the device: where queries begin is known on the host.
+    Nothing is read from the device, because the host knows where queries begin.
 
     Args:
         common: vLLM's `CommonAttentionMetadata` of the whole step.
-        decodes: its decodes, which come first.
+        decodes: the step's decodes, which come first.
         layers: vLLM's layers of the group, whose `impl` is a `PagedImpl`.
         page_size: tokens of a page.
-        dtype: of the model.
+        dtype: the model's dtype.
     """
     impls = {layer.impl.plan_key: layer.impl for layer in layers}
     prefills = common.num_actual_tokens > decodes.tokens

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA: decodes by `mla_decode`. Prefills, and writes to the cache, stay with the stock backend.
+"""MLA: `mla_decode` computes decodes. The stock backend computes prefills and writes the cache.
 
-vLLM's common MLA code splits the batch. A backend made of these classes differs from the stock one
-in its decodes only.
+vLLM's common MLA code splits the batch. A backend made of these classes differs from the stock
+backend only in its decodes.
 """
 
 from dataclasses import dataclass
@@ -85,19 +85,20 @@ class MlaBuilder(MLACommonMetadataBuilder):
         )
 
     def _plan(self, queries: int) -> DecodePlan:
-        """The plan for so many queries: large enough for every CUDA graph, and never moved."""
+        """The plan for a number of queries per request. It is large enough for every CUDA graph,
+        and its address never changes."""
         if queries not in self._plans:
             one = torch.empty((), dtype=self.model_config.dtype, device=self.device)
             self._plans[queries] = plan_mla_decode(
                 one.expand(1, queries, self.num_heads, self.kv_cache_spec.head_size),
-                self._layer.kv_cache,  # how it lies in memory is part of the choice of a kernel
+                self._layer.kv_cache,  # the choice of a kernel depends on its strides and alignment
                 max_batch=self._batch,
             )
         return self._plans[queries]
 
 
 class MlaImpl(MLACommonImpl):
-    """A layer whose decodes are ours."""
+    """A layer that decodes with our kernels."""
 
     can_return_lse_for_decode = False
     supports_dcp = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace MLA backends on NVIDIA GPUs. All of them use vLLM's common cache and prefill, so that one
+"""Replace MLA backends on NVIDIA GPUs. All of them use vLLM's common cache and prefill, so one
 class serves under several names.
 """
 
@@ -15,7 +15,8 @@ from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
 
 
 class MlaImplCuda(MlaImpl, TritonMLAImpl):
-    """A layer with the common MLA cache. Triton's class refuses everything that ours cannot do."""
+    """A layer with the common MLA cache. Triton's class refuses everything that our class does not
+    support."""
 
 
 class TritonMla(MLACommonBackend):
@@ -42,7 +43,8 @@ class TritonMla(MLACommonBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: all decodes are taken to have as many new tokens as the host knows of the first."""
+        """False: all decodes must have the number of new tokens that the host knows for the first
+        decode."""
         return False
 
     @classmethod

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with keys and values: decodes by `paged_decode`, the rest by the stock backend.
+"""Attention with keys and values: `paged_decode` computes decodes, the stock backend computes the
+rest.
 
-`PagedImpl`, and `PagedBuilder` of `paged_builder.py`, are mixed into classes of the stock backend,
-in front of them. The stock backend writes KV, in its own layout.
+`PagedImpl`, and `PagedBuilder` of `paged_builder.py`, are base classes before the stock backend's
+classes. The stock backend writes KV in its own layout.
 """
 
 from collections.abc import Sequence
@@ -20,18 +21,18 @@ FP8 = torch.float8_e4m3fn
 
 
 class Supported(NamedTuple):
-    """What the kernels and the stock backend both support."""
+    """The head sizes and dtypes that the kernels and the stock backend both support."""
 
     head_sizes: Sequence[int]
     dtypes: Sequence[torch.dtype]
 
 
 class PagedImpl(AttentionImpl):
-    """A layer whose decodes are ours. Subclasses say what is supported (`allowed`) and how the
-    cache is read (`pages`)."""
+    """A layer that decodes with our kernels. Subclasses define what is supported (`allowed`) and
+    how the cache is read (`pages`)."""
 
     where: ClassVar[str]
-    """How the message of a refusal begins."""
+    """The beginning of a refusal's message."""
 
     can_return_lse_for_decode = False
     supports_dcp = False
@@ -102,14 +103,14 @@ class PagedImpl(AttentionImpl):
         cap: float | None,
         cache_dtype: str,
     ) -> None:
-        """Store what decodes need, from the arguments of vLLM's constructor."""
+        """Store the arguments of vLLM's constructor that decodes need."""
         self.window = sliding_window or 0
         self.stored_dtype = FP8 if cache_dtype.startswith("fp8") else None
         if cap:
             self._mod: Mod | None = soft_cap(cap)
         elif (
             slopes is not None
-        ):  # on the default device, which is the model's while it is being loaded
+        ):  # on the default device, which is the model's device while the model is loaded
             self._mod = alibi(torch.tensor(slopes, dtype=torch.float32))
         else:
             self._mod = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's attention needs to know: its decodes, the rest, and the plans of the kernels. Made
+"""The attention metadata of a step: its decodes, the rest, and the plans of the kernels. It is made
 once a step for all layers of a group."""
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class PagedMetadata:
         decodes: the decodes, which come first in the batch; None if there are none.
         rest: the stock backend's metadata of all other tokens; None if there are none.
         plans: work partitions of the decodes; empty on a CPU.
-        mixed: plans of all tokens, decodes or not; if there are any, `rest` and `plans` are not
+        mixed: plans of all tokens, decodes or not. If there are any, `rest` and `plans` are not
             needed.
     """
 
@@ -103,7 +103,7 @@ class PagedBuilder(AttentionMetadataBuilder):
 
     def _plans(self, decodes: Decodes) -> dict[PlanKey, DecodePlan]:
         """The plans of the group's layers, filled for these decodes."""
-        if self.device.type == "cpu":  # the reference in torch needs none
+        if self.device.type == "cpu":  # the reference in torch needs no plan
             return {}
         plans = self._allocated.get(decodes.queries)
         if plans is None:
@@ -113,8 +113,8 @@ class PagedBuilder(AttentionMetadataBuilder):
         return {key: plan.fill(decodes.lengths) for key, plan in plans.items()}
 
     def _allocate(self, impl: Any, queries: int) -> DecodePlan:
-        """A plan for a layer and so many queries: large enough for every CUDA graph, and never
-        moved."""
+        """A plan for a layer and a number of queries per request. It is large enough for every CUDA
+        graph, and its address never changes."""
         one = torch.empty((), dtype=self.vllm_config.model_config.dtype, device=self.device)
         q = one.expand(1, queries, impl.num_heads, impl.head_size)
         cache = one.to(impl.stored_dtype or one.dtype)

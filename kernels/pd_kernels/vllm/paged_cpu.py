@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces CPU_ATTN: decodes with the references in torch, slowly, on the pages that CPU_ATTN
-writes. It serves to test everything but the kernels without a GPU.
+writes. It tests everything except the kernels without a GPU.
 
-A page is `[head][K|V]`. V is `[token][dim]`; K is `[dim][token]` with the instruction sets we know.
-When an engine starts, a page written by vLLM's own operation shows whether that is so. AMX keeps K
-and V in tiles, which strides cannot express: if the CPU has AMX, CPU_ATTN is told to compute
-without it.
+A page is `[head][K|V]`. V is `[token][dim]`. K is `[dim][token]` with the known instruction sets.
+When an engine starts, it checks this layout on a page that vLLM's own operation writes. AMX keeps K
+and V in tiles, which strides cannot express. If the CPU has AMX, CPU_ATTN computes without it.
 """
 
 import functools
@@ -25,8 +24,8 @@ from pd_kernels.vllm.paged_builder import PagedBuilder
 
 
 class PagedCpu(CPUAttentionBackend):
-    """CPU_ATTN with our decodes. It keeps the name, from which others know the layout of its
-    pages."""
+    """CPU_ATTN with our decodes. It keeps the name, because other parts derive the layout of the
+    pages from the name."""
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -98,7 +97,7 @@ def halves(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _as_expected(isa: str, page: int, dim: int, dtype: torch.dtype, fp8: bool) -> bool:
-    """Whether `halves` finds what vLLM's own operation writes into a page."""
+    """Whether `halves` finds the values that vLLM's own operation writes into a page."""
     heads = 2
     pages = torch.zeros(2, heads, page, 2 * dim, dtype=torch.uint8 if fp8 else dtype)
     # Small whole numbers, exact in every dtype.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces FLASH_ATTN on NVIDIA GPUs, as `--attention-backend CUSTOM`.
 
-The cache is FlashAttention's, in any of vLLM's layouts. FlashAttention also computes prefills, and
-batches that are not causal.
+The cache is FlashAttention's, in any of vLLM's layouts. FlashAttention also computes prefills and
+non-causal batches.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 class PagedFlash(FlashAttentionBackend):
-    """FLASH_ATTN with our decodes. It keeps the name, from which others know the layout of its
-    pages."""
+    """FLASH_ATTN with our decodes. It keeps the name, because other parts derive the layout of the
+    pages from the name."""
 
     @staticmethod
     def get_impl_cls() -> type["PagedFlashImpl"]:
@@ -60,7 +60,7 @@ class PagedFlash(FlashAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """False: the whole batch decides how a sequence is split."""
+        """False: the split of a sequence depends on the whole batch."""
         return False
 
     @classmethod
@@ -83,7 +83,7 @@ class PagedFlash(FlashAttentionBackend):
 
 
 class PagedFlashBuilder(PagedBuilder, FlashAttentionMetadataBuilder):
-    """FlashAttention's builder makes the metadata of everything that is not a decode."""
+    """FlashAttention's builder makes the metadata of everything except decodes."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -101,7 +101,7 @@ class PagedFlashImpl(PagedImpl, FlashAttentionImpl):
 
     @staticmethod
     def model_dtype() -> torch.dtype:
-        return torch.get_default_dtype()  # the model's, while it is being loaded
+        return torch.get_default_dtype()  # the model's dtype, while the model is loaded
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)

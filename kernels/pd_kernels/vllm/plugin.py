@@ -5,7 +5,7 @@ processes."""
 import os
 
 MLA_VARIABLE = "PD_KERNELS_MLA"
-"""Environment variable that names the MLA backend of vLLM which ours replaces."""
+"""Environment variable that names the MLA backend of vLLM that our backend replaces."""
 
 MLA_MEMBERS = {
     "CPU_MLA": "pd_kernels.vllm.mla_cpu.CpuMla",
@@ -22,7 +22,7 @@ def register() -> None:
     May be called several times. Nothing changes for an engine that selects neither.
 
     Raises:
-        ValueError: PD_KERNELS_MLA names a backend that ours cannot replace.
+        ValueError: PD_KERNELS_MLA names a backend that our backend cannot replace.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -31,7 +31,7 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, "pd_kernels.vllm.paged_cuda.PagedFlash")
     elif current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, "pd_kernels.vllm.paged_cpu.PagedCpu")
-        # On a CPU vLLM takes CPU_ATTN whatever is selected.
+        # On a CPU vLLM always takes CPU_ATTN.
         register_backend(AttentionBackendEnum.CPU_ATTN, "pd_kernels.vllm.cpu_choice.CPU_ATTN")
     member = os.environ.get(MLA_VARIABLE)
     if member:

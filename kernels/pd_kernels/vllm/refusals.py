@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our backends refuse, by name. On a GPU vLLM asks before it selects a backend. On a CPU it
-does not, so that layers ask themselves."""
+"""The cases that our backends refuse, by name. On a GPU vLLM asks before it selects a backend. On a
+CPU vLLM does not ask, so each layer asks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,10 +11,10 @@ FP8_NAMES = ("fp8", "fp8_e4m3")
 
 
 class LayerOptions(NamedTuple):
-    """What a layer's attention needs.
+    """The features that a layer's attention needs.
 
     Attributes:
-        cache_dtype: vLLM's name for it, such as `auto` or `fp8`.
+        cache_dtype: vLLM's name for the cache dtype, such as `auto` or `fp8`.
     """
 
     head_size: int
@@ -29,7 +29,7 @@ class LayerOptions(NamedTuple):
 def refusals(
     layer: LayerOptions, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[str]:
-    """Why our kernels cannot decode a layer; empty if they can."""
+    """The reasons why our kernels cannot decode a layer; empty if they can."""
     found = []
     if layer.head_size not in head_sizes:
         found.append(f"head size {layer.head_size}: must be one of {list(head_sizes)}")

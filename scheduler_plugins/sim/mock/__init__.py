@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mock engine: speaks vLLM's HTTP and KV events, computes nothing, and takes its times from the
-cost model.
+"""A mock engine with vLLM's HTTP and KV events. It computes nothing, and takes its times from the cost model.
 
 In reading order: `prompts` (token ids and block hashes of a request), `events` (KV events over
 ZMQ), `clock` (drives a `SimulatedEngine` by the wall clock), `server` (the endpoints), `command`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mock engine answers, in OpenAI's and vLLM's shape. Every token is the text " word"."""
+"""Answers of a mock engine, in the form of OpenAI and vLLM. Every token is the text " word"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def answer(
     usage: Mapping[str, Any],
     params: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """A whole answer of so many tokens. `params`: its `kv_transfer_params`."""
+    """A whole answer of `tokens` tokens. `params`: its `kv_transfer_params`."""
     text, choice = " word" * tokens, {"index": 0, "finish_reason": "length"}
     said = {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
     return {
@@ -49,7 +49,7 @@ def event(
 
 
 def usage_event(body: Mapping[str, Any], path: str, name: str, usage: Mapping[str, Any]) -> bytes:
-    """What comes before the end mark with `stream_options.include_usage`."""
+    """The chunk before the end mark, with `stream_options.include_usage`."""
     return _sent({**_head(body, path, name), "choices": [], "usage": usage})
 
 

@@ -14,7 +14,7 @@ from scheduler_plugins.sim.prefill import RunningPrefill
 from scheduler_plugins.sim.served import Served
 
 _SHORTEST_TICK_S = 0.002
-"""Tokens that come faster are told together."""
+"""Tokens that come faster than this are reported together."""
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Generation:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def progress(self) -> AsyncIterator[int]:
-        """The tokens so far, whenever there are more; ends with all of them."""
+        """Yields the number of tokens whenever there are more, until all are there."""
         told = 0
         while told < self.request.max_tokens:
             await self.changed.wait()
@@ -69,14 +69,14 @@ class ClockedEngine:
         return len(self._generations) - self.waiting
 
     def prefill(self, request: Waiting, *, hands_over: bool) -> Generation:
-        """A prompt to compute. `request.arrival_s` is by `now_s`."""
+        """Add a prompt to compute. `request.arrival_s` is by `now_s`."""
         made = self._begin(request, hands_over)
         self._engine.arrive(request, made.record, self.now_s)
         self._wake.set()
         return made
 
     def receive(self, request: Waiting) -> Generation:
-        """A sequence whose KV has arrived."""
+        """Add a sequence whose KV has arrived."""
         made = self._begin(request, False)
         self._engine.reserved_tokens += request.tokens
         self._engine.receive(request, made.record, self.now_s)
@@ -84,7 +84,7 @@ class ClockedEngine:
         return made
 
     def cancel(self, generation: Generation) -> None:
-        """Its client is gone, or has everything."""
+        """Remove a request whose client is gone or has everything."""
         if self._generations.pop(generation.request.id, None) is not None:
             self._engine.cancel(generation.request.id)
 

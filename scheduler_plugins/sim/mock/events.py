@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV events in vLLM's form: what an engine has cached, as it changes."""
+"""KV events in vLLM's form: the changes of an engine's cache."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that follow each other were computed. Fields as in `vllm/distributed/kv_events.py`
-    (0.32)."""
+    """Consecutive blocks were computed. Fields are as in `vllm/distributed/kv_events.py` (0.32)."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -42,7 +41,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What is published at once."""
+    """A batch of events, published together."""
 
     ts: float
     events: list[BlockStored | BlockRemoved]
@@ -50,14 +49,14 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class KnownBlock(msgspec.Struct):
-    """What an event has to say of a block."""
+    """The data of a block for an event."""
 
     parent: int | None
     token_ids: Sequence[int]
 
 
 class WatchedBlocks(LruBlocks):
-    """A prefix cache that tells of every change, when it is computed."""
+    """A prefix cache that reports every change when its blocks are computed."""
 
     def __init__(self, capacity: int, block_tokens: int) -> None:
         super().__init__(capacity)
@@ -70,7 +69,7 @@ class WatchedBlocks(LruBlocks):
         """Called with the changes."""
 
     def know(self, hashes: Sequence[int], ids: Sequence[int]) -> None:
-        """A prompt has come whose blocks may be computed."""
+        """Note a prompt whose blocks may be computed."""
         size, parent = self._block_tokens, None
         for n, block in enumerate(hashes):
             if block not in self._known:
@@ -99,7 +98,7 @@ class WatchedBlocks(LruBlocks):
             self._gone.append(block)
 
     def _add(self, events: list[BlockStored | BlockRemoved], block: BlockHash) -> None:
-        """A block goes to the event of its parent if that is the last one, else begins its own."""
+        """A block joins its parent's event if that is the last event. Otherwise it begins a new event."""
         known = self._known.get(block)
         if known is None or not isinstance(block, int):
             return
@@ -115,11 +114,10 @@ class WatchedBlocks(LruBlocks):
 
 
 class Publisher:
-    """Publishes batches as vLLM's `ZmqEventPublisher` does: topic, number, msgpack; and replays the
-    last ones."""
+    """Publishes batches like vLLM's `ZmqEventPublisher`: topic, number, msgpack. Replays the last batches."""
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", topic: str = "") -> None:
-        """Binds both; `replay_endpoint` empty: no replay. Raises OSError: one cannot be bound."""
+        """Bind both endpoints. `replay_endpoint` empty: no replay. Raises OSError: an endpoint cannot be bound."""
         self._topic = topic.encode()
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -130,7 +128,7 @@ class Publisher:
             if self._replay is not None:
                 self._replay.bind(replay_endpoint)
         except zmq.ZMQError as error:
-            # Left to the garbage collector with its sockets, a context keeps the collector waiting without end.
+            # If the garbage collector destroyed the context with open sockets, it would wait for ever.
             self.close()
             raise OSError(
                 f"KV events at {endpoint}, {replay_endpoint or 'no replay'}: {error}"

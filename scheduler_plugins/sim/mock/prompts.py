@@ -15,8 +15,7 @@ _ID_BYTES = 8
 
 
 def token_ids(body: Mapping[str, Any]) -> list[int]:
-    """The ids of the first prompt of a request: those it gives, else one for each 4 bytes of its
-    text. Never empty."""
+    """The token ids of the first prompt of a request: the given ids, otherwise one per 4 bytes of text. Never empty."""
     prompt = prompt_of(body)
     data = prompt.data
     if prompt.ids:
@@ -27,7 +26,7 @@ def token_ids(body: Mapping[str, Any]) -> list[int]:
 
 
 def text_ids(data: bytes) -> list[int]:
-    """One id for each 4 bytes of text, the last one shorter; below 2**31. Never empty."""
+    """One id per 4 bytes of text; the last piece may be shorter. Ids are below 2**31. Never empty."""
     ids = [
         int.from_bytes(data[at : at + BYTES_PER_TOKEN], "little") & 0x7FFFFFFF
         for at in range(0, len(data), BYTES_PER_TOKEN)
@@ -36,7 +35,7 @@ def text_ids(data: bytes) -> list[int]:
 
 
 def block_hashes(ids: Sequence[int], block_tokens: int) -> list[int]:
-    """One for each whole block; each stands for the prompt up to its end. 64 bits, unsigned."""
+    """One hash per whole block, which stands for the prompt up to the block's end. 64 bits, unsigned."""
     hashes, previous = list[int](), b"\0" * 8
     for end in range(block_tokens, len(ids) + 1, block_tokens):
         block = array("q", ids[end - block_tokens : end]).tobytes()

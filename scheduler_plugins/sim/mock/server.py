@@ -44,7 +44,7 @@ from scheduler_plugins.sim.mock.transfers import KV, Transfers, transfer_s
 _DEFAULT_MAX_TOKENS = 16
 _CONTEXT_TOKENS = 1 << 20
 _SHUTDOWN_S = 0.5
-"""Streams that are open at the end are cut off after this."""
+"""Time after which streams still open at the end are cut off."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class _Model:
 
 
 class MockEngine:
-    """vLLM's HTTP in front of a `ClockedEngine`. With `kv_transfer_params` it prefills for others
-    and decodes for others, as an engine with PDConnector does; a decode engine asks the prefill
-    engine's `/mock/kv/ID` when the KV is there, and waits as long as its transfer would take. With
-    SGLang's `bootstrap_room` it is the prefill engine if `bootstrap_port` is its own port.
+    """vLLM's HTTP in front of a `ClockedEngine`. With `kv_transfer_params` it prefills or decodes for another engine,
+    like an engine with PDConnector. A decode engine asks the prefill engine's `/mock/kv/ID` when the KV is ready, and
+    waits for the duration of the transfer. With SGLang's `bootstrap_room` it is the prefill engine if `bootstrap_port`
+    is its own port.
     """
 
     def __init__(self, settings: MockSettings) -> None:
-        """Inside a running event loop."""
+        """Call this inside a running event loop."""
         self.settings = settings
         self.port = settings.port
         self.cache = WatchedBlocks(settings.cache_blocks, settings.block_tokens)
@@ -88,7 +88,7 @@ class MockEngine:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listen. `port` is the real one afterwards."""
+        """Listen. Afterwards, `port` is the real port."""
         settings = self.settings
         if settings.kv_events:
             self.events = Publisher(settings.kv_events, settings.kv_replay)
@@ -236,7 +236,7 @@ class MockEngine:
         return web.json_response(answer(body, path, 1, usage, kv))
 
     async def _fetch(self, source: str, transfer: str) -> None:
-        """Wait as long as the KV would need to arrive from there."""
+        """Wait for the time that the KV would need to arrive from there."""
         assert self._session is not None
         moved_s = await transfer_s(self._session, source, transfer, self.settings.network)
         await asyncio.sleep(moved_s / self.clock.speed)
@@ -269,7 +269,7 @@ class MockEngine:
         return streamed
 
     def _count(self, generation: Generation) -> int:
-        """Cached tokens of a request, once; counted for `/metrics`."""
+        """Cached tokens of a request. They are counted once for `/metrics`."""
         cached = generation.record.cached_tokens
         self._asked += generation.request.tokens
         self._found += cached
@@ -277,6 +277,6 @@ class MockEngine:
 
     @property
     def _address(self) -> ProducerAddress:
-        """Where a decode engine asks for KV."""
+        """The endpoint at which a decode engine asks for KV."""
         source = Source(self.settings.host, self.port, self._engine_id)
         return ProducerAddress(self._engine_id, (Peer(source, Shard(0, MAX_LAYERS, 0, 1)),))

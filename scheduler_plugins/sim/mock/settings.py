@@ -23,15 +23,15 @@ class MockSettings:
     block_tokens: int = 16
     kv_tokens: float = inf
     speed: float = 1.0
-    """How many times faster than real time it is."""
+    """Speed as a multiple of real time."""
     network: Network = field(default_factory=Network)
     kv_events: str = ""
     """ZMQ endpoint of its KV events, such as `tcp://127.0.0.1:5557`; empty: none."""
     kv_replay: str = ""
     sglang: bool = False
-    """It describes itself as SGLang's server does."""
+    """Whether it describes itself like SGLang's server."""
     decode_apart: bool = False
-    """A machine of its own decodes, beside prefills: one address for a prefill and a decode engine."""
+    """Whether a separate machine decodes. The mock is then a prefill and a decode engine at one address."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError: naming the setting, the value found and the value wanted."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV between mock engines: when it is computed, and how long it would be on its way. No KV moves."""
+"""KV between mock engines: the time when it is computed, and its transfer time. No KV moves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _KEPT = 10_000
 
 
 class Transfers:
-    """What a mock prefill engine has computed for others. Used on one event loop."""
+    """KV that a mock prefill engine has computed for other engines. Used on one event loop."""
 
     def __init__(self) -> None:
         self._known: dict[str, asyncio.Future[dict[str, float]]] = {}
 
     def computed(self, transfer: str, tokens: int, prefill_s: float) -> None:
-        """The KV of a prompt is there; its prefill took so long."""
+        """Note that the KV of a prompt is computed, and the seconds of its prefill."""
         future = self._of(transfer)
         if not future.done():
             future.set_result({"tokens": float(tokens), "prefill_s": prefill_s})
@@ -50,7 +50,7 @@ class Transfers:
 async def transfer_s(
     session: aiohttp.ClientSession, source: str, transfer: str, network: Network
 ) -> float:
-    """Wait until `source` (HOST:PORT) has computed it; the seconds that its KV is on its way then."""
+    """Wait until `source` (HOST:PORT) has computed the KV. Returns the seconds of its transfer."""
     async with session.get(f"http://{source}{KV}/{transfer}") as answer:
         found = await answer.json()
         if answer.status != 200:
