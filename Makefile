@@ -23,6 +23,7 @@ lint: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports --no-logo --no-cache
+	$(PYTHON) ci/words
 
 # The door to SGLang is tested with SGLang, which has an environment of its own.
 SGLANG := .venv-sglang/bin/python

@@ -212,7 +212,7 @@ class Manager(BaseKVManager):
         register(self.kv_args, self._config.host, self.agent.port)
 
     def describe(self) -> dict[str, Any]:
-        """What this engine tells whoever asks for its state: a router needs a prefill engine's address
+        """The state that this engine tells: a router needs a prefill engine's address
         to name it to a decode engine of another kind."""
         return self._address.fields() if self.produces else {}
 
