@@ -147,7 +147,7 @@ def test_a_room_is_one_requests_until_it_has_left(role: str) -> None:
     queue = Queue(role)
     queue.kv_manager.admission.enter(5)
     refusal = queue.refusal(request(room=5))
-    assert "another request has it now" in refusal
+    assert "another request uses it" in refusal
     assert "n 1" in refusal
     assert not queue.told, "the first's transfer is left alone"
     queue.kv_manager.admission.leave(5)

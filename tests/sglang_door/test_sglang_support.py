@@ -138,7 +138,7 @@ def test_what_stands_in_the_variable_is_not_repeated(text: str) -> None:
 
 @pytest.mark.parametrize("audit", ["first", 0.01])
 def test_an_audit_that_is_asked_for_is_refused_because_nothing_is_computed(audit: object) -> None:
-    with pytest.raises(ConfigError, match="cannot compute a prompt"):
+    with pytest.raises(ConfigError, match="computes no prompt"):
         load_config(json.dumps({"audit": audit}))
     assert load_config('{"audit": "off"}').audit == "off"
 
