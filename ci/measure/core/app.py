@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,6 +20,19 @@ BUDGET_MS = 1.0
 _LONGEST_PAGE = 128
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def _measured(
+    measure: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs
+) -> tuple[Found, str]:
+    """What `measure` found, and a note on how busy other programs kept the machine."""
+    with exit_codes(Console(stderr=True)):
+        noise = Noise([])
+        return measure(*args, **kwargs), noise_note(noise.cores())
 
 
 @app.callback()
@@ -43,11 +57,7 @@ def reshard(
 
     if tokens % _LONGEST_PAGE:
         raise typer.BadParameter(f"{tokens}: must be a multiple of {_LONGEST_PAGE}")
-    stderr = Console(stderr=True)
-    with exit_codes(stderr):
-        noise = Noise([])
-        comparisons = measure(tokens, runs, TP_SIZES, PAGE_SIZES)
-        note = noise_note(noise.cores())
+    comparisons, note = _measured(measure, tokens, runs, TP_SIZES, PAGE_SIZES)
     flat = [one for one in comparisons if one.bar is not None]
     pairs = [one for one in comparisons if one.bar is None]
     report([("torch", pairs), ("fastest", flat)], [note], json)
@@ -60,10 +70,7 @@ def codec(
     """Code bfloat16 on one core with the loops that numba compiles, beside torch's operations."""
     from measure.core.codec import measure
 
-    with exit_codes(Console(stderr=True)):
-        noise = Noise([])
-        comparisons = measure(runs)
-        note = noise_note(noise.cores())
+    comparisons, note = _measured(measure, runs)
     report([("torch", comparisons)], [note], json)
 
 
@@ -75,10 +82,8 @@ def overhead(json: Json = None) -> None:
     """
     from measure.core.overhead import planning_overhead
 
-    with exit_codes(Console(stderr=True)):
-        noise = Noise([])
-        spent = dict(zip(("producer", "consumer"), planning_overhead(), strict=True))
-        note = noise_note(noise.cores())
+    found, note = _measured(planning_overhead)
+    spent = dict(zip(("producer", "consumer"), found, strict=True))
     comparisons = [
         Comparison(
             "overhead", {"side": side}, Sample((spent_ms,)), Sample((BUDGET_MS,)), "ms", bar=1.0
@@ -95,10 +100,7 @@ def audit(
     """The cost of comparing KV beside writing it, and the cost of audits for an unaudited request."""
     from measure.core.audit import measure
 
-    with exit_codes(Console(stderr=True)):
-        noise = Noise([])
-        comparisons = measure(runs)
-        note = noise_note(noise.cores())
+    comparisons, note = _measured(measure, runs)
     report([("without", comparisons)], [note], json)
 
 
@@ -110,10 +112,7 @@ def peers(json: Json = None) -> None:
     """
     from measure.core.peers import MESSAGE_BUDGET_MS, REST_BUDGET_MS, measure
 
-    with exit_codes(Console(stderr=True)):
-        noise = Noise([])
-        found = measure()
-        note = noise_note(noise.cores())
+    found, note = _measured(measure)
     spent = (
         ("a second at rest", found.rest_ms, REST_BUDGET_MS),
         ("a message", found.message_ms, MESSAGE_BUDGET_MS),
