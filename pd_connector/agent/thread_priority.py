@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks Linux and Python to favour the threads that move KV over engine threads that poll without pause. Work
-that can wait goes behind both."""
+"""Asks Linux and Python to favour the threads that move KV over engine threads that poll without pause.
 
-import contextlib
+No thread gets a lower priority than the engine's. It would keep Python's lock (GIL) while it waits for a processor,
+and the agent and the engine would wait for it.
+"""
+
 import ctypes
 import os
 import platform
@@ -13,7 +15,6 @@ from pathlib import Path
 _SYSCALL = {"x86_64": 314, "aarch64": 274}  # sched_setattr
 _SHORT_SLICE_NS = 100_000  # the shortest the kernel grants
 _NICE = -10
-_NICEST = 19
 _IO_THREAD = "ZMQbg/IO"  # as ZeroMQ names its threads
 
 
@@ -72,12 +73,6 @@ def prefer_own_threads() -> bool:
     except OSError:
         return False
     return True
-
-
-def yield_to_others() -> None:
-    """Let the calling thread have what others leave of the processors. No permission is needed."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICEST)
 
 
 def prefer_short_turns(longest_ms: float) -> None:

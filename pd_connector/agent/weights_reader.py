@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pd_connector.agent.thread_priority import yield_to_others
 from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.weights import full_fingerprint, read_weights
 
@@ -50,7 +49,6 @@ class WeightsReader:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        yield_to_others()
         began = time.monotonic()
         try:
             full = self._read()

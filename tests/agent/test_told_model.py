@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told of a model is true from the start, through changes of its weights, to the end."""
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,20 @@ def test_what_was_read_of_weights_of_before_is_not_told(
     told.append(engine.told)
     engine.wait()
     assert [type(command) for command in engine.commands] == [ChangeModel]
+
+
+def test_weights_are_read_by_a_thread_of_the_engines_own_priority(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a lower one it would keep Python's lock while it waits for a processor: the agent of a busy machine was
+    silent for seconds, and its sessions were lost."""
+    full = weights_reader.full_fingerprint
+    found: list[int] = []
+
+    def noting(*args: Any) -> bytes:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return full(*args)
+
+    monkeypatch.setattr(weights_reader, "full_fingerprint", noting)
+    Engine(checkpoint).wait()
+    assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
