@@ -87,7 +87,7 @@ def _quantise(part: Part, x: torch.Tensor, scales: torch.Tensor, codes: torch.Te
         scale = _scales(largest(values, (_axis(part),)))
         scaled = values.to(torch.float32, copy=True).div_(scale).round_()
         _grouped(part, codes[:, first:stop]).copy_(scaled)
-        _scales_of(part, scales, first, stop).copy_(scale)
+        _scales_of(part, scales, first, stop).view(torch.int16).copy_(_bfloat16_bits(scale))
 
 
 def _dequantise(
@@ -107,6 +107,11 @@ def _scales(magnitudes: torch.Tensor) -> torch.Tensor:
     up = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     up = torch.where(magnitudes == 0, torch.ones_like(up), up.clamp(min=SMALLEST_SCALE))
     return torch.where(magnitudes.isfinite(), up, torch.full_like(up, torch.nan))
+
+
+def _bfloat16_bits(scales: torch.Tensor) -> torch.Tensor:
+    """The upper halves of float32 scales. A conversion by torch has 0xFFFF or 0x7FC0 for NaN, by the CPU's kind."""
+    return scales.view(torch.int32) >> 16
 
 
 def _axis(part: Part) -> int:

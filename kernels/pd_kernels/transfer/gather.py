@@ -190,7 +190,9 @@ def _encode_int8(value: torch.Tensor, key: bool) -> tuple[torch.Tensor, torch.Te
         (group / scale).round().nan_to_num(0.0).to(torch.int8)
         for group, scale in zip(groups, scales, strict=True)
     ]
-    return _bytes(torch.cat(scales, 1).to(torch.bfloat16)), _bytes(torch.cat(codes, 1))
+    # Scales are values of bfloat16. Their upper halves have one NaN; a conversion's NaN differs by processor.
+    halves = (torch.cat(scales, 1).view(torch.int32) >> 16).to(torch.int16)
+    return _bytes(halves), _bytes(torch.cat(codes, 1))
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

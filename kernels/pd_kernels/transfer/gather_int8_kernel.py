@@ -18,6 +18,7 @@ from pd_kernels.transfer.numerics import (
     int8_scale,
     magnitude_bits,
     near_quotient,
+    upper_half,
 )
 from pd_kernels.transfer.packed_numerics import (
     int8_pairs,
@@ -171,10 +172,10 @@ def _gather_key(
         slot, sums, words, begin, inside, copy, _SUPER_PAGE, CHANNELS // 8, DIM // 8, CHECK
     )
     at = section * 16 + ((head * super_pages + super_page) * DIM + channel) * 2
-    scaled = scale.to(tl.bfloat16)
-    tl.store((slot + at).to(tl.pointer_type(tl.bfloat16)), scaled)
+    bits = upper_half(scale)
+    tl.store((slot + at).to(tl.pointer_type(tl.int16)), bits)
     if CHECK:
-        add_pieces(sums, at, scaled.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF, 2, copy)
+        add_pieces(sums, at, bits.to(tl.int64) & 0xFFFF, 2, copy)
 
 
 @triton.jit
@@ -204,11 +205,10 @@ def _gather_value(
     begin = (section + scales) * 2 + (head * tokens + tile * TOKENS) * (DIM // 8)
     _write_codes(slot, sums, words, begin, kept, copy, TOKENS, PADDED // 8, DIM // 8, CHECK)
     at = section * 16 + (head * tokens + token) * 2
-    scaled = scale.to(tl.bfloat16)
-    tl.store((slot + at).to(tl.pointer_type(tl.bfloat16)), scaled, mask=there)
+    bits = upper_half(scale)
+    tl.store((slot + at).to(tl.pointer_type(tl.int16)), bits, mask=there)
     if CHECK:
-        bits = scaled.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
-        add_pieces(sums, at, tl.where(there, bits, 0), 2, copy)
+        add_pieces(sums, at, tl.where(there, bits.to(tl.int64) & 0xFFFF, 0), 2, copy)
     if (head == HEADS - 1) & ((tile + 1) * TOKENS >= tokens):
         end = HEADS * tokens + tl.arange(0, 8)  # a section holds 8 scales
         padding = (slot + section * 16).to(tl.pointer_type(tl.int16)) + end

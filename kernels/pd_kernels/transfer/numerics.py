@@ -86,6 +86,13 @@ def int8_scale(bits):
 
 
 @triton.jit
+def upper_half(scale):
+    """The bits of a float32 that is a value of bfloat16, int16. NaN keeps its bits; a conversion's
+    NaN differs by processor."""
+    return (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+
+
+@triton.jit
 def int8_codes(quotients):
     """Round quotients of -127 to 127 to nearest even. With `_ROUND` added, the low bits are the
     integer."""
