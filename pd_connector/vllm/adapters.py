@@ -56,6 +56,7 @@ class _Use(NamedTuple):
     """The adapter of one request, as it was when the request came."""
 
     name: str  # name and content
+    content: str
     pages: str  # key of its pages, beside the adapter's name and path
     problem: str
     reading: int
@@ -91,6 +92,14 @@ class Adapters:
         if use.problem:
             raise OSError(use.problem)
         return use.name
+
+    def content(self, request: "Request") -> str:
+        """Content of a request's adapter, without its name; empty for none.
+
+        Raises:
+            OSError: the content is not known.
+        """
+        return self._use(request).content if self.name(request) else ""
 
     def pages(self, request: "Request") -> str:
         """The key of a request's pages, beside the name and the path of its adapter."""
@@ -152,12 +161,12 @@ class Adapters:
         problem = loaded.problem or self.problem
         if problem or loaded.files is None:
             pages = f"unknown {lora.lora_int_id}.{loaded.reading}"
-            return _Use("", pages, problem, loaded.reading)
+            return _Use("", "", pages, problem, loaded.reading)
         content = loaded.files.fingerprint
         layout = "3d" if getattr(lora, "is_3d_lora_weight", False) else ""
         told = " ".join(part for part in (content, layout, self._settings) if part)
         pages = f"{told}.{self._doubts.get(content, 0)}"
-        return _Use(f"{lora.lora_name} {told}", pages, "", loaded.reading)
+        return _Use(f"{lora.lora_name} {told}", told, pages, "", loaded.reading)
 
     def _look(self, lora: Any) -> _Loaded:
         """An adapter as it is now."""
