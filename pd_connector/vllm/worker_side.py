@@ -12,10 +12,10 @@ from pd_connector.agent.commands import Command, Computed, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import Finished, Held, Load
-from pd_connector.protocol.last_words import FIRST_TOKEN
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.incoming import Finished, Held, Load
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.last_words import FIRST_TOKEN
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache, engine_shards
 from pd_connector.vllm.messages import (
     AuditReport,
