@@ -41,10 +41,10 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.store.base import Store
-from pd_connector.protocol.audit import AuditBook
-from pd_connector.protocol.incoming import Load
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.audit import AuditBook
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 from pd_connector.transport.choice import choose, this_machine, with_names
@@ -68,7 +68,7 @@ class Agent:
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included; just this one by default.
-        tells: kinds of last words (`protocol.last_words`) that come with final offers.
+        tells: kinds of last words (`protocol.wire.last_words`) that come with final offers.
         needs: kinds of last words that this engine cannot go on without. A load is not over before they have come.
         late_revokes: the engine may overwrite pages before it says that it takes them back
             (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
@@ -76,6 +76,7 @@ class Agent:
             a producer is loaded only once that has passed, since the producer started.
         experts: the model sends tokens to experts, see `protocol.experts`.
         store: where chunks of KV outlive their request; None without a pool.
+        experts: the model sends tokens to experts, see `protocol.consuming.experts`.
         wrap: what to make of each transport, for tests.
 
     Raises:

@@ -20,16 +20,16 @@ from pd_connector.agent.commands import (
     Revoke,
     Withdraw,
 )
-from pd_connector.agent.consumer_side import ConsumerSide
+from pd_connector.agent.consuming.consumer_side import ConsumerSide
+from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.integrity import HasIntegrity, checks_wanted
-from pd_connector.agent.open_sessions import MOST_SESSIONS
 from pd_connector.agent.loop_waits import LoopWaits
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.pool_side import PoolSide
-from pd_connector.agent.producer_side import ProducerSide
+from pd_connector.agent.producing.producer_side import ProducerSide
 from pd_connector.agent.resources import RankResources
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
@@ -40,10 +40,10 @@ from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.store.base import Store
-from pd_connector.protocol.audit import AuditBook
-from pd_connector.protocol.incoming import Load
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.consuming.audit import AuditBook
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Landed, Transport, Written
 from pd_connector.transport.choice import FASTEST_BETWEEN_MACHINES, Choice, with_names

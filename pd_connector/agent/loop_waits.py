@@ -8,9 +8,9 @@ from typing import Any
 
 import zmq
 
-from pd_connector.agent.consumer_side import ConsumerSide
+from pd_connector.agent.consuming.consumer_side import ConsumerSide
 from pd_connector.agent.pool_side import PoolSide
-from pd_connector.agent.producer_side import ProducerSide
+from pd_connector.agent.producing.producer_side import ProducerSide
 from pd_connector.transport.base import Transport
 
 _BUSY_TRANSPORT_POLL_MS = 1

@@ -7,8 +7,8 @@ import threading
 from pd_connector.agent.commands import Command, Drop, Hold, Withdraw
 from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Fill, Save, Saved
-from pd_connector.protocol.incoming import Finished, Held, Load
-from pd_connector.protocol.outgoing import Free, Offer
+from pd_connector.protocol.consuming.incoming import Finished, Held, Load
+from pd_connector.protocol.producing.outgoing import Free, Offer
 
 Outcome = Free | Finished | Held | Saved
 

@@ -28,7 +28,7 @@ from pd_connector.pool.keys import model_root
 from pd_connector.pool.loader import Loader, ReadChunk
 from pd_connector.pool.saver import Saver
 from pd_connector.pool.store.base import Store
-from pd_connector.protocol.incoming import Finished
+from pd_connector.protocol.consuming.incoming import Finished
 
 logger = logging.getLogger("pd_connector.agent.pool")
 
@@ -155,9 +155,7 @@ class PoolSide:
         finally:
             self._report(Saved(save.request))
 
-    def _write(
-        self, chunk: PromptChunk, tenant: str, facts: ModelFacts, buffer: bytearray
-    ) -> None:
+    def _write(self, chunk: PromptChunk, tenant: str, facts: ModelFacts, buffer: bytearray) -> None:
         """In the thread that writes."""
         cause = "failed"
         try:

@@ -40,7 +40,12 @@ class Saver:
             OSError: the store failed.
         """
         layers = tuple(
-            LayerBytes(one.layer, one.offset, one.nbytes, layer_sum(payload[one.offset : one.offset + one.nbytes]))
+            LayerBytes(
+                one.layer,
+                one.offset,
+                one.nbytes,
+                layer_sum(payload[one.offset : one.offset + one.nbytes]),
+            )
             for one in places(form, self._geometry)
         )
         record = Record(

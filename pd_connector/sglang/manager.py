@@ -23,9 +23,9 @@ from pd_connector.control.seal import sealed
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.last_words import FIRST_TOKEN
-from pd_connector.protocol.params import ProducerAddress
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.last_words import FIRST_TOKEN
+from pd_connector.protocol.wire.params import ProducerAddress
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard

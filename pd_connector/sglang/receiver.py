@@ -15,8 +15,8 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, KVTransf
 
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import Finished, Held, Load
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.consuming.incoming import Finished, Held, Load
+from pd_connector.protocol.wire.peers import Peer
 from pd_connector.sglang.failure import TransferError, contained
 from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.requests import room_after_retraction, transfer_of

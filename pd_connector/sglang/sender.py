@@ -14,8 +14,8 @@ from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransfer
 
 from pd_connector.agent.commands import Computed, Expect, Withdraw
 from pd_connector.errors import Cause
-from pd_connector.protocol.last_words import LastWords
-from pd_connector.protocol.outgoing import Free, Offer
+from pd_connector.protocol.producing.outgoing import Free, Offer
+from pd_connector.protocol.wire.last_words import LastWords
 from pd_connector.sglang.failure import TransferError, contained
 from pd_connector.sglang.requests import transfer_of
 from pd_connector.sglang.words import read_row

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.adapters import watch
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("pd_connector.vllm")
+
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):
     """Made once in the scheduler and once in each worker; has only the side of its role."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.protocol.peers import Peer
-from pd_connector.protocol.params import TransferParams
+from pd_connector.protocol.wire.params import TransferParams
+from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.audits import Audits
 from pd_connector.vllm.fetch import Fetch, Stage
@@ -218,4 +218,6 @@ class Fetching:
 def fetched_tokens(request: "Request", params: TransferParams) -> int:
     """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
     appended its first token."""
-    return request.num_prompt_tokens if params.remote_num_tokens is None else params.remote_num_tokens
+    return (
+        request.num_prompt_tokens if params.remote_num_tokens is None else params.remote_num_tokens
+    )

@@ -18,8 +18,8 @@ from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.pool.store.local import open_store
-from pd_connector.protocol import params as transfer_params
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.wire import params as transfer_params
+from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.fetching import Fetching, fetched_tokens
 from pd_connector.vllm.ignored import IgnoredParams

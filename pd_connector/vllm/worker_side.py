@@ -15,10 +15,10 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Save, Saved
 from pd_connector.pool.store.local import open_store
-from pd_connector.protocol.incoming import Finished, Held, Load
-from pd_connector.protocol.last_words import FIRST_TOKEN
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.incoming import Finished, Held, Load
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.last_words import FIRST_TOKEN
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache, engine_shards
 from pd_connector.vllm.messages import (
     AuditReport,

@@ -23,12 +23,13 @@ from support.agents import (
 )
 from support.children import Children, children, nursery
 
-from pd_connector.agent import loop, session_keeper
+from pd_connector.agent import loop
 from pd_connector.agent.commands import Computed, Drop, Expect, Hold, Revoke, Withdraw
+from pd_connector.agent.consuming import session_keeper
 from pd_connector.control import addresses
 from pd_connector.control.sockets import Connection, Listener
 from pd_connector.errors import Cause
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 
 __all__ = ["children", "nursery", "ranks"]
 

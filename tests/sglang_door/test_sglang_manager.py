@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang_door.test_sglang_cache import HEADS, LAYERS, full_attention
 from support.agents import until
 
-from pd_connector.agent.discovery import ask_ranks
+from pd_connector.agent.consuming.discovery import ask_ranks
 from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts

@@ -23,7 +23,7 @@ from support.agents import until
 
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.cache import own_shard
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.prefill_engines import Found

@@ -17,7 +17,7 @@ from sglang_door.test_sglang_cache import TOKENS
 from support.agents import until
 
 from pd_connector.errors import Cause
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.prefill_engines import Found
 from pd_connector.sglang.receiver import Receiver

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from support.vllm_computing import ComputingEngine, answered, full, until_over, window
 from support.vllm_steps import PAGE
 
-from pd_connector.protocol.params import prefill_params
+from pd_connector.protocol.wire.params import prefill_params
 from pd_connector.vllm.unfilled import UnfilledPages
 
 Engines = tuple[ComputingEngine, ComputingEngine]

@@ -13,8 +13,8 @@ from pd_connector.agent.commands import ChangeModel, Withdraw
 from pd_connector.config import Config
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.memory.parameters import loaded_full_fingerprint
-from pd_connector.protocol.incoming import Load
-from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm import owners, worker_side
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.model import loaded_weights

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.remedies import handoffs_in, outage_in
 from scheduler_plugins.admission import report
 from scheduler_plugins.router.engines.addresses import addresses_of, decoded

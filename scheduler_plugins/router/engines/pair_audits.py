@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from pd_connector.protocol.audit_prompt import audit_body, fresh_salt
-from pd_connector.protocol.params import ProducerAddress, prefill_params
+from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
+from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineCall
 from scheduler_plugins.router.engines.kinds import Kind

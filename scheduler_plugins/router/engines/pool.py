@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.engines.caches import EngineCaches

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pd_connector.protocol.params import (
+from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
     describe_params,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.params import ProducerAddress
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.params import ProducerAddress
+from pd_connector.protocol.wire.peers import Peer, Source
 from scheduler_plugins.router.client.answers import (
     EventCutter,
     headers_to_client,
