@@ -6,7 +6,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.form import Form, places
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.record import LayerBytes, Record, Writer, encode, layer_sum
-from pd_connector.pool.store.base import Refusal, Store
+from pd_connector.pool.store.base import Refusal, Store, Why
 
 SAVED = "saved"
 
@@ -36,8 +36,7 @@ class Saver:
             form: what the payload looks like.
 
         Raises:
-            PoolError: it cannot be described.
-            OSError: the store failed.
+            PoolError: it cannot be described, or the store takes no more bytes.
         """
         layers = tuple(
             LayerBytes(
@@ -72,14 +71,11 @@ class Saver:
             parts=self._parts,
             nbytes=nbytes,
             tenant=tenant,
+            writer=self._writer.engine_id,
         )
         if isinstance(writing, Refusal):
-            return str(writing)
-        try:
+            return writing.why
+        with writing:
             writing.write(0, memoryview(head))
             writing.write(len(head), payload[: record.payload_bytes])
-            writing.publish()
-        except BaseException:
-            writing.cancel()
-            raise
-        return SAVED
+            return SAVED if writing.publish() else Why.UNWELL
