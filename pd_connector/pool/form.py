@@ -9,14 +9,14 @@ A reader of any layout sees the run through the views; a reader whose pages are 
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.coding import ELEMENT_BYTES
-from pd_connector.kv.geometry import DRAFT_LAYERS, Count, Geometry, Group, Layers, Positive, Shard
+from pd_connector.kv.geometry import Count, Geometry, Group, Layers, Positive, Shard
 from pd_connector.plan.sizes import parts, token_bytes
 from pd_connector.pool.keys import CHUNK_TOKENS
 
@@ -239,51 +239,23 @@ def part_shard(name: str) -> Shard | None:
     return Shard(first, stop, rank, size) if first < stop and rank < size else None
 
 
-def needed_parts(names: Iterable[str], own: Geometry) -> list[str]:
-    """The parts that have something for a rank with this geometry, of all parts of a chunk.
-
-    >>> group = Group(kind="attention", layers=(0, 1), heads=8, key_dim=64, value_dim=64, page_size=16,
-    ...               window=0, dtype="bfloat16", layout="NHD", heads_apart=True)
-    >>> own = Geometry(Shard(first_layer=0, stop_layer=2, tp_rank=1, tp_size=2), (group,))
-    >>> needed_parts(["0-2.0of4", "0-2.1of4", "0-2.2of4", "0-2.3of4"], own)
-    ['0-2.2of4', '0-2.3of4']
-    """
-    found = []
-    for name in names:
-        shard = part_shard(name)
-        if shard is not None and any(_has_of(shard, own, group) for group in own.groups):
-            found.append(name)
-    return found
-
-
-def _has_of(shard: Shard, own: Geometry, group: Group) -> bool:
-    """Whether a rank with this shard writes something of the group that `own` holds."""
-    here, there = own.heads(group), shard.heads(group.heads)
-    stage = range(shard.first_layer, shard.stop_layer)
-    common = max(here.start, there.start) < min(here.stop, there.stop)
-    kept = kept_layers(shard, group)
-    return common and any(layer in stage or layer >= DRAFT_LAYERS for layer in kept)
-
-
-def at_rest(form: Sequence[Run], geometry: Geometry) -> Iterator[tuple[Run, Geometry]]:
-    """Each run as the cache of one rank.
+def at_rest(run: Run, geometry: Geometry) -> Geometry:
+    """A run as the cache of one rank.
 
     Each head is stored once, so the ranks that hold the same heads count as one. No window is left: a run holds all
     tokens from its first one on.
+
+    Args:
+        geometry: of the writer.
     """
-    for run in form:
-        group = group_of(geometry, run.layers[0])
-        assert group is not None
-        replicas = geometry.shard.replicas(group.heads)
-        shard = msgspec.structs.replace(
-            geometry.shard,
-            tp_rank=geometry.shard.tp_rank // replicas,
-            tp_size=geometry.shard.tp_size // replicas,
-        )
-        scales = tuple(group.scale(layer) for layer in run.layers) if group.scales else ()
-        kept = msgspec.structs.replace(group, layers=run.layers, scales=scales, window=0, table=0)
-        if not run.planes:
-            kept = msgspec.structs.replace(
-                kept, page_size=CHUNK_TOKENS, layout="", heads_apart=False
-            )
-        yield run, Geometry(shard, (kept,))
+    group = group_of(geometry, run.layers[0])
+    assert group is not None
+    shard, replicas = geometry.shard, geometry.shard.replicas(group.heads)
+    shard = msgspec.structs.replace(
+        shard, tp_rank=shard.tp_rank // replicas, tp_size=shard.tp_size // replicas
+    )
+    scales = tuple(group.scale(layer) for layer in run.layers) if group.scales else ()
+    kept = msgspec.structs.replace(group, layers=run.layers, scales=scales, window=0, table=0)
+    if not run.planes:
+        kept = msgspec.structs.replace(kept, page_size=CHUNK_TOKENS, layout="", heads_apart=False)
+    return Geometry(shard, (kept,))

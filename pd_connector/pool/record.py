@@ -9,6 +9,7 @@ Schema history. Records whose schema is one back are read, once there is a schem
 """
 
 import struct
+from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ import xxhash
 from pd_connector.errors import MalformedMessageError, Miss, PoolError
 from pd_connector.kv.geometry import MAX_LAYERS, Geometry, without_drafts
 from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
-from pd_connector.pool.form import Form, form_problem, part_name, places
+from pd_connector.pool.form import Form, Place, form_problem, part_name, places
 from pd_connector.pool.keys import CHUNK_BYTES, KEY_BYTES, link, model_root
 from pd_connector.protocol.wire.fields import Count, Name
 from pd_connector.protocol.wire.fields import decode as decode_fields
@@ -132,6 +133,36 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 def layer_sum(data: bytes | bytearray | memoryview) -> bytes:
     """XXH3-128 of a layer's bytes. It finds accidents; it does not stop forgery."""
     return xxhash.xxh3_128_digest(data)
+
+
+def sealed(form: Form, geometry: Geometry, payload: memoryview) -> tuple[LayerBytes, ...]:
+    """`Record.layers` of a payload that is complete.
+
+    Args:
+        form: of the plan by which it was written.
+        geometry: of the writer.
+    """
+    return tuple(
+        LayerBytes(*place, layer_sum(payload[place.offset : place.offset + place.nbytes]))
+        for place in places(form, geometry)
+    )
+
+
+def payload_problem(
+    record: Record, needed: Iterable[Place], buffer: memoryview, start: int = 0
+) -> str:
+    """What is wrong with the bytes of these layers; empty if they are those that were written.
+
+    Args:
+        needed: of `places(record.form, ...)`, such as `Need.places`.
+        buffer: the payload from byte `start` on.
+    """
+    sums = {one.layer: one.sum for one in record.layers}
+    for layer, offset, nbytes in needed:
+        data = buffer[offset - start : offset - start + nbytes]
+        if len(data) != nbytes or layer_sum(data) != sums[layer]:
+            return f"bytes of layer {layer} of {record.part} of {record.key.hex()} differ from their sum"
+    return ""
 
 
 def encode(record: Record) -> bytes:
