@@ -100,6 +100,7 @@ class Agent:
         audits: bool = False,
         experts: bool = False,
         store: Store | None = None,
+        engine: str = "",
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
         if cache.largest_page_bytes > config.slot_bytes:
@@ -146,6 +147,7 @@ class Agent:
                 wrap=wrap,
                 choice=choice,
                 store=store,
+                engine=engine,
             )
 
         self._make_loop = make_loop

@@ -39,6 +39,7 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
+from pd_connector.pool.record import Writer
 from pd_connector.pool.store.base import Store
 from pd_connector.protocol.consuming.audit import AuditBook
 from pd_connector.protocol.consuming.incoming import Load
@@ -72,6 +73,7 @@ class Loop:
         port: control port to listen on; 0 lets the system choose.
         wrap: what to make of each transport, for tests.
         store: where chunks of KV outlive their request; None without a pool.
+        engine: name and version of the engine, told in records of the pool.
 
     Raises:
         PDConnectorError: the host cannot be listened on, or a transport cannot be set up.
@@ -97,6 +99,7 @@ class Loop:
         wrap: Callable[[Transport], Transport],
         choice: Choice,
         store: Store | None = None,
+        engine: str = "",
     ) -> None:
         self._config = config
         self._cache = cache
@@ -148,7 +151,9 @@ class Loop:
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
             if store:
-                self.pool_side = PoolSide(resources, store, gate, report)
+                writer = Writer(engine, identity.engine_id)
+                parts = len(shards) or 1
+                self.pool_side = PoolSide(resources, store, writer, parts, gate, report)
         except BaseException:
             self.close()
             raise

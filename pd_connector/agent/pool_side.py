@@ -20,14 +20,17 @@ import msgspec
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.resources import RankResources
-from pd_connector.errors import Cause, PDConnectorError
+from pd_connector.errors import Cause, PDConnectorError, PoolError
 from pd_connector.kv.model import ModelFacts
-from pd_connector.pages.stored import StoredPages
+from pd_connector.pool.form import Form, places
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
-from pd_connector.pool.keys import model_root
-from pd_connector.pool.loader import Loader, ReadChunk
+from pd_connector.pool.keys import CHUNK_TOKENS, model_root
+from pd_connector.pool.loader import Landing, Loader, ReadChunk
+from pd_connector.pool.plans import plan_load, plan_save
+from pd_connector.pool.record import Writer
 from pd_connector.pool.saver import Saver
 from pd_connector.pool.store.base import Store
+from pd_connector.pool.stored import ChunkLoader, describe, gather_piece
 from pd_connector.protocol.consuming.incoming import Finished
 
 logger = logging.getLogger("pd_connector.agent.pool")
@@ -56,6 +59,8 @@ class PoolSide:
 
     Args:
         store: where chunks are.
+        writer: this engine, as records name it.
+        parts: number of its ranks.
         gate: shut by the engine's thread for requests whose pages may not be touched.
         report: told of every outcome.
     """
@@ -64,6 +69,8 @@ class PoolSide:
         self,
         resources: RankResources,
         store: Store,
+        writer: Writer,
+        parts: int,
         gate: PageGate,
         report: Callable[[Outcome], None],
     ) -> None:
@@ -72,15 +79,18 @@ class PoolSide:
         self._wake = resources.wake
         self._gate = gate
         self._report = report
-        self._pages = StoredPages(resources.cache)
+        self._geometry = resources.cache.geometry
+        self._form = describe(resources.cache)
         self._facts = resources.identity.facts
-        self._saver = Saver(store, self._pages.form, resources.identity.engine_id)
-        self._loader = Loader(store, resources.cache.geometry)
+        self._saver = Saver(store, self._geometry, writer, parts)
+        self._loader = Loader(store, self._geometry)
+        self._placing = ChunkLoader(resources.cache)
         self._saves: deque[tuple[Save, Any]] = deque()
-        self._free = [bytearray(self._pages.part_bytes) for _ in range(_BUFFERS)]
-        self._landing: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        last = places(self._form, self._geometry)[-1]
+        self._free = [bytearray(last.offset + last.nbytes) for _ in range(_BUFFERS)]
+        self._landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
         for _ in range(_BUFFERS):
-            self._landing.put(bytearray())
+            self._landings.put(Landing())
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._writers = ThreadPoolExecutor(1, "pd-pool-save")
         self._readers = ThreadPoolExecutor(_READERS, "pd-pool-load")
@@ -133,33 +143,48 @@ class PoolSide:
         while self.device_done:
             save, fence = self._saves.popleft()
             buffer = self._free.pop()
-            if not self._copied(save, buffer, fence):
+            form = self._copied(save, memoryview(buffer), fence)
+            if form is None:
                 self._free.append(buffer)
                 continue
-            self._writers.submit(self._write, save.chunk, save.tenant, self._facts, buffer)
+            self._writers.submit(self._write, save, form, self._facts, buffer)
 
-    def _copied(self, save: Save, buffer: bytearray, fence: Any) -> bool:
-        """Copy the pages of a save, which the engine may reuse afterwards. Returns whether that went well."""
+    def _copied(self, save: Save, payload: memoryview, fence: Any) -> Form | None:
+        """Copy the pages of a save. The engine may reuse them afterwards. Returns what the payload looks like; None if
+        there is none."""
         try:
             if save.model != self.model:
-                return False
+                return None
+            plan = plan_save(self._form, self._geometry, self._tables(save), save.chunk.number)
+            if plan is None:
+                return None
             with self._gate.touching(save.request) as confirm:
-                self._pages.save(save.chunk.number, save.pages, memoryview(buffer), fence)
+                for piece in plan.pieces:
+                    gather_piece(self._cache, piece, payload, fence)
                 confirm()
-            return True
+            return plan.form
         except AbandonedError:
             raise
         except Exception:
             logger.exception("pool: a chunk could not be copied")
-            return False
+            return None
         finally:
             self._report(Saved(save.request))
 
-    def _write(self, chunk: PromptChunk, tenant: str, facts: ModelFacts, buffer: bytearray) -> None:
+    def _tables(self, save: Save) -> list[list[int]]:
+        """The save's pages, each at its place in the request."""
+        sizes = {group.table: group.page_size for group in self._geometry.groups}
+        first = save.chunk.first_token
+        return [
+            [-1] * (first // sizes.get(table, CHUNK_TOKENS)) + list(pages)
+            for table, pages in enumerate(save.pages)
+        ]
+
+    def _write(self, save: Save, form: Form, facts: ModelFacts, buffer: bytearray) -> None:
         """In the thread that writes."""
         cause = "failed"
         try:
-            cause = self._saver.save(chunk, tenant, facts, memoryview(buffer))
+            cause = self._saver.save(save.chunk, save.tenant, facts, form, memoryview(buffer))
         except PDConnectorError as error:
             logger.warning("pool: a chunk was not saved: %s", error)
         except Exception:
@@ -183,17 +208,17 @@ class PoolSide:
     def _read(self, filling: _Filling, chunk: PromptChunk, facts: ModelFacts) -> None:
         """In a thread that reads."""
         found: ReadChunk | PDConnectorError | None = None
-        buffer: bytearray | None = None
+        landing: Landing | None = None
         if filling.cause is None:
             try:
-                buffer = self._landing.get(timeout=_BUFFER_WAIT_S)
-                found = self._loader.read(chunk, facts, buffer)
+                landing = self._landings.get(timeout=_BUFFER_WAIT_S)
+                found = self._loader.read(chunk, facts, landing)
             except PDConnectorError as error:
                 found = error
             except Exception as error:
                 logger.exception("pool: a chunk was not read")
                 found = PDConnectorError(repr(error))
-        self._done.put(partial(self._place, filling, chunk, found, buffer))
+        self._done.put(partial(self._place, filling, chunk, found, landing))
         self._wake()
 
     def _place(
@@ -201,31 +226,33 @@ class PoolSide:
         filling: _Filling,
         chunk: PromptChunk,
         found: ReadChunk | PDConnectorError | None,
-        buffer: bytearray | None,
+        landing: Landing | None,
     ) -> None:
         if isinstance(found, PDConnectorError):
             filling.cause = filling.cause or Cause.POOL
             filling.detail = filling.detail or str(found)
         elif found is not None and filling.cause is None:
             self._scatter(filling, chunk, found)
-        if buffer is not None:
-            self._landing.put(buffer)
+        if landing is not None:
+            self._landings.put(landing)
         filling.left -= 1
         if not filling.left:
             self._end(filling)
 
     def _scatter(self, filling: _Filling, chunk: PromptChunk, found: ReadChunk) -> None:
         fill = filling.fill
-        first = max(fill.first_token, chunk.first_token)
-        stop = min(fill.stop_token, chunk.stop_token)
+        span = fill.first_token, fill.stop_token
+        needs = [(part.geometry, part.need) for part in found.parts]
         try:
+            pieces = plan_load(needs, found.own, fill.pages, chunk.number, *span)
             with self._gate.touching(fill.request) as confirm:
-                for part in found.parts:
-                    self._pages.fill(part, first, stop, fill.pages, filling.fence)
+                self._placing.scatter(pieces, found.parts, filling.fence)
                 confirm()
             filling.nbytes += found.nbytes
         except AbandonedError:
             raise
+        except PoolError as error:
+            filling.cause, filling.detail = Cause.POOL, str(error)
         except Exception as error:
             logger.exception("pool: a chunk could not be placed")
             filling.cause, filling.detail = Cause.INTERNAL, repr(error)

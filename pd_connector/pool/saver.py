@@ -3,9 +3,9 @@
 
 from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
-from pd_connector.pool.form import Form, places
+from pd_connector.pool.form import Form
 from pd_connector.pool.jobs import PromptChunk
-from pd_connector.pool.record import LayerBytes, Record, Writer, encode, layer_sum
+from pd_connector.pool.record import Record, Writer, encode, sealed
 from pd_connector.pool.store.base import Refusal, Store, Why
 
 SAVED = "saved"
@@ -38,15 +38,7 @@ class Saver:
         Raises:
             PoolError: it cannot be described, or the store takes no more bytes.
         """
-        layers = tuple(
-            LayerBytes(
-                one.layer,
-                one.offset,
-                one.nbytes,
-                layer_sum(payload[one.offset : one.offset + one.nbytes]),
-            )
-            for one in places(form, self._geometry)
-        )
+        layers = sealed(form, self._geometry, payload)
         record = Record(
             key=chunk.key,
             parent=chunk.parent,

@@ -44,6 +44,8 @@ PIN_S = 60.0
 """Chunks that a request will load are not evicted for this time, in seconds."""
 MOST_SAVES = 64
 """Saves under way. More chunks than that are not saved: their pages would be missed."""
+_STARTS_S = 300.0
+"""How long steps are asked for until ranks have told their model, in seconds: they read all of its bytes first."""
 
 
 class _Look(NamedTuple):
@@ -60,7 +62,7 @@ class _Prompt:
     inputs: tuple[Input, ...]
     queued_s: float
     look: "Future[_Look] | None"
-    reads: bool
+    reads: bool  # its look-up has yet to begin
     writes: bool
     pages: list[list[int]] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -78,8 +80,6 @@ class PoolSide:
         windows: page sizes and windows of the engine's page tables.
         identity: of requests' prompts.
         ranks: number of ranks of this engine.
-        reads: whether this engine loads chunks.
-        writes: whether this engine saves chunks.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class PoolSide:
         telemetry: Telemetry,
         *,
         ranks: int,
-        reads: bool,
-        writes: bool,
+        reads: bool = True,
+        writes: bool = True,
     ) -> None:
         self._store = store
         self._windows = windows
@@ -105,6 +105,7 @@ class PoolSide:
         self._blocks: BlockPool | None = None
         self._saves: dict[str, tuple[list[KVCacheBlock], int]] = {}  # with the ranks to answer
         self._numbered = 0
+        self._began_s = time.monotonic()
         self._looks = ThreadPoolExecutor(1, "pd-pool-look")
 
     def bind(self, blocks: "BlockPool") -> None:
@@ -122,6 +123,11 @@ class PoolSide:
         """Whether pages are kept for saves."""
         return bool(self._saves)
 
+    @property
+    def pending(self) -> bool:
+        """Whether ranks have something to tell: that pages of saves are copied, or, after their start, their model."""
+        return self.saving or (not self._models and time.monotonic() < self._began_s + _STARTS_S)
+
     def models_told(self, models: Mapping[int, bytes]) -> None:
         """Ranks have told which model they have loaded. KV of requests that run now may be of two models."""
         before = self.model
@@ -136,8 +142,7 @@ class PoolSide:
     def add(self, request: "Request") -> None:
         """A request has been queued: begin to look for its chunks."""
         if (
-            not self.model
-            or request.prompt_token_ids is None
+            request.prompt_token_ids is None
             or request.prompt_embeds is not None
             or getattr(request, "resumable", False)
         ):
@@ -156,8 +161,12 @@ class PoolSide:
             writes=self._writes,
         )
         self._prompts[request.request_id] = prompt
-        if prompt.reads:
-            tokens = list(request.all_token_ids)
+        self._begin_look(prompt)
+
+    def _begin_look(self, prompt: _Prompt) -> None:
+        if prompt.reads and self.model:
+            prompt.reads = False
+            tokens = list(prompt.request.all_token_ids)
             prompt.look = self._looks.submit(self._look, prompt, tokens, self.model)
 
     def _look(self, prompt: _Prompt, tokens: Sequence[int], model: bytes) -> _Look:
@@ -173,7 +182,10 @@ class PoolSide:
     def matched(self, request: "Request", computed: int) -> int | None:
         """Tokens to load beyond the `computed` ones that are here; None: ask again."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is None or prompt.look is None:
+        if prompt is None:
+            return 0
+        self._begin_look(prompt)  # the model was not known when the request came
+        if prompt.look is None:
             return 0
         if not prompt.look.done():
             if time.monotonic() < prompt.queued_s + LOOK_S:
@@ -190,7 +202,7 @@ class PoolSide:
         prompt.keys, prompt.kept = look.keys, max(prompt.kept, len(look.found))
         stop = min(len(look.found) * CHUNK_TOKENS, request.num_tokens - 1)
         prompt.loads = stop if stop > computed else 0
-        return max(0, stop - computed)
+        return int(max(0, stop - computed))
 
     def allocated(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int

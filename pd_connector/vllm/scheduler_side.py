@@ -17,7 +17,7 @@ from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause, ConfigError
-from pd_connector.pool.store.local import open_store
+from pd_connector.pool.host import open_store
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
@@ -216,7 +216,7 @@ class SchedulerSide:
         """Whether steps are needed even without a request: for commands, audits, weights that may have changed, or
         ranks that have not yet reported the end of their transfers. vLLM reports metrics only with steps."""
         waits = self._gauges.under_way or self._fetching.audits.pending or self._workers_called
-        return bool(self._commands or waits or self.saving)
+        return bool(self._commands or waits or (self.pool and self.pool.pending))
 
     @property
     def saving(self) -> bool:

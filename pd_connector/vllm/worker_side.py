@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Command, Computed, Withdraw
@@ -14,7 +15,7 @@ from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Save, Saved
-from pd_connector.pool.store.local import open_store
+from pd_connector.pool.host import open_store
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.last_words import FIRST_TOKEN
@@ -106,6 +107,7 @@ class WorkerSide:
             audits=self._config.audit != "off",
             experts=self._vllm_config.model_config.is_moe,
             store=open_store(self._config.pool),
+            engine=f"vllm {vllm.__version__}",
         )
         submit = self._agent.submit
         self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit)
