@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.caches import LAYOUTS, ON_THE_HOST, Rank
 from support.filled import bits, converted, ranks, snapshot
 from support.pool_ranks import Dense, fill_all, index, own_part, read, seen, write
-from support.pool_records import FACTS
+from support.pool_records import FACTS, mutated, summed
 from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.codec import DTYPES
@@ -25,7 +25,7 @@ from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.plans import plan_load, plan_save
-from pd_connector.pool.record import decode
+from pd_connector.pool.record import HEADER, decode, read_header
 from pd_connector.pool.stored import describe
 
 TOKENS = 3 * CHUNK_TOKENS
@@ -373,3 +373,33 @@ def test_nothing_is_planned_for_tokens_that_are_not_loaded() -> None:
         )
         == []
     )
+
+
+@given(st.data(), st.sampled_from(["HND", "K, V", "tiled"]))
+@settings(max_examples=300, deadline=None)
+def test_whatever_a_record_says_nothing_but_its_bytes_is_read_and_nothing_but_pages_written(
+    data: st.DataObject, layout: str
+) -> None:
+    """Records whose sums are right, but which no writer has made."""
+    (source,) = ranks((Layer(2, 4, 4),), Setup(layout=layout), CHUNK_TOKENS, 1)
+    ((name, whole),) = write([source], 0).items()
+    header, found = read_header(whole), decode(whole)
+    plain = msgspec.msgpack.decode(whole[HEADER.size : HEADER.size + header.record_bytes])
+    for _ in range(data.draw(st.integers(1, 2))):
+        where = data.draw(st.sampled_from(["form", "geometry"]))
+        plain[where] = mutated(data, plain[where])
+    head = summed(found, msgspec.msgpack.encode(plain)).ljust(header.payload_offset, b"\0")
+    (rank,) = ranks((Layer(2, 4, 4),), Setup(page_sizes=(32,)), CHUNK_TOKENS, 2)
+    try:
+        read(rank, {name: head + whole[header.payload_offset :]}, 0, (0, CHUNK_TOKENS))
+    except PoolError as error:
+        event(error.cause)
+    else:
+        event("read")
+
+
+def test_a_rank_that_has_nothing_to_write_is_named() -> None:
+    every = ranks((LATENT,), Setup(tp=2), TOKENS, 1)
+    assert describe(every[0].cache)
+    with pytest.raises(UnsupportedGeometryError, match="rank 1 of 2 has nothing to write"):
+        describe(every[1].cache)
