@@ -182,6 +182,42 @@ def assert_right(
         assert not changed.any(), "a page of another request"
 
 
+@pytest.mark.parametrize("gone", [(), (0, 1), (3,), (1, 4)])
+@pytest.mark.parametrize("pages", [16, 32, 96])
+@pytest.mark.parametrize("layout", ["HND", "NHD in parts", ""])
+def test_kernels_move_chunks_as_the_host_does_around_pages_that_must_not_be_written(
+    gone: tuple[int, ...], pages: int, layout: str
+) -> None:
+    """No page -1 reaches `PagedCache.scatter`, which would refuse it, and a kernel would write before the cache."""
+    pytest.importorskip("triton")
+    model = Layer(4, 8, 8), Layer(2, 4, 4)
+    ours, theirs = Setup(page_sizes=(32,), layout=layout), Setup(page_sizes=(pages,), layout=layout)
+    (source,) = ranks(model, ours, TOKENS, 1)
+    dense = fill_all([source], TOKENS, 2)
+    files = write([source], 1)
+    source.cache = by_kernels(source.cache)
+    assert write([source], 1) == files
+    (rank,) = ranks(model, theirs, TOKENS, 3)
+    rank.cache = by_kernels(rank.cache)
+    before, own = snapshot(rank), [list(table) for table in rank.tables]
+    for group in rank.geometry.groups:
+        for page in gone:
+            own[group.table][min(CHUNK_TOKENS // pages + page, len(own[0]) - 1)] = -1
+    read(rank, files, 1, (0, TOKENS), own)
+    assert_right(
+        rank, before, dense, dict.fromkeys(rank.groups, range(CHUNK_TOKENS, 2 * CHUNK_TOKENS)), own
+    )
+
+
+def by_kernels(cache: PagedCache) -> PagedCache:
+    """The same memory, moved by the operators."""
+    return PagedCache(
+        {n: cache.layer(n) for group in cache.geometry.groups for n in group.layers},
+        cache.geometry,
+        by_kernels=True,
+    )
+
+
 @pytest.mark.parametrize("ours", list(DTYPES))
 @pytest.mark.parametrize("theirs", list(DTYPES))
 @pytest.mark.parametrize("pages", [32, 96])
