@@ -213,6 +213,8 @@ def _run_problem(run: Run, group: Group, heads: int) -> str:
         if found != dims:
             return f"views of {found} dims, of {dims} in the cache"
     apart = sum(plane.nbytes * plane.heads for plane in run.planes)
+    if any(plane.nbytes % ELEMENT_BYTES.get(group.dtype, 1) for plane in run.planes):
+        return f"planes of {run.planes[0].nbytes} bytes a page, of {group.dtype}"
     if run.planes and apart != heads * run.key.tokens * token_bytes(group):
         return f"planes of {apart} bytes a page, of {heads * run.key.tokens * token_bytes(group)} in the cache"
     return ""

@@ -3,11 +3,12 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 
 from pd_connector.codec import DTYPES
-from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.pool.form import (
@@ -49,12 +50,14 @@ def describe(cache: PagedCache) -> Form:
             if run is None:
                 form.append(wire_run(tuple(layers), group, len(geometry.heads(group))))
             else:
-                form.append(_with_layers(run, layers))
+                form.append(msgspec.structs.replace(run, layers=tuple(layers)))
+    if not form:
+        shard = geometry.shard
+        raise UnsupportedGeometryError(
+            f"rank {shard.tp_rank} of {shard.tp_size} has nothing to write to the pool: {shard.tp_size} ranks share "
+            f"the heads of {shard.stop_layer - shard.first_layer} layers; use fewer tensor-parallel ranks"
+        )
     return tuple(form)
-
-
-def _with_layers(run: Run, layers: Sequence[int]) -> Run:
-    return Run(tuple(layers), run.page_size, 0, run.planes, run.key, run.value)
 
 
 def _pages_run(pages: LayerPages, group: Group, geometry: Geometry) -> Run | None:
@@ -151,7 +154,7 @@ def open_run(run: Run, geometry: Geometry, needed: Need, buffer: Buffer) -> Page
         buffer: `needed.nbytes` bytes; not copied.
 
     Raises:
-        UnsupportedGeometryError: the views do not fit the geometry.
+        PoolError: the views do not fit the geometry. `cause` is `UNLIKE`.
     """
     stored = at_rest(run, geometry)
     (group,) = stored.groups
@@ -169,7 +172,10 @@ def open_run(run: Run, geometry: Geometry, needed: Need, buffer: Buffer) -> Page
         rows = zip(run.planes, planes, strict=False)
         dense = tuple(part.view(run.view_pages, told.heads, told.nbytes) for told, part in rows)
         layers[layer] = LayerPages(key, value, dense)
-    return PagedCache(layers, stored)
+    try:
+        return PagedCache(layers, stored)
+    except UnsupportedGeometryError as error:
+        raise PoolError(Miss.UNLIKE, f"pages at rest: {error}") from None
 
 
 def _seen(view: View, planes: Sequence[torch.Tensor], group: Group, pages: int) -> torch.Tensor:

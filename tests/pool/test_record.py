@@ -5,10 +5,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_records import FACTS, GEOMETRY, pages_run, record, wanted
+from support.pool_records import FACTS, GEOMETRY, mutated, pages_run, record, summed, wanted
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Shard
@@ -16,7 +15,6 @@ from pd_connector.pool.form import form_problem
 from pd_connector.pool.keys import CHUNK_TOKENS, Input, inputs_digest
 from pd_connector.pool.record import (
     HEADER,
-    MAGIC,
     MAX_RECORD_BYTES,
     PAYLOAD_ALIGNMENT,
     SCHEMA,
@@ -32,19 +30,6 @@ from pd_connector.pool.record import (
 RECORD = record()
 HEAD = encode(RECORD)
 BODY_STOP = HEADER.size + read_header(HEAD).record_bytes
-
-
-def summed(body: bytes, **told: int) -> bytes:
-    """A head whose sum is right, whatever it says."""
-    offset = -(-(HEADER.size + len(body)) // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
-    fields = {
-        "schema": SCHEMA,
-        "record": len(body),
-        "offset": offset,
-        "payload": RECORD.payload_bytes,
-    } | told
-    zeroed = HEADER.pack(MAGIC, *fields.values(), bytes(16))
-    return HEADER.pack(MAGIC, *fields.values(), xxhash.xxh3_128_digest(zeroed + body)) + body
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -105,48 +90,14 @@ def test_the_head_of_one_file_before_the_body_of_another_is_found() -> None:
 
 
 def test_a_later_schema_is_another_cause_than_damage() -> None:
-    assert refused(summed(HEAD[HEADER.size : BODY_STOP], schema=SCHEMA + 1)) is Miss.UNLIKE
-    assert refused(summed(HEAD[HEADER.size : BODY_STOP], schema=0)) is Miss.UNLIKE
+    assert refused(summed(RECORD, HEAD[HEADER.size : BODY_STOP], schema=SCHEMA + 1)) is Miss.UNLIKE
+    assert refused(summed(RECORD, HEAD[HEADER.size : BODY_STOP], schema=0)) is Miss.UNLIKE
 
 
 def test_a_record_with_a_field_that_is_not_known_is_refused() -> None:
     plain = msgspec.msgpack.decode(HEAD[HEADER.size : BODY_STOP])
-    assert decode(summed(msgspec.msgpack.encode(plain))) == RECORD
-    assert refused(summed(msgspec.msgpack.encode(plain | {"more": 1}))) is Miss.DAMAGED
-
-
-def mutated(data: st.DataObject, plain: Any) -> Any:
-    """The same plain data with something else in one place."""
-    if isinstance(plain, dict) and plain:
-        key = data.draw(st.sampled_from(sorted(plain)))
-        return plain | {key: mutated(data, plain[key])}
-    if isinstance(plain, list) and plain and data.draw(st.integers(0, 3)):
-        place = data.draw(st.integers(0, len(plain) - 1))
-        return [*plain[:place], mutated(data, plain[place]), *plain[place + 1 :]]
-    if isinstance(plain, list):
-        return data.draw(st.sampled_from([[], plain * 2, plain[1:], plain[::-1]]))
-    numbers = st.sampled_from(
-        [0, 1, 2, 3, 7, 16, 31, 127, 128, 129, 1 << 20, 1 << 31, (1 << 63) - 1, 1 << 63]
-    )
-    others = st.sampled_from(
-        [
-            "",
-            "x",
-            "bfloat16",
-            "fp8_e4m3",
-            "odd",
-            b"",
-            bytes(16),
-            bytes(32),
-            None,
-            0.5,
-            float("nan"),
-            True,
-            [],
-            {},
-        ]
-    )
-    return data.draw(numbers | others)
+    assert decode(summed(RECORD, msgspec.msgpack.encode(plain))) == RECORD
+    assert refused(summed(RECORD, msgspec.msgpack.encode(plain | {"more": 1}))) is Miss.DAMAGED
 
 
 @given(st.data())
@@ -158,7 +109,7 @@ def test_a_record_that_contradicts_itself_is_refused_although_its_sum_is_right(
     plain = msgspec.msgpack.decode(HEAD[HEADER.size : BODY_STOP])
     for _ in range(data.draw(st.integers(1, 3))):
         plain = mutated(data, plain)
-    head = summed(msgspec.msgpack.encode(plain))
+    head = summed(RECORD, msgspec.msgpack.encode(plain))
     try:
         found = decode(head)
     except PoolError:

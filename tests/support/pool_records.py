@@ -3,11 +3,23 @@
 
 from typing import Any
 
+import xxhash
+from hypothesis import strategies as st
+
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import LayerFacts, ModelFacts
 from pd_connector.pool.form import Plane, Run, View, places, wire_run
 from pd_connector.pool.keys import CHUNK_TOKENS, inputs_digest, link, root, salt_digest, token_bytes
-from pd_connector.pool.record import LayerBytes, Record, Wanted, Writer
+from pd_connector.pool.record import (
+    HEADER,
+    MAGIC,
+    PAYLOAD_ALIGNMENT,
+    SCHEMA,
+    LayerBytes,
+    Record,
+    Wanted,
+    Writer,
+)
 
 FACTS = ModelFacts(
     config=b"c" * 16,
@@ -71,3 +83,50 @@ def wanted(found: Record, facts: ModelFacts = FACTS) -> Wanted:
     """What a reader looks for to whom this record is right."""
     named = (getattr(found, name) for name in Wanted._fields[:-1])
     return Wanted(*named, facts)
+
+
+def summed(found: Record, body: bytes, **told: int) -> bytes:
+    """A head whose sum is right, whatever it says."""
+    offset = -(-(HEADER.size + len(body)) // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+    fields = {
+        "schema": SCHEMA,
+        "record": len(body),
+        "offset": offset,
+        "payload": found.payload_bytes,
+    } | told
+    zeroed = HEADER.pack(MAGIC, *fields.values(), bytes(16))
+    return HEADER.pack(MAGIC, *fields.values(), xxhash.xxh3_128_digest(zeroed + body)) + body
+
+
+def mutated(data: st.DataObject, plain: Any) -> Any:
+    """The same plain data with something else in one place."""
+    if isinstance(plain, dict) and plain:
+        key = data.draw(st.sampled_from(sorted(plain)))
+        return plain | {key: mutated(data, plain[key])}
+    if isinstance(plain, list) and plain and data.draw(st.integers(0, 3)):
+        place = data.draw(st.integers(0, len(plain) - 1))
+        return [*plain[:place], mutated(data, plain[place]), *plain[place + 1 :]]
+    if isinstance(plain, list):
+        return data.draw(st.sampled_from([[], plain * 2, plain[1:], plain[::-1]]))
+    numbers = st.sampled_from(
+        [0, 1, 2, 3, 7, 16, 31, 127, 128, 129, 1 << 20, 1 << 31, (1 << 63) - 1, 1 << 63]
+    )
+    others = st.sampled_from(
+        [
+            "",
+            "x",
+            "bfloat16",
+            "fp8_e4m3",
+            "odd",
+            b"",
+            bytes(16),
+            bytes(32),
+            None,
+            0.5,
+            float("nan"),
+            True,
+            [],
+            {},
+        ]
+    )
+    return data.draw(numbers | others)
