@@ -76,6 +76,8 @@ class Books:
             try:
                 yield connection
                 connection.execute("COMMIT")
+                if self._name != self._current():
+                    raise BooksError("the books were made anew meanwhile")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")

@@ -62,7 +62,9 @@ def private_folder(path: Path, key: str) -> int:
         )
     elif found.st_mode & _OTHERS:
         mode = stat.S_IMODE(found.st_mode)
-        problem = f"is open to other users (mode {mode:o}): KV can be read in it; chmod 700 {path}"
+        shared = mode & stat.S_ISVTX  # such as /tmp, which must stay open
+        remedy = f"name a folder within it, such as {path}/kv" if shared else f"chmod 700 {path}"
+        problem = f"is open to other users (mode {mode:o}): KV could be read in it; {remedy}"
     if problem:
         os.close(descriptor)
         raise ConfigError(f"{path}: {problem} (config key {key})")

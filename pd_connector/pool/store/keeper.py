@@ -17,22 +17,21 @@ from typing import TYPE_CHECKING
 from pd_connector.errors import ConfigError, PoolError
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.books import BooksError
+from pd_connector.pool.store.eviction import make_room, next_uncopied
 from pd_connector.pool.store.ledger import (
     DISK_TIER,
     MEMORY_TIER,
     STALE_S,
     Evicted,
     RefusedError,
-    make_room,
-    next_uncopied,
     now_s,
     write_leaving,
 )
 from pd_connector.pool.store.reports import trim
-from pd_connector.pool.store.stocktaking import fill, sums_differ, take_stock
+from pd_connector.pool.store.stocktaking import fill, stocktaking_of, sums_differ, take_stock
 
 if TYPE_CHECKING:
-    from pd_connector.pool.store.local import LocalStore
+    from pd_connector.pool.store.holdings import Holdings
 
 _TURN_S = 0.25
 _SWEEP_S = 2.0
@@ -52,12 +51,12 @@ log = logging.getLogger(__name__)
 class Keeper:
     """Looks after a store until it is stopped."""
 
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: Holdings) -> None:
         self._store = store
         self._promoted: deque[bytes] = deque(maxlen=_MOST_PROMOTED)
-        self._wake = threading.Event()
+        self._wake = store.wake
         self._ends = False
-        self._swept_s = 0.0
+        self._seen_to_s = self._swept_s = 0.0
         self._told = False
         self._thread = threading.Thread(target=self._run, name="pd-pool-keeper", daemon=True)
 
@@ -94,13 +93,15 @@ class Keeper:
 
     def turn(self) -> None:
         """All that is to be done now."""
-        self._see_to_the_books()
-        self._store.flush()
+        if self._store.books.damaged or now_s() - self._seen_to_s > _TURN_S:
+            self._seen_to_s = now_s()
+            self._see_to_the_books()
+            self._store.flush()
         if now_s() - self._swept_s > _SWEEP_S:
             self._swept_s = now_s()
             self.sweep()
+            self._meet_budgets()
             self._take_stock()
-        self._meet_budgets()
         if len(self._store.folders) > 1:
             self._copy_down()
             self._copy_up()
@@ -188,15 +189,12 @@ class Keeper:
     def _take_stock(self) -> None:
         """Compare the books with the folders, if no process of the host has done so lately."""
         store = self._store
+        name = stocktaking_of(store)
         with store.books.transaction() as books:
-            row = books.execute(
-                "SELECT value FROM counters WHERE name = 'stock_taken_s'"
-            ).fetchone()
+            row = books.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
             if row and 0 <= now_s() - row[0] < _STOCKTAKING_S:
                 return
-            books.execute(
-                "INSERT OR REPLACE INTO counters VALUES ('stock_taken_s', ?)", (int(now_s()),)
-            )
+            books.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (name, int(now_s())))
         take_stock(store)
         with store.books.transaction(reading=True) as books:
             if sums_differ(books):

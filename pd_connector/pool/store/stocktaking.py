@@ -13,26 +13,35 @@ from pd_connector.pool.store.folder import Folder, charge_of
 from pd_connector.pool.store.ledger import Evicted, insert, now_s
 
 if TYPE_CHECKING:
-    from pd_connector.pool.store.local import LocalStore
+    from pd_connector.pool.store.holdings import Holdings
 
 
-def fill(books: sqlite3.Connection, store: LocalStore) -> None:
+def fill(books: sqlite3.Connection, store: Holdings) -> None:
     """Write all that the folders hold into empty books."""
     for tier, (folder, space) in enumerate(zip(store.folders, store.spaces, strict=True)):
         books.execute(
             "INSERT INTO tiers (tier, path, budget, chosen) VALUES (?, ?, ?, ?)",
             (tier, str(folder.path.parent), space.budget, space.chosen),
         )
-    books.execute("INSERT INTO counters VALUES ('stock_taken_s', ?)", (int(now_s()),))
+    books.execute("INSERT INTO counters VALUES (?, ?)", (stocktaking_of(store), int(now_s())))
     for tier, folder in enumerate(store.folders):
         unclaimed = set(folder.names(folder.data, folder.staged))
-        rank = 0
+        rows = []
         for rank, (key, entry) in enumerate(_whole_chunks(folder)):
-            insert(books, tier, key, entry, sum(map(charge_of, entry.sizes)), rank)
+            charge = sum(map(charge_of, entry.sizes))
+            rows.append((tier, key, entry.parent, entry.tenant, charge, rank, 0, 0, entry.text()))
             unclaimed.difference_update(entry.files(key))
-        books.execute("UPDATE counters SET value = max(value, ?) WHERE name = 'clock'", (rank + 1,))
+        books.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        books.execute(
+            "UPDATE counters SET value = max(value, ?) WHERE name = 'clock'", (len(rows) + 1,)
+        )
         for name in unclaimed:
             _write_or_discard(books, tier, folder, name, store)
+
+
+def stocktaking_of(store: Holdings) -> str:
+    """The counter that says when stock was taken last: in seconds since the machine's start, of stores with these tiers."""
+    return f"stock_taken_s.{len(store.folders)}"
 
 
 def _whole_chunks(folder: Folder) -> Iterator[tuple[bytes, Entry]]:
@@ -49,7 +58,7 @@ def _whole_chunks(folder: Folder) -> Iterator[tuple[bytes, Entry]]:
 
 
 def _write_or_discard(
-    books: sqlite3.Connection, tier: int, folder: Folder, name: str, store: LocalStore
+    books: sqlite3.Connection, tier: int, folder: Folder, name: str, store: Holdings
 ) -> None:
     """A file that no entry names: one that a living process writes counts, others are removed."""
     owner = name.rpartition(".")[2].rpartition("-")[0]
@@ -66,7 +75,7 @@ def _write_or_discard(
     )
 
 
-def take_stock(store: LocalStore) -> None:
+def take_stock(store: Holdings) -> None:
     """Remove files that nothing knows, enter chunks that lack their entry, write down those that the books lack."""
     for tier, folder in enumerate(store.folders):
         # First the names: a row is written before its file is made, and goes after it.
@@ -94,7 +103,7 @@ def take_stock(store: LocalStore) -> None:
                 folder.discard(name)
 
 
-def _adopt(store: LocalStore, tier: int, folder: Folder, key: bytes) -> list[str]:
+def _adopt(store: Holdings, tier: int, folder: Folder, key: bytes) -> list[str]:
     """Write down a chunk that the books lack, if it is whole; returns names of its files."""
     text = folder.text(key)
     entry = entry_of(text)
