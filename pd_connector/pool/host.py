@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of this host, as an engine's config names it."""
+"""The store of this host, opened once in a process: vLLM's scheduler and worker may share one."""
 
-import functools
-import os
 from pathlib import Path
-from typing import Any
 
+from pd_connector.pool.settings import PoolSettings, load
 from pd_connector.pool.store.base import Store
-from pd_connector.pool.store.local import LocalStore, Space
+
+_stores: dict[tuple[Path, Path | None], Store] = {}
 
 
-@functools.cache
-def _opened(root: Path) -> Store:
-    root.mkdir(0o700, exist_ok=True)
-    return LocalStore(Space(root / "pool", 1 << 30))
+def open_pool(value: object) -> tuple[Store, PoolSettings] | None:
+    """The store that the config key `pool` names, and what this engine does with it; None if that is off.
 
-
-def open_store(value: bool | dict[str, Any]) -> Store | None:
-    """The store of the config key `pool`; None if that is off."""
-    if not value:
+    Raises:
+        ConfigError: the value is wrong, or a folder cannot be used.
+    """
+    settings = load(value)
+    if settings is None:
         return None
-    root = Path(os.environ.get("PD_TEST_POOL", f"/dev/shm/pd_connector-{os.getuid()}"))
-    return _opened(root)
+    named = settings.memory.path, settings.disk.path if settings.disk else None
+    if named not in _stores:
+        _stores[named] = settings.open()
+    return _stores[named], settings

@@ -17,7 +17,7 @@ from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause, ConfigError
-from pd_connector.pool.host import open_store
+from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
@@ -84,8 +84,8 @@ class SchedulerSide:
         self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
         self._fetching = Fetching(config, windows, ranks, self.telemetry, self._uncomputable)
         self.pool: PoolSide | None = None
-        if config.pool and (store := open_store(config.pool)):
-            self.pool = PoolSide(store, windows, self.identity, self.telemetry, ranks=ranks)
+        if opened := open_pool(config.pool):
+            self.pool = PoolSide(*opened, windows, self.identity, self.telemetry, ranks)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()
@@ -189,10 +189,10 @@ class SchedulerSide:
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """The workers reported the end of a load."""
-        if self.pool is None or not self.pool.load_ended(request_id, failed=failed):
-            self._fetching.load_ended(request_id, failed=failed)
-        else:
+        if self.pool and self.pool.load_ended(request_id, failed=failed):
             self._fetching.unfilled.load_ended(request_id, failed=failed)
+        else:
+            self._fetching.load_ended(request_id, failed=failed)
 
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
@@ -204,8 +204,7 @@ class SchedulerSide:
                 self.pool.forget_all()
         self._commands += self._fetching.reported(activity)
         if self.pool:
-            self.pool.models_told(activity.models)
-            self.pool.saved(activity.saved)
+            self.pool.reported(activity)
 
     def stats(self) -> PDStats | None:
         """What was counted here since the last call, and the ranks' gauges if one has changed."""

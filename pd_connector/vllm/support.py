@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
+from pd_connector.pool.settings import load as load_pool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,7 +16,9 @@ HOST_VARIABLE = "VLLM_HOST_IP"
 
 def load_config(extra: dict[str, Any]) -> Config:
     """The config in vLLM's `kv_connector_extra_config`. Raises ConfigError."""
-    return Config.load(extra, host_variable=HOST_VARIABLE)
+    config = Config.load(extra, host_variable=HOST_VARIABLE)
+    load_pool(config.pool)  # only its check
+    return config
 
 
 def gets_embeddings(vllm_config: "VllmConfig") -> bool:

@@ -14,8 +14,8 @@ from pd_connector.agent.commands import Command, Computed, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.pool.host import open_pool
 from pd_connector.pool.jobs import Save, Saved
-from pd_connector.pool.host import open_store
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.last_words import FIRST_TOKEN
@@ -106,7 +106,7 @@ class WorkerSide:
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
             experts=self._vllm_config.model_config.is_moe,
-            store=open_store(self._config.pool),
+            store=pool[0] if (pool := open_pool(self._config.pool)) else None,
             engine=f"vllm {vllm.__version__}",
         )
         submit = self._agent.submit
