@@ -141,19 +141,19 @@ def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **opt
     back_again = any(options.values())  # retracted; it was examined when it came first
     if not _is_ours(queue) or req.bootstrap_host == FAKE_BOOTSTRAP_HOST or back_again:
         return original(queue, req, *args, **options)
-    manager = queue.kv_manager
-    unnamed = manager.admission.room_problem(req)
+    rank = queue.kv_manager.rank
+    unnamed = rank.admission.room_problem(req)
     if is_unadmitted_reject(req):  # SGLang refused it, and says why
         problem = ""
     else:
-        problem = unnamed or manager.admission.request_problem(req)
+        problem = unnamed or rank.admission.request_problem(req)
     if problem:
         refuse(req, problem, queue.scheduler)
         result = None
     else:
         result = original(queue, req, *args, **options)
-    if manager.produces and not unnamed and req.disagg_kv_sender is None:
-        manager.turned_away(req)
+    if rank.produces and not unnamed and req.disagg_kv_sender is None:
+        rank.refused(req)
     return result
 
 

@@ -130,12 +130,13 @@ def known(manager: Manager) -> list[Shard]:
 
 def test_a_decode_engine_starts(start: Start) -> None:
     """It listens nowhere: nobody asks it for its ranks."""
-    (rank,) = start("decode", (full_attention(16), parallel(World(1).rank(0))))
+    (manager,) = start("decode", (full_attention(16), parallel(World(1).rank(0))))
+    rank = manager.rank
     assert not rank.produces
-    assert rank.page_limit > 1
+    assert rank.pages.limit > 1
     rank.admission.enter(5)
     assert rank.admission.room_problem(SimpleNamespace(bootstrap_room=5))
-    rank.idle()
+    manager.idle()
 
 
 def test_stages_of_a_pipeline_are_one_engine_that_shares_out_its_layers(start: Start) -> None:
@@ -149,9 +150,9 @@ def test_stages_of_a_pipeline_are_one_engine_that_shares_out_its_layers(start: S
     )
     shards = [Shard(0, LAYERS, 0, 1), Shard(LAYERS, 2 * LAYERS, 0, 1)]
     assert [known(rank) for rank in ranks] == [shards, shards]
-    for rank in ranks:  # they are not in step, so neither says that the other's room is in use
-        rank.admission.enter(5)
-        assert not rank.admission.room_problem(SimpleNamespace(bootstrap_room=5))
+    for manager in ranks:  # they are not in step, so neither says that the other's room is in use
+        manager.rank.admission.enter(5)
+        assert not manager.rank.admission.room_problem(SimpleNamespace(bootstrap_room=5))
 
 
 def test_replicas_of_attention_are_engines_of_their_own(start: Start) -> None:

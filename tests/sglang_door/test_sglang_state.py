@@ -33,7 +33,7 @@ def told(manager: Any) -> dict[str, Any]:
 
 def manager(*, produces: bool) -> Manager:
     made = object.__new__(Manager)
-    made.produces = produces
+    made._produces = produces
     made._address = sealed(ProducerAddress("e", RANKS), KEY)
     return made
 
