@@ -19,26 +19,18 @@ API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 # All other fields of RouterConfig are numbers with defaults. Each becomes an option of the same name.
 HELP = {
     "workers": "processes that serve clients, on one port",
-    "members_interval_s": "pause between two lookups of the engines behind dns+http:// and k8s+http://",
     "front_queue": "most requests of each class that wait at the router; 0: all wait at the engines",
-    "engine_queue_s": "with --front-queue: requests wait once every engine has this much prefill queued",
     "port": "port to listen on, 0 for any free one",
-    "connect_timeout_s": "longest time to open a connection to an engine",
     "first_byte_timeout_s": "longest wait for a stream's first byte",
     "answer_timeout_s": "longest wait for an answer that is not streamed",
     "idle_timeout_s": "longest pause inside an answer, and longest time that a client neither sends nor reads",
-    "refusal_grace_s": "longest wait for the decode engine after the prefill engine refused its copy",
     "health_interval_s": "pause between two health checks of one engine",
     "health_timeout_s": "longest wait for an answer of /health",
-    "health_misses": "an engine counts as hung after this many health checks in a row without an answer",
     "drain_timeout_s": "time that an engine which refuses connections has to finish its requests",
-    "probe_timeout_s": "longest wait for a prefill engine to report its address",
-    "probe_retry_s": "pause before a prefill engine without an address is asked again",
     "attempts": "most engines that may accept one request and fail it",
     "body_mib": "largest request body in MiB",
     "bodies_mib": "most memory of all request bodies together, in MiB",
     "connections": "most client connections",
-    "header_timeout_s": "longest wait for the headers of a new connection's first request",
     "shutdown_timeout_s": "time that running requests have to finish after SIGTERM",
 }
 

@@ -33,7 +33,6 @@ async def reloading(
 def use_settings(shared: Shared, config: RouterConfig) -> None:
     """Use these settings for new requests."""
     old, shared.config = shared.config, config
-    shared.connections.connect_timeout_s = config.connect_timeout_s
     if (old.policy, old.decode_policy) != (config.policy, config.decode_policy):
         shared.policy = create(config.policy, config.decode_policy)
 

@@ -20,6 +20,11 @@ from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
+HUNG_AFTER = 2
+"""Health checks in a row without an answer after which an engine counts as hung. One can be lost to a long step."""
+PROBE_RETRY_S = 30.0
+"""Pause before a prefill engine without an address is asked again. It will have none until it is started anew, and each
+probe costs it a prefill."""
 MODELS_LOOK_S = 10.0
 """Pause between two queries of an engine's models and adapters."""
 OUTAGE_LOOK_S = 15.0
@@ -82,7 +87,7 @@ class EngineWatch:
             # A busy engine may be late. An engine that refuses, resets or answers 503 is not busy.
             late = failure.cause == "timeout"
             self.misses += late
-            if not late or self.misses >= self._config().health_misses:
+            if not late or self.misses >= HUNG_AFTER:
                 refusing = isinstance(failure, UnreachableError) and failure.refused
                 self.set_down(f"/health: {failure}", refusing=refusing)
             elif not engine.up:
@@ -212,7 +217,7 @@ class EngineWatch:
         now = asyncio.get_running_loop().time()
         if now < self.probe_at:
             return
-        self.probe_at = now + self._config().probe_retry_s
+        self.probe_at = now + PROBE_RETRY_S
         engine = self.engine
         try:
             handover = await self._handover()

@@ -19,7 +19,7 @@ from scheduler_plugins.router.settings.members import checked_name, is_name
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 """Settings that list engines."""
-COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
+COUNTS = ("attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 MOST_WORKERS = 256
 """A larger number is a typing error that would exhaust the machine's memory."""
@@ -90,38 +90,23 @@ class RouterConfig:
     """File with the key of `tls_cert`; empty: the key is in the same file."""
     engine_ca: str = ""
     """File with the CA certificate for engines with `https` URLs; empty: the system's trusted CAs."""
-    members_interval_s: float = 5.0
-    """Pause between two lookups of the engines behind a name (`dns+http://`, `k8s+http://`)."""
     front_queue: int = 0
     """Most requests of each class that wait at the router while engines are busy; 0: requests wait at the engines."""
-    engine_queue_s: float = 0.5
-    """With `front_queue`: requests wait at the router once every engine has this much prefill queued."""
     api_key: str = field(default="", repr=False)
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key, unless `client_key` is set."""
-    connect_timeout_s: float = 5.0
-    """Longest time to open a connection to an engine."""
     first_byte_timeout_s: float = 300.0
     """Longest wait for the first byte of a stream, queueing and prefill included."""
     answer_timeout_s: float = 3600.0
     """Longest wait for an answer that is not streamed, the whole generation included."""
     idle_timeout_s: float = 120.0
     """Longest pause inside an answer, and longest time that a client neither sends nor reads."""
-    refusal_grace_s: float = 1.0
-    """Time that the decode engine may still wait for KV after the prefill engine refused its copy of the request.
-    Then the request is sent again without a transfer."""
     health_interval_s: float = 1.0
     """Pause between two health checks of one engine."""
     health_timeout_s: float = 5.0
     """Longest wait for an answer of `/health`."""
-    health_misses: int = 2
-    """An engine counts as hung after this many health checks in a row without an answer."""
     drain_timeout_s: float = 30.0
     """Time that an engine without new connections has to finish its open requests."""
-    probe_timeout_s: float = 30.0
-    """Longest wait for a prefill engine to report its address."""
-    probe_retry_s: float = 30.0
-    """Pause before a prefill engine without an address is asked again."""
     attempts: int = 3
     """Most engines that may accept one request and fail it. Engines that cannot be reached do not count."""
     body_mib: int = 64
@@ -130,8 +115,6 @@ class RouterConfig:
     """Most memory of all request bodies together, in MiB. A request beyond it is answered with 503."""
     connections: int = 2000
     """Most client connections. A further connection closes the connection that has been idle longest."""
-    header_timeout_s: float = 10.0
-    """Longest wait for the headers of a new connection's first request."""
     shutdown_timeout_s: float = 10.0
     """Time that running requests have to finish after SIGTERM."""
 

@@ -40,7 +40,7 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"decode": ("http://x:notaport",)}, "decode 'http://x:notaport'"),
         ({"decode": ("http://x:99999",)}, "decode 'http://x:99999'"),
         ({"decode": ("a:1", "http://a:1/")}, "given 2 times"),
-        ({"connect_timeout_s": 0}, "connect_timeout_s 0"),
+        ({"drain_timeout_s": 0}, "drain_timeout_s 0"),
         ({"idle_timeout_s": float("nan")}, "idle_timeout_s nan"),
         ({"attempts": 0}, "attempts 0"),
         ({"port": 70000}, "port 70000"),
