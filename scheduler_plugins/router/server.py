@@ -170,9 +170,9 @@ def _possible(wanted: int) -> int:
         return wanted
     possible = max(1, (soft - _OTHER_FILES) // SOCKETS_PER_CONNECTION)
     logger.warning(
-        "%d connections at most, not %d (setting connections): the limit of open files is %d (ulimit -n)",
-        possible,
+        "connections %d: only %d are possible with a limit of %d open files; raise the limit (ulimit -n)",
         wanted,
+        possible,
         soft,
     )
     return possible

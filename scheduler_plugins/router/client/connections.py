@@ -82,7 +82,10 @@ class ConnectionLimit:
             if not self._idle:
                 return False
             oldest = next(iter(self._idle))
-            logger.debug("%d connections: an idle one is closed", len(self._open))
+            logger.debug(
+                "%d connections are open: the connection that has been idle longest is closed",
+                len(self._open),
+            )
             self._idle.pop(oldest).abort()
             self._open.pop(oldest, None)
         self._open[connection.inner] = self._idle[connection.inner] = connection

@@ -117,7 +117,7 @@ class Inquiry:
         """How an SGLang engine hands KV over."""
         facts = sglang_facts(await self._ask(EngineCall("GET", SERVER_INFO, self._headers())))
         if facts is None:
-            raise EngineFailedError("status", f"{SERVER_INFO} is no longer SGLang's")
+            raise EngineFailedError("status", f"{SERVER_INFO} no longer answers as SGLang's does")
         return Handover(facts.model, facts.replicas, facts.bootstrap_port)
 
     async def _listed(self, limit_s: float | None) -> list[object]:

@@ -136,10 +136,10 @@ class RouterConfig:
             others = [url for other in SIDES if other != side for url in getattr(self, other)]
             for url in getattr(self, side):
                 if url in others:
-                    raise ValueError(f"{side} {url}: given for another side, too; name it once")
+                    raise ValueError(f"{side} {url}: is named on another side, too; name it once")
         if self.admin_port is not None and not (self.admin_key or is_loopback(self.admin_host)):
             raise ValueError(
-                f"admin_host {self.admin_host}: only loopback without a key; set {ADMIN_KEY_VARIABLE}"
+                f"admin_host {self.admin_host}: must be a loopback address without a key; set {ADMIN_KEY_VARIABLE}"
             )
         object.__setattr__(self, "router_key", checked_key(KEY_VARIABLE, self.router_key))
         object.__setattr__(self, "admin_key", checked_key(ADMIN_KEY_VARIABLE, self.admin_key))
@@ -149,7 +149,9 @@ class RouterConfig:
             if (path := getattr(self, name)) and not Path(path).is_file():
                 raise ValueError(f"{name} {path}: no such file")
         if self.tokenizer and not (Path(self.tokenizer) / "tokenizer.json").is_file():
-            raise ValueError(f"tokenizer {self.tokenizer}: no folder with a tokenizer.json in it")
+            raise ValueError(
+                f"tokenizer {self.tokenizer}: must be a folder with a tokenizer.json in it"
+            )
         if self.otlp and not _is_url(self.otlp):
             raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
         for origin in self.allowed_origins:
@@ -157,7 +159,7 @@ class RouterConfig:
                 wanted = "must look like https://chat.example.org, or be *"
                 raise ValueError(f"allowed_origins {origin!r}: {wanted}")
         if self.tls_key and not self.tls_cert:
-            raise ValueError("tls_key: is given without tls_cert; give both, or none")
+            raise ValueError("tls_key: is set without tls_cert; set both, or neither")
         if self.front_queue < 0:
             raise ValueError(f"front_queue {self.front_queue}: must be 0 or more")
         check_rules(self.routes, checked(self.classes))
@@ -191,7 +193,7 @@ class RouterConfig:
                     raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
                 if not (self.router_key or is_loopback(host)):
                     raise ValueError(
-                        f"{name} {address}: only loopback without a key; set {KEY_VARIABLE} at all routers"
+                        f"{name} {address}: must be a loopback address without a key; set {KEY_VARIABLE} at all routers"
                     )
 
     def _checked_events(self) -> dict[str, tuple[str, str | None]]:
@@ -199,7 +201,9 @@ class RouterConfig:
         for given, (endpoint, replay) in self.kv_events.items():
             url = base_url("kv_events", given)
             if not any(url in getattr(self, side) for side in SIDES):
-                raise ValueError(f"kv_events {given}: no engine has this URL; name it as elsewhere")
+                raise ValueError(
+                    f"kv_events {given}: no engine has this URL; write it as in --prefill, --decode or --engine"
+                )
             for address in (endpoint, replay):
                 if address is not None and not address.startswith(("tcp://", "ipc://")):
                     raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
@@ -253,7 +257,7 @@ def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
     urls = tuple(base_url(side, url) for url in given)
     for url in urls:
         if urls.count(url) > 1:
-            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name each engine once")
+            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name it once")
     return urls
 
 

@@ -56,7 +56,7 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"otlp": "localhost:4318"}, "otlp 'localhost:4318': must look like http://"),
         ({"router_key": "a"}, "PD_ROUTER_KEY: a key of 1 characters"),
         ({"admin_key": "secret"}, "PD_ROUTER_ADMIN_KEY: a key of 6 characters"),
-        ({"tokenizer": "/no/such/folder"}, "tokenizer /no/such/folder: no folder"),
+        ({"tokenizer": "/no/such/folder"}, "tokenizer /no/such/folder: must be a folder"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], names: str) -> None:

@@ -126,7 +126,7 @@ def test_clients_and_engines_may_speak_tls(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"tls_cert": "/no/such"}, "tls_cert /no/such: no such file"),
-        ({"tls_key": __file__}, "tls_key: is given without tls_cert"),
+        ({"tls_key": __file__}, "tls_key: is set without tls_cert"),
         ({"decode": ("dns+http://name",)}, "dns"),
         ({"decode": ("k8s+http://space:80",)}, "k8s"),
         ({"decode": ("dns+https://name:80",)}, "must look like"),

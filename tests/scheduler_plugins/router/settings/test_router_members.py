@@ -106,7 +106,7 @@ def test_the_file_is_still_followed_after_settings_that_nobody_could_use(
 
     run(scenario())
     assert used == ["random", "least_work"]
-    assert "the new settings cannot be used" in caplog.text
+    assert "the changed settings cannot be used" in caplog.text
 
 
 def test_a_live_router_follows_its_file(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_limit_that_holds_from_the_start_is_named(
         async with reload.reloading(SettingsFile(path, {}), lambda config: None):
             limits = {"shutdown_timeout_s": 99}
             path.write_text(yaml.safe_dump({"engines": ENGINES, "limits": limits}))
-            said = "shutdown_timeout_s: apply after a restart of the router"
+            said = "shutdown_timeout_s: the change takes effect when the router is restarted"
             await until(lambda: said in caplog.text, "it is said")
 
     run(scenario())
