@@ -109,9 +109,9 @@ class PairAudits:
                     await self._send(pair)
                     logger.info("%s: a test prompt was sent for the audit", where)
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
-            logger.info("%s: no audit before users come: %r", where, error)
+            logger.info("%s: the audit with a test prompt cannot run: %r", where, error)
         except Exception:
-            logger.exception("%s: the audit before users come failed", where)
+            logger.exception("%s: the audit with a test prompt failed", where)
 
     async def _is_ours(self, decode: BackendEngine) -> bool:
         """Whether the engine has our connector; other connectors audit nothing."""

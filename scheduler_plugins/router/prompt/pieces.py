@@ -117,7 +117,7 @@ class PieceDecoder:
             return value
         if depth >= _MOST_DEPTH:
             raise TooComplexError(
-                f"it is nested too deeply: its large parts in {_MOST_DEPTH} levels"
+                f"it is nested too deeply: its large parts can have {_MOST_DEPTH} levels"
             )
         yield 0  # pause: a window has been scanned
         first = self._peek()
@@ -184,7 +184,7 @@ class PieceDecoder:
                 end -= 1  # do not split a character
             ended = self._raw[end : end + 1] == b'"'
             if end == start and not ended:
-                raise ValueError(f"a text does not end, or is no text (byte {start})")
+                raise ValueError(f"a string does not end, or is no valid string (byte {start})")
             yield end - start
             part = self._decode(b'"' + self._raw[start:end] + b'"')
             if parts and _is_half(parts[-1][-1:], 0xD800) and _is_half(part[:1], 0xDC00):
