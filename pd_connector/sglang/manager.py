@@ -37,6 +37,7 @@ from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefi
 from pd_connector.sglang.registration import global_rank, register
 from pd_connector.sglang.requests import fingerprint, transfer_of
 from pd_connector.sglang.settings import load_config
+from pd_connector.sglang.stale import CacheNamespace
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
 from pd_connector.sglang.weights import WeightsWatch
@@ -75,6 +76,8 @@ class Manager(BaseKVManager):
     buffers: Any
     page_size: int
     page_limit: int
+    namespace: CacheNamespace | None = None
+    """Of a decode engine that has a radix cache."""
     _leads = True
     """Whether this is the first of the ranks that have parts of the same requests."""
     vocabulary: int = sys.maxsize
@@ -117,7 +120,6 @@ class Manager(BaseKVManager):
         self._scheduler = scheduler
         self.vocabulary = scheduler.model_config.vocab_size
         self._adapters = Adapters(scheduler.tp_worker.model_runner)
-        self._adapters.look()
         self._ranks = parallel.attn_tp_size * parallel.pp_size
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
@@ -158,6 +160,9 @@ class Manager(BaseKVManager):
             self.admission.page_size = self.page_size
             most = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
             self.admission.most_prompt_tokens = most
+            if self._server_args.disaggregation_decode_enable_radix_cache:
+                group = queue.gloo_group if self._ranks > 1 else None
+                self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
@@ -195,7 +200,6 @@ class Manager(BaseKVManager):
         """Within, the scheduler computes the batch."""
         self.agent.engine_steps()
         self._backoff.reset()
-        self._adapters.look()
         self.weights.step()
         with self._streaming.step(batch) if self._streaming else contextlib.nullcontext():
             yield
@@ -204,7 +208,6 @@ class Manager(BaseKVManager):
         """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,
         the agent's thread needs Python's lock to move it."""
         self.agent.engine_steps()
-        self._adapters.look()
         self._backoff.pause(self.agent.wait_for_outcome)
 
     def register_to_bootstrap(self) -> None:
