@@ -140,7 +140,7 @@ class Inquiry:
                     call.method,
                     self._url + call.path,
                     headers=call.headers,
-                    data=call.body,
+                    data=b"".join(call.body) if call.body else None,
                     timeout=aiohttp.ClientTimeout(connect=self._config().connect_timeout_s),
                 ) as response,
             ):
