@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pd_connector.kv.checkpoint_files import FileState, links
 from pd_connector.kv.identity import adapter_files, adapter_fingerprint
 from pd_connector.vllm.checkpoint import in_cache
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-_State = tuple[int, int, int, int]
-"""Inode, size, and times of the last modification and the last change of a file. The time of the last change
-cannot be set back."""
 _USES = "_pd_connector_adapters"
 _KEYS = "_gen_lora_extra_hash_keys"
 """vLLM's function that returns what an adapter adds to the hash of a page."""
@@ -40,7 +38,7 @@ class _Files(NamedTuple):
 
     fingerprint: str
     folder: Path
-    states: dict[Path, _State]
+    states: dict[Path, FileState]  # and of the links that lead to them
 
 
 class _Loaded(NamedTuple):
@@ -235,13 +233,14 @@ def _folder(path: str) -> Path:
     return local if local.is_dir() else in_cache(path, None) or local
 
 
-def _states(folder: Path) -> dict[Path, _State]:
-    """Raises OSError if there are no weights of an adapter."""
-    found = {file: file.stat() for file in adapter_files(folder)}
-    return {
-        file: (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-        for file, state in found.items()
-    }
+def _states(folder: Path) -> dict[Path, FileState]:
+    """States of an adapter's files, and of the links that lead to them: a link may be switched to another adapter and
+    back while vLLM reads. Raises OSError if there are no weights of an adapter."""
+    found: dict[Path, FileState] = {}
+    for file in adapter_files(folder):
+        found |= links(file)
+        found[file] = FileState.of(file.stat())
+    return found
 
 
 def _untouched(known: _Loaded) -> bool:

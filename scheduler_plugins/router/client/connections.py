@@ -218,19 +218,18 @@ class Reservation:
                 return body
             await asyncio.sleep(0)
 
-    async def _read(self, request: web.BaseRequest) -> bytes:
+    async def _read(self, request: web.BaseRequest) -> bytearray:
         limit = f"{self._most_bytes >> 20} MiB (router option --body-mib)"
         too_large = BodyTooLargeError(f"the request body is larger than {limit}")
         if (request.content_length or 0) > self._most_bytes:
             raise too_large
-        parts, size_bytes = [], 0
+        found = bytearray()  # grows in place: to join parts in the end would hold the loop
         async for part in _plain(request):
-            size_bytes += len(part)
-            if size_bytes > self._most_bytes:
+            if len(found) + len(part) > self._most_bytes:
                 raise too_large
             self._count(len(part))
-            parts.append(part)
-        return b"".join(parts)
+            found += part
+        return found
 
     def _count(self, size_bytes: int) -> None:
         uncounted = min(size_bytes, self._uncounted_bytes)

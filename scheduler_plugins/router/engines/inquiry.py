@@ -143,7 +143,7 @@ class Inquiry:
                     call.method,
                     self._url + call.path,
                     headers=call.headers,
-                    data=call.body,
+                    data=b"".join(call.body) if call.body else None,
                 ) as response,
             ):
                 raw = await response.read()

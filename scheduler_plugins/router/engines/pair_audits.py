@@ -133,12 +133,15 @@ class PairAudits:
         headers = {"Content-Type": "application/json"}
         if key := self._config().api_key:
             headers["Authorization"] = f"Bearer {key}"
-        call = EngineCall("POST", "/v1/completions", headers, msgspec.json.encode(body))
+        call = EngineCall("POST", "/v1/completions", headers, (msgspec.json.encode(body),))
         if len(engine.ranks) > 1:
             call = sent_to(call, rank)
         timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
         async with self._session.post(
-            engine.url + call.path, data=call.body, headers=call.headers, timeout=timeout
+            engine.url + call.path,
+            data=b"".join(call.body or ()),
+            headers=call.headers,
+            timeout=timeout,
         ) as answer:
             raw = await answer.read()
             if answer.status != 200:
