@@ -41,6 +41,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.store.base import Store
+from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import AuditBook
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
@@ -125,6 +126,7 @@ class Agent:
         self._taken_back = TakenBack(self._shut_gate)
         self._ranks: tuple[Peer, ...] = ()
         book = AuditBook(experts=experts) if audits else None  # outlives the thread
+        trust = WriterTrust(engine_id, audits=audits)  # as well
 
         def make_loop(port: int) -> Loop:
             return Loop(
@@ -147,6 +149,7 @@ class Agent:
                 wrap=wrap,
                 choice=choice,
                 store=store,
+                trust=trust,
                 engine=engine,
             )
 

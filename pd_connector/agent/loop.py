@@ -41,6 +41,7 @@ from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.record import Writer
 from pd_connector.pool.store.base import Store
+from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import AuditBook
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
@@ -73,6 +74,7 @@ class Loop:
         port: control port to listen on; 0 lets the system choose.
         wrap: what to make of each transport, for tests.
         store: where chunks of KV outlive their request; None without a pool.
+        trust: which writers of chunks are believed.
         engine: name and version of the engine, told in records of the pool.
 
     Raises:
@@ -99,6 +101,7 @@ class Loop:
         wrap: Callable[[Transport], Transport],
         choice: Choice,
         store: Store | None = None,
+        trust: WriterTrust | None = None,
         engine: str = "",
     ) -> None:
         self._config = config
@@ -150,10 +153,10 @@ class Loop:
                 )
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
-            if store:
+            if store and trust:
                 writer = Writer(engine, identity.engine_id)
                 parts = len(shards) or 1
-                self.pool_side = PoolSide(resources, store, writer, parts, gate, report)
+                self.pool_side = PoolSide(resources, store, trust, writer, parts, gate, report)
         except BaseException:
             self.close()
             raise

@@ -93,6 +93,8 @@ class LoopWaits:
         wait_s = self._longest_s
         if self._consumer:
             wait_s = min(wait_s, max(0.0, self._consumer.due - stepped))
+        if self._pool:
+            wait_s = min(wait_s, max(0.0, self._pool.due_s - stepped))
         return math.ceil(1000 * wait_s)
 
     def _pollables(self) -> list[Any]:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, PDConnectorError, PoolError
 from pd_connector.kv.model import ModelFacts
+from pd_connector.plan.route import Route
 from pd_connector.pool.form import Form, places
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
@@ -31,6 +32,8 @@ from pd_connector.pool.record import Writer
 from pd_connector.pool.saver import Saver
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.stored import ChunkLoader, describe, gather_piece
+from pd_connector.pool.trust import WriterTrust
+from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
 
 logger = logging.getLogger("pd_connector.agent.pool")
@@ -39,9 +42,11 @@ _BUFFERS = 4
 """Chunks on their way in each direction."""
 _READERS = 2
 _BUFFER_WAIT_S = 10.0
+_STALL_S = 5.0
+"""Longest time without a chunk of a load, in seconds. What comes later is dropped."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Filling:
     """A load under way."""
 
@@ -49,9 +54,13 @@ class _Filling:
     fence: Any
     left: int  # chunks
     began_s: float
+    moved_s: float
     nbytes: int = 0
     cause: Cause | None = None
     detail: str = ""
+    comparison: Comparison | None = None
+    routes: set[Route] = field(default_factory=set)
+    writers: set[bytes] = field(default_factory=set)
 
 
 class PoolSide:
@@ -59,6 +68,7 @@ class PoolSide:
 
     Args:
         store: where chunks are.
+        trust: which writers are believed.
         writer: this engine, as records name it.
         parts: number of its ranks.
         gate: shut by the engine's thread for requests whose pages may not be touched.
@@ -69,6 +79,7 @@ class PoolSide:
         self,
         resources: RankResources,
         store: Store,
+        trust: WriterTrust,
         writer: Writer,
         parts: int,
         gate: PageGate,
@@ -81,6 +92,8 @@ class PoolSide:
         self._report = report
         self._geometry = resources.cache.geometry
         self._form = describe(resources.cache)
+        self._trust = trust
+        self._experts = bool(resources.audits and resources.audits.experts)
         self._facts = resources.identity.facts
         self._saver = Saver(store, self._geometry, writer, parts)
         self._loader = Loader(store, self._geometry)
@@ -91,6 +104,7 @@ class PoolSide:
         self._landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
         for _ in range(_BUFFERS):
             self._landings.put(Landing())
+        self._fillings: list[_Filling] = []
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._writers = ThreadPoolExecutor(1, "pd-pool-save")
         self._readers = ThreadPoolExecutor(_READERS, "pd-pool-load")
@@ -113,6 +127,7 @@ class PoolSide:
     def change_model(self, facts: ModelFacts) -> None:
         """The engine serves other weights from now on."""
         self._facts = facts
+        self._trust.forget()
 
     def know_weights(self, full: bytes) -> None:
         """All bytes of the engine's weights have been read now."""
@@ -131,6 +146,20 @@ class PoolSide:
         while not self._done.empty():
             self._done.get()()
         self._begin_saves()
+        if self._fillings and time.monotonic() >= self.due_s:
+            self._give_up_stalled()
+
+    @property
+    def due_s(self) -> float:
+        """When `tick` has something to do although nothing happens, in seconds, monotonic."""
+        return min((one.moved_s + _STALL_S for one in self._fillings), default=float("inf"))
+
+    def _give_up_stalled(self) -> None:
+        for filling in list(self._fillings):
+            if time.monotonic() >= filling.moved_s + _STALL_S:
+                filling.cause = Cause.STALLED
+                filling.detail = f"the store has not answered for {_STALL_S:g} s"
+                self._end(filling)
 
     def close(self) -> None:
         """End the threads; what they write or read is dropped."""
@@ -199,7 +228,11 @@ class PoolSide:
     # Loads
 
     def _begin_fill(self, fill: Fill, fence: Any) -> None:
-        filling = _Filling(fill, fence, len(fill.chunks), time.monotonic())
+        now = time.monotonic()
+        filling = _Filling(fill, fence, len(fill.chunks), now, now)
+        self._fillings.append(filling)
+        if fill.compares:
+            filling.comparison = Comparison(fill.chunks[0].adapter, experts=self._experts)
         if fill.model != self.model:
             filling.cause, filling.detail = Cause.MODEL, "the weights have changed"
         for chunk in fill.chunks:
@@ -232,23 +265,36 @@ class PoolSide:
             filling.cause = filling.cause or Cause.POOL
             filling.detail = filling.detail or str(found)
         elif found is not None and filling.cause is None:
-            self._scatter(filling, chunk, found)
+            self._use(filling, chunk, found)
         if landing is not None:
             self._landings.put(landing)
         filling.left -= 1
-        if not filling.left:
+        filling.moved_s = time.monotonic()
+        if not filling.left and filling in self._fillings:
             self._end(filling)
 
-    def _scatter(self, filling: _Filling, chunk: PromptChunk, found: ReadChunk) -> None:
+    def _use(self, filling: _Filling, chunk: PromptChunk, found: ReadChunk) -> None:
+        """Write a chunk into pages, or compare it with them."""
         fill = filling.fill
-        span = fill.first_token, fill.stop_token
         needs = [(part.geometry, part.need) for part in found.parts]
+        parts = [(part.geometry, part.need, part.data) for part in found.parts]
+        span = fill.first_token, fill.stop_token
         try:
+            for part in () if fill.compares else found.parts:
+                if problem := self._trust.problem(part.engine_id, part.writer):
+                    filling.cause, filling.detail = problem
+                    return
             pieces = plan_load(needs, found.own, fill.pages, chunk.number, *span)
             with self._gate.touching(fill.request) as confirm:
-                self._placing.scatter(pieces, found.parts, filling.fence)
+                if filling.comparison is None:
+                    self._placing.scatter(pieces, parts, filling.fence)
+                else:
+                    for route, apart in self._placing.compare(pieces, parts, filling.fence):
+                        filling.comparison.add(route, apart)
+                        filling.routes.add(route)
                 confirm()
             filling.nbytes += found.nbytes
+            filling.writers.update(part.writer for part in found.parts)
         except AbandonedError:
             raise
         except PoolError as error:
@@ -257,17 +303,40 @@ class PoolSide:
             logger.exception("pool: a chunk could not be placed")
             filling.cause, filling.detail = Cause.INTERNAL, repr(error)
 
-    def _end(self, filling: _Filling) -> None:
-        fill, seconds = filling.fill, time.monotonic() - filling.began_s
+    def _judge(self, filling: _Filling, comparison: Comparison) -> None:
+        """A comparison has ended: believe the writers from now on, or never."""
+        if filling.cause is None and (problem := comparison.judge((), filling.routes)):
+            filling.cause, filling.detail = problem
+        self._telemetry.count("audits", cause=filling.cause or "passed")
         if filling.cause is None:
+            for writer in filling.writers:
+                self._trust.passed(writer)
+            logger.info("pool: audit of a writer passed: %s", comparison)
+        elif filling.cause is Cause.AUDIT:
+            for writer in filling.writers:
+                self._trust.distrust(writer, filling.detail)
+            logger.error(
+                "pool: KV of another engine is wrong, or this engine's is: %s (%s). Chunks of that kind of engine are not "
+                "used here (docs/pool.md#audit)",
+                filling.detail,
+                comparison,
+            )
+
+    def _end(self, filling: _Filling) -> None:
+        self._fillings = [one for one in self._fillings if one is not filling]
+        fill, seconds = filling.fill, time.monotonic() - filling.began_s
+        if filling.comparison is not None:
+            self._judge(filling, filling.comparison)
+        elif filling.cause is None:
             self._telemetry.count("pool_loaded_bytes", filling.nbytes)
         else:
-            logger.warning(
+            logger.log(
+                logging.INFO if filling.cause is Cause.UNAUDITED else logging.WARNING,
                 "request %s: KV from the pool is not used, its prompt is computed: %s",
                 fill.request,
                 filling.detail,
             )
-            self._telemetry.count("pool_misses", cause="refused")
+            self._telemetry.count("pool_misses", cause=filling.cause)
         self._report(
             Finished(
                 fill.request,

@@ -54,7 +54,11 @@ class Saved(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Load tokens [first_token, stop_token) from chunks of the pool. Answered by `Finished`."""
+    """Load tokens [first_token, stop_token) from chunks of the pool. Answered by `Finished`.
+
+    With `compares` no page is written: the pages hold this KV already, computed here, and what is loaded is compared
+    with them.
+    """
 
     request: str
     model: bytes  # `keys.model_root` of the weights that will use it
@@ -62,3 +66,4 @@ class Fill(NamedTuple):
     first_token: int
     stop_token: int
     pages: tuple[Sequence[int], ...]  # by table, from the prompt's start; -1: not to be written
+    compares: bool = False

@@ -19,6 +19,7 @@ from pd_connector.pool.record import (
     record_problem,
 )
 from pd_connector.pool.store.base import Reading, Store
+from pd_connector.pool.trust import writer_of
 
 
 class ReadPart(NamedTuple):
@@ -28,11 +29,15 @@ class ReadPart(NamedTuple):
         geometry: of its writer.
         need: the part of it that was read.
         data: `need.nbytes` bytes.
+        engine_id: of its writer.
+        writer: from `trust.writer_of`.
     """
 
     geometry: Geometry
     need: Need
     data: memoryview
+    engine_id: str
+    writer: bytes
 
 
 class ReadChunk(NamedTuple):
@@ -107,7 +112,8 @@ class Loader:
                     continue
                 data = landing.room(len(parts), needed.nbytes)
                 _fill(data, reading, record, needed, header.payload_offset)
-                parts.append(ReadPart(record.geometry, needed, data))
+                told = record.writer.engine_id, writer_of(record)
+                parts.append(ReadPart(record.geometry, needed, data, *told))
         return ReadChunk(parts, own, sum(part.need.nbytes for part in parts))
 
 

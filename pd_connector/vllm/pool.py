@@ -7,6 +7,7 @@ Pages of a save have one reference more until all ranks have copied them, so tha
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from pd_connector.pool.worth import Worth
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import WorkerActivity
+from pd_connector.vllm.pool_audit import PoolAudit
 from pd_connector.vllm.pool_prompt import Loading, Look, PoolPrompt
 from pd_connector.vllm.pool_saves import PoolSaves
 from pd_connector.vllm.streaming import kept_pages, scheduled
@@ -70,10 +72,11 @@ class PoolSide:
         self._ranks = ranks
         self._settings = settings
         self._worth = Worth()
+        self._saves = PoolSaves(windows, ranks)
+        self._audit = PoolAudit(windows, self._saves)
         self._stepped: tuple[float, int] = (0.0, 0)  # when the last step was scheduled, its tokens
         self._models: dict[int, bytes] = {}  # by rank
         self._prompts: dict[str, PoolPrompt] = {}
-        self._saves = PoolSaves(windows, ranks)
         self._began_s = time.monotonic()
         self._looks = ThreadPoolExecutor(1, "pd-pool-look")
 
@@ -104,14 +107,28 @@ class PoolSide:
         if before and self.model != before:
             self.forget_all()
         for request_id, cause in activity.causes.items():
-            prompt = self._prompts.get(request_id)
-            if prompt is not None and prompt.found and cause is Cause.STALLED:
-                self._worth.silent(prompt.found[0].tier, time.monotonic())
+            if prompt := self._prompts.get(request_id):
+                self._failed(prompt, cause)
         self._saves.answered(activity.saved)
+        self._saves.answered(Counter(report.request for report in activity.audits))
+        self._audit.reported(activity.audits)
+
+    def _failed(self, prompt: PoolPrompt, cause: Cause) -> None:
+        """A load of this prompt has failed; it is computed here."""
+        loading, prompt.failed = prompt.failed, None
+        if loading is None:
+            return
+        if cause is Cause.STALLED:
+            self._worth.silent(loading.found[0].tier, time.monotonic())
+        elif cause is Cause.UNAUDITED:
+            self._audit.begin(prompt, loading.tokens)
+        elif cause is Cause.AUDIT:
+            self._audit.refuse(loading.keys)
 
     def forget_all(self) -> None:
-        """KV of the requests that run now must not be saved."""
+        """KV of the requests that run now must be neither saved nor compared."""
         self._prompts.clear()
+        self._audit.forget()
 
     def add(self, request: "Request") -> None:
         """A request has been queued: begin to look for its chunks."""
@@ -147,8 +164,8 @@ class PoolSide:
         """In the thread of look-ups."""
         keys = prompt.longer([prompt.root(model)], tokens)
         found: list[Found] = []
-        for one in self._store.find(keys[1:]):
-            if one is None:
+        for key, one in zip(keys[1:], self._store.find(keys[1:]), strict=True):
+            if one is None or self._audit.refused(key):
                 break
             found.append(one)
         return Look(keys, found)
@@ -158,6 +175,11 @@ class PoolSide:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return 0
+        if self._audit and prompt.look is not None:
+            prompt.look = (
+                None  # a writer is being audited: until that is over, prompts are computed
+            )
+            self._telemetry.count("pool_misses", cause=Cause.UNAUDITED)
         self._begin_look(prompt)  # the model was not known when the request came
         if prompt.look is None:
             return 0
@@ -199,7 +221,7 @@ class PoolSide:
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
         found = prompt.found[chunks.start : chunks.stop]
         self._store.pin(keys, PIN_S)
-        prompt.loading = Loading(keys, found, time.monotonic())
+        prompt.loading = Loading(keys, found, range(first, stop), time.monotonic())
         tables = []
         for table, size in zip(
             kept_pages(blocks.get_block_ids()), self._windows.page_sizes, strict=True
@@ -224,6 +246,7 @@ class PoolSide:
         self._store.unpin(loading.keys)
         if failed:
             prompt.kept = 0  # what is damaged has been removed: save it again
+            prompt.failed = loading
             return True
         seconds, nbytes = (
             time.monotonic() - loading.began_s,
@@ -234,15 +257,15 @@ class PoolSide:
             self._worth.loaded(tier, 0.0, nbytes, seconds)
         return True
 
-    def step(self, output: "SchedulerOutput") -> list[Save]:
-        """A step was scheduled. Returns saves of chunks that earlier steps have computed."""
+    def step(self, output: "SchedulerOutput") -> list[Save | Fill]:
+        """A step was scheduled. Returns saves of chunks that earlier steps have computed, and comparisons."""
         self._measure(output)
         if not self._prompts:
             return []
         for request_id in output.preempted_req_ids or ():
             if prompt := self._prompts.get(request_id):
                 prompt.stepped = False
-        saves: list[Save] = []
+        saves: list[Save | Fill] = []
         provisional = getattr(output, "has_sync_kv_loads", False)
         for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
@@ -250,23 +273,29 @@ class PoolSide:
                 # Pages that it found in the cache may be filled by this very step.
                 prompt.stepped = True
                 prompt.writes &= not provisional
-            elif prompt.writes and not prompt.adapter:
+                continue
+            saves += self._audit.compare(prompt, computed, prompt.pages, self.model)
+            if prompt.writes and not prompt.adapter:
                 saves += self._saves_of(prompt, computed, prompt.pages)
         return saves
 
-    def finished(self, request: "Request", pages: Sequence[Sequence[int]]) -> list[Save]:
-        """A request has ended. Returns saves of the chunks that it has computed last."""
+    def finished(self, request: "Request", pages: Sequence[Sequence[int]]) -> list[Save | Fill]:
+        """A request has ended. Returns saves of the chunks that it has computed last, and comparisons."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
             return []
         if prompt.loading:
             self._store.unpin(prompt.loading.keys)
             return []
-        if not prompt.stepped or not prompt.writes:
-            return []
-        if not self._identity.adapters.unchanged(request):
-            return []
-        return self._saves_of(prompt, request.num_computed_tokens, pages)
+        usable = prompt.stepped and self._identity.adapters.unchanged(request)
+        commands: list[Save | Fill] = []
+        if usable:
+            computed = request.num_computed_tokens
+            commands += self._audit.compare(prompt, computed, pages, self.model)
+        self._audit.give_up(prompt)
+        if usable and prompt.writes:
+            commands += self._saves_of(prompt, request.num_computed_tokens, pages)
+        return commands
 
     def _measure(self, output: "SchedulerOutput") -> None:
         """Note how long a step of a prefill took: until the next step was scheduled."""

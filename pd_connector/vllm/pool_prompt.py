@@ -34,6 +34,7 @@ class Loading(NamedTuple):
 
     keys: list[bytes]
     found: list[Found]
+    tokens: range
     began_s: float
 
 
@@ -53,6 +54,10 @@ class PoolPrompt:
     found: list[Found] = field(default_factory=list)
     loads: int = 0  # token at which a load ends; 0 without one
     loading: "Loading | None" = None
+    failed: "Loading | None" = None  # its load, until its cause is told
+    audited: range = range(
+        0
+    )  # tokens that will be compared with the pool once they are computed here
 
     def root(self, model: bytes) -> bytes:
         """The parent of its first chunk."""

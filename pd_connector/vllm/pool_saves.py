@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that are kept until all ranks have copied them into the pool.
+"""Pages that are kept until all ranks have copied them into the pool, or compared them with it.
 
-A page of a save has one reference more, so vLLM cannot reuse it, whatever becomes of its request.
+A kept page has one reference more, so vLLM cannot reuse it, whatever becomes of its request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,18 +53,22 @@ class PoolSaves:
         Args:
             pages: all page ids of the request, by table.
         """
-        assert self._blocks is not None
         tables = []
         for table, size in zip(pages, self._windows.page_sizes, strict=True):
             span = page_span(chunk.first_token, chunk.stop_token, size)
             tables.append(list(table[span.start : span.stop]))
+        return Save(self.keep("save", tables), model, chunk, kept_pages(tables))
+
+    def keep(self, what: str, tables: Sequence[Sequence[int]]) -> str:
+        """Keep pages until all ranks have answered. Returns a name for it that no request has."""
+        assert self._blocks is not None
         kept = dict.fromkeys(page for table in tables for page in table if page != NULL_PAGE)
         blocks = [self._blocks.blocks[page] for page in kept]
         self._blocks.touch(blocks)
         self._numbered += 1
-        name = f"save {self._numbered}"
+        name = f"pool {what} {self._numbered}"
         self._kept[name] = blocks, self._ranks
-        return Save(name, model, chunk, kept_pages(tables))
+        return name
 
     def answered(self, answers: Mapping[str, int]) -> None:
         """Ranks have copied pages. `answers`: their number by save."""

@@ -15,7 +15,7 @@ from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.pool.host import open_pool
-from pd_connector.pool.jobs import Save, Saved
+from pd_connector.pool.jobs import Fill, Save, Saved
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.last_words import FIRST_TOKEN
@@ -142,7 +142,7 @@ class WorkerSide:
             self._agent.engine_steps()
         present = step.weight_changes.get(self._rank, 0) == changes
         for command in step.commands if present else self._of_before(step.commands):
-            if isinstance(command, Load) and command.compares:
+            if isinstance(command, Load | Fill) and command.compares:
                 self._compared.add(command.request)
             self._agent.submit(command)  # type: ignore[union-attr]
         self._over += step.over
@@ -252,7 +252,7 @@ class WorkerSide:
                     if command.final:
                         self._over.append(request)
                     yield Withdraw(transfer, request)
-                case Load(request=request) if command.compares:
+                case Load(request=request) | Fill(request=request) if command.compares:
                     detail = "the weights have changed"
                     self._audits.append(AuditReport(request, Cause.ABORTED, (), detail))
                 case Save(request):
