@@ -1,66 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool's part of a rank's agent: copies computed chunks out of pages, and chunks of the pool into pages.
+"""The pool's part of a rank's agent: it saves computed chunks, and loads chunks of the pool.
 
 Only the agent's thread touches pages. Threads of the pool read and write files. Between them chunks lie in buffers
 of this rank.
 """
 
-import logging
 import queue
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from pd_connector.agent.owed import Outcome
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.pool_loads import PoolLoads
+from pd_connector.agent.pool_saves import PoolSaves
 from pd_connector.agent.resources import RankResources
-from pd_connector.errors import Cause, PDConnectorError, PoolError
 from pd_connector.kv.model import ModelFacts
-from pd_connector.plan.route import Route
-from pd_connector.pool.form import Form, places
-from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
-from pd_connector.pool.keys import CHUNK_TOKENS, model_root
-from pd_connector.pool.loader import Landing, Loader, ReadChunk
-from pd_connector.pool.plans import plan_load, plan_save
+from pd_connector.pool.jobs import Fill, Save
+from pd_connector.pool.keys import model_root
+from pd_connector.pool.loader import Loader
 from pd_connector.pool.record import Writer
 from pd_connector.pool.saver import Saver
 from pd_connector.pool.store.base import Store
-from pd_connector.pool.stored import ChunkLoader, describe, gather_piece
 from pd_connector.pool.trust import WriterTrust
-from pd_connector.protocol.consuming.audit import Comparison
-from pd_connector.protocol.consuming.incoming import Finished
-
-logger = logging.getLogger("pd_connector.agent.pool")
-
-_BUFFERS = 4
-"""Chunks on their way in each direction."""
-_READERS = 2
-_BUFFER_WAIT_S = 10.0
-_STALL_S = 5.0
-"""Longest time without a chunk of a load, in seconds. What comes later is dropped."""
-
-
-@dataclass(slots=True, eq=False)
-class _Filling:
-    """A load under way."""
-
-    fill: Fill
-    fence: Any
-    left: int  # chunks
-    began_s: float
-    moved_s: float
-    nbytes: int = 0
-    cause: Cause | None = None
-    detail: str = ""
-    comparison: Comparison | None = None
-    routes: set[Route] = field(default_factory=set)
-    writers: set[bytes] = field(default_factory=set)
 
 
 class PoolSide:
@@ -85,29 +49,17 @@ class PoolSide:
         gate: PageGate,
         report: Callable[[Outcome], None],
     ) -> None:
-        self._cache = resources.cache
-        self._telemetry = resources.telemetry
+        cache, telemetry = resources.cache, resources.telemetry
         self._wake = resources.wake
-        self._gate = gate
-        self._report = report
-        self._geometry = resources.cache.geometry
-        self._form = describe(resources.cache)
-        self._trust = trust
-        self._experts = bool(resources.audits and resources.audits.experts)
         self._facts = resources.identity.facts
-        self._saver = Saver(store, self._geometry, writer, parts)
-        self._loader = Loader(store, self._geometry)
-        self._placing = ChunkLoader(resources.cache)
-        self._saves: deque[tuple[Save, Any]] = deque()
-        last = places(self._form, self._geometry)[-1]
-        self._free = [bytearray(last.offset + last.nbytes) for _ in range(_BUFFERS)]
-        self._landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
-        for _ in range(_BUFFERS):
-            self._landings.put(Landing())
-        self._fillings: list[_Filling] = []
+        self._trust = trust
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._writers = ThreadPoolExecutor(1, "pd-pool-save")
-        self._readers = ThreadPoolExecutor(_READERS, "pd-pool-load")
+        saver, loader = Saver(store, cache.geometry, writer, parts), Loader(store, cache.geometry)
+        experts = bool(resources.audits and resources.audits.experts)
+        self._saves = PoolSaves(cache, gate, saver, telemetry, report, self._then)
+        self._loads = PoolLoads(
+            cache, gate, loader, trust, telemetry, report, self._then, experts=experts
+        )
 
     @property
     def model(self) -> bytes:
@@ -117,12 +69,17 @@ class PoolSide:
     @property
     def waits_for_device(self) -> bool:
         """Whether saves wait until the engine's device has computed their pages."""
-        return bool(self._saves and self._free)
+        return self._saves.waits_for_device
 
     @property
     def device_done(self) -> bool:
         """Whether the first of these can begin."""
-        return self.waits_for_device and self._cache.happened(self._saves[0][1])
+        return self._saves.device_done
+
+    @property
+    def due_s(self) -> float:
+        """When `tick` has something to do although nothing happens, in seconds, monotonic."""
+        return self._loads.due_s
 
     def change_model(self, facts: ModelFacts) -> None:
         """The engine serves other weights from now on."""
@@ -136,214 +93,25 @@ class PoolSide:
     def execute(self, command: Save | Fill, fence: Any) -> None:
         """Begin a save or a load."""
         if isinstance(command, Save):
-            self._saves.append((command, fence))
-            self._begin_saves()
+            self._saves.add(command, fence)
+            self._saves.begin(self._facts)
         else:
-            self._begin_fill(command, fence)
+            self._loads.begin(command, fence, self._facts)
 
     def tick(self) -> None:
         """Go on with what threads have done, or the device."""
         while not self._done.empty():
             self._done.get()()
-        self._begin_saves()
-        if self._fillings and time.monotonic() >= self.due_s:
-            self._give_up_stalled()
-
-    @property
-    def due_s(self) -> float:
-        """When `tick` has something to do although nothing happens, in seconds, monotonic."""
-        return min((one.moved_s + _STALL_S for one in self._fillings), default=float("inf"))
-
-    def _give_up_stalled(self) -> None:
-        for filling in list(self._fillings):
-            if time.monotonic() >= filling.moved_s + _STALL_S:
-                filling.cause = Cause.STALLED
-                filling.detail = f"the store has not answered for {_STALL_S:g} s"
-                self._end(filling)
+        self._saves.begin(self._facts)
+        if time.monotonic() >= self.due_s:
+            self._loads.tick()
 
     def close(self) -> None:
         """End the threads; what they write or read is dropped."""
-        for pool in (self._writers, self._readers):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._saves.close()
+        self._loads.close()
 
-    # Saves
-
-    def _begin_saves(self) -> None:
-        while self.device_done:
-            save, fence = self._saves.popleft()
-            buffer = self._free.pop()
-            form = self._copied(save, memoryview(buffer), fence)
-            if form is None:
-                self._free.append(buffer)
-                continue
-            self._writers.submit(self._write, save, form, self._facts, buffer)
-
-    def _copied(self, save: Save, payload: memoryview, fence: Any) -> Form | None:
-        """Copy the pages of a save. The engine may reuse them afterwards. Returns what the payload looks like; None if
-        there is none."""
-        try:
-            if save.model != self.model:
-                return None
-            plan = plan_save(self._form, self._geometry, self._tables(save), save.chunk.number)
-            if plan is None:
-                return None
-            with self._gate.touching(save.request) as confirm:
-                for piece in plan.pieces:
-                    gather_piece(self._cache, piece, payload, fence)
-                confirm()
-            return plan.form
-        except AbandonedError:
-            raise
-        except Exception:
-            logger.exception("pool: a chunk could not be copied")
-            return None
-        finally:
-            self._report(Saved(save.request))
-
-    def _tables(self, save: Save) -> list[list[int]]:
-        """The save's pages, each at its place in the request."""
-        sizes = {group.table: group.page_size for group in self._geometry.groups}
-        first = save.chunk.first_token
-        return [
-            [-1] * (first // sizes.get(table, CHUNK_TOKENS)) + list(pages)
-            for table, pages in enumerate(save.pages)
-        ]
-
-    def _write(self, save: Save, form: Form, facts: ModelFacts, buffer: bytearray) -> None:
-        """In the thread that writes."""
-        cause = "failed"
-        try:
-            cause = self._saver.save(save.chunk, save.tenant, facts, form, memoryview(buffer))
-        except PDConnectorError as error:
-            logger.warning("pool: a chunk was not saved: %s", error)
-        except Exception:
-            logger.exception("pool: a chunk was not saved")
-        self._done.put(partial(self._written, buffer, cause))
+    def _then(self, work: Callable[[], None]) -> None:
+        """Called by the threads."""
+        self._done.put(work)
         self._wake()
-
-    def _written(self, buffer: bytearray, cause: str) -> None:
-        self._free.append(buffer)
-        self._telemetry.count("pool_saves", cause=cause)
-
-    # Loads
-
-    def _begin_fill(self, fill: Fill, fence: Any) -> None:
-        now = time.monotonic()
-        filling = _Filling(fill, fence, len(fill.chunks), now, now)
-        self._fillings.append(filling)
-        if fill.compares:
-            filling.comparison = Comparison(fill.chunks[0].adapter, experts=self._experts)
-        if fill.model != self.model:
-            filling.cause, filling.detail = Cause.MODEL, "the weights have changed"
-        for chunk in fill.chunks:
-            self._readers.submit(self._read, filling, chunk, self._facts)
-
-    def _read(self, filling: _Filling, chunk: PromptChunk, facts: ModelFacts) -> None:
-        """In a thread that reads."""
-        found: ReadChunk | PDConnectorError | None = None
-        landing: Landing | None = None
-        if filling.cause is None:
-            try:
-                landing = self._landings.get(timeout=_BUFFER_WAIT_S)
-                found = self._loader.read(chunk, facts, landing)
-            except PDConnectorError as error:
-                found = error
-            except Exception as error:
-                logger.exception("pool: a chunk was not read")
-                found = PDConnectorError(repr(error))
-        self._done.put(partial(self._place, filling, chunk, found, landing))
-        self._wake()
-
-    def _place(
-        self,
-        filling: _Filling,
-        chunk: PromptChunk,
-        found: ReadChunk | PDConnectorError | None,
-        landing: Landing | None,
-    ) -> None:
-        if isinstance(found, PDConnectorError):
-            filling.cause = filling.cause or Cause.POOL
-            filling.detail = filling.detail or str(found)
-        elif found is not None and filling.cause is None:
-            self._use(filling, chunk, found)
-        if landing is not None:
-            self._landings.put(landing)
-        filling.left -= 1
-        filling.moved_s = time.monotonic()
-        if not filling.left and filling in self._fillings:
-            self._end(filling)
-
-    def _use(self, filling: _Filling, chunk: PromptChunk, found: ReadChunk) -> None:
-        """Write a chunk into pages, or compare it with them."""
-        fill = filling.fill
-        needs = [(part.geometry, part.need) for part in found.parts]
-        parts = [(part.geometry, part.need, part.data) for part in found.parts]
-        span = fill.first_token, fill.stop_token
-        try:
-            for part in () if fill.compares else found.parts:
-                if problem := self._trust.problem(part.engine_id, part.writer):
-                    filling.cause, filling.detail = problem
-                    return
-            pieces = plan_load(needs, found.own, fill.pages, chunk.number, *span)
-            with self._gate.touching(fill.request) as confirm:
-                if filling.comparison is None:
-                    self._placing.scatter(pieces, parts, filling.fence)
-                else:
-                    for route, apart in self._placing.compare(pieces, parts, filling.fence):
-                        filling.comparison.add(route, apart)
-                        filling.routes.add(route)
-                confirm()
-            filling.nbytes += found.nbytes
-            filling.writers.update(part.writer for part in found.parts)
-        except AbandonedError:
-            raise
-        except PoolError as error:
-            filling.cause, filling.detail = Cause.POOL, str(error)
-        except Exception as error:
-            logger.exception("pool: a chunk could not be placed")
-            filling.cause, filling.detail = Cause.INTERNAL, repr(error)
-
-    def _judge(self, filling: _Filling, comparison: Comparison) -> None:
-        """A comparison has ended: believe the writers from now on, or never."""
-        if filling.cause is None and (problem := comparison.judge((), filling.routes)):
-            filling.cause, filling.detail = problem
-        self._telemetry.count("audits", cause=filling.cause or "passed")
-        if filling.cause is None:
-            for writer in filling.writers:
-                self._trust.passed(writer)
-            logger.info("pool: audit of a writer passed: %s", comparison)
-        elif filling.cause is Cause.AUDIT:
-            for writer in filling.writers:
-                self._trust.distrust(writer, filling.detail)
-            logger.error(
-                "pool: KV of another engine is wrong, or this engine's is: %s (%s). Chunks of that kind of engine are not "
-                "used here (docs/pool.md#audit)",
-                filling.detail,
-                comparison,
-            )
-
-    def _end(self, filling: _Filling) -> None:
-        self._fillings = [one for one in self._fillings if one is not filling]
-        fill, seconds = filling.fill, time.monotonic() - filling.began_s
-        if filling.comparison is not None:
-            self._judge(filling, filling.comparison)
-        elif filling.cause is None:
-            self._telemetry.count("pool_loaded_bytes", filling.nbytes)
-        else:
-            logger.log(
-                logging.INFO if filling.cause is Cause.UNAUDITED else logging.WARNING,
-                "request %s: KV from the pool is not used, its prompt is computed: %s",
-                fill.request,
-                filling.detail,
-            )
-            self._telemetry.count("pool_misses", cause=filling.cause)
-        self._report(
-            Finished(
-                fill.request,
-                filling.cause,
-                filling.detail,
-                filling.nbytes,
-                len(fill.chunks),
-                seconds,
-            )
-        )

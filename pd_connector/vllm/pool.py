@@ -78,7 +78,7 @@ class PoolSide:
         self._models: dict[int, bytes] = {}  # by rank
         self._prompts: dict[str, PoolPrompt] = {}
         self._began_s = time.monotonic()
-        self._looks = ThreadPoolExecutor(1, "pd-pool-look")
+        self._looks = ThreadPoolExecutor(1, "pd-pool-look")  # and for pins
 
     def bind(self, blocks: "BlockPool") -> None:
         """Attach vLLM's pages."""
@@ -220,7 +220,7 @@ class PoolSide:
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
         found = prompt.found[chunks.start : chunks.stop]
-        self._store.pin(keys, PIN_S)
+        self._looks.submit(self._store.pin, keys, PIN_S)
         prompt.loading = Loading(keys, found, range(first, stop), time.monotonic())
         tables = []
         for table, size in zip(
@@ -243,7 +243,7 @@ class PoolSide:
         if prompt is None or prompt.loading is None:
             return False
         loading, prompt.loading = prompt.loading, None
-        self._store.unpin(loading.keys)
+        self._looks.submit(self._store.unpin, loading.keys)
         if failed:
             prompt.kept = 0  # what is damaged has been removed: save it again
             prompt.failed = loading
@@ -285,7 +285,7 @@ class PoolSide:
         if prompt is None:
             return []
         if prompt.loading:
-            self._store.unpin(prompt.loading.keys)
+            self._looks.submit(self._store.unpin, prompt.loading.keys)
             return []
         usable = prompt.stepped and self._identity.adapters.unchanged(request)
         commands: list[Save | Fill] = []
