@@ -167,9 +167,7 @@ def test_a_load_that_fails_is_computed_and_not_tried_again() -> None:
     of.add("a", 2 * CHUNK_TOKENS + 50, max_tokens=2)
     settle(of)
     of.step()
-    of.step(
-        WorkerActivity(causes={"a": Cause.POOL}), finished_recving={"a"}, failed_recving={"a"}
-    )
+    of.step(WorkerActivity(causes={"a": Cause.POOL}), finished_recving={"a"}, failed_recving={"a"})
     run(of)
     assert len(fills(of)) == 1
     of.assert_nothing_held()
@@ -241,9 +239,7 @@ def test_chunks_of_a_writer_that_is_not_believed_are_not_tried_again() -> None:
     of.add("a", 2 * CHUNK_TOKENS + 50, max_tokens=1)
     settle(of)
     of.step()
-    of.step(
-        WorkerActivity(causes={"a": Cause.AUDIT}), finished_recving={"a"}, failed_recving={"a"}
-    )
+    of.step(WorkerActivity(causes={"a": Cause.AUDIT}), finished_recving={"a"}, failed_recving={"a"})
     run(of)
     of.scheduler.kv_cache_manager.reset_prefix_cache()
     of.add("b", 2 * CHUNK_TOKENS + 50, max_tokens=1)
@@ -255,7 +251,7 @@ def test_chunks_of_a_writer_that_is_not_believed_are_not_tried_again() -> None:
 def test_kv_of_two_models_is_not_saved() -> None:
     of = engine()
     of.add("a", 2 * CHUNK_TOKENS + 10, max_tokens=4)
-    of.step()
+    settle(of)
     of.step(WorkerActivity(models={0: b"n" * 32}))
     run(of)
     assert saves(of) == []
