@@ -104,8 +104,12 @@ class PoolSide:
         """What the ranks did since the last step."""
         before = self.model
         self._models.update(activity.models)
-        if before and self.model != before:
-            self.forget_all()
+        if self.model != before:
+            logger.info(
+                "pool: %s", "in use" if self.model else "not used: the weights are not known"
+            )
+            if before:
+                self.forget_all()
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
                 self._failed(prompt, cause)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import tempfile
 import threading
@@ -79,13 +81,21 @@ def chunks() -> list[PromptChunk]:
 def save(writer: Rank, store: LocalStore) -> list[int]:
     """Save both chunks from the writer's pages, in an order of their own; returns the pages."""
     pages = list(range(len(TOKENS) // PAGE))[::-1]
+    tried = itertools.count()
     for chunk in chunks():
         span = page_span(chunk.first_token, chunk.stop_token, PAGE)
-        job = Save(f"save {chunk.number}", ROOT or b"", chunk, (pages[span.start : span.stop],))
-        writer.agent.submit(job)
-        assert isinstance(writer.end_of(job.request), Saved)
-    keys = [chunk.key for chunk in chunks()]
-    until(lambda: all(store.find(keys)), "the chunks in the store")
+
+        def there(chunk: PromptChunk = chunk, span: range = span) -> bool:
+            """A store on a busy machine may turn a part away."""
+            name = f"save {next(tried)}"
+            writer.agent.submit(Save(name, ROOT or b"", chunk, (pages[span.start : span.stop],)))
+            assert isinstance(writer.end_of(name), Saved)
+            with contextlib.suppress(TimeoutError, AssertionError):
+                until(lambda: store.find([chunk.key])[0] is not None, "the chunk", 2.0)
+                return True
+            return False
+
+        until(there, "a chunk in the store", 60.0)
     return pages
 
 
