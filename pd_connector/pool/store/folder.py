@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pd_connector.errors import ConfigError, Miss, PoolError
-from pd_connector.pool.store.entry import Entry, entry_of
+from pd_connector.pool.store.entry import LINK, Entry, entry_of, file_name
 
 VERSION = "v1"
 """Of this layout. A folder may hold several."""
@@ -133,7 +133,7 @@ class Folder:
         Args:
             stamp: unique, for a name of its own until then.
         """
-        name = f"{key.hex()}.entry.{stamp}"
+        name = file_name(key, LINK, stamp)
         os.symlink(entry.text(), name, dir_fd=self.staged)
         os.rename(name, key.hex(), src_dir_fd=self.staged, dst_dir_fd=self.index)
         if not self.is_whole(key, entry):  # evicted meanwhile, by someone who found no entry yet

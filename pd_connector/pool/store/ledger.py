@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.entry import Entry, entry_of
+from pd_connector.pool.store.folder import charge_of
 
 MEMORY_TIER, DISK_TIER = 0, 1
 STALE_S = 60.0
@@ -128,6 +129,15 @@ def insert(
         "?1 = 0 AND EXISTS (SELECT 1 FROM chunks WHERE tier = 1 AND key = ?2), ?7)",
         (tier, key, entry.parent, entry.tenant, charge, used, entry.text()),
     )
+
+
+def insert_if_missing(books: sqlite3.Connection, tier: int, key: bytes, entry: Entry) -> None:
+    """Write down a whole chunk, unless it is there, or is being removed."""
+    leaves = books.execute(
+        "SELECT 1 FROM leaving WHERE tier = ? AND key = ? AND entry = ?", (tier, key, entry.text())
+    ).fetchone()
+    if not leaves and not books.execute(CHUNK, (tier, key)).fetchone():
+        insert(books, tier, key, entry, sum(map(charge_of, entry.sizes)), 0)
 
 
 def removed(books: sqlite3.Connection, gone: Iterable[Part | Evicted]) -> None:
