@@ -21,8 +21,9 @@ from urllib.parse import quote
 from pd_connector.pool.store.folder import Folder
 from pd_connector.pool.store.schema import SUMS, TABLES, TRIGGERS
 
-WAIT_S = 0.02
-"""The longest wait for another process's transaction, which takes 0.1 ms."""
+WAIT_S = 0.05
+"""The longest wait for another process's transaction. It takes 0.1 ms, unless the machine is so busy that the process loses
+its processor meanwhile."""
 PATIENCE_S = 3.0
 _TRY_AGAIN_S = 0.0003
 _LINK = "books"

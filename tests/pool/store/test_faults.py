@@ -21,7 +21,8 @@ from whole import problems
 
 from pd_connector.pool.store.local import LocalStore, Space
 
-FAULTS = int(os.environ.get("PD_POOL_FAULTS", "40"))
+pytestmark = pytest.mark.usefixtures("impatient")
+FAULTS = int(os.environ.get("PD_POOL_FAULTS", "20"))
 WORKERS = 3
 SMALL, LARGE = 2 << 20, 64 << 20
 FILES = ("cut", "flip", "swap", "delete", "books cut", "books flip", "books delete", "entry")

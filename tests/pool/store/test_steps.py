@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that is killed or stopped at any line of the store's code costs saves, never look-ups, and needs no repair.
 
-The suite tries some lines of each action, PD_POOL_FAULTS=1000 in the environment all of them.
+The suite tries a few lines of each action; PD_POOL_FAULTS in the environment sets the number of faults.
 """
 
 import os
@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,9 +20,12 @@ from whole import problems
 
 from pd_connector.pool.store.local import LocalStore
 
+pytestmark = pytest.mark.usefixtures("impatient")
 ACTIONS = ("save", "save parts", "load", "remove", "copy", "cancel", "sweep", "make books anew")
-LINES = 8 if "PD_POOL_FAULTS" not in os.environ else 10_000
-MOST_LINES = 3000
+LINES = int(os.environ.get("PD_POOL_FAULTS", "48")) // (2 * len(ACTIONS))
+"""At which children are hit, of each action."""
+MOST_LINES = 450
+"""Lines that an action takes, about."""
 
 
 class Children:
@@ -57,13 +59,6 @@ class Children:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
 def prepare(folder: Path) -> Iterator[Callable[[], LocalStore]]:
     """Opens a store whose memory is full of the chain `OLD`, and nothing else."""
     stores: list[LocalStore] = []
@@ -82,12 +77,6 @@ def prepare(folder: Path) -> Iterator[Callable[[], LocalStore]]:
         stores.pop().close()
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts do not wait for the others of their chunk once their process is gone."""
-    monkeypatch.setattr("pd_connector.pool.store.keeper.STALE_S", 0.0)
-
-
 @pytest.fixture
 def children(folder: Path) -> Iterator[Children]:
     started = Children(folder)
@@ -99,9 +88,7 @@ def children(folder: Path) -> Iterator[Children]:
 
 def lines(action: str, name: str) -> list[int]:
     """Lines at which children are hit."""
-    if LINES == 10_000:
-        return list(range(1, MOST_LINES))
-    return sorted(random.Random(action + name).sample(range(1, 400), LINES))
+    return sorted(random.Random(action + name).sample(range(1, MOST_LINES), LINES))
 
 
 def check_look_ups(store: LocalStore) -> None:
@@ -126,8 +113,6 @@ def test_killed_at_any_line(
         assert problems(store) == [], f"{action} killed at line {line}"
         assert save(store, ALIEN) == 2
         assert all(loads(store, key) for key in ALIEN)
-        if ended == ["ended", "0"] and LINES == 10_000:
-            break
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -139,7 +124,7 @@ def test_stopped_at_any_line(
         answer = children.start(action, "SIGSTOP", line)
         if answer[0] == "stopped":
             check_look_ups(store)
-            save(store, ALIEN)
+            save(store, ALIEN, patience_s=0)
             check_look_ups(store)
             os.kill(int(answer[1]), signal.SIGCONT)
             answer = children.answer()
