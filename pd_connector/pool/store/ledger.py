@@ -133,11 +133,16 @@ def insert(
 
 def insert_if_missing(books: sqlite3.Connection, tier: int, key: bytes, entry: Entry) -> None:
     """Write down a whole chunk, unless it is there, or is being removed."""
+    place = (tier, key)
     leaves = books.execute(
-        "SELECT 1 FROM leaving WHERE tier = ? AND key = ? AND entry = ?", (tier, key, entry.text())
+        "SELECT 1 FROM leaving WHERE tier = ? AND key = ? AND entry = ?", (*place, entry.text())
     ).fetchone()
-    if not leaves and not books.execute(CHUNK, (tier, key)).fetchone():
-        insert(books, tier, key, entry, sum(map(charge_of, entry.sizes)), 0)
+    if leaves or books.execute(CHUNK, place).fetchone():
+        return
+    # New books may have found its files before its entry.
+    rows = [(tier, name) for name in entry.files(key)]
+    books.executemany("DELETE FROM files WHERE tier = ? AND name = ?", rows)
+    insert(books, tier, key, entry, sum(map(charge_of, entry.sizes)), 0)
 
 
 def removed(books: sqlite3.Connection, gone: Iterable[Part | Evicted]) -> None:

@@ -16,11 +16,9 @@ from pd_connector.pool.settings import SHM_VARIABLE, memory_folder, text_of
 from pd_connector.pool.store.base import DISK, StoreStatus
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.verify import reads, verify
+from pd_connector.pool.verify import verify
 from pd_connector.tools.cli.app import fail
 
-CHECK = reads
-"""What `pd-connector pool verify` does with a part."""
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -153,7 +151,7 @@ def verify_all(
     chunks = nbytes = 0
     damaged = []
     with opened(folder) as store:
-        for checked in verify(store, CHECK):
+        for checked in verify(store):
             chunks, nbytes = chunks + 1, nbytes + checked.nbytes
             if checked.problem:
                 damaged.append(checked.key)

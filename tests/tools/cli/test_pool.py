@@ -3,20 +3,23 @@
 
 import json
 import os
+import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from support.pool_records import record
 from typer.testing import CliRunner, Result
 
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.record import Record, encode, sealed
 from pd_connector.pool.settings import SHM_VARIABLE, PoolSettings, load
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.tools.cli.pool import app
-
-NBYTES = 1 << 20
 
 
 @pytest.fixture
@@ -30,21 +33,36 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolSe
     shutil.rmtree(shm)
 
 
+def part_of(first_token: int) -> tuple[bytes, Record]:
+    """The bytes of a part, and its record."""
+    tokens = range(first_token, first_token + CHUNK_TOKENS)
+    empty = record(tokens, parts=1)
+    payload = random.Random(first_token).randbytes(empty.payload_bytes)
+    layers = sealed(empty.form, empty.geometry, memoryview(payload))
+    whole = msgspec.structs.replace(empty, layers=layers)
+    return encode(whole) + payload, whole
+
+
+PARTS = [part_of(number * CHUNK_TOKENS) for number in range(3)]
+KEYS = [one.key for _, one in PARTS]
+NBYTES = len(PARTS[0][0])
+
+
 @pytest.fixture
 def store(settings: PoolSettings) -> Iterator[LocalStore]:
     """The store of an engine, with three chunks."""
     opened = settings.open()
-    for number in range(3):
+    for number, (data, told) in enumerate(PARTS):
         writing = opened.begin(
-            bytes([number]) * 32,
-            parent=b"",
-            part="0-2.0of1",
+            told.key,
+            parent=told.parent,
+            part=told.part,
             parts=1,
-            nbytes=NBYTES,
+            nbytes=len(data),
             tenant=f"team {number % 2}",
         )
         assert not isinstance(writing, Refusal)
-        writing.write(0, memoryview(os.urandom(NBYTES)))
+        writing.write(0, memoryview(data))
         assert writing.publish()
     yield opened
     opened.close()
@@ -97,38 +115,69 @@ def test_ls_lists_chunks_of_all_or_one_tenant() -> None:
     assert len(call("ls").output.splitlines()) == 3
     (line,) = call("ls", "--tenant", "team 1", "--json").output.splitlines()
     chunk = json.loads(line)
-    assert (chunk["key"], chunk["nbytes"], chunk["parts"]) == ("01" * 32, NBYTES, ["0-2.0of1"])
+    assert (chunk["key"], chunk["nbytes"], chunk["parts"]) == (
+        KEYS[1].hex(),
+        NBYTES,
+        [PARTS[1][1].part],
+    )
 
 
-def test_verify_finds_a_file_that_was_cut_and_removes_it_when_told_to(
-    store: LocalStore, settings: PoolSettings
+def flip(file: Path, place: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ 1]))
+
+
+def swap(file: Path, place: int) -> None:
+    """Put the file of another chunk in its place."""
+    (other,) = file.parent.glob(f"{KEYS[2].hex()}.*")
+    other.replace(file)
+
+
+@pytest.mark.parametrize(
+    ("harm", "place", "said"),
+    [
+        (os.truncate, 5, "has 5 bytes"),
+        (flip, 0, "no file of the pool"),
+        (flip, 100, "record differs from its sum"),
+        (flip, NBYTES - 1, "the bytes of layer 1 differ from their sum"),
+        (swap, 0, f"of chunk {KEYS[2].hex()}"),
+    ],
+    ids=["cut", "magic", "record", "payload", "swapped"],
+)
+def test_verify_finds_damage_and_removes_it_when_told_to(
+    harm: Callable[[Path, int], object],
+    place: int,
+    said: str,
+    store: LocalStore,
+    settings: PoolSettings,
 ) -> None:
-    assert "3 chunks with 3 MiB read, 0 damaged" in call("verify").output
-    (file,) = (settings.memory.path / "v1" / "data").glob("01*")
-    os.truncate(file, 5)
+    assert "3 chunks with" in call("verify").output
+    (file,) = (settings.memory.path / "v1" / "data").glob(f"{KEYS[1].hex()}.*")
+    harm(file, place)
     result = call("verify", "--remove")
     assert result.exit_code == 1
-    assert f"damaged: {'01' * 32}" in result.output
+    assert f"damaged: {KEYS[1].hex()}" in result.output
+    assert said in result.output
     assert call("verify").exit_code == 0
-    assert store.find([bytes([1]) * 32]) == [None]
+    assert store.find([KEYS[1]]) == [None]
+    assert store.find([KEYS[0]])[0]
 
 
-def test_verify_believes_the_check(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "pd_connector.tools.cli.pool.CHECK",
-        lambda key, part, reading: "rotten" if key[0] == 2 else "",
-    )
-    result = call("verify")
-    assert result.exit_code == 1
-    assert f"damaged: {'02' * 32}: 0-2.0of1: rotten" in result.output
-    assert store.find([bytes([2]) * 32])[0], "removed only with --remove"
+def test_verify_alone_removes_nothing(store: LocalStore, settings: PoolSettings) -> None:
+    (file,) = (settings.memory.path / "v1" / "data").glob(f"{KEYS[1].hex()}.*")
+    flip(file, NBYTES - 1)
+    assert call("verify").exit_code == 1
+    assert store.find([KEYS[1]])[0]
 
 
 def test_clear_asks_and_removes_all_while_an_engine_uses_the_pool(store: LocalStore) -> None:
     assert call("clear", answer="n\n").exit_code == 1
-    assert store.find([bytes(32)])[0]
+    assert store.find([KEYS[0]])[0]
     assert "3 chunks removed" in call("clear", "--yes").output
-    assert not store.find([bytes(32)])[0]
+    assert not store.find([KEYS[0]])[0]
     assert "0 chunks removed" in call("clear").output
 
 
@@ -136,7 +185,7 @@ def test_what_is_left_on_the_disk_after_a_reboot_is_shown(
     store: LocalStore, settings: PoolSettings
 ) -> None:
     assert settings.disk is not None
-    assert store.keeper.copy(bytes(32), 1)
+    assert store.keeper.copy(KEYS[0], 1)
     store.close()
     shutil.rmtree(settings.memory.path.parent)
     assert call("ls").exit_code == 1
