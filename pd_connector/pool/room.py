@@ -64,7 +64,7 @@ def memory_rooms(shm: Path, own: int) -> list[Room]:
     left = os.statvfs(shm)
     rooms = [
         Room(
-            left.f_bavail * left.f_frsize + own,
+            left.f_bavail * left.f_frsize + own if left.f_blocks else _UNLIMITED,
             str(shm),
             f"make it larger: Docker's --shm-size=16g or --ipc=host, in Kubernetes an emptyDir of medium Memory, on a host "
             f"mount -o remount,size=16g {shm}",

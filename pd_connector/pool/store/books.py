@@ -21,8 +21,9 @@ from urllib.parse import quote
 from pd_connector.pool.store.folder import Folder
 from pd_connector.pool.store.schema import SUMS, TABLES, TRIGGERS
 
-WAIT_S = 0.02
-"""The longest wait for another process's transaction, which takes 0.1 ms."""
+WAIT_S = 0.05
+"""The longest wait for another process's transaction. It takes 0.1 ms, unless the machine is so busy that the process loses
+its processor meanwhile."""
 PATIENCE_S = 3.0
 _TRY_AGAIN_S = 0.0003
 _LINK = "books"
@@ -52,7 +53,7 @@ class Books:
         self._connection: sqlite3.Connection | None = None
         self._name = ""
         self._blocked_since: float | None = None
-        self.damaged = "" if self._current() else "there are none yet"
+        self.damaged = "" if self.name else "there are none yet"
 
     @property
     def problem(self) -> str:
@@ -76,7 +77,7 @@ class Books:
             try:
                 yield connection
                 connection.execute("COMMIT")
-                if self._name != self._current():
+                if self._name != self.name:
                     raise BooksError("the books were made anew meanwhile")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
@@ -99,12 +100,12 @@ class Books:
                 time.sleep(_TRY_AGAIN_S)
                 continue
             self._blocked_since = None
-            if self._name == self._current():
+            if self._name == self.name:
                 return connection
             connection.execute("ROLLBACK")  # new books were made while this waited for the old ones
 
     def _connected(self) -> sqlite3.Connection:
-        name = self._current()
+        name = self.name
         if not name:
             raise BooksError(self._damage("the books are gone"))
         if self._connection is None or name != self._name:
@@ -113,7 +114,9 @@ class Books:
             self.damaged = ""
         return self._connection
 
-    def _current(self) -> str:
+    @property
+    def name(self) -> str:
+        """Of the books that are in force; empty if there are none."""
         try:
             name = os.readlink(_LINK, dir_fd=self._folder.root)
         except OSError:
@@ -150,12 +153,12 @@ class Books:
         Args:
             fill: writes what the folders hold into new, empty books.
         """
-        old = self._current()
+        old = self.name
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         lock = os.open("books.lock", flags, 0o600, dir_fd=self._folder.root)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._current() == old:
+            if self.name == old:
                 self._replace(old, fill)
         except (OSError, sqlite3.Error):
             return False
@@ -187,7 +190,7 @@ class Books:
             os.symlink(name, link, dir_fd=root)
             os.rename(link, _LINK, src_dir_fd=root, dst_dir_fd=root)
         finally:
-            current = self._current()
+            current = self.name
             for other in self._folder.names(root):
                 if (
                     other.startswith("books.")

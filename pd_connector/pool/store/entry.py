@@ -13,6 +13,8 @@ _FORMAT = "1"
 _PART = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _STAMP = re.compile(r"[a-z0-9-]{1,64}")
 _MOST_TENANT = 256
+LINK = "="
+"""In the name of an entry that is being made, in the place of a part's name."""
 MOST_PARTS = 256
 _MOST_KEY = 64
 
@@ -74,10 +76,21 @@ def file_name(key: bytes, part: str, stamp: str) -> str:
     return f"{key.hex()}.{part}.{stamp}"
 
 
-def file_key(name: str) -> bytes | None:
-    """The key in the name of a file; None if the file is not the pool's."""
+class FileName(NamedTuple):
+    """What the name of a file says."""
+
+    key: bytes
+    part: str
+    owner: str
+    """The process that made it (`alive.py`)."""
+
+
+def file_of(name: str) -> FileName | None:
+    """What the name of a file says; None if the file is not the pool's."""
+    key, _, rest = name.partition(".")
+    part, _, stamp = rest.rpartition(".")
     try:
-        return bytes.fromhex(name.partition(".")[0])
+        return FileName(bytes.fromhex(key), part, stamp.rpartition("-")[0]) if stamp else None
     except ValueError:
         return None
 

@@ -10,19 +10,22 @@ below descriptors of these folders, links are never followed, and a file counts 
 """
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from pd_connector.errors import ConfigError, Miss, PoolError
-from pd_connector.pool.store.entry import Entry, entry_of
+from pd_connector.pool.store.entry import LINK, Entry, entry_of, file_name
 
 VERSION = "v1"
 """Of this layout. A folder may hold several."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _OTHERS = 0o077
 PAGE = 4096
+RESERVE_BYTES = 512 << 10
+"""Of the file system, that parts leave to the books: without room for them nothing could be evicted."""
 
 
 def charge_of(nbytes: int) -> int:
@@ -133,7 +136,7 @@ class Folder:
         Args:
             stamp: unique, for a name of its own until then.
         """
-        name = f"{key.hex()}.entry.{stamp}"
+        name = file_name(key, LINK, stamp)
         os.symlink(entry.text(), name, dir_fd=self.staged)
         os.rename(name, key.hex(), src_dir_fd=self.staged, dst_dir_fd=self.index)
         if not self.is_whole(key, entry):  # evicted meanwhile, by someone who found no entry yet
@@ -159,7 +162,15 @@ class Folder:
     # Files
 
     def create(self, name: str, nbytes: int) -> int:
-        """A descriptor of a new file, for writing, with all its room reserved. Raises OSError, and leaves nothing."""
+        """A descriptor of a new file, for writing, with all its room reserved.
+
+        Raises:
+            OSError: the file system has no room for it, or would have too little for the books. Nothing is left.
+        """
+        left = os.fstatvfs(self.root)
+        # A tmpfs without a limit says that it has no blocks.
+        if left.f_blocks and left.f_bavail * left.f_frsize < nbytes + RESERVE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(name, flags, 0o600, dir_fd=self.staged)
         try:

@@ -26,6 +26,7 @@ from pd_connector.pool.store.ledger import (
     Part,
     RefusedError,
     complete,
+    insert_if_missing,
     removed,
     touch,
     write_leaving,
@@ -84,6 +85,7 @@ class Holdings:
             self._closing = undo.pop_all()
 
     def close(self) -> None:
+        self.flush()
         self._closing.close()
 
     def begin_in(
@@ -174,9 +176,11 @@ class Holdings:
         try:
             folder.settle(part.name)
             with self.books.transaction(wait_s=_PUBLISHES_S) as books:
-                entry = complete(books, part)
+                entry, name = complete(books, part), self.books.name
             if isinstance(entry, Entry):
                 folder.enter(part.key, entry, self.stamp())
+                if self.books.name != name:  # others were made before they could tell of this chunk
+                    self.adopt(part.tier, part.key)
                 self.wake.set()
         except (OSError, BooksError):
             return False
@@ -196,6 +200,17 @@ class Holdings:
             folder.erase(key, gone.entry)
         self._owed.append(gone)
         self.flush()
+
+    def adopt(self, tier: int, key: bytes) -> None:
+        """Write down a chunk that a folder has and the books lack. One that is not whole is removed."""
+        folder = self.folders[tier]
+        text = folder.text(key)
+        entry = entry_of(text)
+        if entry is None or not folder.is_whole(key, entry):
+            self.forget(folder, key, text)
+        else:
+            with contextlib.suppress(BooksError), self.books.transaction() as books:
+                insert_if_missing(books, tier, key, entry)
 
     def erase(self, evicted: Iterable[Evicted]) -> None:
         """Remove the files of chunks that the books no longer have."""

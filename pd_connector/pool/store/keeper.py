@@ -115,13 +115,17 @@ class Keeper:
                 if folder is store.folders[MEMORY_TIER]:
                     store.alive.renew()
         if store.books.damaged:
-            why = store.books.damaged
-            if store.books.make_anew(lambda books: fill(books, store)):
-                log.info("pool: books made anew from the folders, because %s", why)
-                self._told = False
+            self.make_books_anew(store.books.damaged)
         if not self._told:
             self._tell_budgets()
             self._told = True
+
+    def make_books_anew(self, why: str) -> None:
+        """Replace the books by what the folders say."""
+        if self._store.books.make_anew(lambda books: fill(books, self._store)):
+            log.info("pool: books made anew from the folders, because %s", why)
+            self._told = False
+            take_stock(self._store)  # others may have published into the old books meanwhile
 
     def _tell_budgets(self) -> None:
         """The budgets that this process was given. A default gives way to what another process was told to take."""
@@ -147,6 +151,8 @@ class Keeper:
         with store.alive.dead() as dead:
             for name in dead:
                 self._remove_of(name)
+            if dead:
+                take_stock(store)
         now = now_s()
         with store.books.transaction() as books:
             stale = (now - STALE_S,)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.entry import Entry, entry_of
+from pd_connector.pool.store.folder import charge_of
 
 MEMORY_TIER, DISK_TIER = 0, 1
 STALE_S = 60.0
@@ -128,6 +129,20 @@ def insert(
         "?1 = 0 AND EXISTS (SELECT 1 FROM chunks WHERE tier = 1 AND key = ?2), ?7)",
         (tier, key, entry.parent, entry.tenant, charge, used, entry.text()),
     )
+
+
+def insert_if_missing(books: sqlite3.Connection, tier: int, key: bytes, entry: Entry) -> None:
+    """Write down a whole chunk, unless it is there, or is being removed."""
+    place = (tier, key)
+    leaves = books.execute(
+        "SELECT 1 FROM leaving WHERE tier = ? AND key = ? AND entry = ?", (*place, entry.text())
+    ).fetchone()
+    if leaves or books.execute(CHUNK, place).fetchone():
+        return
+    # New books may have found its files before its entry.
+    rows = [(tier, name) for name in entry.files(key)]
+    books.executemany("DELETE FROM files WHERE tier = ? AND name = ?", rows)
+    insert(books, tier, key, entry, sum(map(charge_of, entry.sizes)), 0)
 
 
 def removed(books: sqlite3.Connection, gone: Iterable[Part | Evicted]) -> None:

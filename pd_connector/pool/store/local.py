@@ -7,8 +7,9 @@ tiers and removes what dead processes left (`keeper.py`).
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.store.base import DISK, Found, Journal, Refusal, Store, StoreStatus, Why
@@ -23,22 +24,35 @@ from pd_connector.pool.store.parts import LocalReading, LocalWriting
 from pd_connector.pool.store.reports import page_of, status_of
 
 
+class Chunk(NamedTuple):
+    """A chunk of a tier, for those who list what is there."""
+
+    key: bytes
+    tier: str
+    parent: bytes
+    tenant: str
+    parts: tuple[str, ...]
+    nbytes: int
+
+
 class LocalStore(Store):
     """Chunks in folders of this host. Make it after the last fork: a child of its process cannot save.
 
     Args:
         memory: a folder in a tmpfs.
         disk: a folder for what does not fit into memory.
+        visits: only look, read and remove, as commands do: the budgets that engines have set stay, and no thread starts.
 
     Raises:
         ConfigError: a folder cannot be used.
     """
 
-    def __init__(self, memory: Space, disk: Space | None = None) -> None:
+    def __init__(self, memory: Space, disk: Space | None = None, *, visits: bool = False) -> None:
         self._holdings = Holdings(memory, disk)
         self._folders, self._books = self._holdings.folders, self._holdings.books
         self.keeper = Keeper(self._holdings)
-        self.keeper.start()
+        if not visits:
+            self.keeper.start()
 
     # Looking up
 
@@ -155,6 +169,15 @@ class LocalStore(Store):
             there += bool(texts)
         return there
 
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks, tier by tier, the one that was stored first first. One that goes meanwhile is left out."""
+        for folder in self._folders:
+            for key in folder.entered():
+                if entry := folder.entry(key):
+                    yield Chunk(
+                        key, folder.name, entry.parent, entry.tenant, entry.parts, sum(entry.sizes)
+                    )
+
     def journal(self, after: int) -> Journal:
         try:
             with self._books.transaction(reading=True) as books:
@@ -163,7 +186,8 @@ class LocalStore(Store):
             raise PoolError(Miss.REFUSED, f"the journal cannot be read: {error}") from error
 
     def status(self) -> StoreStatus:
-        engines = len(self._holdings.alive.names())
+        alive = self._holdings.alive
+        engines = 1 + sum(alive.is_alive(name) for name in alive.names() if name != alive.name)
         return status_of(
             self._books, self._folders, [space.budget for space in self._holdings.spaces], engines
         )

@@ -7,10 +7,9 @@ import sqlite3
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pd_connector.pool.store.books import BooksError
-from pd_connector.pool.store.entry import Entry, entry_of, file_key
+from pd_connector.pool.store.entry import LINK, Entry, entry_of, file_of
 from pd_connector.pool.store.folder import Folder, charge_of
-from pd_connector.pool.store.ledger import Evicted, insert, now_s
+from pd_connector.pool.store.ledger import now_s
 
 if TYPE_CHECKING:
     from pd_connector.pool.store.holdings import Holdings
@@ -61,17 +60,27 @@ def _write_or_discard(
     books: sqlite3.Connection, tier: int, folder: Folder, name: str, store: Holdings
 ) -> None:
     """A file that no entry names: one that a living process writes counts, others are removed."""
-    owner = name.rpartition(".")[2].rpartition("-")[0]
-    key, part = file_key(name), name.partition(".")[2].rpartition(".")[0]
-    size = folder.size(name)
-    if key is None or size < 0:
+    file, size = file_of(name), folder.size(name)
+    if file is None or size < 0:
         return
-    if not store.alive.is_alive(owner):
+    if not store.alive.is_alive(file.owner):
         folder.discard(name)
+        return
+    if file.part == LINK:
         return
     books.execute(
         "INSERT INTO files VALUES (?, ?, ?, ?, 0, '', '', ?, ?, ?, ?, ?)",
-        (tier, name, key, part, charge_of(size), size, owner, folder.is_settled(name), now_s()),
+        (
+            tier,
+            name,
+            file.key,
+            file.part,
+            charge_of(size),
+            size,
+            file.owner,
+            folder.is_settled(name),
+            now_s(),
+        ),
     )
 
 
@@ -97,33 +106,17 @@ def take_stock(store: Holdings) -> None:
                 store.mend(tier, key)
         for key in keys:
             if key not in told and (key, folder.text(key)) not in left:
-                known.update(_adopt(store, tier, folder, key))
+                store.adopt(tier, key)
+                if entry := folder.entry(key):
+                    known.update(entry.files(key))
         for name in names:
-            if name not in known and file_key(name) is not None:
+            file = file_of(name)
+            if (
+                file
+                and name not in known
+                and not (file.part == LINK and store.alive.is_alive(file.owner))
+            ):
                 folder.discard(name)
-
-
-def _adopt(store: Holdings, tier: int, folder: Folder, key: bytes) -> list[str]:
-    """Write down a chunk that the books lack, if it is whole; returns names of its files."""
-    text = folder.text(key)
-    entry = entry_of(text)
-    if entry is None or not folder.is_whole(key, entry):
-        store.forget(folder, key, text)
-        return []
-    try:
-        with store.books.transaction() as books:
-            row = books.execute(
-                "SELECT entry FROM chunks WHERE tier = ? AND key = ?", (tier, key)
-            ).fetchone()
-            leaves = books.execute(
-                "SELECT 1 FROM leaving WHERE tier = ? AND key = ? AND entry = ?",
-                Evicted(tier, key, text),
-            ).fetchone()
-            if row is None and leaves is None:
-                insert(books, tier, key, entry, sum(map(charge_of, entry.sizes)), 0)
-    except BooksError:
-        pass
-    return entry.files(key)
 
 
 def sums_differ(books: sqlite3.Connection) -> bool:

@@ -3,9 +3,10 @@
 
 import hashlib
 import random
+import time
 from collections.abc import Sequence
 
-from pd_connector.pool.store.base import Refusal, Store, Writing
+from pd_connector.pool.store.base import Refusal, Store, Why, Writing
 
 
 def chain(name: str, chunks: int) -> list[bytes]:
@@ -30,12 +31,27 @@ def begin(
 
 
 def save(
-    store: Store, keys: Sequence[bytes], parent: bytes = b"", nbytes: int = 10_000, **more: object
+    store: Store,
+    keys: Sequence[bytes],
+    parent: bytes = b"",
+    nbytes: int = 10_000,
+    patience_s: float = 10.0,
+    **more: object,
 ) -> int:
-    """Save a chain; returns how many chunks were taken."""
+    """Save a chain; returns how many chunks were taken.
+
+    Args:
+        patience_s: on a busy machine another process may hold the books for longer than a save waits.
+    """
     saved = 0
+    until = time.monotonic() + patience_s
     for key in keys:
         writing = begin(store, key, parent, nbytes, **more)
+        while (
+            isinstance(writing, Refusal) and writing.why is Why.UNWELL and time.monotonic() < until
+        ):
+            time.sleep(0.01)
+            writing = begin(store, key, parent, nbytes, **more)
         parent = key
         if not isinstance(writing, Refusal):
             with writing:

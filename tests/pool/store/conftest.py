@@ -34,3 +34,9 @@ def open_store(folder: Path, tmp_path: Path) -> Iterator[Open]:
             return store
 
         yield opens
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores of this process remove parts that wait for the others of their chunk at once, not after a minute."""
+    monkeypatch.setattr("pd_connector.pool.store.keeper.STALE_S", 0.0)

@@ -11,7 +11,7 @@ from chunks import begin, chain, content, loads, save, there
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.store.base import Found, Journal, Refusal, Store, Why
-from pd_connector.pool.store.folder import charge_of
+from pd_connector.pool.store.folder import Folder, charge_of
 from pd_connector.pool.store.local import LocalStore
 
 NBYTES = 10_000
@@ -380,3 +380,23 @@ def test_a_smaller_budget_is_met_by_eviction(open_store: Open) -> None:
     store = open_store(5 * CHARGE)
     assert eventually(lambda: store.status().tiers[0].nbytes == 5 * CHARGE)
     assert there(store, chain("a", 20)) == 5
+
+
+def test_a_chunk_entered_while_books_are_made_anew_is_kept(
+    open_store: Open, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new books find its file before its entry, and take it for a part that waits for others."""
+    store, other = open_store(), open_store()
+    (key,) = chain("a", 1)
+    real = Folder.enter
+
+    def enter(self: Folder, *entry: object) -> None:
+        other.keeper.make_books_anew("a test wants it")
+        real(self, *entry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Folder, "enter", enter)
+    assert save(store, [key]) == 1
+    monkeypatch.setattr(Folder, "enter", real)
+    store.keeper.sweep()
+    assert loads(store, key)
+    assert store.status().writing == 0
