@@ -14,7 +14,7 @@ from pd_connector.codec.base import check_block, check_bytes, get_scales, put_sc
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
 from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
-from pd_connector.kv.payload import SUPER_PAGE, padded, super_pages
+from pd_kernels.payload import SUPER_PAGE, padded, super_pages
 
 _RUN_ELEMENTS = 1 << 18  # coded at once: a run's float32 temporary stays in a CPU's cache
 CODE_MAX = 127.0

@@ -15,7 +15,7 @@ import numpy as np
 from pd_connector.codec import int8
 from pd_connector.codec.elements import Words
 from pd_connector.codec.jit import compiled
-from pd_connector.kv.payload import SUPER_PAGE
+from pd_kernels.payload import SUPER_PAGE
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
 # numba reuses compiled code while this file, constants included, is unchanged.

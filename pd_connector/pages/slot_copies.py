@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pd_connector.kv.checksum import checksum
 from pd_connector.memory.device_bytes import DeviceBytes, Payload
 from pd_connector.memory.device_slab import filled_on_host
 from pd_connector.pages.block_copies import BlockCopies
@@ -17,6 +16,7 @@ from pd_connector.pages.one_ahead import GatherCall
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.protocol.consuming.audit import Distance, can_compare
+from pd_kernels.checksum import checksum
 
 
 class SlotCopies(BlockCopies):

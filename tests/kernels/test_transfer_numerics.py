@@ -14,9 +14,9 @@ from support.caches import LAYOUTS, Rank
 from support.setups import Layer, Model, Setup
 
 from pd_connector.codec import COMPILER
-from pd_connector.kv.checksum import checksum
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
+from pd_kernels.checksum import checksum
 from pd_kernels.transfer import finish, new_sums
 from pd_kernels.transfer.gather import launch_gather, reference_gather
 from pd_kernels.transfer.scatter import launch_scatter, reference_scatter

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_caches import sloppy
 
-from pd_connector.kv.checksum import checksum
+from pd_kernels.checksum import checksum
 from pd_kernels.transfer import finish, new_sums, payload_sums
 from pd_kernels.transfer.sums import launch_payload_sums, reference_payload_sums
 

@@ -23,12 +23,12 @@ from pd_connector.agent.consuming import inbox
 from pd_connector.agent.producing import outbox
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Cause
-from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.sizes import page_part_bytes
+from pd_kernels.checksum import checksum
 
 pytest.importorskip("triton")
 __all__ = ["ranks"]

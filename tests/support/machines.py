@@ -14,7 +14,6 @@ from typing import Any
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.memory.slab import SlotPool
 from pd_connector.plan.route import Route, routes
@@ -35,6 +34,7 @@ from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import ChunkHeader
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_kernels.checksum import checksum
 
 LAYERS, HEADS, PAGE_TOKENS, TOKEN_BYTES = 2, 2, 2, 4
 PRODUCER_PAGES, CONSUMER_PAGES = 60, 40

@@ -9,7 +9,6 @@ import numpy as np
 
 from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.errors import Cause, TransportError
-from pd_connector.kv.checksum import checksum
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
@@ -19,6 +18,7 @@ from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
+from pd_kernels.checksum import checksum
 
 Key = tuple[Source, int]
 """The producer that offers a chunk, and the landing slot that was granted for it."""

@@ -10,7 +10,6 @@ from typing import Any
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producing.in_flight import OFFERED, InFlight, Key, SendPath, Underway
 from pd_connector.config import Config
-from pd_connector.kv.checksum import checksum
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
@@ -20,6 +19,7 @@ from pd_connector.protocol.producing.outgoing import Send
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import encode_header, header_of
 from pd_connector.transport.base import LEAST_PIECE_BYTES
+from pd_kernels.checksum import checksum
 
 _MOST_OFFERS = 4
 """Chunks that are offered to one consumer at a time. With few, what was gathered is still in the

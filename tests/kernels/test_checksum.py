@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.kv.checksum import checksum
+from pd_kernels.checksum import checksum
 
 ROW_BYTES = 8 * 256
 # Whole rows, a last row that is not whole, and words that are not whole.

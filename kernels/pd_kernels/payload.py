@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The payload's format in numbers: how many bytes each block has. Codecs and GPU kernels both read
-it here.
+"""The payload's format in numbers: how many bytes each block has. pd_connector's codecs and the
+kernels both read it here.
 
 A block is K or V (or the MLA latent) of one layer. A payload is a row of blocks, `[layer][K|V]`;
 each block is `[scales][zeros up to a section][codes]`, codes in the order `[head][token][dim]`. A
