@@ -22,6 +22,12 @@ CODEC_NAMES = ("raw", "fp8_e4m3", "int8")
 FP8_SCALE_BYTES = 4  # float32, one per head
 INT8_SCALE_BYTES = 2  # bfloat16
 
+INT8_MAX = 127.0
+"""Largest magnitude of a code of `int8`."""
+
+SMALLEST_SCALE = 2.0**-126
+"""Smallest scale of any codec: a normal number, because a GPU may flush smaller ones to zero."""
+
 
 class BlockBytes(NamedTuple):
     """Sizes of one block.
