@@ -48,7 +48,7 @@ from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.address import read_address as read_shm
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.address import read_address as read_tcp
-from pd_kernels.checksum import checksum
+from pd_kernels.checksum import checksum_of
 
 EPOCH = 7
 SOURCES = (Source("127.0.0.1", 9, ""), Source("127.0.0.1", 10, ""))
@@ -296,7 +296,7 @@ class ControlTarget:
             header = decode_header(data)
             payload = memoryview(bytes(min(header.nbytes, MOST_LANDED)))
             if honest:
-                right = msgspec.structs.replace(header, checksum=checksum(payload))
+                right = msgspec.structs.replace(header, checksum=checksum_of(payload))
                 data = encode_header(right)
         except MalformedMessageError:
             pass

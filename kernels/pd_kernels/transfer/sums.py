@@ -45,18 +45,18 @@ def finish(sums: torch.Tensor, nbytes: int) -> bytes:
         nbytes: bytes of the payload.
 
     Returns:
-        8 bytes, equal to `pd_kernels.checksum.checksum` of the same payload.
+        8 bytes, equal to `pd_kernels.checksum.checksum_of` of the same payload.
 
     Raises:
         ValueError: the sums have another shape than `nbytes` bytes need.
 
     Example:
         >>> import torch
-        >>> from pd_kernels.checksum import checksum
+        >>> from pd_kernels.checksum import checksum_of
         >>> payload = torch.arange(100, dtype=torch.uint8)
         >>> sums = new_sums(payload.numel(), payload.device)
         >>> payload_sums(payload, sums)
-        >>> finish(sums, payload.numel()) == checksum(payload.numpy().data)
+        >>> finish(sums, payload.numel()) == checksum_of(payload.numpy().data)
         True
     """
     rows = -(-nbytes // ROW_BYTES)
