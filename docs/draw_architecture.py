@@ -41,8 +41,8 @@ COLOURS = {  # fill, edge
 
 RULES = (
     "A room imports only from rooms below it in its package; rooms side by side do not import each other.",
-    "scheduler_plugins also uses pd_connector, never the reverse. Doors do not know each other.",
-    "pd_connector.pages launches pd_kernels.transfer, which takes the payload's format from pd_connector.kv.",
+    "scheduler_plugins also uses pd_connector, and pd_connector uses pd_kernels; never the reverse. Doors do not know each other.",
+    "A payload's format and checksum lie in pd_kernels, for codecs and kernels alike.",
 )
 
 

@@ -205,11 +205,11 @@ class TamperingTransport(WrappingTransport):
                 self._interrupted(landed.header, fault)
                 return [landed]
             case Fault.TRUNCATE:
-                assert not isinstance(payload, Destination)
+                assert not isinstance(payload, Destination | Pieces)
                 half = payload[: len(payload) // 2]
                 return [landed._replace(payload=half, verified=False)]
             case Fault.CORRUPT:
-                assert not isinstance(payload, Destination)
+                assert not isinstance(payload, Destination | Pieces)
                 copy = bytearray(bytes(payload))
                 if copy:
                     copy[self._tampering.number(len(copy))] ^= 1 << self._tampering.number(8)

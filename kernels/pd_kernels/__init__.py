@@ -5,7 +5,7 @@
 attends to paged KV, and merges partial results. `vllm` offers that to vLLM as attention backends.
 `bench` checks and measures the kernels on a GPU.
 
-Only `vllm` imports an engine. The rest needs torch and Triton, which every engine brings.
-`transfer` also needs `pd_connector.kv`, which defines the payload's format and imports neither
-torch nor Triton.
+`payload` and `checksum` define a payload's bytes. pd_connector's core takes them from here, so they
+import neither torch nor Triton. The rest needs both, which every engine brings. Only `vllm` and
+`sglang` import an engine. Nothing here imports pd_connector.
 """

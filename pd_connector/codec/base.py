@@ -7,7 +7,7 @@ import torch
 
 from pd_connector.codec.elements import torch_dtype
 from pd_connector.kv.coding import Coding, Elements, Part, Shape
-from pd_connector.kv.payload import padded
+from pd_kernels.payload import padded
 
 
 class Codec(Protocol):

@@ -8,7 +8,7 @@ from pd_connector.codec.base import check_block, check_bytes, get_scales, put_sc
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
 from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
-from pd_connector.kv.payload import FP8_SCALE_BYTES, padded
+from pd_kernels.payload import FP8_SCALE_BYTES, padded
 
 _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales to zero
 

@@ -14,18 +14,16 @@ from pd_connector.codec.base import check_block, check_bytes, get_scales, put_sc
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
 from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
-from pd_connector.kv.payload import SUPER_PAGE, padded, super_pages
+from pd_kernels.int8_scale import int8_scales
+from pd_kernels.payload import SUPER_PAGE, padded, super_pages
 
 _RUN_ELEMENTS = 1 << 18  # coded at once: a run's float32 temporary stays in a CPU's cache
-CODE_MAX = 127.0
-SMALLEST_SCALE = 2.0**-126  # a normal number: a GPU may flush smaller numbers to zero
 
 
 class Int8:
     """INT8 with bfloat16 scales, rounded up so that no code clips.
 
-    A scale is the largest magnitude of its group over 127 (from 2^-126 up), 1.0 for a group of zeros,
-    and NaN if the group has a NaN or an infinity: the whole group then decodes as NaN.
+    A group with a NaN or an infinity has the scale NaN (`int8_scales`): all of it then decodes as NaN.
     """
 
     coding = CODINGS["int8"]
@@ -84,7 +82,7 @@ def _quantise(part: Part, x: torch.Tensor, scales: torch.Tensor, codes: torch.Te
     """Fill scales and codes, run by run."""
     for first, stop in _runs((x.shape[0], x.shape[1], x.shape[2])):
         values = _grouped(part, x[:, first:stop])
-        scale = _scales(largest(values, (_axis(part),)))
+        scale = int8_scales(largest(values, (_axis(part),)))
         scaled = values.to(torch.float32, copy=True).div_(scale).round_()
         _grouped(part, codes[:, first:stop]).copy_(scaled)
         _scales_of(part, scales, first, stop).view(torch.int16).copy_(_bfloat16_bits(scale))
@@ -98,15 +96,6 @@ def _dequantise(
         return
     # 7 bits of code by 8 of scale are exact in float32
     convert(codes.float() * scale.float(), Elements("float32"), destination, out)
-
-
-def _scales(magnitudes: torch.Tensor) -> torch.Tensor:
-    """The scales as bfloat16 values held in float32, for float32 magnitudes of any shape."""
-    exact = magnitudes / torch.full_like(magnitudes, CODE_MAX)
-    # Bits of positive floats sort like the floats. Adding 0xFFFF rounds up to the next bfloat16.
-    up = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    up = torch.where(magnitudes == 0, torch.ones_like(up), up.clamp(min=SMALLEST_SCALE))
-    return torch.where(magnitudes.isfinite(), up, torch.full_like(up, torch.nan))
 
 
 def _bfloat16_bits(scales: torch.Tensor) -> torch.Tensor:

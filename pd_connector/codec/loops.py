@@ -12,18 +12,17 @@ from typing import Any
 import numba
 import numpy as np
 
-from pd_connector.codec import int8
 from pd_connector.codec.elements import Words
 from pd_connector.codec.jit import compiled
-from pd_connector.kv.payload import SUPER_PAGE
+from pd_kernels.payload import INT8_MAX, SMALLEST_SCALE, SUPER_PAGE
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
 # numba reuses compiled code while this file, constants included, is unchanged.
 _SUPER_PAGE = SUPER_PAGE
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITY = np.uint16(0x7F80)
-_SMALLEST_SCALE = np.float32(int8.SMALLEST_SCALE)
-_CODE_MAX = np.float32(int8.CODE_MAX)
+_SMALLEST_SCALE = np.float32(SMALLEST_SCALE)
+_INT8_MAX = np.float32(INT8_MAX)
 # Adding this rounds a float to an integer, which is then in the sum's last bits.
 _TO_INTEGER = np.float32(1.5 * 2**23)
 _E4M3_NORMAL = np.uint32(121 << 23)  # bits of 2^-6, the smallest normal number
@@ -52,8 +51,8 @@ def _bfloat16(value: Any) -> Any:
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _int8_scale(magnitude: Any) -> Any:
-    """The scale, a bfloat16 held in float32, of a group; `magnitude` is its largest, in bits."""
-    exact = np.float32(_float(magnitude) / _CODE_MAX)
+    """See `pd_kernels.int8_scale`. `magnitude` is the largest of a group, as bits of bfloat16."""
+    exact = np.float32(_float(magnitude) / _INT8_MAX)
     up = np.uint32((exact.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000))
     scale = max(up.view(np.float32), _SMALLEST_SCALE)
     if magnitude == 0:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What KV is: the shape of a cache, the identity of its content, the checksum of its bytes."""
+"""What KV is: the shape of a cache, the identity of its content, how it is coded."""

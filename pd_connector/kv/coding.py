@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pd_connector.config import CODEC_GROUP, CODECS
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
-from pd_connector.kv.payload import block_bytes
+from pd_kernels.payload import block_bytes
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
 """Bytes of an element, of every dtype that codecs convert. `fp8_e4m3` is OCP's E4M3 (torch's

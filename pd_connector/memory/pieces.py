@@ -92,7 +92,7 @@ class Pieces(NamedTuple):
         """XXH3 of all bytes in order: 16 bytes. The pieces must be memory of this process.
 
         It finds accidents, not forgery. A GPU could not compute it during a copy, so only pages in host memory have
-        it (`kv/checksum.py` is the checksum of payloads).
+        it (`pd_kernels.checksum` is that of payloads).
         """
         digest = xxhash.xxh3_128()
         self._add_to(digest)

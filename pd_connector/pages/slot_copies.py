@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pd_connector.kv.checksum import checksum
 from pd_connector.memory.device_bytes import DeviceBytes, Payload
 from pd_connector.memory.device_slab import filled_on_host
 from pd_connector.pages.block_copies import BlockCopies
@@ -17,6 +16,7 @@ from pd_connector.pages.one_ahead import GatherCall
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.protocol.consuming.audit import Distance, can_compare
+from pd_kernels.checksum import checksum_of
 
 
 class SlotCopies(BlockCopies):
@@ -38,7 +38,7 @@ class SlotCopies(BlockCopies):
             self.gather(route, chunk, pages, np.frombuffer(payload, np.uint8))
             self._wait()
             if isinstance(slot, DeviceBytes):
-                return checksum(payload)
+                return checksum_of(payload)
         return None
 
     def empty(
@@ -68,4 +68,4 @@ class SlotCopies(BlockCopies):
         if not isinstance(payload, DeviceBytes):
             return payload, None
         found = payload.to_host()
-        return found, checksum(found)
+        return found, checksum_of(found)

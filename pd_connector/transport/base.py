@@ -40,6 +40,7 @@ class Landed(NamedTuple):
             granted again. Or they lie in memory of the transport; they are valid until the next `poll`.
             Those of a read may lie in the producer's send slot; they are valid until the producer is
             told that they were taken. If `destinations` has named a `Destination`, the bytes lie there.
+            `Pieces` are pages of the producer that the consumer will `pull`; no transport reports them.
         problem: why a read failed, for the log; its payload is empty then.
         verified: the transport has verified that these are the bytes that the peer sent: by a cipher's
             tags or, without a key, by checksums. Nobody but this process can write where they lie.
@@ -47,7 +48,7 @@ class Landed(NamedTuple):
 
     header: bytes
     slot: int
-    payload: Payload | Destination
+    payload: Payload | Pieces | Destination
     problem: str = ""
     verified: bool = False
 

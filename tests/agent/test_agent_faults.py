@@ -102,8 +102,8 @@ def test_a_corrupt_chunk_fails_its_load_and_the_next_one_arrives(ranks: Ranks, t
 def test_without_checksums_a_corrupt_page_would_count_as_received(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(outbox, "checksum", lambda *_: b"")
-    monkeypatch.setattr(inbox, "checksum", lambda *_: b"")
+    monkeypatch.setattr(outbox, "checksum_of", lambda *_: b"")
+    monkeypatch.setattr(inbox, "checksum_of", lambda *_: b"")
     settings = LONG | TRANSPORTS[transport]
     producer, consumer = pair(ranks, settings, **meddling(only_first(flipped)))
     producer.offer("t", [1])
@@ -139,7 +139,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
     producer.offer("first", [1])  # so that the memory is mapped
     consumer.load(producer.source, "first", [4])
     assert consumer.loaded("first").cause is None
-    checksum = outbox.checksum
+    checksum = outbox.checksum_of
 
     def after_a_late_write(*what: Any) -> bytes:
         landing = consumer.agent._loop.buffers.landing
@@ -147,7 +147,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
             landing.slot(slot)[0] ^= 1
         return checksum(*what)
 
-    monkeypatch.setattr(outbox, "checksum", after_a_late_write)
+    monkeypatch.setattr(outbox, "checksum_of", after_a_late_write)
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
     if consumer.loaded("t").cause is None:
@@ -172,7 +172,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
         (swallowed, Cause.STALLED),
     ],
     ids=[
-        *("shorter", "longer", "epoch", "identity", "range", "codec", "checksum", "transfer"),
+        *("shorter", "longer", "epoch", "identity", "range", "codec", "checksum_of", "transfer"),
         *("sequence", "no header", "slot", "lost"),
     ],
 )
@@ -387,8 +387,8 @@ def test_an_end_in_the_middle_of_a_read_costs_no_slot(ranks: Ranks, transport: s
 def test_without_checksums_a_read_of_other_bytes_would_count(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(outbox, "checksum", lambda *_: b"")
-    monkeypatch.setattr(inbox, "checksum", lambda *_: b"")
+    monkeypatch.setattr(outbox, "checksum_of", lambda *_: b"")
+    monkeypatch.setattr(inbox, "checksum_of", lambda *_: b"")
 
     def other_slot(send: int, nbytes: int, slot: int, header: bytes) -> Any:
         return (send + 1) % 4, nbytes, slot, header

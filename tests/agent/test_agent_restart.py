@@ -298,9 +298,9 @@ def test_what_a_hung_agent_seals_of_pages_that_were_taken_back_is_not_sent(
     write = side._outbox._write
     sent: list[str] = []
 
-    def noted(begin: Any, send: Any, *others: Any) -> None:
+    def noted(start: Any, send: Any, *others: Any) -> None:
         sent.append(send.transfer)
-        write(begin, send, *others)
+        write(start, send, *others)
 
     monkeypatch.setattr(side._outbox, "_write", noted)
     hang = Hang(next(t for t in producer.agent._loop._transports if t.prepares), "prepare")

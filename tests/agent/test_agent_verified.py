@@ -74,7 +74,7 @@ def test_where_bytes_are_verified_no_checksum_is_formed(
         raise AssertionError("a checksum was formed")
 
     for module in (inbox, outbox):
-        monkeypatch.setattr(module, "checksum", none)
+        monkeypatch.setattr(module, "checksum_of", none)
     producer, consumer, cause = load(ranks, SEALED)
     assert cause is None
     assert_pages(producer, [5, 3], consumer, [20, 1])
@@ -84,7 +84,7 @@ def test_a_checksum_that_came_is_checked_also_where_bytes_are_verified(
     ranks: Ranks,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox.Outbox, "_checksum", lambda self, send, payload, path: b"wrong")
+    monkeypatch.setattr(outbox.Outbox, "_checksum", lambda self, payload, path: b"wrong")
     assert load(ranks, SEALED)[2] is Cause.CHECKSUM
 
 

@@ -96,7 +96,7 @@ def test_whole_pages_are_neither_gathered_nor_scattered_nor_summed(
     for name in ("gather", "scatter"):
         monkeypatch.setattr(PagedCache, name, forbidden)
     for module in (inbox, outbox):
-        monkeypatch.setattr(module, "checksum", forbidden)
+        monkeypatch.setattr(module, "checksum_of", forbidden)
     producer.offer("t", FROM)
     consumer.load(producer.source, "t", INTO)
     assert consumer.loaded("t").cause is None

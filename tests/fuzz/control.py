@@ -34,7 +34,6 @@ from pd_connector.agent.page_gate import PageGate
 from pd_connector.config import Config
 from pd_connector.control.sockets import MAX_BATCH
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
-from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
@@ -49,6 +48,7 @@ from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.address import read_address as read_shm
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.address import read_address as read_tcp
+from pd_kernels.checksum import checksum_of
 
 EPOCH = 7
 SOURCES = (Source("127.0.0.1", 9, ""), Source("127.0.0.1", 10, ""))
@@ -295,7 +295,7 @@ class ControlTarget:
             header = decode_header(data)
             payload = memoryview(bytes(min(header.nbytes, MOST_LANDED)))
             if honest:
-                right = msgspec.structs.replace(header, checksum=checksum(payload))
+                right = msgspec.structs.replace(header, checksum=checksum_of(payload))
                 data = encode_header(right)
         except MalformedMessageError:
             pass

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
-    "pd_connector.kv.payload": {"block_bytes"},
+    "pd_kernels.payload": {"block_bytes"},
     "pd_kernels.transfer.blocks": {"Blocks.of", "Blocks.of_rows"},
     "pd_kernels.transfer.gather": {"gather_pages"},
     "pd_kernels.transfer.scatter": {"scatter_pages"},

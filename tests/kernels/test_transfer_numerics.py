@@ -14,9 +14,9 @@ from support.caches import LAYOUTS, Rank
 from support.setups import Layer, Model, Setup
 
 from pd_connector.codec import COMPILER
-from pd_connector.kv.checksum import checksum
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
+from pd_kernels.checksum import checksum_of
 from pd_kernels.transfer import finish, new_sums
 from pd_kernels.transfer.gather import launch_gather, reference_gather
 from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
@@ -70,7 +70,7 @@ def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes
         reference_gather(chunk)
     assert torch.equal(slot[nbytes:], behind), "nothing behind the payload is written"
     payload = slot[:nbytes].numpy().tobytes()
-    assert finish(sums, nbytes) == checksum(memoryview(payload))
+    assert finish(sums, nbytes) == checksum_of(memoryview(payload))
     return payload
 
 
@@ -81,7 +81,7 @@ def scattered(rank: Rank, route: Route, planned: Chunk, payload: bytes, by_kerne
     chunk = chunk_of(blocks, pages, route, planned, slot, False, sums)
     chunk.check()
     (launch_scatter if by_kernel else reference_scatter)(chunk)
-    assert finish(sums, len(payload)) == checksum(memoryview(payload))
+    assert finish(sums, len(payload)) == checksum_of(memoryview(payload))
 
 
 def same_both_ways(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_caches import sloppy
 
-from pd_connector.kv.checksum import checksum
+from pd_kernels.checksum import checksum_of
 from pd_kernels.transfer import finish, new_sums, payload_sums
 from pd_kernels.transfer.sums import launch_payload_sums, reference_payload_sums
 
@@ -19,7 +19,7 @@ def digest_of(sums: torch.Tensor, payload: torch.Tensor) -> bytes:
 
 
 def wanted(payload: torch.Tensor) -> bytes:
-    return checksum(memoryview(payload.numpy().tobytes()))
+    return checksum_of(memoryview(payload.numpy().tobytes()))
 
 
 @given(st.integers(1, 100_000), st.integers(0, 99))

@@ -5,6 +5,6 @@ import pytest
 from support.examples import check_examples
 
 
-@pytest.mark.parametrize(("module", "least"), [("coding", 3), ("payload", 1), ("geometry", 2)])
+@pytest.mark.parametrize(("module", "least"), [("coding", 3), ("geometry", 2)])
 def test_examples(module, least):
     check_examples(f"pd_connector.kv.{module}", least)

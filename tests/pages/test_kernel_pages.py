@@ -23,12 +23,12 @@ from pd_connector.agent.consuming import inbox
 from pd_connector.agent.producing import outbox
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Cause
-from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.sizes import page_part_bytes
+from pd_kernels.checksum import checksum_of
 
 pytest.importorskip("triton")
 __all__ = ["ranks"]
@@ -95,7 +95,7 @@ def same_both_ways(
         payload = gathered(source.cache, source, route, chunk)
         assert source.cache.last_checksum is None, "a host's caller sums by itself"
         assert gathered(sending, twin, route, chunk) == payload
-        assert sending.last_checksum == checksum(memoryview(payload))
+        assert sending.last_checksum == checksum_of(memoryview(payload))
         scattered(host.cache, host, route, chunk, payload)
         scattered(landing, device, route, chunk, payload)
         assert landing.last_checksum == sending.last_checksum
@@ -338,8 +338,8 @@ def test_the_sums_of_kernels_stand_for_the_host_s_in_every_codec(
     def never(*_: object) -> bytes:
         raise AssertionError("summed on the host")
 
-    monkeypatch.setattr(outbox, "checksum", never)
-    monkeypatch.setattr(inbox, "checksum", never)
+    monkeypatch.setattr(outbox, "checksum_of", never)
+    monkeypatch.setattr(inbox, "checksum_of", never)
     half = geometry_of(Shard(0, 2, 1, 2), layout="other", page_size=8)
     settings = LONG | {"transports": ("tcp",), "codec": codec}
     producer = ranks(settings, consumes=False)

@@ -14,7 +14,6 @@ from typing import Any
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.memory.slab import SlotPool
 from pd_connector.plan.route import Route, routes
@@ -30,11 +29,12 @@ from pd_connector.protocol.consuming.incoming import (
     Tell,
 )
 from pd_connector.protocol.producing.outgoing import Action as ProducerAction
-from pd_connector.protocol.producing.outgoing import Free, Offer, Send
+from pd_connector.protocol.producing.outgoing import Free, Offer, SendChunk
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import ChunkHeader
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_kernels.checksum import checksum_of
 
 LAYERS, HEADS, PAGE_TOKENS, TOKEN_BYTES = 2, 2, 2, 4
 PRODUCER_PAGES, CONSUMER_PAGES = 60, 40
@@ -475,7 +475,7 @@ class World:
             link.consumer.check_integrity()
 
     def _place(self, link: Link, place: PlaceChunk) -> list[ConsumerAction]:
-        if self.verifies and checksum(place.payload) != place.header.checksum:
+        if self.verifies and checksum_of(place.payload) != place.header.checksum:
             return link.consumer.placed(place, Cause.CHECKSUM, "corrupt", self.now)
         loading = (x for x in link.lent.values() if x.load.transfer == place.header.transfer)
         lent = next(x for x in loading if not x.arrived)
@@ -575,7 +575,7 @@ class World:
                 actions = consumer.cancelled(source, transfer, self.now)
         self.consume(link, actions)
 
-    def send(self, rank: Rank | None = None, *, gate_shut: bool = False) -> Send | None:
+    def send(self, rank: Rank | None = None, *, gate_shut: bool = False) -> SendChunk | None:
         """A producer rank (the first that has one) gathers its next chunk and starts to write it;
         or finds that the engine has just taken the pages back."""
         if rank is None:
@@ -607,7 +607,7 @@ class World:
             stop_token=chunk.stop_token,
             codec=send.route.codec,
             nbytes=len(payload),
-            checksum=checksum(memoryview(payload)),
+            checksum=checksum_of(memoryview(payload)),
         )
         self.writes.append(Write(rank, send.session, send.transfer))
         for link in self.links:

@@ -21,7 +21,7 @@ from pd_connector.protocol.consuming.incoming import (
     Tell,
 )
 from pd_connector.protocol.producing.outgoing import Action as ProducerAction
-from pd_connector.protocol.producing.outgoing import Offer, Reply, Send
+from pd_connector.protocol.producing.outgoing import Offer, Reply, SendChunk
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import ChunkHeader
@@ -103,7 +103,7 @@ class _LinkedMachines:
         self._spent_ns[side] += time.thread_time_ns() - began
         return result
 
-    def _deliver(self, send: Send) -> None:
+    def _deliver(self, send: SendChunk) -> None:
         chunk = send.chunk
         nbytes = self._timed("producer", chunk.nbytes, send.route)
         header = ChunkHeader(

@@ -3,8 +3,8 @@
 
 import torch
 
-from pd_connector.kv.payload import SUPER_PAGE
 from pd_kernels.bench.caches import CacheViews
+from pd_kernels.payload import SUPER_PAGE
 
 
 def torch_gather(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV between paged caches and payloads: gather, scatter and reshard, each in one launch.
 
-The codec and the checksum are part of the same pass. `pd_connector.kv.payload` defines the
+The codec and the checksum are part of the same pass. `pd_kernels.payload` defines the
 payload's format, and docs/codecs.md describes it byte by byte. One gather, in the order of the
 calls: `blocks.py` (which layers of a cache), `chunk_launch.py` (which tokens), `chunk_operator.py`
 (kernel or reference), `gather.py` (the launch), `prologue.py` and one of the kernel files

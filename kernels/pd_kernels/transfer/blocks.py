@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pd_connector.kv.payload import CODEC_NAMES, BlockBytes, block_bytes
+from pd_kernels.payload import CODEC_NAMES, BlockBytes, block_bytes
 from pd_kernels.transfer.view_table import all_wide, view_table
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from pd_connector.kv.checksum import ROW_BYTES
-from pd_connector.kv.payload import SECTION_BYTES
+from pd_kernels.checksum import ROW_BYTES
+from pd_kernels.payload import SECTION_BYTES
 from pd_kernels.transfer.blocks import MAX_LAYERS, Blocks, BlockSizes
 from pd_kernels.transfer.sums import COLUMN_WORDS
 

@@ -5,7 +5,8 @@
 import torch
 import triton
 
-from pd_connector.kv.payload import SUPER_PAGE, super_pages
+from pd_kernels.int8_scale import int8_scales
+from pd_kernels.payload import SUPER_PAGE, super_pages
 from pd_kernels.transfer import gather_fp8_kernel, gather_int8_kernel, numerics
 from pd_kernels.transfer.blocks import Blocks
 from pd_kernels.transfer.chunk_launch import TRITON, ChunkLaunch
@@ -185,7 +186,8 @@ def _encode(x: torch.Tensor, blocks: Blocks, number: int) -> tuple[torch.Tensor,
 
 def _encode_int8(value: torch.Tensor, key: bool) -> tuple[torch.Tensor, torch.Tensor]:
     groups = value.split(SUPER_PAGE, dim=1) if key else (value,)
-    scales = [numerics.int8_scales(group, 1 if key else 2) for group in groups]
+    largest = [group.abs().amax(1 if key else 2, keepdim=True) for group in groups]  # or NaN
+    scales = [int8_scales(each) for each in largest]
     codes = [
         (group / scale).round().nan_to_num(0.0).to(torch.int8)
         for group, scale in zip(groups, scales, strict=True)

@@ -11,7 +11,7 @@ codes are arbitrary.
 import triton
 import triton.language as tl
 
-from pd_connector.kv.payload import SUPER_PAGE
+from pd_kernels.payload import SUPER_PAGE
 from pd_kernels.transfer.numerics import (
     byte_words,
     int8_codes,

@@ -11,13 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.payload import INT8_MAX, SMALLEST_SCALE
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-SMALLEST_SCALE = 2.0**-126
 
 _INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; the bits of NaN are greater
 _HUGE = tl.constexpr(1e30)
-_127TH = tl.constexpr(0.007874015718698502)  # 1 / 127 in float32
+_INT8_MAX = tl.constexpr(INT8_MAX)
+_127TH = tl.constexpr(0.007874015718698502)  # 1 / INT8_MAX in float32
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float to a whole number
 
 
@@ -74,14 +77,10 @@ def near_quotient(value, divisor, reciprocal):
 
 @triton.jit
 def int8_scale(bits):
-    """The scale of a group of `int8`: largest magnitude / 127, rounded up to a bfloat16 value.
-
-    `bits` are the bits of the magnitude. The scale is at least 2^-126. It is 1 for a magnitude of
-    0, and NaN if the magnitude is not finite.
-    """
-    exact = near_quotient(bits.to(tl.float32, bitcast=True), 127.0, _127TH)
+    """`pd_kernels.int8_scale.int8_scales` of a magnitude with these bits."""
+    exact = near_quotient(bits.to(tl.float32, bitcast=True), _INT8_MAX, _127TH)
     up = ((exact.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
-    scale = tl.where(bits == 0, 1.0, tl.maximum(up, 1.1754943508222875e-38))
+    scale = tl.where(bits == 0, 1.0, tl.maximum(up, _SMALLEST_SCALE))
     return tl.where(bits >= _INFINITE, float("nan"), scale)
 
 
@@ -147,14 +146,3 @@ def power_scales(values: torch.Tensor) -> torch.Tensor:
     power = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
     scales = ((power + 127) << 23).to(torch.int32).view(torch.float32)
     return torch.where(mantissa == 0, torch.ones_like(scales), scales)
-
-
-def int8_scales(values: torch.Tensor, axis: int) -> torch.Tensor:
-    """Scales of `int8`, float32 with values of bfloat16, for groups along `axis`, which is kept.
-    The result is the same as `int8_scale`."""
-    largest = values.abs().amax(axis, keepdim=True)  # NaN if an element is NaN
-    exact = largest / torch.full_like(largest, 127.0)
-    down = exact.view(torch.int32) & -0x10000
-    up = torch.where(down.view(torch.float32) < exact, down + 0x10000, down).view(torch.float32)
-    scales = torch.where(largest == 0, torch.ones_like(up), up.clamp(min=SMALLEST_SCALE))
-    return torch.where(largest.isfinite(), scales, torch.full_like(scales, torch.nan))

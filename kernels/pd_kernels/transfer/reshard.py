@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from pd_connector.kv.payload import (
+from pd_kernels.payload import (
     SECTION_BYTES,
     BlockBytes,
     block_bytes,

@@ -5,7 +5,7 @@
 import torch
 import triton
 
-from pd_connector.kv.payload import SUPER_PAGE, super_pages
+from pd_kernels.payload import SUPER_PAGE, super_pages
 from pd_kernels.transfer import numerics, scatter_kernel
 from pd_kernels.transfer.blocks import Blocks
 from pd_kernels.transfer.chunk_launch import TRITON, ChunkLaunch

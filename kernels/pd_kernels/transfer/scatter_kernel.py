@@ -8,7 +8,7 @@ A vector is 16 elements. Each element is decoded separately, so one kernel serve
 import triton
 import triton.language as tl
 
-from pd_connector.kv.payload import SUPER_PAGE
+from pd_kernels.payload import SUPER_PAGE
 from pd_kernels.transfer.numerics import stored
 from pd_kernels.transfer.prologue import (
     UNSPECIALISED,

@@ -3,7 +3,7 @@
 """The checksum of a payload. The kernel that moves the payload sums it on the device, and the host
 hashes the sums.
 
-`pd_connector.kv.checksum` defines it: row and column sums of a matrix of 64-bit words. Sums wrap
+`pd_kernels.checksum` defines it: row and column sums of a matrix of 64-bit words. Sums wrap
 and commute, so programs can add to them in any order.
 """
 
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_connector.kv.checksum import COLUMNS, ROW_BYTES, digest_of
+from pd_kernels.checksum import COLUMNS, ROW_BYTES, digest_of
 
 COPIES = 16
 """Copies of the column sums. Neighbouring programs add to different copies, so they seldom wait."""
@@ -45,18 +45,18 @@ def finish(sums: torch.Tensor, nbytes: int) -> bytes:
         nbytes: bytes of the payload.
 
     Returns:
-        8 bytes, equal to `pd_connector.kv.checksum.checksum` of the same payload.
+        8 bytes, equal to `pd_kernels.checksum.checksum_of` of the same payload.
 
     Raises:
         ValueError: the sums have another shape than `nbytes` bytes need.
 
     Example:
         >>> import torch
-        >>> from pd_connector.kv.checksum import checksum
+        >>> from pd_kernels.checksum import checksum_of
         >>> payload = torch.arange(100, dtype=torch.uint8)
         >>> sums = new_sums(payload.numel(), payload.device)
         >>> payload_sums(payload, sums)
-        >>> finish(sums, payload.numel()) == checksum(payload.numpy().data)
+        >>> finish(sums, payload.numel()) == checksum_of(payload.numpy().data)
         True
     """
     rows = -(-nbytes // ROW_BYTES)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pd_connector.kv.payload import SECTION_BYTES
+from pd_kernels.payload import SECTION_BYTES
 
 _MAX_STRIDE_BYTES = 1 << 31
 """Kernels hold the strides of page, token and dim in 32 bits."""

@@ -30,7 +30,6 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
-from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.consuming.consumer import Consumer
 from pd_connector.protocol.consuming.incoming import (
@@ -205,7 +204,7 @@ class ConsumerSide:
                 self._cache.scatter_next(following.payload)
             give_up = partial(self._give_up, arrival, now)
             with confined(self._telemetry, "taking in a chunk", give_up):
-                self._arrived(*arrival[:4], now, verified=arrival.verified)
+                self._take_in(arrival, now)
         self._cache.settle()
 
     def _give_up(self, arrival: Landed, now: float) -> None:
@@ -215,27 +214,19 @@ class ConsumerSide:
         self._act(self._consumer.give_up(transfer, detail, now), now)
         self._tell_taken(arrival.slot)
 
-    def _destination(self, data: bytes, slot: int, nbytes: int) -> Destination | None:
+    def _destination(self, encoded: bytes, slot: int, nbytes: int) -> Destination | None:
         """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
         try:
-            header = decode_header(data)
+            header = decode_header(encoded)
         except MalformedMessageError:
             return None  # it will be dropped when it has landed
         place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
         return self._inbox.destination(place, self._consumer.awaits) if place else None
 
-    def _arrived(
-        self,
-        data: bytes,
-        slot: int,
-        payload: Payload | Pieces | Destination,
-        problem: str,
-        now: float,
-        *,
-        verified: bool = False,
-    ) -> None:
+    def _take_in(self, arrival: Landed, now: float) -> None:
+        slot, problem = arrival.slot, arrival.problem
         try:
-            header = decode_header(data)
+            header = decode_header(arrival.header)
         except MalformedMessageError as error:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))
@@ -245,7 +236,7 @@ class ConsumerSide:
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
         actions = self._consumer.landed(
-            header, slot, payload, now, problem=problem, verified=verified
+            header, slot, arrival.payload, now, problem=problem, verified=arrival.verified
         )
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
@@ -275,7 +266,7 @@ class ConsumerSide:
             self._keeper.end(session, Cause.TRANSPORT, str(error), now)
             return
         if pieces is not None:
-            self._arrived(offered.header, offered.slot, pieces, "", now)
+            self._take_in(Landed(offered.header, offered.slot, pieces), now)
 
     def _tell_taken(self, slot: int) -> None:
         """Tell the producer that an offer has been read, if one went with this landing slot."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.errors import Cause, TransportError
-from pd_connector.kv.checksum import checksum
 from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.consuming.audit import Distance
@@ -19,6 +19,7 @@ from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
+from pd_kernels.checksum import checksum_of
 
 Key = tuple[Source, int]
 """The producer that offers a chunk, and the landing slot that was granted for it."""
@@ -70,7 +71,17 @@ class ChunkPages(Destination):
 
 
 class Inbox:
-    """Used by the agent's thread only."""
+    """Used by the agent's thread only.
+
+    How a chunk gets into pages, by the type of `PlaceChunk.payload`:
+
+    | payload | the producer's way (`Outbox`) | into pages | checksum that is compared |
+    |---|---|---|---|
+    | `Pieces` | offer of pages | the consumer copies page by page (`Transport.pull`) | of its own pages |
+    | `Pieces`, in an audit | the same | none: copied beside them, and compared | of the copy |
+    | `Destination` | write of a sealed slot | the transport has opened each record into them | none: tags |
+    | bytes | any other, or a sealed slot that arrived in a landing slot | scattered; in an audit, compared | of the slot, after the copy; none if `verified` |
+    """
 
     def __init__(self, cache: PagedCache, gate: PageGate, telemetry: Telemetry) -> None:
         self._gate = gate
@@ -127,33 +138,12 @@ class Inbox:
         Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """
         request, fence = self._loads[place.header.transfer]
-        distances: list[Distance] = []
-        with self._gate.touching(request):
-            if isinstance(place.payload, Pieces):
-                try:
-                    if place.comparison is None:
-                        found = self._pull(place, place.payload, path)
-                    else:
-                        found, distances = self._pull_apart(place, place.payload, path, fence)
-                except TransportError as error:
-                    return Cause.TRANSPORT, str(error)
-            elif isinstance(place.payload, Destination):
-                if not (isinstance(place.payload, ChunkPages) and place.payload.filled_as(place)):
-                    return Cause.TRANSPORT, "its pages were taken back while it arrived"
-                found = b""
-            else:
-                assert place.payload is not None
-                where = place.route, place.chunk, place.pages, place.payload, fence
-                if place.comparison is None:
-                    self._cache.scatter(*where)
-                else:
-                    distances = self._cache.compare(*where)
-                if place.verified and not place.header.checksum:
-                    # Its transport has checked every byte, and nobody else can write them.
-                    found = b""
-                else:
-                    found = self._cache.last_checksum or _checksum(place)
-        if found != place.header.checksum:
+        try:
+            with self._gate.touching(request):
+                checksum, distances = self._fill(place, path, fence)
+        except TransportError as error:
+            return Cause.TRANSPORT, str(error)
+        if checksum != place.header.checksum:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
         if place.comparison is not None:
@@ -161,6 +151,35 @@ class Inbox:
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
         return None, ""
+
+    def _fill(
+        self, place: PlaceChunk, path: ReceivePath, fence: Any
+    ) -> tuple[bytes, Sequence[Distance]]:
+        """Fill the chunk's pages, or compare with them, in the way that `Inbox` says; returns the checksum of what
+        was copied, and the distances if it was compared.
+
+        Raises TransportError if it cannot be copied.
+        """
+        payload = place.payload
+        assert payload is not None  # it has landed
+        if isinstance(payload, Destination):
+            if not (isinstance(payload, ChunkPages) and payload.filled_as(place)):
+                raise TransportError("its pages were taken back while it arrived")
+            return b"", ()
+        if isinstance(payload, Pieces):
+            if place.comparison is None:
+                return self._pull(place, payload, path), ()
+            return self._pull_apart(place, payload, path, fence)
+        distances: Sequence[Distance] = ()
+        where = place.route, place.chunk, place.pages, payload, fence
+        if place.comparison is None:
+            self._cache.scatter(*where)
+        else:
+            distances = self._cache.compare(*where)
+        if place.verified and not place.header.checksum:
+            # Its transport has checked every byte, and no other process can write them.
+            return b"", distances
+        return self._cache.last_checksum or _checksum(payload), distances
 
     def destination(
         self, place: PlaceChunk, awaited: Callable[[PlaceChunk], bool]
@@ -209,12 +228,12 @@ class Inbox:
         memory = np.empty(place.header.nbytes, np.uint8)
         whole = Pieces(np.array([memory.ctypes.data], np.uint64), memory.nbytes)
         self._telemetry.count("pulled_pieces", len(theirs.addresses))
-        found = path.transport.pull(path.expected, theirs, whole)
+        checksum = path.transport.pull(path.expected, theirs, whole)
         payload = memoryview(memory.data).toreadonly()
         where = place.route, place.chunk, place.pages, payload, fence
-        return found, self._cache.compare(*where)
+        return checksum, self._cache.compare(*where)
 
 
-def _checksum(place: PlaceChunk) -> bytes:
-    assert isinstance(place.payload, memoryview)  # what lies on a device was summed there
-    return checksum(place.payload)
+def _checksum(payload: Payload) -> bytes:
+    assert isinstance(payload, memoryview)  # what lies on a device was summed there
+    return checksum_of(payload)

@@ -10,7 +10,7 @@ from pd_connector.agent.producing.in_flight import Key
 from pd_connector.agent.producing.outbox import Outbox
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, TransportError
-from pd_connector.protocol.producing.outgoing import Action, Send
+from pd_connector.protocol.producing.outgoing import Action, SendChunk
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
 
@@ -42,7 +42,7 @@ class ChunkSender:
         self._say = say
         self._act = act
 
-    def ready(self) -> Iterator[Send]:
+    def ready(self) -> Iterator[SendChunk]:
         """Chunks that can be sent now. Each must be sent before the next is asked for."""
         compiling = self._sessions.compiling
         while not self._outbox.full:
@@ -51,7 +51,7 @@ class ChunkSender:
                 return
             yield send
 
-    def send(self, send: Send, now: float) -> None:
+    def send(self, send: SendChunk, now: float) -> None:
         """Send a chunk, if its pages are still kept."""
         if not send.kept:
             self._producer.unsend(send)
@@ -92,11 +92,12 @@ class ChunkSender:
 
     def ended(self, key: Key, ok: bool, detail: str) -> None:
         """A chunk has arrived, or certainly will not."""
-        chunk = self._outbox.ended(key)
-        if chunk is None:
+        in_flight = self._outbox.ended(key)
+        if in_flight is None:
             return
+        session, transfer = in_flight.session, in_flight.transfer
         if ok:
-            self._telemetry.count("sent_bytes", chunk.nbytes)
+            self._telemetry.count("sent_bytes", in_flight.nbytes)
         else:
-            logger.warning("chunk of transfer %s failed: %s", chunk.transfer, detail)
-        self._act(self._producer.written(chunk.session, chunk.transfer, ok, detail))
+            logger.warning("chunk of transfer %s failed: %s", transfer, detail)
+        self._act(self._producer.written(session, transfer, ok, detail))

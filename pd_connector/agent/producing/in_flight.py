@@ -50,27 +50,27 @@ class Underway:
         """Sessions with the most chunks under way that a session may have."""
         return self._full
 
-    def begin(self, key: Key, chunk: InFlight) -> None:
+    def begin(self, key: Key, in_flight: InFlight) -> None:
         """Note a chunk that is under way from now on."""
-        self.chunks[key] = chunk
-        if self._is_full(chunk.session):
-            self._full.add(chunk.session)
+        self.chunks[key] = in_flight
+        if self._is_full(in_flight.session):
+            self._full.add(in_flight.session)
 
     def ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
-        chunk = self.chunks.pop(key, None)
-        if chunk is None:
+        in_flight = self.chunks.pop(key, None)
+        if in_flight is None:
             return None
-        if chunk.in_order:
-            self._arrived.add(chunk.session)
-        if not self._is_full(chunk.session):
-            self._full.discard(chunk.session)
-        return chunk
+        if in_flight.in_order:
+            self._arrived.add(in_flight.session)
+        if not self._is_full(in_flight.session):
+            self._full.discard(in_flight.session)
+        return in_flight
 
     def offered_to(self, session: bytes, offer: int) -> bool:
         """Whether the session has this offer."""
-        chunk = self.chunks.get((OFFERED, offer))
-        return chunk is not None and chunk.session == session
+        in_flight = self.chunks.get((OFFERED, offer))
+        return in_flight is not None and in_flight.session == session
 
     def offers_to(self, session: bytes) -> list[Key]:
         """Chunks that the session has been offered and not read."""

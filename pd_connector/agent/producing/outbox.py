@@ -10,16 +10,16 @@ from typing import Any
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producing.in_flight import OFFERED, InFlight, Key, SendPath, Underway
 from pd_connector.config import Config
-from pd_connector.kv.checksum import checksum
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.producing.outgoing import Send
+from pd_connector.protocol.producing.outgoing import SendChunk
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import encode_header, header_of
 from pd_connector.transport.base import LEAST_PIECE_BYTES
+from pd_kernels.checksum import checksum_of
 
 _MOST_OFFERS = 4
 """Chunks that are offered to one consumer at a time. With few, what was gathered is still in the
@@ -32,6 +32,16 @@ of gathering; and a consumer that takes nothing holds no more slots than these."
 
 class Outbox:
     """Used by the agent's thread only. Owns the send slots.
+
+    A chunk takes the first of these ways that fits it:
+
+    | way | if | what the consumer's bytes are read from | checksum in its header |
+    |---|---|---|---|
+    | offer of pages | the chunk may be read where it lies (`SendChunk.direct`) | pages, by the consumer | of the pages (XXH3) |
+    | write of pages | the transport copies, and the pages are one run | pages | of the pages |
+    | write of a sealed slot | the transport prepares, and pieces are large | a send slot, sealed from the pages | none: tags |
+    | offer of a slot | the consumer reads (`SendPath.read`) | a send slot, by the consumer | of the payload |
+    | write of a slot | else | a send slot | of the payload; none if the transport verifies |
 
     Attributes:
         underway: chunks that have been posted and have not ended.
@@ -86,8 +96,9 @@ class Outbox:
         self._fences.pop(request, None)
         self._computed.pop(request, None)
 
-    def post(self, send: Send, path: SendPath, now: float) -> messages.Message | None:
-        """Set a chunk on its way; returns what the consumer must be told, if it is to read it.
+    def post(self, send: SendChunk, path: SendPath, now: float) -> messages.Message | None:
+        """Set a chunk on its way; returns what the consumer must be told, if it is to read it. See `Outbox` for
+        the ways.
 
         Raises:
             RevokedError: the pages were taken back, before or while they were read.
@@ -95,26 +106,25 @@ class Outbox:
         """
         with self._gate.touching(send.request) as confirm:
             if send.direct and (pieces := self._pieces(send)):
-                found = pieces.checksum()
+                checksum = pieces.checksum()
                 confirm()
-                return self._offer_pages(send, pieces, found, now)
-            in_place = None
-            if path.transport.copies and not path.read:
-                in_place = self._cache.in_place(send.route, send.chunk, send.pages)
-            if in_place is not None:
-                found = checksum(in_place)
+                return self._offer_pages(send, pieces, checksum, now)
+            if (run := self._in_one_run(send, path)) is not None:
+                checksum = checksum_of(run)
                 confirm()  # if the pages change from here on, the checksum tells
-                start = self._start(send, path, in_place, found)
-                self._write(start, send, path, len(in_place), None, now)
+                start = self._start(send, path, run, checksum)
+                self._write(start, send, path, len(run), None, now)
                 return None
-            send_slot, payload, begin = self._fill(send, path, confirm)
+            send_slot, payload, sealed = self._fill(send, path, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
-            if begin is None:
-                found = self._cache.last_checksum or self._checksum(send, payload, path)
+            if sealed is not None:
+                start = sealed
+            else:
+                checksum = self._checksum(payload, path)
                 if path.read:
-                    return self._offer_slot(send, payload, found, send_slot, now)
-                begin = self._start(send, path, payload, found)
-            self._write(begin, send, path, len(payload), send_slot, now)
+                    return self._offer_slot(send, payload, checksum, send_slot, now)
+                start = self._start(send, path, payload, checksum)
+            self._write(start, send, path, len(payload), send_slot, now)
         except BaseException:
             self._free_slots.append(send_slot)
             raise
@@ -125,7 +135,7 @@ class Outbox:
         """Whether a chunk can be gathered while the one before is posted."""
         return not self._cache.on_host and len(self._free_slots) > 1
 
-    def post_next(self, send: Send, path: SendPath) -> None:
+    def post_next(self, send: SendChunk, path: SendPath) -> None:
         """The `post` after the next one will probably be this one; `settle` must follow. What is gathered for
         it counts only if its gate is open when it is posted."""
         slot = self._slots(path).slot(self._free_slots[-2])
@@ -138,32 +148,40 @@ class Outbox:
 
     def ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
-        chunk = self.underway.ended(key)
-        if chunk is not None and chunk.send_slot is not None:
-            self._free_slots.append(chunk.send_slot)
-        return chunk
+        in_flight = self.underway.ended(key)
+        if in_flight is not None and in_flight.send_slot is not None:
+            self._free_slots.append(in_flight.send_slot)
+        return in_flight
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every send slot is free or under way exactly once. A session is
         backpressured exactly if it has as many chunks under way as it may have."""
         chunks = self.underway.chunks.values()
-        in_flight = [c.send_slot for c in chunks if c.send_slot is not None]
-        if sorted([*self._free_slots, *in_flight]) != list(range(self._sending.slots)):
+        used = [one.send_slot for one in chunks if one.send_slot is not None]
+        if sorted([*self._free_slots, *used]) != list(range(self._sending.slots)):
             raise RuntimeError(
-                f"send slots: {sorted(self._free_slots)} free and {sorted(in_flight)} under way, "
+                f"send slots: {sorted(self._free_slots)} free and {sorted(used)} under way, "
                 f"wanted each of 0-{self._sending.slots - 1} once"
             )
         self.underway.check_integrity()
 
-    def _checksum(self, send: Send, payload: Payload, path: SendPath) -> bytes:
-        """The checksum of a gathered chunk; empty if its transport verifies every byte."""
+    def _in_one_run(self, send: SendChunk, path: SendPath) -> memoryview | None:
+        """The chunk where its pages lie, if the transport can write it from there."""
+        if path.read or not path.transport.copies:
+            return None
+        return self._cache.in_place(send.route, send.chunk, send.pages)
+
+    def _checksum(self, payload: Payload, path: SendPath) -> bytes:
+        """The checksum of the chunk that was gathered last; empty if its transport verifies every byte."""
+        if summed := self._cache.last_checksum:
+            return summed
         if path.transport.verifies and not path.read:
             return b""
         assert isinstance(payload, memoryview)  # what lies on a device was summed there
-        return checksum(payload)
+        return checksum_of(payload)
 
     def _fill(
-        self, send: Send, path: SendPath, confirm: Callable[[], None]
+        self, send: SendChunk, path: SendPath, confirm: Callable[[], None]
     ) -> tuple[int, Payload, Callable[[], int] | None]:
         """Gather a chunk into a send slot; returns the slot and the payload in it. Or seal it into
         the slot; returns also what starts the write then.
@@ -174,7 +192,7 @@ class Outbox:
         send_slot = self._free_slots.pop()  # the one used last is still in the processor's cache
         try:
             slot, fence = self._slots(path).slot(send_slot), self._fences.get(send.request)
-            if (begin := self._seal(send, path, slot)) is not None:
+            if (start := self._seal(send, path, slot)) is not None:
                 payload = slot[: send.chunk.nbytes(send.route)]
             else:
                 payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
@@ -182,9 +200,9 @@ class Outbox:
         except BaseException:
             self._free_slots.append(send_slot)
             raise
-        return send_slot, payload, begin
+        return send_slot, payload, start
 
-    def _seal(self, send: Send, path: SendPath, slot: Payload) -> Callable[[], int] | None:
+    def _seal(self, send: SendChunk, path: SendPath, slot: Payload) -> Callable[[], int] | None:
         """Seal a chunk of whole pages into a send slot, from where it lies; returns what starts the
         write, or None where it has to be gathered. A write that is never started ends the
         connection: numbers of records are missing then."""
@@ -202,7 +220,7 @@ class Outbox:
         on_device = path.transport.device_slots(path.link)
         return on_device or (None if path.read else path.transport.sends_from) or self._sending
 
-    def _pieces(self, send: Send) -> Pieces | None:
+    def _pieces(self, send: SendChunk) -> Pieces | None:
         """Where the chunk lies, if the consumer may read it there."""
         route = send.route
         found = self._cache.pieces(route.source, route.source_head, route, send.chunk, send.pages)
@@ -212,33 +230,33 @@ class Outbox:
         return joined if len(joined.addresses) <= messages.MAX_PIECES else None
 
     def _start(
-        self, send: Send, path: SendPath, payload: Payload, found: bytes
+        self, send: SendChunk, path: SendPath, payload: Payload, checksum: bytes
     ) -> Callable[[], int]:
-        """What starts to write a payload whose checksum is `found`."""
-        header = self._header(send, len(payload), found)
+        """What starts to write a payload with this checksum."""
+        header = self._header(send, len(payload), checksum)
         return functools.partial(path.transport.write, path.link, header, payload, send.slot)
 
     def _write(
         self,
-        begin: Callable[[], int],
-        send: Send,
+        start: Callable[[], int],
+        send: SendChunk,
         path: SendPath,
         nbytes: int,
         send_slot: int | None,
         now: float,
     ) -> None:
         """Start a write; without a `send_slot` its payload lies in pages."""
-        token = begin()
-        chunk = self._chunk(send, send_slot, nbytes, now)
+        token = start()
+        in_flight = self._in_flight(send, send_slot, nbytes, now)
         if path.transport.sends_from is not None:
-            chunk = chunk._replace(most=_MOST_WRITES, in_order=True)
-        self.underway.begin((path.transport.name, token), chunk)
+            in_flight = in_flight._replace(most=_MOST_WRITES, in_order=True)
+        self.underway.begin((path.transport.name, token), in_flight)
 
     def _offer_slot(
-        self, send: Send, payload: Payload, found: bytes, send_slot: int, now: float
+        self, send: SendChunk, payload: Payload, checksum: bytes, send_slot: int, now: float
     ) -> messages.Message:
-        header = self._header(send, len(payload), found)
-        offer = self._offer(self._chunk(send, send_slot, len(payload), now))
+        header = self._header(send, len(payload), checksum)
+        offer = self._offer(self._in_flight(send, send_slot, len(payload), now))
         return messages.Offered(
             transfer=send.transfer,
             offer=offer,
@@ -249,10 +267,10 @@ class Outbox:
         )
 
     def _offer_pages(
-        self, send: Send, pieces: Pieces, found: bytes, now: float
+        self, send: SendChunk, pieces: Pieces, checksum: bytes, now: float
     ) -> messages.Message:
-        header = self._header(send, pieces.nbytes, found)
-        offer = self._offer(self._chunk(send, None, pieces.nbytes, now))
+        header = self._header(send, pieces.nbytes, checksum)
+        offer = self._offer(self._in_flight(send, None, pieces.nbytes, now))
         addresses = pieces.addresses.astype("<u8").tobytes()
         return messages.OfferedPages(
             transfer=send.transfer,
@@ -263,17 +281,19 @@ class Outbox:
             header=header,
         )
 
-    def _offer(self, chunk: InFlight) -> int:
+    def _offer(self, in_flight: InFlight) -> int:
         """Note an offer; returns its number."""
         offer = next(self._offers)
-        self.underway.begin((OFFERED, offer), chunk._replace(most=_MOST_OFFERS))
+        self.underway.begin((OFFERED, offer), in_flight._replace(most=_MOST_OFFERS))
         return offer
 
-    def _chunk(self, send: Send, send_slot: int | None, nbytes: int, now: float) -> InFlight:
+    def _in_flight(
+        self, send: SendChunk, send_slot: int | None, nbytes: int, now: float
+    ) -> InFlight:
         deadline = now + self._config.stall_timeout_s
         return InFlight(send.session, send.transfer, send_slot, nbytes, deadline)
 
-    def _header(self, send: Send, nbytes: int, found: bytes) -> bytes:
+    def _header(self, send: SendChunk, nbytes: int, checksum: bytes) -> bytes:
         header = header_of(
             send.chunk,
             transfer=send.transfer,
@@ -281,6 +301,6 @@ class Outbox:
             identity=send.identity,
             codec=send.route.codec,
             nbytes=nbytes,
-            checksum=found,
+            checksum=checksum,
         )
         return encode_header(header)

@@ -63,7 +63,7 @@ class Free(NamedTuple):
     cause: Cause | None
 
 
-class Send(NamedTuple):
+class SendChunk(NamedTuple):
     """Send this chunk to the consumer, against a landing slot that it has granted."""
 
     transfer: str

@@ -9,7 +9,7 @@ from pd_connector.errors import Cause
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import bytes_per_token
-from pd_connector.protocol.producing.outgoing import Offer, Send, Step
+from pd_connector.protocol.producing.outgoing import Offer, SendChunk, Step
 from pd_connector.protocol.wire import messages
 
 _Layers = tuple[int, int, int]
@@ -101,7 +101,7 @@ class OutgoingStream:
         self.writing += 1
         return best.chunks.popleft(), self.credits.popleft()
 
-    def unsend(self, send: Send) -> None:
+    def unsend(self, send: SendChunk) -> None:
         """What was taken last comes next again."""
         self.writing -= 1
         self.unsent += 1

@@ -4,7 +4,14 @@
 from dataclasses import dataclass, field
 
 from pd_connector.errors import Cause
-from pd_connector.protocol.producing.outgoing import Action, Offer, Reply, Send, SessionId, Step
+from pd_connector.protocol.producing.outgoing import (
+    Action,
+    Offer,
+    Reply,
+    SendChunk,
+    SessionId,
+    Step,
+)
 from pd_connector.protocol.producing.outgoing_stream import OutgoingStream
 from pd_connector.protocol.wire import messages
 
@@ -85,7 +92,7 @@ class OutgoingTransfer:
         """Whether all ranks have asked for the transfer, if a rank says that there are `readers` of them."""
         return len(self.streams) + len(self.finished) >= max(self.readers, readers)
 
-    def next_send(self, session: SessionId) -> Send | None:
+    def next_send(self, session: SessionId) -> SendChunk | None:
         """Take the next chunk that this session has granted a slot for, if it is computed."""
         stream, offer = self.streams.get(session), self.offer
         if stream is None or offer is None or not stream.credits or not stream.accepted:
@@ -99,7 +106,7 @@ class OutgoingTransfer:
         chunk, slot = taken
         route = stream.routes[chunk.route]
         span = chunk.pages(route.source.page_size)
-        return Send(
+        return SendChunk(
             transfer=self.transfer,
             request=offer.request,
             session=session,

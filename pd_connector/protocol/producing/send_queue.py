@@ -3,7 +3,7 @@
 
 from collections.abc import Collection
 
-from pd_connector.protocol.producing.outgoing import Send, SessionId
+from pd_connector.protocol.producing.outgoing import SendChunk, SessionId
 from pd_connector.protocol.producing.outgoing_transfers import OutgoingTransfers
 
 
@@ -20,7 +20,7 @@ class SendQueue:
         if stream is not None and stream.accepted and stream.credits:
             self._ready.setdefault((transfer, session))
 
-    def next_send(self, busy: Collection[SessionId]) -> Send | None:
+    def next_send(self, busy: Collection[SessionId]) -> SendChunk | None:
         """See `Producer.next_send`."""
         while True:
             key = next((key for key in self._ready if key[1] not in busy), None)
@@ -34,7 +34,7 @@ class SendQueue:
                 self._ready[key] = None  # behind all others
                 return send
 
-    def peek(self, busy: Collection[SessionId]) -> Send | None:
+    def peek(self, busy: Collection[SessionId]) -> SendChunk | None:
         """What `next_send` gives, if nothing happens before. Nothing is taken."""
         for transfer, session in self._ready:
             if session in busy:
@@ -46,7 +46,7 @@ class SendQueue:
                 return send
         return None
 
-    def unsend(self, send: Send) -> None:
+    def unsend(self, send: SendChunk) -> None:
         """Take back what `next_send` gave. The stream waits until it is added again."""
         self._ready.pop((send.transfer, send.session), None)
         stream = self._transfers.stream(send.session, send.transfer)

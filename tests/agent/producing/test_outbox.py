@@ -14,7 +14,7 @@ from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.memory.slab import Slab
 from pd_connector.plan.chunks import plan
 from pd_connector.plan.route import routes
-from pd_connector.protocol.producing.outgoing import Send
+from pd_connector.protocol.producing.outgoing import SendChunk
 from pd_connector.transport.base import Transport
 
 SLOTS, SLOT_BYTES = 8, 64
@@ -80,7 +80,7 @@ class Bench:
         self._path = SendPath(cast(Transport, self.wire), 0, read=False)
 
     def post(self, session: bytes, now: float = 0.0) -> None:
-        send = Send("t", "request", session, ROUTE, CHUNK, [0], b"tokens", 0, False, False)
+        send = SendChunk("t", "request", session, ROUTE, CHUNK, [0], b"tokens", 0, False, False)
         assert self.outbox.post(send, self._path, now) is None
         self.outbox.check_integrity()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The payload's format in numbers: how many bytes each block has. Codecs and GPU kernels both read
-it here.
+"""The payload's format in numbers: how many bytes each block has. pd_connector's codecs and the
+kernels both read it here.
 
 A block is K or V (or the MLA latent) of one layer. A payload is a row of blocks, `[layer][K|V]`;
 each block is `[scales][zeros up to a section][codes]`, codes in the order `[head][token][dim]`. A
@@ -21,6 +21,12 @@ CODEC_NAMES = ("raw", "fp8_e4m3", "int8")
 
 FP8_SCALE_BYTES = 4  # float32, one per head
 INT8_SCALE_BYTES = 2  # bfloat16
+
+INT8_MAX = 127.0
+"""Largest magnitude of a code of `int8`."""
+
+SMALLEST_SCALE = 2.0**-126
+"""Smallest scale of any codec: a normal number, because a GPU may flush smaller ones to zero."""
 
 
 class BlockBytes(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.kv.checksum import checksum
+from pd_kernels.checksum import checksum_of
 
 ROW_BYTES = 8 * 256
 # Whole rows, a last row that is not whole, and words that are not whole.
@@ -18,14 +18,14 @@ def _data(nbytes: int, seed: int = 0) -> bytearray:
 
 
 def _sum(data: bytes | bytearray) -> bytes:
-    return checksum(memoryview(data))
+    return checksum_of(memoryview(data))
 
 
 @given(_sizes, st.integers(0, 10))
 def test_equal_bytes_have_equal_checksums_wherever_they_lie(nbytes: int, shift: int) -> None:
     data = _data(nbytes)
     moved = memoryview(bytes(shift) + data)[shift:]
-    assert checksum(moved) == _sum(data) == _sum(bytes(data))
+    assert checksum_of(moved) == _sum(data) == _sum(bytes(data))
     assert len(_sum(data)) == 8
 
 
@@ -93,4 +93,4 @@ def test_a_slot_that_was_never_written_is_seen() -> None:
 
 def test_the_checksum_stays_as_it_is_within_a_schema() -> None:
     """Peers of other versions compute it, too."""
-    assert checksum(memoryview(_data(3 * ROW_BYTES + 5))).hex() == "93bc590bc36a12f7"
+    assert checksum_of(memoryview(_data(3 * ROW_BYTES + 5))).hex() == "93bc590bc36a12f7"

@@ -14,7 +14,7 @@ _BLOCK_ROWS = 256
 which find the rows in the core's cache."""
 
 
-def checksum(data: memoryview) -> bytes:
+def checksum_of(data: memoryview) -> bytes:
     """Checksum of a contiguous buffer: 8 bytes. It finds accidents; it does not stop forgery.
 
     The buffer is padded with zeros and read as a matrix of 64-bit little-endian words, 256 to a
