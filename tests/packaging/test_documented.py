@@ -19,9 +19,9 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.tools.cli.app import app as pd_connector
 from scheduler_plugins.admission.metrics import metrics as admission_metrics
-from scheduler_plugins.router.__main__ import _parser as router_parser
 from scheduler_plugins.router.metrics import Metrics as RouterMetrics
 from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.options import parser as router_parser
 from scheduler_plugins.sim.command import _parser as simulate_parser
 from scheduler_plugins.sim.mock.command import _parser as mock_parser
 
