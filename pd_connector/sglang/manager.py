@@ -77,7 +77,7 @@ class Manager(BaseKVManager):
     page_size: int
     page_limit: int
     namespace: CacheNamespace | None = None
-    """Of a decode engine that has a radix cache."""
+    """The namespace in a decode engine's radix cache; None if it has none."""
     _leads = True
     """Whether this is the first of the ranks that have parts of the same requests."""
     vocabulary: int = sys.maxsize
