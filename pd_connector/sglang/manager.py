@@ -64,7 +64,7 @@ class Manager(BaseKVManager):
     agent: Agent
     weights: WeightsWatch
     namespace: CacheNamespace | None = None
-    """Of a decode engine that has a radix cache."""
+    """The namespace in a decode engine's radix cache; None if it has none."""
 
     def __init__(
         self,

@@ -106,6 +106,9 @@ class PieceDecoder:
             value = yield from self._value(0)
             with_raw = _WITH_RAW.get(type(value))
             if with_raw is not None and self._at - start > PIECE_BYTES // 16:
+                # A long text was just joined, and is copied now. The first pause lets the loop collect what has come
+                # due meanwhile, the second lets it run.
+                yield 0
                 yield 0
                 value = with_raw(value)  # type: ignore[call-arg]
             if isinstance(value, RawField):

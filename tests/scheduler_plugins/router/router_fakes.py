@@ -190,6 +190,7 @@ class FakeEngine:
         self.model_root = ""
         self.model = "m"
         """The name of its model; it serves an adapter, too."""
+        self.has_adapter = True
         self.context_tokens: Any = CONTEXT_TOKENS
         """What it tells of its context's length; None: nothing."""
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
@@ -267,7 +268,10 @@ class FakeEngine:
             base["max_model_len"] = self.context_tokens
         adapter = {"id": "adapter" if self.model == "m" else f"{self.model}-adapter"}
         return web.json_response(
-            {"object": "list", "data": [base, {**adapter, "parent": self.model}]}
+            {
+                "object": "list",
+                "data": [base, *[{**adapter, "parent": self.model}] * self.has_adapter],
+            }
         )
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
