@@ -21,10 +21,11 @@ from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.pool.worth import Worth
 from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import WorkerActivity
 from pd_connector.vllm.pool_audit import PoolAudit
-from pd_connector.vllm.pool_prompt import Loading, Look, PoolPrompt
+from pd_connector.vllm.pool_prompt import Loading, Look, PoolPrompt, asked
 from pd_connector.vllm.pool_saves import PoolSaves
 from pd_connector.vllm.streaming import kept_pages, scheduled
 from pd_connector.vllm.windows import Windows
@@ -41,6 +42,8 @@ LOOK_S = 0.1
 """Longest wait of a request for its look-up, in seconds."""
 PIN_S = 60.0
 """Chunks that a request will load are not evicted for this time, in seconds."""
+_SAVED_WITHIN_S = 2.0
+"""How long a pin waits for the chunks, in seconds."""
 _STARTS_S = 300.0
 """How long steps are asked for until ranks have told their model, in seconds: they read all of its bytes first."""
 
@@ -53,6 +56,7 @@ class PoolSide:
         settings: what this engine does with them.
         windows: page sizes and windows of the engine's page tables.
         identity: of requests' prompts.
+        ignored: told of requests whose wishes cannot be followed.
         ranks: number of ranks of this engine.
     """
 
@@ -63,9 +67,11 @@ class PoolSide:
         windows: Windows,
         identity: RequestIdentity,
         telemetry: Telemetry,
+        ignored: IgnoredParams,
         ranks: int,
     ) -> None:
         self._store = store
+        self._ignored = ignored
         self._windows = windows
         self._identity = identity
         self._telemetry = telemetry
@@ -143,17 +149,21 @@ class PoolSide:
         ):
             return
         try:
-            adapter = self._identity.adapters.content(request)
+            ask, adapter = asked(request), self._identity.adapters.content(request)
         except OSError:
             return  # its content is not known
+        except ValueError as error:
+            self._ignored.note(request.request_id, Cause.MALFORMED_PARAMS, str(error))
+            return
         prompt = PoolPrompt(
             request,
             adapter,
             self._identity.inputs(request),
             time.monotonic(),
             None,
-            reads=self._settings.read,
-            writes=self._settings.write,
+            ask=ask,
+            reads=self._settings.read and ask.read,
+            writes=self._settings.write and ask.write,
         )
         self._prompts[request.request_id] = prompt
         self._begin_look(prompt)
@@ -297,9 +307,19 @@ class PoolSide:
             computed = request.num_computed_tokens
             commands += self._audit.compare(prompt, computed, pages, self.model)
         self._audit.give_up(prompt)
+        if prompt.ask.pin_s:
+            last = request.num_prompt_tokens // CHUNK_TOKENS
+            holder = f"tenant {prompt.ask.tenant}"
+            self._looks.submit(self._pin, prompt.keys[1 : last + 1], prompt.ask.pin_s, holder)
         if usable and prompt.writes:
             commands += self._saves_of(prompt, request.num_computed_tokens, pages)
         return commands
+
+    def _pin(self, keys: list[bytes], for_s: float, holder: str) -> None:
+        """In the thread of look-ups: pin a client's chunks, once the last of them have been saved."""
+        ends = time.monotonic() + _SAVED_WITHIN_S
+        while self._store.pin(keys, for_s, holder) < len(keys) and time.monotonic() < ends:
+            time.sleep(0.1)
 
     def _measure(self, output: "SchedulerOutput") -> None:
         """Note how long a step of a prefill took: until the next step was scheduled."""
@@ -330,5 +350,7 @@ class PoolSide:
             if self._saves.full:
                 self._telemetry.count("pool_misses", cause="busy")
                 break
-            saves.append(self._saves.begin(self.model, prompt.chunk(number), pages))
+            saves.append(
+                self._saves.begin(self.model, prompt.chunk(number), pages, prompt.ask.tenant)
+            )
         return saves

@@ -4,7 +4,9 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
 
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import (
@@ -20,6 +22,39 @@ from pd_connector.pool.store.base import Found
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+_MOST_PIN_S = 7 * 86400.0
+
+
+class PoolAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_transfer_params.pool` of a request: what its client wants of the pool."""
+
+    read: bool = True
+    """Whether chunks of the pool may be used for it."""
+    write: bool = True
+    """Whether its chunks are saved."""
+    pin_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_PIN_S)] = 0.0
+    """How long its prompt's chunks are not evicted, in seconds."""
+    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Whose share of the pool its chunks take. By default requests of one cache salt share one."""
+
+
+def asked(request: "Request") -> PoolAsk:
+    """What the client wants of the pool.
+
+    Raises:
+        ValueError: the field cannot be followed.
+    """
+    params = request.kv_transfer_params
+    told = params.get("pool") if isinstance(params, dict) else None
+    try:
+        ask = PoolAsk() if told is None else msgspec.convert(told, PoolAsk)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"pool: {error}".replace("$.", "")) from None
+    if ask.tenant or not request.cache_salt:
+        return ask
+    return msgspec.structs.replace(ask, tenant=salt_digest(request.cache_salt).hex()[:16])
 
 
 class Look(NamedTuple):
@@ -45,6 +80,7 @@ class PoolPrompt:
     inputs: tuple[Input, ...]
     queued_s: float
     look: "Future[Look] | None"
+    ask: PoolAsk
     reads: bool  # its look-up has yet to begin
     writes: bool
     pages: list[list[int]] = field(default_factory=list)

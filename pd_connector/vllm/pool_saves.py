@@ -47,17 +47,20 @@ class PoolSaves:
         """Whether no other save may begin."""
         return self._blocks is None or len(self._kept) >= MOST_SAVES
 
-    def begin(self, model: bytes, chunk: PromptChunk, pages: Sequence[Sequence[int]]) -> Save:
+    def begin(
+        self, model: bytes, chunk: PromptChunk, pages: Sequence[Sequence[int]], tenant: str = ""
+    ) -> Save:
         """Keep a chunk's pages, and return the command that copies them.
 
         Args:
             pages: all page ids of the request, by table.
+            tenant: whose share of the pool the chunk takes.
         """
         tables = []
         for table, size in zip(pages, self._windows.page_sizes, strict=True):
             span = page_span(chunk.first_token, chunk.stop_token, size)
             tables.append(list(table[span.start : span.stop]))
-        return Save(self.keep("save", tables), model, chunk, kept_pages(tables))
+        return Save(self.keep("save", tables), model, chunk, kept_pages(tables), tenant)
 
     def keep(self, what: str, tables: Sequence[Sequence[int]]) -> str:
         """Keep pages until all ranks have answered. Returns a name for it that no request has."""

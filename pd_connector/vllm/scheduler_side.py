@@ -85,7 +85,9 @@ class SchedulerSide:
         self._fetching = Fetching(config, windows, ranks, self.telemetry, self._uncomputable)
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
-            self.pool = PoolSide(*opened, windows, self.identity, self.telemetry, ranks)
+            self.pool = PoolSide(
+                *opened, windows, self.identity, self.telemetry, self._ignored, ranks
+            )
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()
