@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool in the scheduler: which chunks are saved, and which are loaded instead of being computed.
 
-A look-up runs in a thread of its own from the moment a request is queued. A request waits for it at most `LOOK_S`.
-Pages of a save have one reference more until all ranks have copied them, so that vLLM cannot reuse them.
+Look-ups: `pool_looks.py`. Pages that are kept for saves: `pool_saves.py`. Comparisons: `pool_audit.py`.
 """
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pd_connector.errors import Cause
@@ -18,14 +16,15 @@ from pd_connector.pool.keys import (
     CHUNK_TOKENS,
 )
 from pd_connector.pool.settings import PoolSettings
-from pd_connector.pool.store.base import Found, Store
+from pd_connector.pool.store.base import Store
 from pd_connector.pool.worth import Worth
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import WorkerActivity
 from pd_connector.vllm.pool_audit import PoolAudit
-from pd_connector.vllm.pool_prompt import Loading, Look, PoolPrompt, asked
+from pd_connector.vllm.pool_looks import PoolLooks
+from pd_connector.vllm.pool_prompt import Loading, PoolPrompt, asked
 from pd_connector.vllm.pool_saves import PoolSaves
 from pd_connector.vllm.streaming import kept_pages, scheduled
 from pd_connector.vllm.windows import Windows
@@ -38,12 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-LOOK_S = 0.1
-"""Longest wait of a request for its look-up, in seconds."""
-PIN_S = 60.0
-"""Chunks that a request will load are not evicted for this time, in seconds."""
-_SAVED_WITHIN_S = 2.0
-"""How long a pin waits for the chunks, in seconds."""
 _STARTS_S = 300.0
 """How long steps are asked for until ranks have told their model, in seconds: they read all of its bytes first."""
 
@@ -84,7 +77,7 @@ class PoolSide:
         self._models: dict[int, bytes] = {}  # by rank
         self._prompts: dict[str, PoolPrompt] = {}
         self._began_s = time.monotonic()
-        self._looks = ThreadPoolExecutor(1, "pd-pool-look")  # and for pins
+        self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
 
     def bind(self, blocks: "BlockPool") -> None:
         """Attach vLLM's pages."""
@@ -159,66 +152,21 @@ class PoolSide:
             request,
             adapter,
             self._identity.inputs(request),
-            time.monotonic(),
             None,
             ask=ask,
             reads=self._settings.read and ask.read,
             writes=self._settings.write and ask.write,
         )
         self._prompts[request.request_id] = prompt
-        self._begin_look(prompt)
-
-    def _begin_look(self, prompt: PoolPrompt) -> None:
-        if prompt.reads and self.model:
-            prompt.reads = False
-            tokens = list(prompt.request.all_token_ids)
-            prompt.look = self._looks.submit(self._look, prompt, tokens, self.model)
-
-    def _look(self, prompt: PoolPrompt, tokens: Sequence[int], model: bytes) -> Look:
-        """In the thread of look-ups."""
-        keys = prompt.longer([prompt.root(model)], tokens)
-        found: list[Found] = []
-        for key, one in zip(keys[1:], self._store.find(keys[1:]), strict=True):
-            if one is None or self._audit.refused(key):
-                break
-            found.append(one)
-        return Look(keys, found)
+        self._looks.begin(prompt, self.model)
 
     def matched(self, request: "Request", computed: int) -> int | None:
         """Tokens to load beyond the `computed` ones that are here; None: ask again."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return 0
-        if self._audit and prompt.look is not None:
-            prompt.look = (
-                None  # a writer is being audited: until that is over, prompts are computed
-            )
-            self._telemetry.count("pool_misses", cause=Cause.UNAUDITED)
-        self._begin_look(prompt)  # the model was not known when the request came
-        if prompt.look is None:
-            return 0
-        if not prompt.look.done():
-            if time.monotonic() < prompt.queued_s + LOOK_S:
-                return None
-            prompt.look = None
-            self._telemetry.count("pool_misses", cause="late")
-            return 0
-        try:
-            look = prompt.look.result()
-        except Exception:
-            logger.exception("pool: a look-up failed; the prompt is computed")
-            prompt.look = None
-            return 0
-        prompt.keys, prompt.found = look.keys, look.found
-        prompt.kept = max(prompt.kept, len(look.found))
-        first = computed // CHUNK_TOKENS
-        missing = [(one.tier, one.nbytes) for one in look.found[first:]]
-        pays = first + self._worth.chunks(missing, time.monotonic())
-        if pays < len(look.found):
-            self._telemetry.count("pool_misses", len(look.found) - pays, cause="not_worth")
-        stop = min(pays * CHUNK_TOKENS, request.num_tokens - 1)
-        prompt.loads = stop if stop > computed else 0
-        return int(max(0, stop - computed))
+        self._looks.begin(prompt, self.model)  # the model was not known when the request came
+        return self._looks.matched(prompt, computed)
 
     def allocated(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
@@ -234,7 +182,7 @@ class PoolSide:
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
         found = prompt.found[chunks.start : chunks.stop]
-        self._looks.submit(self._store.pin, keys, PIN_S)
+        self._looks.pin(keys)
         prompt.loading = Loading(keys, found, range(first, stop), time.monotonic())
         tables = []
         for table, size in zip(
@@ -257,7 +205,7 @@ class PoolSide:
         if prompt is None or prompt.loading is None:
             return False
         loading, prompt.loading = prompt.loading, None
-        self._looks.submit(self._store.unpin, loading.keys)
+        self._looks.unpin(loading.keys)
         if failed:
             prompt.kept = 0  # what is damaged has been removed: save it again
             prompt.failed = loading
@@ -299,7 +247,7 @@ class PoolSide:
         if prompt is None:
             return []
         if prompt.loading:
-            self._looks.submit(self._store.unpin, prompt.loading.keys)
+            self._looks.unpin(prompt.loading.keys)
             return []
         usable = prompt.stepped and self._identity.adapters.unchanged(request)
         commands: list[Save | Fill] = []
@@ -307,19 +255,12 @@ class PoolSide:
             computed = request.num_computed_tokens
             commands += self._audit.compare(prompt, computed, pages, self.model)
         self._audit.give_up(prompt)
-        if prompt.ask.pin_s:
-            last = request.num_prompt_tokens // CHUNK_TOKENS
-            holder = f"tenant {prompt.ask.tenant}"
-            self._looks.submit(self._pin, prompt.keys[1 : last + 1], prompt.ask.pin_s, holder)
         if usable and prompt.writes:
             commands += self._saves_of(prompt, request.num_computed_tokens, pages)
+        if prompt.ask.pin_s:
+            last = request.num_prompt_tokens // CHUNK_TOKENS
+            self._looks.pin_for_client(prompt.keys[1 : last + 1], prompt.ask)
         return commands
-
-    def _pin(self, keys: list[bytes], for_s: float, holder: str) -> None:
-        """In the thread of look-ups: pin a client's chunks, once the last of them have been saved."""
-        ends = time.monotonic() + _SAVED_WITHIN_S
-        while self._store.pin(keys, for_s, holder) < len(keys) and time.monotonic() < ends:
-            time.sleep(0.1)
 
     def _measure(self, output: "SchedulerOutput") -> None:
         """Note how long a step of a prefill took: until the next step was scheduled."""

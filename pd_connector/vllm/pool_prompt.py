@@ -78,7 +78,6 @@ class PoolPrompt:
     request: "Request"
     adapter: str
     inputs: tuple[Input, ...]
-    queued_s: float
     look: "Future[Look] | None"
     ask: PoolAsk
     reads: bool  # its look-up has yet to begin
@@ -88,6 +87,8 @@ class PoolPrompt:
     stepped: bool = False  # the step that found its cached pages is over
     kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
     found: list[Found] = field(default_factory=list)
+    asked_s: float = 0.0  # when its look-up began
+    pays: int | None = None  # chunks from the beginning that are here or worth loading
     loads: int = 0  # token at which a load ends; 0 without one
     loading: "Loading | None" = None
     failed: "Loading | None" = None  # its load, until its cause is told

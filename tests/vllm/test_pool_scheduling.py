@@ -21,7 +21,7 @@ from pd_connector.pool import host
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
-from pd_connector.vllm import pool
+from pd_connector.vllm import pool_looks
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
 
 MODEL = b"m" * 32
@@ -79,8 +79,7 @@ def stored(of: SteppedEngine, chunks: int, seed: int = 0) -> list[bytes]:
 
 def test_each_whole_chunk_is_saved_once_and_its_pages_come_free_with_the_answer() -> None:
     of = engine()
-    of.add("a", 2 * CHUNK_TOKENS + 40, max_tokens=100)
-    settle(of)
+    add(of, "a", 2 * CHUNK_TOKENS + 40, max_tokens=100)
     run(of, 120)
     assert not of.scheduler.requests
     assert [save.chunk.number for save in saves(of)] == [0, 1, 2], "the last one holds answers, too"
@@ -92,7 +91,7 @@ def test_each_whole_chunk_is_saved_once_and_its_pages_come_free_with_the_answer(
 
 def test_pages_are_kept_until_the_ranks_have_answered() -> None:
     of = engine()
-    of.add("a", CHUNK_TOKENS, max_tokens=1)
+    add(of, "a", CHUNK_TOKENS, max_tokens=1)
     for _ in range(4):
         of.step()
     assert len(saves(of)) == 1
@@ -110,9 +109,8 @@ def test_a_step_that_fills_cached_pages_saves_none_of_them() -> None:
     are filled."""
     of = SteppedEngine(budget=4 * CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"})
     of.step(WorkerActivity(models={0: MODEL}))
-    of.add("a", CHUNK_TOKENS + 20, max_tokens=4)
-    of.add("b", CHUNK_TOKENS + 20, max_tokens=4)
-    settle(of)
+    add(of, "a", CHUNK_TOKENS + 20, max_tokens=4)
+    add(of, "b", CHUNK_TOKENS + 20, max_tokens=4)
     assert [c for c in of.step() if isinstance(c, Save)] == []
     assert len([c for c in of.step() if isinstance(c, Save)]) == 2, "of either: the store decides"
 
@@ -120,8 +118,7 @@ def test_a_step_that_fills_cached_pages_saves_none_of_them() -> None:
 def test_a_hit_is_loaded_and_the_rest_is_computed() -> None:
     of = engine()
     keys = stored(of, 2)
-    of.add("a", 2 * CHUNK_TOKENS + 50, max_tokens=2)
-    settle(of)
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=2)
     of.step()
     (fill,) = fills(of)
     assert (fill.first_token, fill.stop_token) == (0, 2 * CHUNK_TOKENS)
@@ -140,19 +137,17 @@ def test_a_hit_is_loaded_and_the_rest_is_computed() -> None:
 def test_a_prompt_of_whole_chunks_leaves_its_last_token_to_be_computed() -> None:
     of = engine()
     stored(of, 2)
-    of.add("a", 2 * CHUNK_TOKENS, max_tokens=2)
-    settle(of)
+    add(of, "a", 2 * CHUNK_TOKENS, max_tokens=2)
     of.step()
     assert fills(of)[0].stop_token == 2 * CHUNK_TOKENS - 1
 
 
 def test_pages_that_this_engine_has_cached_are_not_loaded() -> None:
     of = engine()
-    of.add("a", CHUNK_TOKENS + 16, max_tokens=1)
+    add(of, "a", CHUNK_TOKENS + 16, max_tokens=1)
     run(of, 6)
     stored(of, 3)
-    of.add("b", 3 * CHUNK_TOKENS + 5, max_tokens=1)
-    settle(of)
+    add(of, "b", 3 * CHUNK_TOKENS + 5, max_tokens=1)
     of.step(answers(of))
     (fill,) = fills(of)
     assert fill.first_token == CHUNK_TOKENS + 16
@@ -164,8 +159,7 @@ def test_pages_that_this_engine_has_cached_are_not_loaded() -> None:
 def test_a_load_that_fails_is_computed_and_not_tried_again() -> None:
     of = engine()
     stored(of, 2)
-    of.add("a", 2 * CHUNK_TOKENS + 50, max_tokens=2)
-    settle(of)
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=2)
     of.step()
     of.step(WorkerActivity(causes={"a": Cause.POOL}), finished_recving={"a"}, failed_recving={"a"})
     run(of)
@@ -174,10 +168,10 @@ def test_a_load_that_fails_is_computed_and_not_tried_again() -> None:
 
 
 def test_a_late_look_up_makes_no_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "LOOK_S", 0.05)
+    monkeypatch.setattr(pool_looks, "LOOK_S", 0.05)
     of = engine()
     stored(of, 1)
-    monkeypatch.setattr(of.side.pool, "_look", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(of.side.pool._looks, "_look", lambda *_: time.sleep(0.5))
     of.add("a", CHUNK_TOKENS + 50, max_tokens=2)
     assert of.step() == []
     assert not of.scheduler.running, "it waits for the look-up"
@@ -191,14 +185,12 @@ def test_the_first_hit_of_a_writer_is_computed_and_compared_and_the_next_one_loa
     of = engine()
     stored(of, 2)
     stored(of, 2, seed=3)
-    of.add("a", 2 * CHUNK_TOKENS + 50, max_tokens=4)
-    settle(of)
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=4)
     of.step()
     of.step(
         WorkerActivity(causes={"a": Cause.UNAUDITED}), finished_recving={"a"}, failed_recving={"a"}
     )
-    of.add("other", 2 * CHUNK_TOKENS + 50, max_tokens=4, seed=3)
-    settle(of)
+    add(of, "other", 2 * CHUNK_TOKENS + 50, max_tokens=4, seed=3)
     run(of)
     loads, compared = fills(of)
     assert not loads.compares
@@ -209,8 +201,7 @@ def test_the_first_hit_of_a_writer_is_computed_and_compared_and_the_next_one_loa
     of.step(WorkerActivity(audits=(AuditReport(compared.request, None, (), ""),)))
     of.assert_nothing_held()
     of.scheduler.kv_cache_manager.reset_prefix_cache()
-    of.add("b", 2 * CHUNK_TOKENS + 50, max_tokens=4, seed=3)
-    settle(of)
+    add(of, "b", 2 * CHUNK_TOKENS + 50, max_tokens=4, seed=3)
     of.step()
     assert len(fills(of)) == 3, "the other prompt of before was computed meanwhile"
 
@@ -219,8 +210,7 @@ def test_an_audited_prompt_that_is_given_up_leaves_the_audit_to_another() -> Non
     of = engine()
     stored(of, 2)
     for name in ("a", "b"):
-        of.add(name, 2 * CHUNK_TOKENS + 50, max_tokens=4)
-        settle(of)
+        add(of, name, 2 * CHUNK_TOKENS + 50, max_tokens=4)
         of.step()
         of.step(
             WorkerActivity(causes={name: Cause.UNAUDITED}),
@@ -236,22 +226,19 @@ def test_an_audited_prompt_that_is_given_up_leaves_the_audit_to_another() -> Non
 def test_chunks_of_a_writer_that_is_not_believed_are_not_tried_again() -> None:
     of = engine()
     stored(of, 2)
-    of.add("a", 2 * CHUNK_TOKENS + 50, max_tokens=1)
-    settle(of)
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=1)
     of.step()
     of.step(WorkerActivity(causes={"a": Cause.AUDIT}), finished_recving={"a"}, failed_recving={"a"})
     run(of)
     of.scheduler.kv_cache_manager.reset_prefix_cache()
-    of.add("b", 2 * CHUNK_TOKENS + 50, max_tokens=1)
-    settle(of)
+    add(of, "b", 2 * CHUNK_TOKENS + 50, max_tokens=1)
     run(of)
     assert len(fills(of)) == 1
 
 
 def test_kv_of_two_models_is_not_saved() -> None:
     of = engine()
-    of.add("a", 2 * CHUNK_TOKENS + 10, max_tokens=4)
-    settle(of)
+    add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=4)
     of.step(WorkerActivity(models={0: b"n" * 32}))
     run(of)
     assert saves(of) == []
@@ -262,8 +249,7 @@ def test_kv_of_two_models_is_not_saved() -> None:
 def test_an_engine_can_only_read_or_only_write(key: str, found: Any) -> None:
     of = engine(**{key: False})
     stored(of, 1)
-    of.add("a", 2 * CHUNK_TOKENS + 10, max_tokens=1)
-    settle(of)
+    add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=1)
     of.step()
     if fills(of):
         of.step(finished_recving={"a"})
@@ -272,6 +258,45 @@ def test_an_engine_can_only_read_or_only_write(key: str, found: Any) -> None:
     assert fills(of) or saves(of)
 
 
+@pytest.mark.parametrize("wrong", [{"pin_s": -1}, {"tenant": 3}, {"rate": 1}, "yes"])
+def test_what_a_client_wants_and_cannot_have_is_ignored_and_told(
+    wrong: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = engine()
+    stored(of, 1)
+    add(of, "a", CHUNK_TOKENS + 10, max_tokens=1, pool=wrong)
+    run(of, 4)
+    assert fills(of) == saves(of) == []
+    assert "kv_transfer_params ignored (malformed_params): pool" in caplog.text
+    of.assert_nothing_held()
+
+
+def test_a_client_can_pin_what_it_has_computed_and_name_who_pays() -> None:
+    of = engine()
+    stored(of, 2)
+    add(of, "a", 3 * CHUNK_TOKENS + 10, max_tokens=1, pool={"pin_s": 60, "tenant": "t"})
+    of.step()
+    of.step(finished_recving={"a"})
+    run(of)
+    assert [save.tenant for save in saves(of)] == ["t"]
+    settle(of)
+    assert of.side.pool._store.status().pinned == 1, "the deepest chunk that was found"
+
+
+def test_a_client_can_leave_the_pool_alone() -> None:
+    of = engine()
+    stored(of, 1)
+    add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=1, pool={"read": False, "write": False})
+    run(of)
+    assert fills(of) == saves(of) == []
+
+
+def add(of: SteppedEngine, *request: Any, **more: Any) -> None:
+    """A request arrives, and its look-up ends."""
+    of.add(*request, **more)
+    settle(of)
+
+
 def settle(of: SteppedEngine) -> None:
     """Wait until all look-ups have ended."""
-    of.side.pool._looks.submit(lambda: None).result()
+    of.side.pool._looks._thread.submit(lambda: None).result()
