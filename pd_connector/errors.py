@@ -66,6 +66,7 @@ class Cause(StrEnum):
     NO_ROOM = "no_room"  # the consumer's cache is too small for the prompt, even when empty
     NO_TRANSPORT = "no_transport"  # the two sides share no transport
     NOT_NEEDED = "not_needed"  # the consumer has the pages already
+    POOL = "pool"  # what the pool has of a prompt cannot be used
     PREEMPTED = "preempted"  # the producer's engine took pages back, perhaps while they were read
     PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
     ROLE = "role"  # the request needs a part (produce or consume) that kv_role excludes

@@ -26,7 +26,7 @@ from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.transport.base import Transport
 
 ENGINE, MODEL = "chaos", ModelFacts(b"config", b"weights")

@@ -7,10 +7,10 @@ from typing import Any
 from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
 from chaos.seam import TamperingTransport
-from pd_connector.agent.inbox import Inbox
+from pd_connector.agent.consuming.inbox import Inbox
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import PlaceChunk
+from pd_connector.protocol.consuming.incoming import PlaceChunk
 from pd_connector.transport.base import Transport
 from pd_connector.transport.tcp import cipher
 from pd_connector.transport.tcp.cipher import AeadOpener

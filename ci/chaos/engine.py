@@ -10,9 +10,9 @@ from chaos.tampering import Tampering
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Drop, Revoke, Withdraw
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import Finished, Load
-from pd_connector.protocol.outgoing import Free, Offer
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.consuming.incoming import Finished, Load
+from pd_connector.protocol.producing.outgoing import Free, Offer
+from pd_connector.protocol.wire.peers import Peer
 
 _MIDST_S = 0.03
 """Time that the agent's thread stops in the middle of a copy, while the engine wants its pages back. Without a guard,

@@ -12,7 +12,7 @@ import zmq
 from pd_connector.control.keys import CurveKeys
 from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
-from pd_connector.protocol import messages
+from pd_connector.protocol.wire import messages
 
 _HUGE = (1 << 63) - 1
 _ANSWER_S = 5.0

@@ -19,7 +19,7 @@ from pd_connector.errors import TransportError
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
-from pd_connector.protocol.header import ChunkHeader, decode_header, encode_header
+from pd_connector.protocol.wire.header import ChunkHeader, decode_header, encode_header
 from pd_connector.transport.base import Destinations, Landed, Link, Transport, Written
 from pd_connector.transport.tcp.address import LEAST_RECORD_BYTES, read_address
 from pd_connector.transport.tcp.transport import TcpTransport

@@ -11,8 +11,8 @@ from pd_connector.control.keys import CurveKeys
 from pd_connector.control.sockets import Context
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.audit import AuditBook
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.consuming.audit import AuditBook
+from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 from pd_connector.transport.choice import Choice

@@ -13,8 +13,8 @@ import msgspec
 from pd_connector.config import Config
 from pd_connector.control.keys import secret
 from pd_connector.errors import PDConnectorError
-from pd_connector.protocol.params import ProducerAddress, TransferParams
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.wire.params import ProducerAddress, TransferParams
+from pd_connector.protocol.wire.peers import Peer
 
 _SEAL_BYTES = 16
 

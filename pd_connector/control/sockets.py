@@ -16,7 +16,7 @@ from pd_connector.control.connections import Connections
 from pd_connector.control.keys import CurveKeys
 from pd_connector.control.liveness import keep_alive
 from pd_connector.errors import Cause, PDConnectorError
-from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
+from pd_connector.protocol.wire.fields import MAX_MESSAGE_BYTES
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

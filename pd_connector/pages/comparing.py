@@ -22,8 +22,8 @@ from pd_connector.pages.tiles import untiled
 from pd_connector.plan.chunks import Chunk, blocks
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import parts
-from pd_connector.protocol.audit import Distance
-from pd_connector.protocol.experts import MOST_MOVED, MOVED, Moved
+from pd_connector.protocol.consuming.audit import Distance
+from pd_connector.protocol.consuming.experts import MOST_MOVED, MOVED, Moved
 
 Squares = npt.NDArray[np.float64]
 

@@ -25,7 +25,7 @@ from pd_connector.pages.slot_copies import SlotCopies
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import token_bytes
-from pd_connector.protocol.audit import Distance
+from pd_connector.protocol.consuming.audit import Distance
 
 if TYPE_CHECKING:
     from pd_connector.pages.kernel_pages import KernelPages

@@ -16,7 +16,7 @@ from pd_connector.pages.comparing import distances
 from pd_connector.pages.one_ahead import GatherCall
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
-from pd_connector.protocol.audit import Distance, can_compare
+from pd_connector.protocol.consuming.audit import Distance, can_compare
 
 
 class SlotCopies(BlockCopies):

@@ -48,5 +48,5 @@ RULES: dict[int, PlanRules] = {
         edge_cuts=2,
     )
 }
-"""By schema (`protocol/messages.py`). Rules of a schema that was released are never changed."""
+"""By schema (`protocol/wire/messages.py`). Rules of a schema that was released are never changed."""
 NEWEST_RULES = RULES[max(RULES)]

@@ -20,8 +20,8 @@ from pd_connector.kv.geometry import MAX_LAYERS, Geometry, without_drafts
 from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
 from pd_connector.pool.form import Form, Place, form_problem, part_name, places
 from pd_connector.pool.keys import CHUNK_BYTES, KEY_BYTES, link, model_root
-from pd_connector.protocol.fields import Count, Name
-from pd_connector.protocol.fields import decode as decode_fields
+from pd_connector.protocol.wire.fields import Count, Name
+from pd_connector.protocol.wire.fields import decode as decode_fields
 
 SCHEMA = 1
 OLDEST_SCHEMA = 1

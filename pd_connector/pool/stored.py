@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves chunks between a rank's cache and their bytes at rest. The agent's thread calls it; `plans.py` says what moves where."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ from pd_connector.codec import DTYPES
 from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.plan.route import Route
 from pd_connector.pool.form import (
     Form,
     Plane,
@@ -24,6 +25,7 @@ from pd_connector.pool.form import (
 )
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.plans import LoadPiece, Need, SavePiece
+from pd_connector.protocol.consuming.audit import Distance
 
 Buffer = memoryview
 
@@ -108,13 +110,10 @@ class ChunkLoader:
         self._cache = cache
         self._scratch = bytearray()
 
-    def scatter(
-        self,
-        pieces: Sequence[LoadPiece],
-        parts: Sequence[tuple[Geometry, Need, Buffer]],
-        fence: torch.cuda.Event | None = None,
-    ) -> None:
-        """Write pieces of `plan_load` into pages; see `PagedCache.scatter`.
+    def payloads(
+        self, pieces: Sequence[LoadPiece], parts: Sequence[tuple[Geometry, Need, Buffer]]
+    ) -> Iterator[tuple[LoadPiece, Buffer]]:
+        """The payload of each piece of `plan_load`, for `PagedCache.scatter` or `compare`. Each is valid until the next.
 
         Args:
             parts: as for `plan_load`, each with its `Need.nbytes` bytes in host memory, which are verified.
@@ -130,8 +129,28 @@ class ChunkLoader:
                 if key not in caches:
                     caches[key] = open_run(piece.run, geometry, needed, buffer)
                 payload = self._gathered(caches[key], piece, nbytes)
+            yield piece, payload.toreadonly()
+
+    def scatter(
+        self,
+        pieces: Sequence[LoadPiece],
+        parts: Sequence[tuple[Geometry, Need, Buffer]],
+        fence: torch.cuda.Event | None = None,
+    ) -> None:
+        """Write pieces into pages; see `payloads` and `PagedCache.scatter`."""
+        for piece, payload in self.payloads(pieces, parts):
+            self._cache.scatter(piece.route, piece.chunk, piece.pages, payload, fence)
+
+    def compare(
+        self,
+        pieces: Sequence[LoadPiece],
+        parts: Sequence[tuple[Geometry, Need, Buffer]],
+        fence: torch.cuda.Event | None = None,
+    ) -> Iterator[tuple[Route, list[Distance]]]:
+        """The distance of each piece from what the pages hold; see `payloads` and `PagedCache.compare`."""
+        for piece, payload in self.payloads(pieces, parts):
             where = piece.route, piece.chunk, piece.pages
-            self._cache.scatter(*where, payload.toreadonly(), fence)
+            yield piece.route, self._cache.compare(*where, payload, fence)
 
     def _gathered(self, stored: PagedCache, piece: LoadPiece, nbytes: int) -> Buffer:
         """The piece's payload, out of a run at rest."""

@@ -28,7 +28,7 @@ from ray.llm._internal.serve.utils.server_utils import get_serve_request_id
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.control.seal import UntrustedAddressError, trusted_address
 from pd_connector.hosts import is_loopback
-from pd_connector.protocol.params import (
+from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
     parse_address,

@@ -5,7 +5,7 @@ import json
 import os
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.protocol.params import ProducerAddress, parse_address
+from pd_connector.protocol.wire.params import ProducerAddress, parse_address
 
 
 class NoAddressError(PDConnectorError):

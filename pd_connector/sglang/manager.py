@@ -1,42 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the requests of one rank share: its agent, its pages, and the prefill engines that are known.
-SGLang makes one in each scheduler process."""
+"""The door's part of one SGLang scheduler process: it starts the rank's agent, follows the scheduler's steps, and knows the
+prefill engines."""
 
 import contextlib
 import logging
 import os
-import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from sglang.srt.disaggregation.base.conn import BaseKVManager, KVArgs
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pd_connector.agent.agent import Agent
-from pd_connector.agent.commands import Expect, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.control.seal import sealed
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.last_words import FIRST_TOKEN
-from pd_connector.protocol.params import ProducerAddress
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.last_words import FIRST_TOKEN
+from pd_connector.protocol.wire.params import ProducerAddress
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import kv_scales, loaded_files, model_facts
-from pd_connector.sglang.outcomes import Outcomes
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
+from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registration import global_rank, register
-from pd_connector.sglang.requests import fingerprint, transfer_of
 from pd_connector.sglang.settings import load_config
+from pd_connector.sglang.stale import CacheNamespace
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
 from pd_connector.sglang.weights import WeightsWatch
@@ -44,7 +41,7 @@ from pd_connector.sglang.weights import WeightsWatch
 logger = logging.getLogger("pd_connector.sglang")
 
 
-class _Rank(NamedTuple):
+class _Part(NamedTuple):
     """What the ranks of an engine tell each other when they start."""
 
     replica: int  # of the attention, where several ranks have whole copies of it
@@ -56,29 +53,18 @@ class Manager(BaseKVManager):
     """Used by the scheduler's thread. It works from `attach` on.
 
     Attributes:
+        rank: what the rank's requests share.
         agent: of this rank.
         weights: watches those that the model has.
-        outcomes: what the agent has told of requests.
-        admission: which requests come into SGLang's queues.
-        buffers: SGLang's metadata buffers.
-        page_size: tokens of a page.
-        page_limit: the first number above those of the pool's pages.
-        produces: whether this is a prefill engine.
         prefill_info_table: prefill engines by address, in SGLang's terms: it looks there whether an
             engine is known, and how many data-parallel ranks it has.
     """
 
+    rank: Rank
     agent: Agent
     weights: WeightsWatch
-    outcomes: Outcomes
-    admission: Admission
-    buffers: Any
-    page_size: int
-    page_limit: int
-    _leads = True
-    """Whether this is the first of the ranks that have parts of the same requests."""
-    vocabulary: int = sys.maxsize
-    """The first number that is no token of the model's."""
+    namespace: CacheNamespace | None = None
+    """Of a decode engine that has a radix cache."""
 
     def __init__(
         self,
@@ -89,7 +75,7 @@ class Manager(BaseKVManager):
     ) -> None:
         self.kv_args = args
         self.prefill_info_table: dict[str, PrefillServerInfo] = {}
-        self.produces = disaggregation_mode == DisaggregationMode.PREFILL
+        self._produces = disaggregation_mode == DisaggregationMode.PREFILL
         self._server_args = server_args
         self._streaming: Streaming | None = None
         self._config = load_config(os.environ.get(CONFIG_VARIABLE, ""))
@@ -110,18 +96,13 @@ class Manager(BaseKVManager):
 
         parallel, scheduler = get_parallel(), queue.scheduler
         check_supported(self.kv_args, self._server_args, parallel)
-        pool = queue.token_to_kv_pool
-        self.buffers = queue.metadata_buffers
-        self.page_size = pool.page_size
-        self.page_limit = pool.size // pool.page_size + 1  # page 0 is padding
+        pool, buffers = queue.token_to_kv_pool, queue.metadata_buffers
+        vocabulary = scheduler.model_config.vocab_size
         self._scheduler = scheduler
-        self.vocabulary = scheduler.model_config.vocab_size
         self._adapters = Adapters(scheduler.tp_worker.model_runner)
-        self._adapters.look()
         self._ranks = parallel.attn_tp_size * parallel.pp_size
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
-        self._leads = parallel.attn_tp_rank == 0 and shard.first_layer == 0
         cache = describe_cache(
             pool,
             scheduler.model_config.get_total_num_kv_heads(),
@@ -129,42 +110,60 @@ class Manager(BaseKVManager):
             sliding_window=scheduler.sliding_window_size or 0,
             scales=kv_scales(scheduler),
         )
-        self._windows = any(group.window for group in cache.geometry.groups)
         self._start_agent(cache, shard, parallel)
-        self.admission = Admission(
-            produces=self.produces,
-            vocabulary=self.vocabulary,
-            most_logprobs=self.buffers.output_top_logprobs_idx.shape[1],
+        admission = Admission(
+            produces=self._produces,
+            vocabulary=vocabulary,
+            most_logprobs=buffers.output_top_logprobs_idx.shape[1],
             in_step=parallel.pp_size == 1,
+        )
+        self.rank = Rank(
+            self.agent,
+            admission,
+            buffers,
+            PoolPages(
+                scheduler,
+                pool.page_size,
+                limit=pool.size // pool.page_size + 1,  # page 0 is padding
+                windows=any(group.window for group in cache.geometry.groups),
+            ),
+            self._adapters,
+            produces=self._produces,
+            offers_early=self._config.overlap != "off",
+            leads=parallel.attn_tp_rank == 0 and shard.first_layer == 0,
+            vocabulary=vocabulary,
         )
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))
         logger.info(
             "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
             self._address.engine_id,
-            "prefill" if self.produces else "decode",
+            "prefill" if self._produces else "decode",
             self._config.host,
             self.agent.port,
             self.agent.transports,
             cache.geometry,
         )
-        if self.produces:
-            if self.offers_early:
+        if self._produces:
+            if self.rank.offers_early:
                 layers = self._config.overlap in ("auto", "layer")
-                self._streaming = Streaming(self, scheduler, layers=layers)
+                self._streaming = Streaming(self.rank, scheduler, layers=layers)
             self.register_to_bootstrap()
         else:
             look_up_often(queue)
-            self.admission.page_size = self.page_size
+            admission.page_size = pool.page_size
             most = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
-            self.admission.most_prompt_tokens = most
+            admission.most_prompt_tokens = most
+            if self._server_args.disaggregation_decode_enable_radix_cache:
+                group = queue.gloo_group if self._ranks > 1 else None
+                self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
         world = parallel.world_group
-        own = _Rank(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
-        ranks = [rank for rank in world.all_gather_object(own) if rank.replica == own.replica]
-        engine_id = ranks[0].name  # one name for all of them
+        own = _Part(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
+        parts = [part for part in world.all_gather_object(own) if part.replica == own.replica]
+        engine_id = parts[0].name  # one name for all of them
         files = loaded_files(self._scheduler)
         facts = model_facts(self._scheduler, self._config, shard, files)
         self.agent = Agent(
@@ -172,30 +171,23 @@ class Manager(BaseKVManager):
             engine_id,
             facts,
             cache,
-            produces=self.produces,
-            consumes=not self.produces,
-            shards=[rank.shard for rank in ranks],
-            tells=(FIRST_TOKEN,) if self.produces else (),
-            needs=() if self.produces else (FIRST_TOKEN,),
+            produces=self._produces,
+            consumes=not self._produces,
+            shards=[part.shard for part in parts],
+            tells=(FIRST_TOKEN,) if self._produces else (),
+            needs=() if self._produces else (FIRST_TOKEN,),
         )
         self.weights = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
-        self.outcomes = Outcomes(self.agent)
         peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
         peers = [p for p in world.all_gather_object(peer) if p.source.engine_id == engine_id]
         self.agent.introduce(peers)
         self._address = sealed(ProducerAddress(engine_id, tuple(peers)), self._config.key)
-
-    @property
-    def offers_early(self) -> bool:
-        """Whether KV of a prompt is sent before all of it is computed (config key `overlap`)."""
-        return self._config.overlap != "off"
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
         """Within, the scheduler computes the batch."""
         self.agent.engine_steps()
         self._backoff.reset()
-        self._adapters.look()
         self.weights.step()
         with self._streaming.step(batch) if self._streaming else contextlib.nullcontext():
             yield
@@ -204,7 +196,6 @@ class Manager(BaseKVManager):
         """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,
         the agent's thread needs Python's lock to move it."""
         self.agent.engine_steps()
-        self._adapters.look()
         self._backoff.pause(self.agent.wait_for_outcome)
 
     def register_to_bootstrap(self) -> None:
@@ -214,7 +205,7 @@ class Manager(BaseKVManager):
     def describe(self) -> dict[str, Any]:
         """The state that this engine tells: a router needs a prefill engine's address
         to name it to a decode engine of another kind."""
-        return self._address.fields() if self.produces else {}
+        return self._address.fields() if self._produces else {}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it
@@ -277,53 +268,4 @@ class Manager(BaseKVManager):
     def resume(self, body: dict[str, Any], address: str) -> SecondPrefill | None:
         """Have the prefill engine at this address compute the prompt of a retracted request, and the answer so far. One rank asks
         for all; None at the others."""
-        return self._second_prefills.send(body, address) if self._leads else None
-
-    def count_handoff(self, outcome: str) -> None:
-        """A request of this decode engine has its KV, or will not get it. One rank counts for all."""
-        if self._leads:
-            self.agent.telemetry.count("handoffs", cause=outcome)
-
-    def turned_away(self, req: Any) -> None:
-        """SGLang has refused a request of this prefill engine before it came into a queue, such as one
-        that is longer than the pool: a decode engine that waits for it is told so."""
-        transfer = transfer_of(req.bootstrap_room)
-        self.agent.submit(Expect(transfer))
-        self.agent.submit(Withdraw(transfer, self.request_name(req.rid, req.bootstrap_room)))
-
-    def check_pages(self, pages: Sequence[int]) -> None:
-        """Raises ValueError where a page is none of the pool's. (The agent would find out, too, and end
-        all requests of its session.)"""
-        if not all(0 <= page < self.page_limit for page in pages):
-            wrong = next(page for page in pages if not 0 <= page < self.page_limit)
-            raise ValueError(f"page {wrong}: the pool has pages 0 to {self.page_limit - 1}")
-
-    def tables(self, pages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """A request's pages by page table. Those of layers with a sliding window are found by the
-        others; -1 where SGLang has given a page back that the window has passed."""
-        if not self._windows:
-            return (tuple(pages),)
-        slots = torch.tensor(pages, dtype=torch.int64) * self.page_size
-        allocator = self._scheduler.token_to_kv_pool_allocator
-        found = allocator.translate_swa_indices_for_transfer(slots.to(self._scheduler.device))
-        windowed = (found // self.page_size).tolist()
-        return tuple(pages), tuple(page if page > 0 else -1 for page in windowed)
-
-    def forward_fence(self) -> Any:
-        """A point in the stream on which SGLang computes: a forward pass that is under way may still
-        write pages of a request that has just ended. None on a CPU."""
-        stream = getattr(self._scheduler, "forward_stream", None)
-        return stream.record_event() if isinstance(stream, torch.cuda.Stream) else None
-
-    def identity(self, req: Any, tokens: Sequence[int]) -> bytes:
-        """What the KV of these tokens of a request depends on.
-
-        Raises:
-            PDConnectorError: its adapter cannot be told by content.
-        """
-        return fingerprint(req, tokens, self._adapters.name(req.lora_id))
-
-    @staticmethod
-    def request_name(rid: str, room: int) -> str:
-        """What the agent calls a request: SGLang's own ids may come twice."""
-        return f"{room}/{rid}"
+        return self._second_prefills.send(body, address) if self.rank.leads else None

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.owed import Outcome
-from pd_connector.protocol.incoming import Finished, Held
-from pd_connector.protocol.outgoing import Free
+from pd_connector.protocol.consuming.incoming import Finished, Held
+from pd_connector.protocol.producing.outgoing import Free
 
 Kind = TypeVar("Kind", Free, Finished, Held)
 

@@ -15,10 +15,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from pd_connector.agent.discovery import ask_ranks
+from pd_connector.agent.consuming.discovery import ask_ranks
 from pd_connector.config import Config
 from pd_connector.errors import Cause, PDConnectorError
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.wire.peers import Peer
 from pd_connector.sglang.registry import ENGINE, ask_row, split
 
 _RETRY_S = 0.2

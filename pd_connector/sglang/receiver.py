@@ -15,8 +15,8 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, KVTransf
 
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
-from pd_connector.protocol.incoming import Finished, Held, Load
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.consuming.incoming import Finished, Held, Load
+from pd_connector.protocol.wire.peers import Peer
 from pd_connector.sglang.failure import TransferError, contained
 from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.requests import room_after_retraction, transfer_of
@@ -39,6 +39,7 @@ class Receiver(BaseKVReceiver):
     ) -> None:
         assert bootstrap_room is not None  # such requests are not admitted
         self.kv_mgr = mgr
+        self._rank = mgr.rank
         self.bootstrap_addr = bootstrap_addr
         self.bootstrap_room = bootstrap_room
         self._transfer = transfer_of(bootstrap_room)
@@ -64,7 +65,7 @@ class Receiver(BaseKVReceiver):
     @contained
     def bind(self, req: Any) -> None:
         """Attach the request, which a receiver is not given when it is made."""
-        self.kv_mgr.admission.enter(self.bootstrap_room)
+        self._rank.admission.enter(self.bootstrap_room)
         self._req = req
         tokens, room = req.origin_input_ids, self.bootstrap_room
         # SGLang has retracted the request because its weights change (`pause_generation`, mode `retract`).
@@ -73,10 +74,10 @@ class Receiver(BaseKVReceiver):
             tokens, room = [*tokens, *req.output_ids], room_after_retraction(req)
             self._transfer = transfer_of(room)
         self._prompt_tokens = len(tokens)
-        self._identity = self.kv_mgr.identity(req, tokens)
-        self._request = self.kv_mgr.request_name(req.rid, room)
-        self.kv_mgr.outcomes.watch(self._request)
-        if problem := self.kv_mgr.admission.length_problem(len(tokens)):
+        self._identity = self._rank.identity(req, tokens)
+        self._request = self._rank.request_name(req.rid, room)
+        self._rank.outcomes.watch(self._request)
+        if problem := self._rank.admission.length_problem(len(tokens)):
             self.fail(Cause.NO_ROOM, problem)
 
     @contained
@@ -143,8 +144,8 @@ class Receiver(BaseKVReceiver):
         assert aux_index is not None
         self._row = aux_index
         self._state = KVPoll.Transferring
-        held = [-1] * (prefix // self.kv_mgr.page_size)
-        self.kv_mgr.check_pages(pages := kv_indices.tolist())
+        held = [-1] * (prefix // self._rank.pages.size)
+        self._rank.pages.check(pages := kv_indices.tolist())
         tables = [(*held, *pages)]
         for window in state_indices or ():
             tables.append((*[-1] * (len(tables[0]) - len(window)), *window.tolist()))
@@ -168,7 +169,7 @@ class Receiver(BaseKVReceiver):
     def failure_exception(self) -> None:
         """Raise why the request failed. Other ranks may have failed without this one; this rank then stops, too."""
         self._drop()
-        self.kv_mgr.count_handoff(self._failure[0] if self._failure else Cause.ABORTED)
+        self._rank.count_handoff(self._failure[0] if self._failure else Cause.ABORTED)
         raise TransferError(self.bootstrap_room, self._failure)
 
     def abort(self) -> None:
@@ -177,9 +178,9 @@ class Receiver(BaseKVReceiver):
         self._drop()
 
     def clear(self) -> None:
-        self.kv_mgr.admission.leave(self.bootstrap_room)
+        self._rank.admission.leave(self.bootstrap_room)
         self._drop()
-        self.kv_mgr.outcomes.forget(self._request)
+        self._rank.outcomes.forget(self._request)
 
     def fail(self, cause: Cause, detail: str) -> None:
         """This side cannot continue."""
@@ -189,7 +190,7 @@ class Receiver(BaseKVReceiver):
     @contained
     def _look(self) -> None:
         if self._state == KVPoll.Bootstrapping:
-            held = self.kv_mgr.outcomes.take(Held, self._request)
+            held = self._rank.outcomes.take(Held, self._request)
             if held is None:
                 return
             if held.cause is None:
@@ -197,7 +198,7 @@ class Receiver(BaseKVReceiver):
             else:
                 self._ended(held.cause, held.detail)
             return
-        finished = self.kv_mgr.outcomes.take(Finished, self._request)
+        finished = self._rank.outcomes.take(Finished, self._request)
         if finished is None:
             return
         if finished.cause is not None or finished.words is None:
@@ -205,18 +206,18 @@ class Receiver(BaseKVReceiver):
             return
         self._asked = False
         token = finished.words.first_token
-        if token >= self.kv_mgr.vocabulary:  # SGLang would answer with status 200, and end early
-            detail = f"first token {token}: the model's vocabulary has {self.kv_mgr.vocabulary}"
+        if token >= self._rank.vocabulary:  # SGLang would answer with status 200, and end early
+            detail = f"first token {token}: the model's vocabulary has {self._rank.vocabulary}"
             self._ended(Cause.WORDS, detail)
             return
-        write_row(self.kv_mgr.buffers, self._row, finished.words, self.bootstrap_room)
+        write_row(self._rank.buffers, self._row, finished.words, self.bootstrap_room)
         self._state = KVPoll.Success
-        self.kv_mgr.count_handoff("handed_over")
+        self._rank.count_handoff("handed_over")
 
     def _ask(self) -> None:
         """Have the agent wait for the transfer, or fetch it if there are pages for it."""
         self._asked = True
-        agent = self.kv_mgr.agent
+        agent = self._rank.agent
         if self._tables is None:
             agent.submit(Hold(self._request, self._transfer, self._peers, watch=True))
             return
@@ -230,7 +231,7 @@ class Receiver(BaseKVReceiver):
             pages=self._tables,
             wait=True,
         )
-        agent.submit(load, fence=self.kv_mgr.forward_fence())
+        agent.submit(load, fence=self._rank.pages.forward_fence())
 
     def _ended(self, cause: Cause, detail: str) -> None:
         """The agent has ended the transfer: the prompt is computed again, or the request fails."""
@@ -246,10 +247,10 @@ class Receiver(BaseKVReceiver):
             self._failure = cause, detail
             return
         self._first_failure = cause, detail
-        self.kv_mgr.outcomes.forget(self._request)
+        self._rank.outcomes.forget(self._request)
         self._transfer = transfer_of(self._again.room)
-        self._request = self.kv_mgr.request_name(self._req.rid, self._again.room)
-        self.kv_mgr.outcomes.watch(self._request)
+        self._request = self._rank.request_name(self._req.rid, self._again.room)
+        self._rank.outcomes.watch(self._request)
         self._peers = ()
 
     @contained
@@ -279,4 +280,4 @@ class Receiver(BaseKVReceiver):
         if self._asked:
             self._asked = False
             cause = self._failure[0] if self._failure else Cause.ABORTED
-            self.kv_mgr.agent.submit(Drop(self._request, cause))
+            self._rank.agent.submit(Drop(self._request, cause))

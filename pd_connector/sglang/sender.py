@@ -6,7 +6,7 @@ chunk of the prompt has been computed. Before it frees the request's pages it ca
 `Failed` on any rank, `failure_exception`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +14,12 @@ from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransfer
 
 from pd_connector.agent.commands import Computed, Expect, Withdraw
 from pd_connector.errors import Cause
-from pd_connector.protocol.last_words import LastWords
-from pd_connector.protocol.outgoing import Free, Offer
+from pd_connector.protocol.producing.outgoing import Free, Offer
+from pd_connector.protocol.wire.last_words import LastWords
 from pd_connector.sglang.failure import TransferError, contained
+from pd_connector.sglang.rank import Rank
 from pd_connector.sglang.requests import transfer_of
 from pd_connector.sglang.words import read_row
-
-if TYPE_CHECKING:
-    from pd_connector.sglang.manager import Manager
 
 
 class Sender(BaseKVSender):
@@ -29,12 +27,13 @@ class Sender(BaseKVSender):
 
     def __init__(
         self,
-        mgr: "Manager",
+        mgr: Any,
         bootstrap_addr: str,
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        self.kv_mgr = mgr
+        self.kv_mgr = mgr  # SGLang looks for it
+        self._rank: Rank = mgr.rank
         self.bootstrap_room = bootstrap_room
         self._transfer = transfer_of(bootstrap_room)
         self._request = ""
@@ -49,13 +48,13 @@ class Sender(BaseKVSender):
     @contained
     def bind(self, req: Any) -> None:
         """Attach the request, which a sender is not given when it is made."""
-        self.kv_mgr.admission.enter(self.bootstrap_room)
+        self._rank.admission.enter(self.bootstrap_room)
         self._req = req
         self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = self.kv_mgr.identity(req, req.origin_input_ids)
-        self._request = self.kv_mgr.request_name(req.rid, self.bootstrap_room)
-        self.kv_mgr.outcomes.watch(self._request)
-        self.kv_mgr.agent.submit(Expect(self._transfer))
+        self._identity = self._rank.identity(req, req.origin_input_ids)
+        self._request = self._rank.request_name(req.rid, self.bootstrap_room)
+        self._rank.outcomes.watch(self._request)
+        self._rank.agent.submit(Expect(self._transfer))
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """The request has a row of the metadata buffers."""
@@ -80,13 +79,13 @@ class Sender(BaseKVSender):
         """
         assert num_kv_tokens is not None
         final = state_indices is not None
-        first = self._sent_tokens // self.kv_mgr.page_size
-        self.kv_mgr.check_pages(pages := kv_indices.tolist())
+        first = self._sent_tokens // self._rank.pages.size
+        self._rank.pages.check(pages := kv_indices.tolist())
         self._pages[first : first + len(pages)] = pages
         self._sent_tokens = min(self._sent_tokens + num_kv_tokens, self._prompt_tokens)
         if final and self._failure is None:
             self._state = KVPoll.Transferring
-        if final or self.kv_mgr.offers_early:
+        if final or self._rank.offers_early:
             # With a cached prefix SGLang gives an event: the step before may still write the prefix.
             self._offer(final=final, fence=getattr(self, "_early_send_wait_event", None))
 
@@ -119,18 +118,18 @@ class Sender(BaseKVSender):
     def failure_exception(self) -> None:
         """Raise why the request failed. Other ranks may have failed without this one; this rank then stops, too."""
         self._withdraw()
-        self.kv_mgr.admission.leave(self.bootstrap_room)
+        self._rank.admission.leave(self.bootstrap_room)
         raise TransferError(self.bootstrap_room, self._failure)
 
     def abort(self) -> None:
         """The request has ended: after the return nothing reads its pages."""
         self._failure = self._failure or (Cause.ABORTED, "the request was aborted")
         self._withdraw()
-        self.kv_mgr.admission.leave(self.bootstrap_room)
+        self._rank.admission.leave(self.bootstrap_room)
 
     def clear(self) -> None:
-        self.kv_mgr.admission.leave(self.bootstrap_room)
-        self.kv_mgr.outcomes.forget(self._request)
+        self._rank.admission.leave(self.bootstrap_room)
+        self._rank.outcomes.forget(self._request)
 
     def fail(self, cause: Cause, detail: str) -> None:
         """This side cannot continue."""
@@ -139,7 +138,7 @@ class Sender(BaseKVSender):
 
     @contained
     def _look(self) -> None:
-        freed = self.kv_mgr.outcomes.take(Free, self._request)
+        freed = self._rank.outcomes.take(Free, self._request)
         if freed is None:
             return
         self._withdrawn = True  # the agent no longer uses the pages
@@ -152,8 +151,8 @@ class Sender(BaseKVSender):
         """Take the pages back, unless the agent no longer uses them."""
         if not self._withdrawn:
             self._withdrawn = True
-            self.kv_mgr.agent.submit(Withdraw(self._transfer, self._request))
-        self.kv_mgr.outcomes.forget(self._request)
+            self._rank.agent.submit(Withdraw(self._transfer, self._request))
+        self._rank.outcomes.forget(self._request)
 
     def _offer(self, *, final: bool, fence: Any) -> None:
         """Tell the agent which pages there are. Everything that SGLang has sent is computed. What a step has computed
@@ -162,15 +161,15 @@ class Sender(BaseKVSender):
         offer = Offer(
             self._transfer,
             self._request,
-            self.kv_mgr.tables(self._pages),
+            self._rank.pages.tables(self._pages),
             self._identity,
             prompt_tokens=self._prompt_tokens,
             tokens=self._sent_tokens,
             final=final,
             words=self._words() if final else None,
         )
-        self.kv_mgr.agent.submit(offer, fence=fence)
+        self._rank.agent.submit(offer, fence=fence)
 
     def _words(self) -> LastWords:
-        buffers = self.kv_mgr.buffers
+        buffers = self._rank.buffers
         return read_row(buffers, self._row, self._req, self._identity, self._transfer)

@@ -11,16 +11,14 @@ request and opens the transfer. So nothing of that is left to do after the prefi
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pd_connector.agent.commands import Computed
 from pd_connector.errors import Cause
+from pd_connector.sglang.rank import Rank
 from pd_connector.sglang.sender import Sender
-
-if TYPE_CHECKING:
-    from pd_connector.sglang.manager import Manager
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -42,8 +40,8 @@ class Streaming:
         layers: whether KV is told layer by layer; if not, steps are only announced.
     """
 
-    def __init__(self, manager: "Manager", scheduler: Any, *, layers: bool) -> None:
-        self._manager = manager
+    def __init__(self, rank: Rank, scheduler: Any, *, layers: bool) -> None:
+        self._rank = rank
         self._slots = scheduler.req_to_token_pool
         self._layers = layers
         self._step: list[Computed] = []
@@ -76,7 +74,7 @@ class Streaming:
             return None
         try:
             slots = self._slots.req_to_token[req.kv.req_pool_idx, :tokens]
-            size = self._manager.page_size
+            size = self._rank.pages.size
             return sender.begin_step((slots[::size] // size).tolist(), tokens)
         except Exception as error:  # SGLang would end the whole engine
             logger.exception("a prefill step cannot be streamed: its request ends")
@@ -89,4 +87,4 @@ class Streaming:
         if layer is None:
             return
         for step in self._step:
-            self._manager.agent.submit(step._replace(stop_layer=layer.layer_id + 1))
+            self._rank.agent.submit(step._replace(stop_layer=layer.layer_id + 1))

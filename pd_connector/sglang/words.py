@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pd_connector.protocol.last_words import LastWords
+from pd_connector.protocol.wire.last_words import LastWords
 
 _COUNTS = (
     "cached_tokens",

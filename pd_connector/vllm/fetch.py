@@ -5,8 +5,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pd_connector.protocol.incoming import Load
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.wire.peers import Peer, Source
 
 Pair = tuple[tuple[Source, ...], str]
 """A producer, by the addresses of its ranks, and an adapter."""

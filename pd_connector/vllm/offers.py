@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_connector.agent.commands import Command, Expect, Withdraw
 from pd_connector.kv.geometry import pages_for
-from pd_connector.protocol import params as transfer_params
-from pd_connector.protocol.last_words import LastWords
-from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire import params as transfer_params
+from pd_connector.protocol.wire.last_words import LastWords
 from pd_connector.vllm.messages import Prefill
 from pd_connector.vllm.streaming import Streaming, kept_pages
 from pd_connector.vllm.windows import Windows

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pd_connector.agent.commands import Command, Revoke
 from pd_connector.kv.geometry import pages_for
-from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
 from pd_connector.vllm.windows import NULL_PAGE, Windows
 

@@ -36,7 +36,7 @@ def checked_key(name: str, given: str) -> str:
     key = given.strip()
     if key and (weak := weakness(key)):
         raise ValueError(
-            f"{name}: a key {weak}: it could be guessed; `pd-connector key` makes one that cannot"
+            f"{name}: a key {weak}. It could be guessed; `pd-connector key` makes a strong key"
         )
     return key
 

@@ -19,26 +19,18 @@ API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 # All other fields of RouterConfig are numbers with defaults. Each becomes an option of the same name.
 HELP = {
     "workers": "processes that serve clients, on one port",
-    "members_interval_s": "pause between two lookups of the engines behind dns+http:// and k8s+http://",
     "front_queue": "most requests of each class that wait at the router; 0: all wait at the engines",
-    "engine_queue_s": "with --front-queue: requests wait once every engine has this much prefill queued",
-    "port": "port to listen on, 0 for any free one",
-    "connect_timeout_s": "longest time to open a connection to an engine",
+    "port": "port to listen on; 0: any free port",
     "first_byte_timeout_s": "longest wait for a stream's first byte",
     "answer_timeout_s": "longest wait for an answer that is not streamed",
     "idle_timeout_s": "longest pause inside an answer, and longest time that a client neither sends nor reads",
-    "refusal_grace_s": "longest wait for the decode engine after the prefill engine refused its copy",
     "health_interval_s": "pause between two health checks of one engine",
     "health_timeout_s": "longest wait for an answer of /health",
-    "health_misses": "an engine counts as hung after this many health checks in a row without an answer",
     "drain_timeout_s": "time that an engine which refuses connections has to finish its requests",
-    "probe_timeout_s": "longest wait for a prefill engine to report its address",
-    "probe_retry_s": "pause before a prefill engine without an address is asked again",
     "attempts": "most engines that may accept one request and fail it",
     "body_mib": "largest request body in MiB",
     "bodies_mib": "most memory of all request bodies together, in MiB",
     "connections": "most client connections",
-    "header_timeout_s": "longest wait for the headers of a new connection's first request",
     "shutdown_timeout_s": "time that running requests have to finish after SIGTERM",
 }
 
@@ -101,6 +93,9 @@ def _parser(config: type) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scheduler_plugins.router",
         description="One OpenAI API in front of prefill and decode engines.",
+        epilog=f"Secrets are read from variables: {CLIENT_KEY_VARIABLE} (the key that clients must send), "
+        f"{API_KEY_VARIABLE} (--api-key), {ADMIN_KEY_VARIABLE} (the token of the admin API) and {KEY_VARIABLE} "
+        "(shared by routers and engines).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for side, which in (
@@ -108,7 +103,7 @@ def _parser(config: type) -> argparse.ArgumentParser:
         ("decode", "the decode engines"),
         (
             "cpu-prefill",
-            "prefill engines for long prompts of classes that are not interactive: --policy length",
+            "prefill engines without a GPU; --policy length sends them long prompts of classes that are not interactive",
         ),
     ):
         parser.add_argument(
@@ -121,14 +116,14 @@ def _parser(config: type) -> argparse.ArgumentParser:
         default=[],
         type=_kv_events,
         metavar="URL=EVENTS[,REPLAY]",
-        help="endpoints where an engine publishes and replays KV events (vLLM's --kv-events-config)",
+        help="endpoints where an engine publishes and replays its KV events (vLLM's --kv-events-config)",
     )
     parser.add_argument(
         "--engine",
         nargs="+",
         action="extend",
         metavar="URL",
-        help="base URLs of engines that tell the router which side they are on",
+        help="base URLs of engines that the router asks for their side",
     )
     parser.add_argument(
         "--config",
@@ -167,14 +162,14 @@ def _parser(config: type) -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         metavar="ORIGIN",
-        help="origins of web pages that may use the router from a browser, as https://chat.example.org; *: all",
+        help="origins of web pages that can use the router from a browser, such as https://chat.example.org; *: all",
     )
     for option, meaning in (
         (
             "--tls-cert",
-            f"file with the certificate for clients; {CLIENT_KEY_VARIABLE} has the key that they must send",
+            "file with the certificate that the router shows to clients",
         ),
-        ("--tls-key", "file with the certificate's key, if not the same"),
+        ("--tls-key", "file with the key of --tls-cert; empty: the key is in the same file"),
         ("--engine-ca", "file with the CA certificate for engines with https URLs"),
     ):
         parser.add_argument(option, default="", metavar="FILE", help=meaning)

@@ -27,16 +27,16 @@ from support.agents import (
     views,
 )
 
-from pd_connector.agent import dialler
 from pd_connector.agent.commands import Computed, Drop, Expect, Hold, Withdraw
+from pd_connector.agent.consuming import dialler
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.config import Config
 from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol import messages
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.peers import Peer, Source
 
 __all__ = ["ranks"]
 

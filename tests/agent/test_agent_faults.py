@@ -24,11 +24,12 @@ from support.agents import (
 from support.transports import Meddle, MeddlingTransport
 from transport_kinds import NIXL
 
-from pd_connector.agent import inbox, outbox
 from pd_connector.agent.commands import Drop, Expect, Revoke
+from pd_connector.agent.consuming import inbox
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.producing import outbox
 from pd_connector.errors import Cause, TransportError
-from pd_connector.protocol.header import decode_header, encode_header
+from pd_connector.protocol.wire.header import decode_header, encode_header
 
 __all__ = ["ranks"]
 

@@ -28,12 +28,12 @@ from support.agents import (
     until,
 )
 
-from pd_connector.agent.refusals import MOST_LINES
+from pd_connector.agent.producing.refusals import MOST_LINES
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol import messages
-from pd_connector.protocol.fields import MAX_MESSAGE_BYTES
-from pd_connector.protocol.peers import Source
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.fields import MAX_MESSAGE_BYTES
+from pd_connector.protocol.wire.peers import Source
 
 __all__ = ["ranks"]
 

@@ -16,7 +16,7 @@ from support.agents import KEY, LONG, Rank, Ranks, assert_pages, ranks, until  #
 from support.relay import Relay
 
 from pd_connector.errors import Cause
-from pd_connector.protocol.peers import Source
+from pd_connector.protocol.wire.peers import Source
 from pd_connector.transport.base import Transport
 
 SETTINGS: dict[str, Any] = LONG | {

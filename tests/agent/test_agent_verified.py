@@ -9,9 +9,10 @@ import pytest
 from support.agents import KEY, LONG, TRANSPORTS, Ranks, assert_pages, ranks  # noqa: F401
 from support.faulty_transport import Corrupt, FaultPlan, FaultTransport
 
-from pd_connector.agent import inbox, outbox
+from pd_connector.agent.consuming import inbox
+from pd_connector.agent.producing import outbox
 from pd_connector.errors import Cause
-from pd_connector.protocol.header import decode_header, encode_header
+from pd_connector.protocol.wire.header import decode_header, encode_header
 from pd_connector.transport.base import Landed, Transport
 
 Wrap = Callable[[Transport], Transport]

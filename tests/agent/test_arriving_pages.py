@@ -21,8 +21,9 @@ from support.agents import (  # noqa: F401
 from support.relay import Relay
 from support.waits import until
 
-from pd_connector.agent import inbox, outbox
 from pd_connector.agent.commands import Drop
+from pd_connector.agent.consuming import inbox
+from pd_connector.agent.producing import outbox
 from pd_connector.errors import Cause
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.transport.base import Transport

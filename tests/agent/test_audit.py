@@ -27,8 +27,8 @@ from support.agents import (
 from pd_connector.agent.commands import Distrust, Drop
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.incoming import Finished, Load
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.incoming import Finished, Load
+from pd_connector.protocol.wire.peers import Peer, Source
 
 __all__ = ["ranks"]
 

@@ -10,14 +10,14 @@ import torch
 from support import agents
 from support.agents import LONG, Rank, Ranks, assert_pages, ranks
 
-from pd_connector.agent import outbox
+from pd_connector.agent.producing import outbox
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.memory import slot_memory
 from pd_connector.memory.device_bytes import DeviceBytes
 from pd_connector.memory.device_slab import DeviceMemoryError
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.incoming import Load
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.wire.peers import Peer
 
 pytest.importorskip("nixl._api", reason="nixl cannot be imported")
 pytest.importorskip("triton")

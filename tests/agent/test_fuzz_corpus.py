@@ -10,7 +10,7 @@ from fuzz.replay import growth, mode, on_live_agent, read_corpus
 from fuzz.targets import Targets
 
 from pd_connector.memory.slab import SlotPool
-from pd_connector.protocol.producer import Producer
+from pd_connector.protocol.producing.producer import Producer
 
 MODES = [*itertools.product((False, True), repeat=2)]
 each_mode = pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from support.agents import LONG, TRANSPORTS, Ranks, assert_pages, ranks, until
 
-from pd_connector.agent.in_flight import OFFERED, InFlight
 from pd_connector.agent.integrity import checks_wanted
-from pd_connector.agent.outbox import Outbox
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.producing.in_flight import OFFERED, InFlight
+from pd_connector.agent.producing.outbox import Outbox
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.memory.slab import Slab

@@ -12,8 +12,8 @@ from support.children import Child, Children, children, nursery
 
 from pd_connector.errors import Cause
 from pd_connector.plan.rules import NEWEST_RULES, RULES, PlanRules
-from pd_connector.protocol import messages
-from pd_connector.protocol.incoming import Finished
+from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.protocol.wire import messages
 
 __all__ = ["children", "nursery", "ranks"]
 

@@ -25,10 +25,10 @@ from support.machines import (
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.slab import SlotPool
-from pd_connector.protocol import messages
-from pd_connector.protocol.header import ChunkHeader
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.outgoing_stream import OutgoingStream
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.producing.outgoing_stream import OutgoingStream
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import ChunkHeader
 
 SHAPES = {
     "one to one": ((WHOLE,), (WHOLE,)),
@@ -478,7 +478,9 @@ def test_a_producer_that_does_not_hold_everything_never_finishes_a_load_well(sha
 def test_without_the_look_at_what_came_half_of_the_heads_would_count(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("pd_connector.protocol.fetches.uncovered", lambda known, geometry: "")
+    monkeypatch.setattr(
+        "pd_connector.protocol.consuming.fetches.uncovered", lambda known, geometry: ""
+    )
     world = World(sources=HALVES[:1])
     world.prefill("transfer0", 12)
     world.load(world.links[0], "transfer0", 12)

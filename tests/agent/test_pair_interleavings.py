@@ -31,7 +31,7 @@ from support.machines import (
 )
 
 from pd_connector.errors import Cause
-from pd_connector.protocol import messages
+from pd_connector.protocol.wire import messages
 
 NAMES = [f"transfer{i}" for i in range(3)]
 names = st.sampled_from(NAMES)

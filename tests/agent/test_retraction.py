@@ -7,7 +7,7 @@ from support.agents import TRANSPORTS, Rank, Ranks, assert_pages, ranks, until
 
 from pd_connector.agent.commands import Expect, Revoke
 from pd_connector.errors import Cause
-from pd_connector.protocol.outgoing_stream import OutgoingStream
+from pd_connector.protocol.producing.outgoing_stream import OutgoingStream
 
 __all__ = ["ranks"]
 

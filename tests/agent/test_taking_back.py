@@ -13,9 +13,9 @@ from pd_connector.agent.commands import Drop, Expect, Withdraw
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.incoming import Load
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.peers import Peer
 
 __all__ = ["ranks"]
 

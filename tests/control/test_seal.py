@@ -11,7 +11,7 @@ from pd_connector.config import Config
 from pd_connector.control.keys import new_key
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.params import (
+from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
     description,
@@ -19,7 +19,7 @@ from pd_connector.protocol.params import (
     parse_address,
     response,
 )
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 
 KEY = new_key()
 CONFIG = Config(key=KEY)

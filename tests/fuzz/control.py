@@ -15,7 +15,6 @@ import msgspec
 from support.agents import GEOMETRY, MODEL, PAGE_TOKENS, TOKENS, WHOLE, make_layers, views
 
 from fuzz.script import Kind, Step
-from pd_connector.agent import dialler as dialler_module
 from pd_connector.agent.commands import (
     Command,
     CommandQueue,
@@ -26,6 +25,7 @@ from pd_connector.agent.commands import (
     Revoke,
     Withdraw,
 )
+from pd_connector.agent.consuming import dialler as dialler_module
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
@@ -37,11 +37,11 @@ from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.checksum import checksum
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol import messages
-from pd_connector.protocol.header import decode_header, encode_header
-from pd_connector.protocol.incoming import Finished, Held, Load
-from pd_connector.protocol.outgoing import Free, Offer
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.incoming import Finished, Held, Load
+from pd_connector.protocol.producing.outgoing import Free, Offer
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import decode_header, encode_header
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Landed, Link, Transport, Written
 from pd_connector.transport.choice import Machine, choose
@@ -68,7 +68,6 @@ SETTINGS: dict[str, Any] = {
     "stall_timeout_s": 1.0,
     "lease_s": 3.0,
     "wait_timeout_s": 3.0,
-    "idle_timeout_s": 30.0,
     "engine_timeout_s": 3600.0,
 }
 TCP_ADDRESS = TcpAddress("127.0.0.1", 9, b"i" * 16, b"s" * 32, 4, 1 << 20, True).encode()

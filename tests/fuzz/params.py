@@ -8,7 +8,7 @@ import msgspec
 from fuzz.script import Kind, Step
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, trusted_peers
-from pd_connector.protocol.params import parse, parse_address
+from pd_connector.protocol.wire.params import parse, parse_address
 
 
 class ParamsTarget:

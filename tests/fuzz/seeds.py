@@ -14,8 +14,8 @@ from fuzz.script import Kind, Step, write
 from pd_connector.agent import agent as agent_module
 from pd_connector.control.seal import sealed
 from pd_connector.control.sockets import Connection, Listener
-from pd_connector.protocol import messages, params
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire import messages, params
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.transport.base import Landed, Transport, Written
 from pd_connector.transport.tcp.frames import ACK, CHUNK, DATA, GREET, PING, ChunkHead, token_body
 

@@ -34,8 +34,8 @@ from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.launch import known_constants
 from pd_kernels.attention.mixed import MixedPlan
 from pd_kernels.attention.mixed_kernel import PROGRAMS, launch_mixed
+from pd_kernels.attention.mla import launch_mla
 from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
-from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.mods import alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
@@ -206,7 +206,7 @@ def gluon_call(heads: int, queries: int = 1) -> Launched:
     with (
         tuned(gluon=True),
         mock.patch.object(calls, "on_hopper", return_value=True),
-        mock.patch.object(mla_gluon, "launch"),
+        mock.patch.object(mla_gluon, "launch_mla_triton"),
     ):
         return mla_call(heads, queries)
 

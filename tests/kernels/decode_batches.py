@@ -9,8 +9,8 @@ import torch
 
 from pd_kernels.attention.decode_call import DecodeCall
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
+from pd_kernels.attention.mla import launch_mla
 from pd_kernels.attention.mla_call import MlaCall
-from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode

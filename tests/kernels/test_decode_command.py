@@ -16,7 +16,7 @@ import torch
 
 from pd_kernels.attention import decode_call
 from pd_kernels.attention.merge import launch_merge
-from pd_kernels.attention.mla_kernel import launch_mla
+from pd_kernels.attention.mla import launch_mla
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.bench import __main__ as command
 from pd_kernels.bench import (

@@ -283,7 +283,7 @@ def test_latents_of_the_gluon_kernel_take_the_usual_way(monkeypatch: pytest.Monk
     batch = mla_batch([90])
     plan = plan_mla_decode(batch.query, batch.cache).fill(batch.lengths)
     monkeypatch.setattr(
-        "pd_kernels.attention.mla_gluon.launch_mla_gluon", lambda *each: launched.append(each)
+        "pd_kernels.attention.mla.launch_mla_gluon", lambda *each: launched.append(each)
     )
     for _ in range(2):
         mla_decode(batch.query, batch.cache, batch.table, batch.lengths, scale=0.1, plan=plan)

@@ -22,7 +22,7 @@ from pd_connector.pages.copiers import HostCopier, TorchCopier
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.sizes import page_part_bytes
-from pd_connector.protocol.audit import Distance, relative
+from pd_connector.protocol.consuming.audit import Distance, relative
 
 MODEL: Model = (Layer(2, 16, 16),) * 2
 SPAN = 3, 100

@@ -19,7 +19,8 @@ from support.caches import LAYOUTS
 from support.caches import Rank as CacheRank
 from support.setups import LATENT, Layer, Model, Setup
 
-from pd_connector.agent import inbox, outbox
+from pd_connector.agent.consuming import inbox
+from pd_connector.agent.producing import outbox
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Cause
 from pd_connector.kv.checksum import checksum

@@ -22,7 +22,7 @@ from pd_connector.errors import Cause
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.route import Route, routes
-from pd_connector.protocol.peers import Peer
+from pd_connector.protocol.wire.peers import Peer
 
 pytest.importorskip("triton")
 __all__ = ["ranks"]

@@ -75,7 +75,7 @@ def digest_of(rules: PlanRules) -> str:
 
 @pytest.mark.parametrize("schema", sorted(RULES))
 def test_routes_and_plans_of_a_schema_stay_as_they_were(schema: int) -> None:
-    """If this fails, what was changed needs a schema of its own (`protocol/messages.py`)."""
+    """If this fails, what was changed needs a schema of its own (`protocol/wire/messages.py`)."""
     assert digest_of(RULES[schema]) == DIGESTS[schema]
 
 

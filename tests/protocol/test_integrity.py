@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 from support.machines import World
 
-from pd_connector.protocol import messages
-from pd_connector.protocol.consumer import Consumer
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.producer import Producer
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.producing.producer import Producer
+from pd_connector.protocol.wire import messages
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from support.machines import GEOMETRY, ROUTES, WHOLE
 from pd_connector.config import Config
 from pd_connector.errors import Cause, MalformedMessageError
 from pd_connector.memory.slab import SlotPool
-from pd_connector.protocol import messages
-from pd_connector.protocol.consumer import Consumer
-from pd_connector.protocol.incoming import Finished, Load, PlaceChunk, ProducerSession
-from pd_connector.protocol.last_words import FIRST_TOKEN, MAX_ALTERNATIVES, LastWords, untold
-from pd_connector.protocol.outgoing import Free, Offer, Reply
-from pd_connector.protocol.peers import Peer, Source
-from pd_connector.protocol.producer import Producer
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.consuming.incoming import Finished, Load, PlaceChunk, ProducerSession
+from pd_connector.protocol.producing.outgoing import Free, Offer, Reply
+from pd_connector.protocol.producing.producer import Producer
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.last_words import FIRST_TOKEN, MAX_ALTERNATIVES, LastWords, untold
+from pd_connector.protocol.wire.peers import Peer, Source
 
 SOURCE = Source("p", 1, "")
 TOKENS = b"identity"

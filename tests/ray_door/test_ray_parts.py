@@ -16,8 +16,8 @@ from pd_connector.config import Config
 from pd_connector.control.seal import sealed
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.params import ProducerAddress, parse
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.params import ProducerAddress, parse
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.ray.app import build_pd_app
 from pd_connector.ray.backend import PDConnectorBackend
 from pd_connector.ray.binding import BindingPatience

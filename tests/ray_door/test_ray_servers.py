@@ -15,8 +15,8 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PD
 
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.params import ProducerAddress
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.params import ProducerAddress
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.ray import servers
 from pd_connector.ray.backend import PDConnectorBackend
 from pd_connector.ray.servers import ConcurrentDecode, LeaseKeeper, _leases_end

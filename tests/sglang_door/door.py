@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door's managers with real agents and pools, and without SGLang's scheduler around them."""
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +23,14 @@ from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.model import ModelFacts
-from pd_connector.protocol.last_words import FIRST_TOKEN
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.last_words import FIRST_TOKEN
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.manager import Manager
-from pd_connector.sglang.outcomes import Outcomes
 from pd_connector.sglang.prefill_engines import Found
+from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.receiver import Receiver
 from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.sender import Sender
@@ -51,13 +52,8 @@ class Engine(Manager):
     ) -> None:
         self._config = CONFIG
         self.pool = pool or full_attention(page_size, HEADS // rank[1])
-        self.page_size = page_size
-        self.page_limit = SLOTS // page_size + 1
-        self.produces = produces
         self.shard = own_shard(self.pool, *rank)
         cache = describe_cache(self.pool, HEADS, self.shard, sliding_window=SLIDING_WINDOW)
-        self._windows = pool is not None
-        self._adapters = Adapters(SimpleNamespace(lora_manager=None))
         self.agent = Agent(
             CONFIG,
             "p" if produces else "d",
@@ -69,19 +65,25 @@ class Engine(Manager):
             needs=() if produces else (FIRST_TOKEN,),
             shards=[own_shard(self.pool, place, rank[1]) for place in range(rank[1])],
         )
-        self.buffers = MetadataBuffers(4, 16, torch.float32, 0)
-        self.admission = Admission(
-            produces=produces, vocabulary=259, most_logprobs=128, in_step=True
-        )
-        self.found = Found(())
-        self.forgotten: list[str] = []
-        self.outcomes = Outcomes(self.agent)
-        self._scheduler = SimpleNamespace(
+        scheduler = SimpleNamespace(
             device="cpu",
             token_to_kv_pool_allocator=SimpleNamespace(
                 translate_swa_indices_for_transfer=self._windowed
             ),
         )
+        self.rank = Rank(
+            self.agent,
+            Admission(produces=produces, vocabulary=259, most_logprobs=128, in_step=True),
+            MetadataBuffers(4, 16, torch.float32, 0),
+            PoolPages(scheduler, page_size, limit=SLOTS // page_size + 1, windows=pool is not None),
+            Adapters(SimpleNamespace(lora_manager=None)),
+            produces=produces,
+            offers_early=True,
+            leads=True,
+            vocabulary=sys.maxsize,
+        )
+        self.found = Found(())
+        self.forgotten: list[str] = []
 
     def _windowed(self, slots: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.pool.translate_loc_from_full_to_swa(slots)
@@ -143,13 +145,13 @@ class Pair:
         return receiver
 
     def pages(self, engine: Engine, first: int = 1) -> np.ndarray[Any, Any]:
-        count = -(-TOKENS // engine.page_size)
+        count = -(-TOKENS // engine.rank.pages.size)
         return np.arange(first, first + count, dtype=np.int32)
 
     def assert_same_slots(self, buffer: str) -> None:
         """The prompt's tokens are the same on both sides, in every layer's `k_buffer` or `v_buffer`."""
         here, there = (
-            slots_of(self.pages(one).tolist(), one.page_size) for one in (self.p, self.d)
+            slots_of(self.pages(one).tolist(), one.rank.pages.size) for one in (self.p, self.d)
         )
         sides = (getattr(one.pool, buffer) for one in (self.p, self.d))
         for ours, theirs in zip(*sides, strict=True):
@@ -157,10 +159,10 @@ class Pair:
 
     def send_all(self, sender: Sender, req: Any) -> None:
         """The prompt in two chunks, as SGLang sends them."""
-        pages, size = self.pages(self.p), self.p.page_size
+        pages, size = self.pages(self.p), self.p.rank.pages.size
         first = 16 // size
         sender.send(pages[:first], None, num_kv_tokens=16)
-        self.p.buffers.set_buf(req)
+        self.p.rank.buffers.set_buf(req)
         sender.send(pages[first:], [], num_kv_tokens=TOKENS - 16)
 
     def close(self) -> None:
@@ -171,7 +173,7 @@ class Pair:
         names = ("leased_pages", "outgoing_transfers", "incoming_transfers", "landing_slots")
         gauges = [engine.agent.telemetry.gauges() for engine in (self.p, self.d)]
         held = any(g.get(name) for g in gauges for name in (*names, "send_slots"))
-        return not held and not (self.p.outcomes.watched or self.d.outcomes.watched)
+        return not held and not (self.p.rank.outcomes.watched or self.d.rank.outcomes.watched)
 
 
 def reach(poll: Callable[[], int], state: int) -> None:

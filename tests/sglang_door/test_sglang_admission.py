@@ -34,7 +34,10 @@ class Queue:
         self.transfer_backend = SimpleNamespace(value=BACKEND)
         self.told: list[Req] = []
         self.kv_manager = SimpleNamespace(
-            produces=role == "prefill", admission=admission, turned_away=self.told.append
+            namespace=None,
+            rank=SimpleNamespace(
+                produces=role == "prefill", admission=admission, refused=self.told.append
+            ),
         )
         self.scheduler = SimpleNamespace(retire_unadmitted_request=self._retire)
         self.admitted: list[Req] = []
@@ -145,12 +148,12 @@ def test_more_logprobs_than_pass_are_refused(role: str) -> None:
 def test_a_room_is_one_requests_until_it_has_left(role: str) -> None:
     """SGLang gives all answers of a request one room (`n`): the second ended the first, with status 500."""
     queue = Queue(role)
-    queue.kv_manager.admission.enter(5)
+    queue.kv_manager.rank.admission.enter(5)
     refusal = queue.refusal(request(room=5))
     assert "another request uses it" in refusal
     assert "n 1" in refusal
     assert not queue.told, "the first's transfer is left alone"
-    queue.kv_manager.admission.leave(5)
+    queue.kv_manager.rank.admission.leave(5)
     queue.add(request(room=5))
     assert queue.admitted
 
@@ -159,7 +162,7 @@ def test_stages_of_a_pipeline_do_not_ask_whether_a_room_is_in_use() -> None:
     """A request may have ended on the first and not yet on the second: if one took the next request with its room
     and the other did not, their collective operations would never end."""
     queue = Queue("prefill", in_step=False)
-    queue.kv_manager.admission.enter(5)
+    queue.kv_manager.rank.admission.enter(5)
     queue.add(request(room=5))
     assert queue.admitted
 
@@ -167,7 +170,7 @@ def test_stages_of_a_pipeline_do_not_ask_whether_a_room_is_in_use() -> None:
 @pytest.mark.parametrize("option", ["is_retracted", "is_rebootstrap"])
 def test_a_request_that_comes_back_is_not_looked_at_again(option: str) -> None:
     queue = Queue("decode")
-    queue.kv_manager.admission.enter(5)
+    queue.kv_manager.rank.admission.enter(5)
     queue.add(request(room=5), **{option: True})
     assert queue.admitted
 
@@ -180,3 +183,13 @@ def test_what_sglang_has_refused_is_answered_in_its_own_words(role: str) -> None
     queue.add(asked)
     assert (queue.admitted, queue.retired) == ([asked], [])
     assert asked.to_finish.message == "session id s does not exist"
+
+
+def test_a_request_gets_its_namespace_in_the_radix_cache_before_sglang_looks_there() -> None:
+    queue, req = Queue("decode"), request()
+    told: list[Any] = []
+    queue.kv_manager.namespace = SimpleNamespace(enter=lambda req: told.append(len(queue.admitted)))
+    queue.add(req)
+    assert (told, queue.admitted) == ([0], [req])
+    queue.add(req, is_retracted=True)
+    assert told == [0], "it keeps the one that its KV has"

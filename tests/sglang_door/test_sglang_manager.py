@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang_door.test_sglang_cache import HEADS, LAYERS, full_attention
 from support.agents import until
 
-from pd_connector.agent.discovery import ask_ranks
+from pd_connector.agent.consuming.discovery import ask_ranks
 from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
@@ -91,7 +91,12 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     def begin(role: str, pool: Any, place: Any) -> Manager:
         own.parallel = place
         args = SimpleNamespace(state_types=[], num_draft_entries=0)
-        server_args = SimpleNamespace(**_WANTED, disaggregation_mode=role, enable_metrics=False)
+        server_args = SimpleNamespace(
+            **_WANTED,
+            disaggregation_mode=role,
+            enable_metrics=False,
+            disaggregation_decode_enable_radix_cache=False,
+        )
         made = Manager(args, ROLES[role], server_args)
         scheduler = SimpleNamespace(
             sliding_window_size=None,
@@ -130,12 +135,13 @@ def known(manager: Manager) -> list[Shard]:
 
 def test_a_decode_engine_starts(start: Start) -> None:
     """It listens nowhere: nobody asks it for its ranks."""
-    (rank,) = start("decode", (full_attention(16), parallel(World(1).rank(0))))
+    (manager,) = start("decode", (full_attention(16), parallel(World(1).rank(0))))
+    rank = manager.rank
     assert not rank.produces
-    assert rank.page_limit > 1
+    assert rank.pages.limit > 1
     rank.admission.enter(5)
     assert rank.admission.room_problem(SimpleNamespace(bootstrap_room=5))
-    rank.idle()
+    manager.idle()
 
 
 def test_stages_of_a_pipeline_are_one_engine_that_shares_out_its_layers(start: Start) -> None:
@@ -149,9 +155,9 @@ def test_stages_of_a_pipeline_are_one_engine_that_shares_out_its_layers(start: S
     )
     shards = [Shard(0, LAYERS, 0, 1), Shard(LAYERS, 2 * LAYERS, 0, 1)]
     assert [known(rank) for rank in ranks] == [shards, shards]
-    for rank in ranks:  # they are not in step, so neither says that the other's room is in use
-        rank.admission.enter(5)
-        assert not rank.admission.room_problem(SimpleNamespace(bootstrap_room=5))
+    for manager in ranks:  # they are not in step, so neither says that the other's room is in use
+        manager.rank.admission.enter(5)
+        assert not manager.rank.admission.room_problem(SimpleNamespace(bootstrap_room=5))
 
 
 def test_replicas_of_attention_are_engines_of_their_own(start: Start) -> None:

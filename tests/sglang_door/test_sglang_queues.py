@@ -23,7 +23,7 @@ from support.agents import until
 
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.cache import own_shard
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.prefill_engines import Found
@@ -50,8 +50,8 @@ def test_a_request_goes_through_both_engines(pair: Pair) -> None:
     receiver.send_metadata(pair.pages(pair.d), 2, [], decode_prefix_len=0)
     reach(receiver.poll, KVPoll.Success)
     reach(sender.poll, KVPoll.Success)
-    assert int(pair.d.buffers.output_ids[2, 0]) == 9
-    assert int(pair.d.buffers.bootstrap_room[2, 0]) == ROOM
+    assert int(pair.d.rank.buffers.output_ids[2, 0]) == 9
+    assert int(pair.d.rank.buffers.bootstrap_room[2, 0]) == ROOM
     pair.assert_same_slots("k_buffer")
     sender.clear()
     receiver.clear()
@@ -68,13 +68,13 @@ def test_of_layers_with_a_window_only_the_window_passes(page_sizes: tuple[int, i
         sender, receiver = pair.sender(req), pair.receiver(req)
         pair.send_all(sender, req)
         reach(receiver.poll, KVPoll.WaitingForInput)
-        pages, size = pair.pages(pair.d), pair.d.page_size
+        pages, size = pair.pages(pair.d), pair.d.rank.pages.size
         first = (TOKENS - SLIDING_WINDOW) // size
         window = pools[1].full_to_swa_index_mapping[torch.from_numpy(pages[first:]) * size] // size
         before = pools[1].swa_kv_pool.k_buffer[0].clone()
         receiver.send_metadata(pages, 2, [window.numpy()], decode_prefix_len=0)
         reach(receiver.poll, KVPoll.Success)
-        here = slots_of(pair.pages(pair.p).tolist(), pair.p.page_size)
+        here = slots_of(pair.pages(pair.p).tolist(), pair.p.rank.pages.size)
         there = slots_of(pages.tolist(), size)
         for part, kept in (("full_kv_pool", TOKENS), ("swa_kv_pool", SLIDING_WINDOW)):
             shifts = (0, 0) if kept == TOKENS else (16, 48)
@@ -98,7 +98,7 @@ def test_a_page_that_its_window_has_passed_is_no_page() -> None:
     pair = Pair(pools=(with_windows(16), with_windows(16)))
     try:
         pair.p.pool.full_to_swa_index_mapping[16:32] = 0  # as SGLang marks what it has given back
-        assert pair.p.tables([1, 2]) == ((1, 2), (-1, 3))
+        assert pair.p.rank.pages.tables([1, 2]) == ((1, 2), (-1, 3))
     finally:
         pair.close()
 
@@ -245,13 +245,13 @@ def test_other_tokens_are_refused_by_name(pair: Pair) -> None:
     reach(receiver.poll, KVPoll.Failed)
     with pytest.raises(TransferError, match="tokens"):
         receiver.failure_exception()
-    assert not int(pair.d.buffers.bootstrap_room[2, 0]), "no row is filled"
+    assert not int(pair.d.rank.buffers.bootstrap_room[2, 0]), "no row is filled"
 
 
 @pytest.mark.parametrize("vocabulary", [9, 10])
 def test_a_first_token_that_is_none_ends_its_request(pair: Pair, vocabulary: int) -> None:
     """The pair's is 9. SGLang would go on from it."""
-    pair.d.vocabulary = vocabulary
+    pair.d.rank.vocabulary = vocabulary
     req = pair.request()
     sender, receiver = pair.sender(req), pair.receiver(req)
     pair.send_all(sender, req)
@@ -263,7 +263,7 @@ def test_a_first_token_that_is_none_ends_its_request(pair: Pair, vocabulary: int
     reach(receiver.poll, KVPoll.Failed)
     with pytest.raises(TransferError, match=r"words: first token 9: .* vocabulary has 9"):
         receiver.failure_exception()
-    assert not int(pair.d.buffers.bootstrap_room[2, 0]), "no row is filled"
+    assert not int(pair.d.rank.buffers.bootstrap_room[2, 0]), "no row is filled"
 
 
 def test_an_engine_that_is_not_there_is_named_and_asked_for_anew(pair: Pair) -> None:
@@ -298,9 +298,9 @@ def test_a_replica_that_is_not_there_ends_the_request(pair: Pair, replica: int) 
 def test_a_prompt_that_never_fits_ends_at_once_and_frees_its_prefill(pair: Pair, room: int) -> None:
     """SGLang's queue would let it wait, and all that come after it: it wants room for an answer, too."""
     req = pair.request()
-    admission, pages = pair.d.admission, -(-TOKENS // pair.d.page_size)
-    admission.page_size = pair.d.page_size
-    admission.most_prompt_tokens = pages * pair.d.page_size + room
+    admission, pages = pair.d.rank.admission, -(-TOKENS // pair.d.rank.pages.size)
+    admission.page_size = pair.d.rank.pages.size
+    admission.most_prompt_tokens = pages * pair.d.rank.pages.size + room
     sender, receiver = pair.sender(req), pair.receiver(req)
     if room == 0:  # it fits: the control
         assert receiver.poll() == KVPoll.Bootstrapping
@@ -320,7 +320,7 @@ def test_a_prompt_that_never_fits_ends_at_once_and_frees_its_prefill(pair: Pair,
 def test_pages_that_are_not_of_the_pool_end_their_request_alone(pair: Pair, page: int) -> None:
     req = pair.request()
     sender, receiver = pair.sender(req), pair.receiver(req)
-    pair.p.buffers.set_buf(req)
+    pair.p.rank.buffers.set_buf(req)
     pages = pair.pages(pair.p)
     pages[1] = page
     sender.send(pages, [], num_kv_tokens=TOKENS)
@@ -355,10 +355,10 @@ def test_a_request_that_prefill_turns_away_does_not_keep_decode_waiting(
     """A prompt that is longer than its pool, for instance. SGLang makes no sender for it."""
     req = pair.request()
     if first == "prefill":
-        pair.p.turned_away(req)
+        pair.p.rank.refused(req)
     receiver = pair.receiver(req)
     if first == "decode":
-        pair.p.turned_away(req)
+        pair.p.rank.refused(req)
     reach(receiver.poll, KVPoll.Failed)
     with pytest.raises(TransferError, match="prefill_ended"):
         receiver.failure_exception()
@@ -372,7 +372,7 @@ def test_a_room_is_free_when_sglang_has_ended_its_request(pair: Pair, end: str) 
     requests."""
     req = pair.request()
     sender, receiver = pair.sender(req), pair.receiver(req)
-    taken = [engine.admission for engine in (pair.p, pair.d)]
+    taken = [engine.rank.admission for engine in (pair.p, pair.d)]
     for side in (sender, receiver):
         side.fail(Cause.STALLED, "this rank alone")
     assert all(ROOM in admission._rooms for admission in taken)
@@ -388,7 +388,7 @@ def test_no_exception_leaves_a_hook(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     req = pair.request()
     sender, receiver = pair.sender(req), pair.receiver(req)
     broken = SimpleNamespace()
-    monkeypatch.setattr(pair.p, "buffers", broken)
+    monkeypatch.setattr(pair.p.rank, "buffers", broken)
     sender.send(pair.pages(pair.p), [], num_kv_tokens=TOKENS)
     assert sender.poll() == KVPoll.Failed
     with pytest.raises(TransferError, match="internal"):

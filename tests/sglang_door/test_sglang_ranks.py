@@ -17,7 +17,7 @@ from sglang_door.test_sglang_cache import TOKENS
 from support.agents import until
 
 from pd_connector.errors import Cause
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.prefill_engines import Found
 from pd_connector.sglang.receiver import Receiver
@@ -54,7 +54,7 @@ class Ranks:
 
     def send_last(self) -> None:
         for engine, sender in zip(self.prefill, self.senders, strict=True):
-            engine.buffers.set_buf(self.request)
+            engine.rank.buffers.set_buf(self.request)
             sender.send(PAGES[1:], [], num_kv_tokens=TOKENS - 16)
 
     def load(self) -> None:
@@ -84,7 +84,7 @@ class Ranks:
     def idle(self) -> bool:
         engines = [*self.prefill, *self.decode]
         held = (e.agent.telemetry.gauges().get(name) for e in engines for name in GAUGES)
-        return not any(held) and not any(e.outcomes.watched for e in engines)
+        return not any(held) and not any(e.rank.outcomes.watched for e in engines)
 
     def close(self) -> None:
         for engine in (*self.prefill, *self.decode):
@@ -135,13 +135,13 @@ def test_a_prefill_rank_fails_alone(ranks: Ranks, when: str, first: int) -> None
     if when == "final":
         for engine, sender in zip(ranks.prefill, ranks.senders, strict=True):
             if sender is not ranks.senders[first]:
-                engine.buffers.set_buf(ranks.request)
+                engine.rank.buffers.set_buf(ranks.request)
                 sender.send(PAGES[1:], [], num_kv_tokens=TOKENS - 16)
     ranks.fail_all(ranks.senders, first)
     ends = [the_end(receiver, when) for receiver in ranks.receivers]
     assert min(ends) == KVPoll.Failed
     for receiver, end in zip(ranks.receivers, ends, strict=True):
-        filled = int(receiver.kv_mgr.buffers.bootstrap_room[2, 0])
+        filled = int(receiver.kv_mgr.rank.buffers.bootstrap_room[2, 0])
         assert bool(filled) == (end == KVPoll.Success), "a row is filled with success alone"
         with pytest.raises(TransferError):
             receiver.failure_exception()

@@ -47,7 +47,7 @@ class Recomputing(Engine):
         Manager.submit_prefill_recompute(self, receiver, payload)
 
     def resume(self, body: dict[str, Any], address: str) -> SecondPrefill | None:
-        self._leads = self.leads
+        self.rank.leads = self.leads
         self._second_prefills = SecondPrefills("secret", 20.0)
         return Manager.resume(self, body, address)
 
@@ -158,8 +158,8 @@ def test_a_prefill_that_ended_early_is_asked_for_again(pair: Recomputed) -> None
     reach(receiver.poll, KVPoll.WaitingForInput)
     receiver.send_metadata(pair.pages(pair.d, 3), 1)
     reach(receiver.poll, KVPoll.Success)
-    assert int(pair.d.buffers.output_ids[1, 0]) == 9
-    assert int(pair.d.buffers.bootstrap_room[1, 0]) == ROOM, "SGLang looks for its own room"
+    assert int(pair.d.rank.buffers.output_ids[1, 0]) == 9
+    assert int(pair.d.rank.buffers.bootstrap_room[1, 0]) == ROOM, "SGLang looks for its own room"
     (asked,) = pair.asked
     assert asked["input_ids"] == list(range(len(asked["input_ids"])))
     assert asked["bootstrap_room"] != ROOM
@@ -250,7 +250,7 @@ def test_a_request_that_is_retracted_for_new_weights_goes_on(pair: Recomputed) -
     assert asked["input_ids"] == list(range(TOKENS)), "the answer so far is a part of the prompt"
     assert asked.keys() == {"input_ids", "bootstrap_room"}
     assert asked["bootstrap_room"] != ROOM
-    assert int(pair.d.buffers.bootstrap_room[1, 0]) == ROOM, "SGLang looks for its own room"
+    assert int(pair.d.rank.buffers.bootstrap_room[1, 0]) == ROOM, "SGLang looks for its own room"
     receiver.clear()
     for sender in pair.senders:
         reach(sender.poll, KVPoll.Success)

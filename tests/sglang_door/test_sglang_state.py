@@ -10,8 +10,8 @@ pytest.importorskip("sglang.srt")
 
 from pd_connector.control.seal import sealed
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.params import ProducerAddress, parse_address
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.params import ProducerAddress, parse_address
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang import plugin
 from pd_connector.sglang.manager import Manager
 
@@ -33,7 +33,7 @@ def told(manager: Any) -> dict[str, Any]:
 
 def manager(*, produces: bool) -> Manager:
     made = object.__new__(Manager)
-    made.produces = produces
+    made._produces = produces
     made._address = sealed(ProducerAddress("e", RANKS), KEY)
     return made
 

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 pytest.importorskip("sglang.srt")
 
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang_door.door import CONFIG, ROOM, Pair, reach
+from sglang_door.door import ROOM, Pair, reach
 from sglang_door.test_sglang_cache import TOKENS, slots_of
 from support.agents import until
 
@@ -35,9 +34,9 @@ def streaming(pair: Pair, monkeypatch: pytest.MonkeyPatch, *, layers: bool) -> S
     hooks = SimpleNamespace(register=lambda *hook: None, apply_hooks=lambda: None)
     monkeypatch.setattr(module, "HookRegistry", hooks)
     monkeypatch.setattr(module, "MIN_STEP_TOKENS", 1)
-    slots = slots_of(pair.pages(pair.p).tolist(), pair.p.page_size)[None, :]
+    slots = slots_of(pair.pages(pair.p).tolist(), pair.p.rank.pages.size)[None, :]
     pool = SimpleNamespace(req_to_token=slots.to(torch.int32))
-    return Streaming(pair.p, SimpleNamespace(req_to_token_pool=pool), layers=layers)
+    return Streaming(pair.p.rank, SimpleNamespace(req_to_token_pool=pool), layers=layers)
 
 
 def batch_of(req: Any, sender: Any) -> Any:
@@ -83,7 +82,7 @@ def test_the_transfer_is_open_before_the_prompt_is_computed(
 def test_with_overlap_off_nothing_is_told_before_the_end(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair.p, "_config", msgspec.structs.replace(CONFIG, overlap="off"))
+    monkeypatch.setattr(pair.p.rank, "offers_early", False)
     req = pair.request()
     sender, receiver = pair.sender(req), pair.receiver(req)
     until(lambda: watched(pair), "asked")

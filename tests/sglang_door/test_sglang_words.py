@@ -11,7 +11,7 @@ pytest.importorskip("sglang.srt")
 import torch
 from sglang.srt.disaggregation.utils import MetadataBuffers
 
-from pd_connector.protocol.last_words import LastWords
+from pd_connector.protocol.wire.last_words import LastWords
 from pd_connector.sglang.words import read_row, write_row
 
 ROOM = (1 << 62) + 5

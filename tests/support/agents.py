@@ -16,9 +16,9 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.protocol.incoming import Finished, Held, Load
-from pd_connector.protocol.outgoing import Free, Offer
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.incoming import Finished, Held, Load
+from pd_connector.protocol.producing.outgoing import Free, Offer
+from pd_connector.protocol.wire.peers import Peer, Source
 from support.waits import until
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own

@@ -18,11 +18,9 @@ from pd_connector.kv.checksum import checksum
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.memory.slab import SlotPool
 from pd_connector.plan.route import Route, routes
-from pd_connector.protocol import messages
-from pd_connector.protocol.consumer import Consumer
-from pd_connector.protocol.header import ChunkHeader
-from pd_connector.protocol.incoming import Action as ConsumerAction
-from pd_connector.protocol.incoming import (
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.consuming.incoming import Action as ConsumerAction
+from pd_connector.protocol.consuming.incoming import (
     Dial,
     Finished,
     Held,
@@ -31,10 +29,12 @@ from pd_connector.protocol.incoming import (
     ProducerSession,
     Tell,
 )
-from pd_connector.protocol.outgoing import Action as ProducerAction
-from pd_connector.protocol.outgoing import Free, Offer, Send
-from pd_connector.protocol.peers import Peer, Source
-from pd_connector.protocol.producer import Producer
+from pd_connector.protocol.producing.outgoing import Action as ProducerAction
+from pd_connector.protocol.producing.outgoing import Free, Offer, Send
+from pd_connector.protocol.producing.producer import Producer
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import ChunkHeader
+from pd_connector.protocol.wire.peers import Peer, Source
 
 LAYERS, HEADS, PAGE_TOKENS, TOKEN_BYTES = 2, 2, 2, 4
 PRODUCER_PAGES, CONSUMER_PAGES = 60, 40

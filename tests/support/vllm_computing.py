@@ -23,7 +23,7 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.layers import CacheId
 from pd_connector.vllm.messages import StepCommands
 from pd_connector.vllm.runner import hooks_tell_layers

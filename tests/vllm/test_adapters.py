@@ -25,9 +25,9 @@ from vllm.v1.engine import core
 from pd_connector.agent.commands import Drop, Withdraw
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.incoming import Load
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm import adapters
 from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.inputs import RequestIdentity, adapter_settings

@@ -12,8 +12,8 @@ from pd_connector.config import Config
 from pd_connector.control.seal import trusted_peers
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.params import decode_params, parse, parse_address
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.params import decode_params, parse, parse_address
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.windows import Windows
 

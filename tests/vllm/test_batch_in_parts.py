@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from support.vllm_computing import ComputingEngine, answered, until_over
 
-from pd_connector.protocol.params import decode_params, prefill_params
+from pd_connector.protocol.wire.params import decode_params, prefill_params
 from pd_connector.vllm.layers import CacheId
 from pd_connector.vllm.runner import hooks_tell_layers
 

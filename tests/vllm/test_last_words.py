@@ -13,9 +13,9 @@ from vllm.v1.request import RequestStatus
 from pd_connector.agent.commands import Withdraw
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.last_words import LastWords
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.last_words import LastWords
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.windows import Windows
 

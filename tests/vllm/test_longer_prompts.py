@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from support.vllm_steps import SteppedEngine
 
 from pd_connector.kv.identity import token_fingerprint
-from pd_connector.protocol.incoming import Load
+from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.vllm.inputs import RequestIdentity
 
 

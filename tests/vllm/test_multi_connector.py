@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 from measure.scheduler.bare import config_of, scheduler_of
 from pd_connector.agent.commands import Withdraw
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm.messages import RankAddress, StepCommands
 from pd_connector.vllm.plugin import register
 

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from support.vllm_computing import ComputingEngine, answered, full, window
 from vllm.v1.request import Request, RequestStatus
 
-from pd_connector.protocol.params import decode_params, prefill_params
+from pd_connector.protocol.wire.params import decode_params, prefill_params
 from scheduler_plugins.admission import board
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 

@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 from support.vllm_computing import ComputingEngine, answered, until_over
 from support.vllm_steps import OFFER, PAGE, SteppedEngine
 
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.params import decode_params, prefill_params
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.params import decode_params, prefill_params
 from pd_connector.vllm import streaming
 
 Engines = tuple[ComputingEngine, ComputingEngine]

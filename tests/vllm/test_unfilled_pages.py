@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from support.vllm_computing import ComputingEngine, answered, full, until_over, window
 from support.vllm_steps import PAGE
 
-from pd_connector.protocol.params import prefill_params
+from pd_connector.protocol.wire.params import prefill_params
 from pd_connector.vllm.unfilled import UnfilledPages
 
 Engines = tuple[ComputingEngine, ComputingEngine]
@@ -75,7 +75,7 @@ def test_also_while_the_first_one_finds_no_room(
     with monkeypatch.context() as full_cache:
         full_cache.setattr(manager, "allocate_slots", lambda *_, **__: None)
         decode.step()
-    (page,) = decode.side.unfilled._loaded["a"]
+    (page,) = decode.side._fetching.unfilled._loaded["a"]
     cached = [manager.block_pool.blocks[page + more].block_hash for more in (0, 1)]
     assert cached[0] is None
     assert cached[1] is not None, "the step has cached what was loaded"

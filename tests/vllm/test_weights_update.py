@@ -13,8 +13,8 @@ from pd_connector.agent.commands import ChangeModel, Withdraw
 from pd_connector.config import Config
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.memory.parameters import loaded_full_fingerprint
-from pd_connector.protocol.incoming import Load
-from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm import owners, worker_side
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.model import loaded_weights
@@ -37,6 +37,8 @@ class Model(nn.Module):
 
 
 class Recorder:
+    pool_model = b""
+
     def __init__(self):
         self.commands = []
 
@@ -223,7 +225,11 @@ def test_pages_are_offered_again_when_the_scheduler_knows(worker, model):
 
 def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
     side, evicted = scheduler(), []
-    side.stale.bind(SimpleNamespace(evict_blocks=evicted.append, num_gpu_blocks=4))
+    side.bind(
+        SimpleNamespace(
+            evict_blocks=evicted.append, num_gpu_blocks=4, get_num_free_blocks=lambda: 0
+        )
+    )
     old = SimpleNamespace(request_id="old", num_prompt_tokens=32)
     side.offers.add(old, "t", b"identity")
     side.workers_reported(WorkerActivity(weight_changes={0: 1}))

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 
 from pd_connector.agent.commands import Revoke
 from pd_connector.kv.geometry import pages_for
-from pd_connector.protocol.outgoing import Offer
+from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm.streaming import Streaming
 from pd_connector.vllm.windows import Windows
 

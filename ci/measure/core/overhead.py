@@ -10,22 +10,22 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.memory.slab import SlotPool
 from pd_connector.plan.route import routes
-from pd_connector.protocol import messages
-from pd_connector.protocol.audit import AuditBook
-from pd_connector.protocol.consumer import Consumer
-from pd_connector.protocol.header import ChunkHeader
-from pd_connector.protocol.incoming import Action as ConsumerAction
-from pd_connector.protocol.incoming import (
+from pd_connector.protocol.consuming.audit import AuditBook
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.consuming.incoming import Action as ConsumerAction
+from pd_connector.protocol.consuming.incoming import (
     Finished,
     Load,
     PlaceChunk,
     ProducerSession,
     Tell,
 )
-from pd_connector.protocol.outgoing import Action as ProducerAction
-from pd_connector.protocol.outgoing import Offer, Reply, Send
-from pd_connector.protocol.peers import Peer, Source
-from pd_connector.protocol.producer import Producer
+from pd_connector.protocol.producing.outgoing import Action as ProducerAction
+from pd_connector.protocol.producing.outgoing import Offer, Reply, Send
+from pd_connector.protocol.producing.producer import Producer
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import ChunkHeader
+from pd_connector.protocol.wire.peers import Peer, Source
 
 _LAYERS = 32
 _TOKENS = 8192

@@ -19,8 +19,8 @@ from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol import messages
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.transport import ShmTransport

@@ -7,8 +7,10 @@ import torch
 
 from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.direct import DirectLaunch, allocated, direct_key, keep, known_launch
+from pd_kernels.attention.launch import ONE_LAUNCH, Phases
 from pd_kernels.attention.mla_call import LATENT, MlaCall
-from pd_kernels.attention.mla_kernel import launch_mla, score_factor
+from pd_kernels.attention.mla_gluon import launch_mla_gluon
+from pd_kernels.attention.mla_kernel import launch_mla_triton, score_factor
 from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
 from pd_kernels.attention.reference import reference_mla_decode
 
@@ -130,6 +132,22 @@ def _run(
 ) -> DirectLaunch | None:
     batch = MlaCall(query, cache, table, lengths, scale, causal)
     return attend(batch, out, lse, scratch, rows, reference_mla_decode, launch_mla)
+
+
+def launch_mla(
+    batch: MlaCall,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scratch: list[torch.Tensor],
+    phases: Phases = ONE_LAUNCH,
+) -> DirectLaunch | None:
+    """Run `mla_decode` with the Gluon kernel if `MlaCall.gluon`, else with the Triton kernel.
+    Arguments and result are as for `launch`; `phases` are the Triton kernel's. The Gluon kernel has
+    no `DirectLaunch`, because its descriptors are made for each cache."""
+    if not batch.gluon:
+        return launch_mla_triton(batch, out, lse, scratch, phases)
+    launch_mla_gluon(batch, out, lse, scratch)
+    return None
 
 
 _operator = operator("mla_decode", _run)

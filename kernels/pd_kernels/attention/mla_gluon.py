@@ -5,9 +5,9 @@ import functools
 
 import torch
 
-from pd_kernels.attention.launch import MERGE_ONLY, launch
+from pd_kernels.attention.launch import MERGE_ONLY
 from pd_kernels.attention.mla_call import GLUON_TILE, LATENT, ROPE, MlaCall
-from pd_kernels.attention.mla_kernel import FRESH, latent_attention, own_arguments
+from pd_kernels.attention.mla_kernel import launch_mla_triton
 from pd_kernels.attention.online_softmax import LOG2E
 
 
@@ -49,8 +49,7 @@ def launch_mla_gluon(
         num_warps=4,
         maxnreg=kernel.REGISTERS,
     )
-    own = own_arguments(batch)
-    launch(latent_attention, batch, out, lse, scratch, MERGE_ONLY, FRESH, **own)
+    launch_mla_triton(batch, out, lse, scratch, MERGE_ONLY)
 
 
 def descriptors(cache: torch.Tensor) -> tuple[object, object]:

@@ -223,19 +223,13 @@ def own_arguments(batch: MlaCall) -> dict[str, Any]:
     }
 
 
-def launch_mla(
+def launch_mla_triton(
     batch: MlaCall,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scratch: list[torch.Tensor],
     phases: Phases = ONE_LAUNCH,
 ) -> DirectLaunch | None:
-    """Run `mla_decode` with this kernel, or with the Gluon kernel if `MlaCall.gluon`. Arguments and
-    result are as for `launch`."""
-    if batch.gluon:
-        from pd_kernels.attention.mla_gluon import launch_mla_gluon
-
-        launch_mla_gluon(batch, out, lse, scratch)
-        return None
+    """Run `mla_decode` with this kernel. Arguments and result are as for `launch`."""
     own = own_arguments(batch)
     return launch(latent_attention, batch, out, lse, scratch, phases, FRESH, **own)

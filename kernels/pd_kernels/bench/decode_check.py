@@ -20,8 +20,8 @@ from pd_kernels.attention import (
 )
 from pd_kernels.attention.merge import launch_merge, reference_merge
 from pd_kernels.attention.mixed_kernel import launch_mixed
+from pd_kernels.attention.mla import launch_mla
 from pd_kernels.attention.mla_call import MlaCall
-from pd_kernels.attention.mla_kernel import launch_mla
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode

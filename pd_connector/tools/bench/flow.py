@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.protocol.params import (
+from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
     describe_params,

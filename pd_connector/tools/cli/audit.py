@@ -10,8 +10,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from pd_connector.protocol.audit_prompt import audit_body, fresh_salt
-from pd_connector.protocol.params import describe_params, prefill_params
+from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
+from pd_connector.protocol.wire.params import describe_params, prefill_params
 from pd_connector.tools.cli.app import fail
 from pd_connector.tools.cli.checks import peer
 from pd_connector.tools.cli.checks.peer import Ask, PeerError

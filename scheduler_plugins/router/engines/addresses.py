@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 
-from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.router.engines.exchange import EngineCall, EngineFailedError
 from scheduler_plugins.router.engines.ranks import HEADER
 from scheduler_plugins.router.prompt import body

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.engines.circuit import Circuit

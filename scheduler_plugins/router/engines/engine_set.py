@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineFailedError

@@ -5,7 +5,7 @@ import json
 from enum import StrEnum
 from typing import NamedTuple
 
-from pd_connector.protocol.params import ProducerAddress, parse_address
+from pd_connector.protocol.wire.params import ProducerAddress, parse_address
 
 SERVER_INFO = "/server_info"
 _BACKEND = "pd_connector"

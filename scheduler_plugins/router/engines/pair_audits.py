@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from pd_connector.protocol.audit_prompt import audit_body, fresh_salt
-from pd_connector.protocol.params import ProducerAddress, prefill_params
+from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
+from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineCall
 from scheduler_plugins.router.engines.kinds import Kind
@@ -109,9 +109,9 @@ class PairAudits:
                     await self._send(pair)
                     logger.info("%s: a test prompt was sent for the audit", where)
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
-            logger.info("%s: no audit before users come: %r", where, error)
+            logger.info("%s: the audit with a test prompt cannot run: %r", where, error)
         except Exception:
-            logger.exception("%s: the audit before users come failed", where)
+            logger.exception("%s: the audit with a test prompt failed", where)
 
     async def _is_ours(self, decode: BackendEngine) -> bool:
         """Whether the engine has our connector; other connectors audit nothing."""
@@ -133,12 +133,15 @@ class PairAudits:
         headers = {"Content-Type": "application/json"}
         if key := self._config().api_key:
             headers["Authorization"] = f"Bearer {key}"
-        call = EngineCall("POST", "/v1/completions", headers, msgspec.json.encode(body))
+        call = EngineCall("POST", "/v1/completions", headers, (msgspec.json.encode(body),))
         if len(engine.ranks) > 1:
             call = sent_to(call, rank)
         timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
         async with self._session.post(
-            engine.url + call.path, data=call.body, headers=call.headers, timeout=timeout
+            engine.url + call.path,
+            data=b"".join(call.body or ()),
+            headers=call.headers,
+            timeout=timeout,
         ) as answer:
             raw = await answer.read()
             if answer.status != 200:

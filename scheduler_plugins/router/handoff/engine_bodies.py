@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pd_connector.protocol.params import ProducerAddress, prefill_params
+from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
 from scheduler_plugins.router.engines.kinds import Bootstrap, Kind
 from scheduler_plugins.router.prompt import body
 

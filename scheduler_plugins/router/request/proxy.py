@@ -139,7 +139,9 @@ class ClientRequest:
                 self._shared.metrics.retries.labels(failure.cause).inc()
                 self._candidates.failed(attempt, failure)
                 if to_blame and failure.accepted and not self._shared.retries.allows(failure.cause):
-                    logger.warning("request %s: no retry, the budget is used up", self._asked.id)
+                    logger.warning(
+                        "request %s: no retry, because the retry budget is used up", self._asked.id
+                    )
                     break
         if (refusal := self._candidates.refusal) is not None and not self._client.begun:
             return await self._responder.refuse(refusal), "client_error"

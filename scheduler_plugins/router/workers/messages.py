@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.router.engines.counted_load import Correction
 from scheduler_plugins.router.engines.kinds import Kind

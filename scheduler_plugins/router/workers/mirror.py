@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from pd_connector.protocol.params import ProducerAddress
+from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool, note_circuit

@@ -14,13 +14,13 @@ import aiohttp
 from aiohttp import web
 
 from pd_connector.kv.geometry import MAX_LAYERS, Shard
-from pd_connector.protocol.params import (
+from pd_connector.protocol.wire.params import (
     ProducerAddress,
     description,
     parse,
     response,
 )
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.peers import Peer, Source
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting

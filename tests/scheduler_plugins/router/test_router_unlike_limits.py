@@ -21,10 +21,16 @@ from router_fakes import (
 from test_router_kinds import world as world_of_kinds
 
 from scheduler_plugins.router.engines.circuit import FAILURES
+from scheduler_plugins.router.handoff import prefill
 
-GRACE = {"refusal_grace_s": DEADLINE_S}
-"""A decode engine that waited for its KV as long would end the test."""
 LONG = list(range(150))
+
+
+@pytest.fixture(autouse=True)
+def _grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode engine that waited for its KV this long would end the test."""
+    monkeypatch.setattr(prefill, "REFUSAL_GRACE_S", DEADLINE_S)
+
 
 UNLIKE = {
     "context": "This model's maximum context length is 100 tokens",
@@ -76,7 +82,7 @@ def test_what_a_prefill_engine_does_not_take_the_decode_engine_answers_at_once(l
     """The next prompt finds the prefill engine unchanged, because a 400 says nothing about the engine."""
 
     async def scenario() -> None:
-        async with World(**GRACE) as w:
+        async with World() as w:
             w.d[0].behave = waits_for_kv
             w.p[0].behave = refuses_from(100, UNLIKE[lacks])
             for _ in range(2 * FAILURES):
@@ -92,7 +98,7 @@ def test_what_a_prefill_engine_does_not_take_the_decode_engine_answers_at_once(l
 
 def test_after_a_400_only_prefill_engines_with_a_longer_context_are_asked() -> None:
     async def scenario() -> None:
-        made = World(prefill=3, **GRACE)
+        made = World(prefill=3)
         for engine, tokens in zip(made.p, (100, 90, 4096), strict=True):
             context(engine, tokens)
         async with made as w:
@@ -133,7 +139,7 @@ def test_a_decode_engine_with_a_longer_context_answers_what_another_refuses() ->
 
 def test_what_no_engine_takes_is_a_400_after_one_question() -> None:
     async def scenario() -> None:
-        made = World(prefill=2, decode=2, **GRACE)
+        made = World(prefill=2, decode=2)
         for engine in (*made.p, *made.d):
             context(engine, 100)
         async with made as w:
@@ -153,7 +159,7 @@ def test_a_400_of_an_sglang_prefill_engine_is_the_clients_answer() -> None:
     """Its decode engine computes no prompt: nobody else could answer."""
 
     async def scenario() -> None:
-        async with world_of_kinds("s", "s", **GRACE) as w:
+        async with world_of_kinds("s", "s") as w:
             w.d[0].behave = hang
             w.p[0].behave = refuses_from(100, "Input length exceeds the maximum")
             for stream in (False, True):
@@ -169,7 +175,7 @@ def test_a_400_of_an_sglang_prefill_engine_is_the_clients_answer() -> None:
 @pytest.mark.parametrize("decodes", ["hang", "status 500"])
 def test_a_longer_sglang_prefill_engine_takes_what_another_refuses(decodes: str) -> None:
     async def scenario() -> None:
-        made = world_of_kinds("ss", "s", **GRACE)
+        made = world_of_kinds("ss", "s")
         context(made.p[0], 100)
         async with made as w:
 
@@ -194,7 +200,7 @@ def test_a_down_engine_with_a_longer_context_makes_it_a_503() -> None:
     """The client may come back."""
 
     async def scenario() -> None:
-        made = world_of_kinds("ss", "s", **GRACE)
+        made = world_of_kinds("ss", "s")
         context(made.p[0], 100)
         async with made as w:
             w.d[0].behave = hang

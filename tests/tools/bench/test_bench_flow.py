@@ -9,8 +9,8 @@ import pytest
 from support.bench import FakeTokenizer
 
 from pd_connector.kv.geometry import Shard
-from pd_connector.protocol.params import ProducerAddress
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.wire.params import ProducerAddress
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff.contender import Contender
 from pd_connector.tools.bench.handoff.pair import Prompts

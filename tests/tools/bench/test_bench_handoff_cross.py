@@ -10,7 +10,7 @@ import time
 import pytest
 
 from pd_connector.config import Config
-from pd_connector.protocol.params import decode_params, parse_address, prefill_params
+from pd_connector.protocol.wire.params import decode_params, parse_address, prefill_params
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff.cross import LINK, CrossPair
 from pd_connector.tools.bench.handoff.pair import PairSetup

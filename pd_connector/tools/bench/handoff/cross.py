@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
-from pd_connector.protocol.params import (
+from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
     describe_params,

@@ -12,9 +12,9 @@ from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.model import ModelFacts
-from pd_connector.protocol.incoming import Finished, Load
-from pd_connector.protocol.outgoing import Offer
-from pd_connector.protocol.peers import Peer, Source
+from pd_connector.protocol.consuming.incoming import Finished, Load
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.tools.bench.wire.cache import WireCache
 from pd_connector.transport.nixl.library import import_nixl, persistently
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from pd_connector.agent.discovery import ask_ranks
+from pd_connector.agent.consuming.discovery import ask_ranks
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.config import KEY_VARIABLE, Config
 from pd_connector.errors import Cause, ConfigError

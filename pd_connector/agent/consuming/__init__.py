@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consuming half of an agent: sessions with producers, and chunks that come in."""

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consuming half of an agent: carries out what its state machine wants, and takes chunks in.
+
+Its sessions with producers are kept by `session_keeper`.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from pd_connector.agent.commands import Distrust, Drop, Hold
+from pd_connector.agent.confined import confined
+from pd_connector.agent.consuming.auditor import Auditor
+from pd_connector.agent.consuming.consumer_commands import ConsumerCommands
+from pd_connector.agent.consuming.dialler import Dialler
+from pd_connector.agent.consuming.inbox import Inbox
+from pd_connector.agent.consuming.load_ends import LoadEnds
+from pd_connector.agent.consuming.name_queue import NameQueue
+from pd_connector.agent.consuming.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.consuming.outage import OutageWatch
+from pd_connector.agent.consuming.session_keeper import SessionKeeper
+from pd_connector.agent.integrity import HasIntegrity
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
+from pd_connector.agent.resources import RankResources
+from pd_connector.control.resolver import Resolver
+from pd_connector.errors import Cause, MalformedMessageError, TransportError
+from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
+from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.slab import SlotPool
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.consuming.incoming import (
+    Action,
+    Dial,
+    Finished,
+    Held,
+    Load,
+    PlaceChunk,
+    Stalled,
+    Tell,
+)
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import decode_header
+from pd_connector.protocol.wire.peers import Source
+from pd_connector.remedies import FAILING_GAUGE
+from pd_connector.transport.base import Landed
+
+logger = logging.getLogger("pd_connector.agent.consuming.consumer_side")
+
+
+class ConsumerSide:
+    """Used by the agent's thread only.
+
+    Args:
+        shards: what the ranks of this engine hold, this one included.
+        gate: passed before pages are written; shut by the engine's thread for requests whose pages
+            may not be written.
+        report: told the end of every load and watched hold.
+    """
+
+    def __init__(
+        self,
+        resources: RankResources,
+        shards: Sequence[Shard],
+        gate: PageGate,
+        report: Callable[[Finished | Held], None],
+    ) -> None:
+        config, cache = resources.config, resources.cache
+        self._config = config
+        self._cache = cache
+        self._telemetry = resources.telemetry
+        self._pool = SlotPool(config.slots)
+        one_sided = any(transport.one_sided for transport in resources.transports)
+        self._consumer = Consumer(
+            config,
+            cache.geometry,
+            self._pool,
+            one_sided,
+            shards,
+            needs_words=bool(resources.identity.needs),
+            audits=resources.audits,
+        )
+        self._dialler = Dialler(resources)
+        self._sessions = OpenSessions(config, self._dialler)
+        self._inbox = Inbox(cache, gate, resources.telemetry)
+        for transport in resources.transports:
+            transport.destinations = self._destination
+        self._found_unlike: set[tuple[Source, int]] = set()
+        self._outage = OutageWatch()
+        self._ends = LoadEnds(self._telemetry, self._outage, report)
+        self._keeper = SessionKeeper(
+            resources,
+            self._dialler,
+            self._sessions,
+            self._consumer,
+            self._inbox,
+            self._outage,
+            act=self._act,
+            read=self._read,
+            unlike=self._unlike,
+        )
+        self._auditor = Auditor(
+            resources, self._sessions, self._keeper, self._consumer, self._outage, report
+        )
+        names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
+        self._commands = ConsumerCommands(
+            names, self._consumer, self._inbox, gate, self._auditor, self._telemetry, self._act
+        )
+
+    @property
+    def pollables(self) -> list[object]:
+        return self._sessions.pollables
+
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are under way."""
+        return self._consumer.transfers > 0
+
+    @property
+    def unhurried(self) -> bool:
+        """Whether what producers say next can wait for a moment: no chunk is on its way, and what
+        they said last were answers to heartbeats."""
+        return self._keeper.only_pulses and not self._pool.held
+
+    @property
+    def urgent(self) -> bool:
+        """Whether something is to be done that the poller will not tell of."""
+        return self._sessions.urgent
+
+    @property
+    def due(self) -> float:
+        """When `tick` is wanted at the latest, on its clock."""
+        return self._keeper.due
+
+    @property
+    def compiling(self) -> bool:
+        """Whether sessions wait for kernels to be compiled."""
+        return self._sessions.compiling
+
+    @property
+    def parts_with_integrity(self) -> list[HasIntegrity]:
+        return [self._pool, self._consumer]
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "landing_slots": self._pool.held,
+            "incoming_transfers": self._consumer.transfers,
+            "producer_sessions": len(self._sessions),
+            FAILING_GAUGE: float(self._outage.failing),
+            "distrusted_producers": max(self._auditor.distrusted, len(self._found_unlike)),
+        }
+
+    def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
+        """See `ConsumerCommands.execute`."""
+        self._commands.execute(command, fence, now)
+
+    def change_model(self, facts: ModelFacts, now: float) -> None:
+        """The engine serves other weights: KV that is under way is of no use, and every producer
+        must be compared with again."""
+        self._auditor.change_model(facts)
+        self._keeper.change_model(facts, now)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of this engine's weights were read."""
+        self._keeper.know_weights(full)
+
+    def _unlike(self, source: Source, problem: str) -> None:
+        """A producer serves other weights than this engine, although samples of both are the same."""
+        known = [one for one in self._consumer.producers() if one.source == source]
+        self._found_unlike.update((source, one.epoch) for one in known)
+        for engine in {one.engine_id for one in known}:
+            logger.error(
+                "engine %s at %s:%d does not serve the weights of this engine, although samples of both are the same: "
+                "%s. Prompts for it are computed here until one of the two engines starts anew "
+                "(docs/configuration.md#which-model)",
+                *(engine, *source[:2], problem),
+            )
+            self._telemetry.count("failed_transfers", cause=Cause.MODEL)
+            self._auditor.distrust(Distrust(engine, problem))
+
+    def distrust(self, command: Distrust) -> None:
+        """An audit on another rank has found that a producer's KV is wrong."""
+        self._auditor.distrust(command)
+
+    def receive(self, now: float) -> None:
+        """Handle every message that waits, and every connection that broke."""
+        self._keeper.receive(now)
+
+    def tick(self, now: float) -> None:
+        """End what has been silent for too long; send heartbeats when they are due."""
+        self._commands.tick(now)
+        self._act(self._consumer.tick(now), now)
+        self._keeper.tick(now, hurried=self._pool.held > 0)
+        self._auditor.tick(now)
+
+    def landed(self, landed: Sequence[Landed], now: float) -> None:
+        """Chunks have landed; each counts once it fits the plan and its checksum is right."""
+        for number, arrival in enumerate(landed, 1):
+            following = landed[number] if number < len(landed) else None
+            if following and not following.problem and isinstance(following.payload, Payload):
+                self._cache.scatter_next(following.payload)
+            give_up = partial(self._give_up, arrival, now)
+            with confined(self._telemetry, "taking in a chunk", give_up):
+                self._arrived(*arrival[:4], now, verified=arrival.verified)
+        self._cache.settle()
+
+    def _give_up(self, arrival: Landed, now: float) -> None:
+        """An error with a chunk ends its transfer."""
+        transfer = decode_header(arrival.header).transfer
+        detail = "an unexpected error, see this log"
+        self._act(self._consumer.give_up(transfer, detail, now), now)
+        self._tell_taken(arrival.slot)
+
+    def _destination(self, data: bytes, slot: int, nbytes: int) -> Destination | None:
+        """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
+        try:
+            header = decode_header(data)
+        except MalformedMessageError:
+            return None  # it will be dropped when it has landed
+        place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
+        return self._inbox.destination(place, self._consumer.awaits) if place else None
+
+    def _arrived(
+        self,
+        data: bytes,
+        slot: int,
+        payload: Payload | Pieces | Destination,
+        problem: str,
+        now: float,
+        *,
+        verified: bool = False,
+    ) -> None:
+        try:
+            header = decode_header(data)
+        except MalformedMessageError as error:
+            # Not the exception itself: its frames would keep the slot's memory.
+            logger.warning("chunk with an unreadable header dropped: %s", str(error))
+            self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
+            self._tell_taken(slot)
+            return
+        if problem:
+            logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
+        actions = self._consumer.landed(
+            header, slot, payload, now, problem=problem, verified=verified
+        )
+        if not actions:
+            self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
+        self._act(actions, now)
+        self._tell_taken(slot)
+
+    def close(self) -> None:
+        self._commands.close()
+        self._sessions.close()
+
+    def _read(
+        self,
+        session: OpenSession,
+        offered: messages.Offered | messages.OfferedPages,
+        now: float,
+    ) -> None:
+        """Fetch a chunk that the producer offers: from its send slot into the landing slot that
+        was granted for it, or from its pages straight into ours."""
+        source = session.source
+        wanted = self._consumer.granted(source, offered.transfer, offered.slot)
+        if session.path is None or not wanted or self._inbox.reads(source, offered.slot):
+            self._sessions.send(session, messages.Taken(offered.offer))
+            return
+        try:
+            pieces = self._inbox.read(source, session.path, offered)
+        except TransportError as error:
+            self._keeper.end(session, Cause.TRANSPORT, str(error), now)
+            return
+        if pieces is not None:
+            self._arrived(offered.header, offered.slot, pieces, "", now)
+
+    def _tell_taken(self, slot: int) -> None:
+        """Tell the producer that an offer has been read, if one went with this landing slot."""
+        for source, taken in self._inbox.taken(slot):
+            if session := self._sessions.get(source):
+                self._sessions.send(session, taken)
+
+    def _note_choice(self, source: Source, message: messages.Open) -> None:
+        """Count and log what `codec: auto` has decided for a transfer."""
+        if choice := self._consumer.codec_choice(source):
+            self._telemetry.count("coded_transfers" if message.coded else "plain_transfers")
+            if news := choice.news():
+                logger.info("codec auto: from %s:%d %s", *source[:2], news)
+
+    def _act(self, actions: Sequence[Action], now: float) -> None:
+        pending = deque(actions)
+        while pending:
+            match pending.popleft():
+                case Dial(source, addresses):
+                    self._keeper.dial(source, addresses, now)
+                case Tell(source, message):
+                    if session := self._sessions.get(source):
+                        self._sessions.send(session, message)
+                    if isinstance(message, messages.Open):
+                        self._note_choice(source, message)
+                case PlaceChunk() as place:
+                    pending.extend(self._consumer.placed(place, *self._place(place), now))
+                case Stalled(source):
+                    self._keeper.stalled(source, now)
+                case Held() as held:
+                    self._ends.held(held, now)
+                case Finished() as finished:
+                    self._finished(finished, now)
+
+    def _place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
+        session = self._sessions.get(place.source)
+        assert session is not None
+        assert session.path is not None  # it has been granted the slot
+        try:
+            return self._inbox.place(place, session.path)
+        except RevokedError:
+            return Cause.ABORTED, "the request was dropped"
+        except AbandonedError:
+            raise
+        except Exception as error:  # a codec or transport, which may be another package's
+            logger.exception("a chunk of transfer %s was not placed", place.header.transfer)
+            self._telemetry.count("session_errors")
+            return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
+
+    def _finished(self, finished: Finished, now: float) -> None:
+        self._inbox.forget(finished.request)
+        if finished.comparison is not None:
+            self._auditor.ended(finished, now)
+        else:
+            self._ends.finished(finished, now)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a consumer opens a session with a producer: it connects, says `Hello`, and checks the
+`Welcome`."""
+
+import logging
+from collections.abc import Sequence
+
+from pd_connector.agent.consuming.inbox import ReceivePath
+from pd_connector.agent.handshake import RefusedError, check_welcome, hello
+from pd_connector.agent.resources import RankResources
+from pd_connector.control.sockets import Connection
+from pd_connector.errors import Cause, PDConnectorError, TransportError
+from pd_connector.kv.coding import RAW, permitted
+from pd_connector.kv.model import ModelFacts, described, model_digest, weights_problem
+from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import bytes_per_token
+from pd_connector.protocol.consuming.codec_choice import CodecChoice
+from pd_connector.protocol.consuming.incoming import ProducerSession
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.peers import Source
+
+logger = logging.getLogger("pd_connector.agent.consuming.dialler")
+
+
+class Dialler:
+    """Used by the agent's thread only."""
+
+    def __init__(self, resources: RankResources) -> None:
+        config = resources.config
+        self._context = resources.context
+        self._config = config
+        self._keys = resources.keys
+        self._identity = resources.identity
+        self._cache = resources.cache
+        self._transports = {transport.name: transport for transport in resources.transports}
+        self._codecs = list(permitted(config.codec, config.codec_max_error))
+
+    def dial(self, source: Source) -> Connection:
+        """Connect and say `Hello`.
+
+        Raises RefusedError if the address may not be dialled or cannot be.
+        """
+        if not self._config.permits(source.host):
+            raise RefusedError(
+                Cause.INSECURE_ADDRESS,
+                f"producer at {source.host!r}, and no key is set: only loopback is dialled then. "
+                "Set PD_CONNECTOR_KEY to one secret on every engine",
+            )
+        try:
+            connection = Connection(self._context, source.host, source.port, self._keys)
+        except PDConnectorError as error:
+            raise RefusedError(Cause.UNREACHABLE, str(error)) from None
+        transports = list(self._transports.values())
+        geometry = self._cache.geometry
+        greeting = hello(self._identity, geometry, self._codecs, transports)
+        connection.send(messages.encode(greeting))
+        return connection
+
+    def change_model(self, facts: ModelFacts) -> None:
+        """The engine serves other weights."""
+        self._identity = self._identity._replace(facts=facts)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of the engine's weights were read."""
+        self._identity = self._identity.knowing(full)
+
+    def weights_problem(self, producer: ModelFacts | None) -> str:
+        """Why a producer does not serve the same weights, by all that is known now; empty if it does."""
+        ours = self._identity.facts
+        return weights_problem(producer, ours) if producer else ""
+
+    def welcomed(
+        self, source: Source, welcome: messages.Welcome
+    ) -> tuple[ReceivePath, ProducerSession]:
+        """What was agreed on: how chunks come, and what is known about the producer.
+
+        Raises RefusedError if the two ranks cannot work together.
+        """
+        routes = check_welcome(welcome, self._identity, self._cache.geometry, self._codecs)
+        plain = self._plain(welcome, routes)
+        facts = welcome.facts
+        transport = self._transports.get(welcome.transport)
+        if transport is None:
+            detail = f"welcome to transport {welcome.transport!r}, which was not offered"
+            raise RefusedError(Cause.MALFORMED_MESSAGE, detail)
+        try:
+            path = ReceivePath(transport, transport.expect(welcome.transport_address))
+        except TransportError as error:
+            raise RefusedError(Cause.TRANSPORT, str(error)) from None
+        direct = (
+            welcome.read
+            and welcome.direct
+            and self._cache.on_host
+            and transport.direct(path.expected)
+        )
+        codecs = sorted({route.codec for route in routes})
+        direction = "read from pages" if direct else "read" if welcome.read else "written"
+        way = f"{transport.label or transport.name}, {direction}"
+        logger.info(
+            "session with %s:%d: transport %s, codecs %s",
+            *source[:2],
+            way,
+            ",".join(codecs) or "none",
+        )
+        self._tell_of_codec(source, welcome.codecs, codecs)
+        return path, ProducerSession(
+            epoch=welcome.epoch,
+            slot_bytes=welcome.slot_bytes,
+            routes=routes,
+            read=welcome.read,
+            direct=direct,
+            way=way,
+            engine_id=welcome.engine_id,
+            model=model_digest(facts),
+            told=described(facts),
+            plain=plain,
+            choice=CodecChoice(bytes_per_token(plain) / bytes_per_token(routes)) if plain else None,
+        )
+
+    def _plain(self, welcome: messages.Welcome, routes: tuple[Route, ...]) -> tuple[Route, ...]:
+        """The same routes in `raw`, if this side may choose between the two; otherwise none."""
+        if self._config.codec != "auto" or not welcome.plain:
+            return ()
+        plain = check_welcome(welcome, self._identity, self._cache.geometry, [RAW.name])
+        alike = [route.codec for route in plain] == [route.codec for route in routes]
+        return () if alike else plain
+
+    def _tell_of_codec(self, source: Source, theirs: Sequence[str], used: Sequence[str]) -> None:
+        """Say it if KV comes uncoded although the configuration names a codec."""
+        wanted = self._config.codec
+        if wanted in ("auto", RAW.name) or list(used) != [RAW.name]:
+            return
+        if wanted not in theirs:
+            why = f"that engine permits {', '.join(theirs)}: set its config key codec, too"
+        else:
+            why = "its cache has no more bits an element than the codec (docs/codecs.md)"
+        logger.warning("codec %s is not used with %s:%d: %s", wanted, *source[:2], why)

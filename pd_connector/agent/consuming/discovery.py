@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the ranks of an engine. Any of them names all of them, so one host and port are enough."""
+
+import time
+
+import zmq
+
+from pd_connector.agent.handshake import RefusedError
+from pd_connector.config import Config
+from pd_connector.control.addresses import numeric
+from pd_connector.control.keys import CurveKeys
+from pd_connector.control.sockets import Connection
+from pd_connector.errors import Cause, MalformedMessageError, PDConnectorError
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.peers import Peer, Source
+
+_POLL_MS = 20
+
+
+def ask_ranks(config: Config, host: str, port: int, deadline: float) -> tuple[Peer, ...]:
+    """All ranks of the engine whose rank listens here. Waits for the answer: for a thread that may.
+
+    Args:
+        config: settings; its key is the engines' common one.
+        host, port: control channel of any rank.
+        deadline: on `time.monotonic`, in seconds.
+
+    Raises:
+        RefusedError: the address may not be dialled, nobody answers, or not as a rank does.
+    """
+    if not config.permits(host):
+        raise RefusedError(
+            Cause.INSECURE_ADDRESS,
+            f"rank at {host!r}, and no key is set: only loopback is dialled then",
+        )
+    keys = CurveKeys.derive(config.key) if config.key else None
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        try:
+            connection = Connection(context, numeric(host), port, keys)
+        except (PDConnectorError, OSError) as error:
+            raise RefusedError(Cause.UNREACHABLE, str(error)) from None
+        try:
+            connection.send(messages.encode(messages.AskRanks()))
+            return _answer(connection, f"{host}:{port}", deadline)
+        finally:
+            connection.close()
+
+
+def _answer(connection: Connection, name: str, deadline: float) -> tuple[Peer, ...]:
+    problem = Cause.UNREACHABLE, "no answer"
+    while time.monotonic() < deadline:
+        for data in connection.receive():
+            return _peers(data, name)
+        # Not the end: somebody who is just starting may listen a moment later.
+        problem = connection.lost() or problem
+        if problem[0] is Cause.AUTHENTICATION:
+            break
+        connection.socket.poll(_POLL_MS)
+    raise RefusedError(problem[0], f"{name} was asked for its engine's ranks: {problem[1]}")
+
+
+def _peers(data: bytes, name: str) -> tuple[Peer, ...]:
+    try:
+        answer = messages.decode_producer_message(data)
+    except MalformedMessageError as error:
+        raise RefusedError(Cause.MALFORMED_MESSAGE, f"{name}: {error}") from None
+    if isinstance(answer, messages.Reject):
+        raise RefusedError(
+            Cause.VERSION, f"{name} does not tell its engine's ranks: {answer.detail}"
+        )
+    if not isinstance(answer, messages.Ranks) or not answer.ranks:
+        raise RefusedError(Cause.MALFORMED_MESSAGE, f"{name} tells no ranks: {answer}")
+    return tuple(
+        Peer(Source(rank.host, rank.port, answer.engine_id), rank.shard) for rank in answer.ranks
+    )

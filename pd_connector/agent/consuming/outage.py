@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices that KV is asked for and none arrives, and says so once, with what to set."""
+
+import logging
+from collections import Counter
+
+from pd_connector.errors import Cause
+from pd_connector.hosts import is_loopback
+from pd_connector.remedies import HARMLESS, remedy, told
+
+logger = logging.getLogger("pd_connector.agent.consuming.outage")
+
+OUTAGE_S = 60.0
+"""Failures over this time, and no success between them, are an outage."""
+
+
+class OutageWatch:
+    """Told the end of every transfer of a consumer. Used by the agent's thread only.
+
+    Attributes:
+        failing: whether there is an outage.
+    """
+
+    def __init__(self) -> None:
+        self.failing = False
+        self._since: float | None = None
+        self._causes: Counter[Cause] = Counter()
+
+    @property
+    def level(self) -> int:
+        """The level on which one failure is logged. In an outage they are counted only."""
+        return logging.DEBUG if self.failing else logging.WARNING
+
+    def succeeded(self) -> None:
+        """KV has arrived."""
+        if self.failing:
+            logger.info("KV arrives again")
+        self.failing, self._since = False, None
+        self._causes.clear()
+
+    def failed(self, cause: Cause, detail: str, now: float) -> None:
+        """A transfer has failed."""
+        if cause in HARMLESS:
+            return
+        self._causes[cause] += 1
+        if self._since is None:
+            self._since = now
+        if self.failing or now - self._since < OUTAGE_S:
+            return
+        self.failing = True
+        worst = self._causes.most_common(1)[0][0]
+        logger.error(
+            "no KV has arrived for %.0f s, every prompt is computed here: %d transfers failed (%s). The last: %s. "
+            "What to do: %s. (Said once; until KV arrives, failures are counted and not logged.)",
+            now - self._since,
+            self._causes.total(),
+            told(self._causes),
+            detail,
+            remedy(worst),
+        )
+
+
+def named_for_what_it_is(host: str, cause: Cause, detail: str) -> str:
+    """The detail of a failed session; where a loopback address could not be reached, with what that means."""
+    if cause is not Cause.UNREACHABLE or not is_loopback(host):
+        return detail
+    return (
+        f"{detail}: {host} is this machine itself. A prefill engine on another machine that tells it has no `host` "
+        "of its own (config key, or PD_CONNECTOR_HOST)"
+    )

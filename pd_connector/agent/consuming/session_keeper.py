@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a consumer's sessions with producers: dials them, hears them, looks after them, ends them."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pd_connector.agent.confined import confined
+from pd_connector.agent.consuming.dialler import Dialler
+from pd_connector.agent.consuming.inbox import Inbox
+from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
+from pd_connector.agent.consuming.outage import OutageWatch, named_for_what_it_is
+from pd_connector.agent.handshake import RefusedError
+from pd_connector.agent.resources import RankResources
+from pd_connector.errors import Cause, MalformedMessageError
+from pd_connector.kv.model import ModelFacts
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.consuming.incoming import Action
+from pd_connector.protocol.consuming.silences import Silences
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.peers import Source
+
+logger = logging.getLogger("pd_connector.agent.consuming.session_keeper")
+
+_SESSIONS_PER_HEARTBEAT = 16
+"""With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
+_LATEST = 2 / 3
+"""Heartbeats are apart by this part of producers' patience at most: the rest is for a busy machine."""
+_SOONEST_S = 0.05
+"""Heartbeats are apart by this at least, whatever a producer says."""
+
+
+class SessionKeeper:
+    """Used by the agent's thread only.
+
+    Args:
+        sessions: those that exist; sessions are added and ended here only.
+        act: carries out what the state machine wants done.
+        read: fetches a chunk that a producer offers.
+        unlike: told of a producer that was found to serve other weights, and why.
+    """
+
+    def __init__(
+        self,
+        resources: RankResources,
+        dialler: Dialler,
+        sessions: OpenSessions,
+        consumer: Consumer,
+        inbox: Inbox,
+        outage: OutageWatch,
+        act: Callable[[Sequence[Action], float], None],
+        read: Callable[[OpenSession, messages.Offered | messages.OfferedPages, float], None],
+        unlike: Callable[[Source, str], None],
+    ) -> None:
+        self._config = resources.config
+        self._cache = resources.cache
+        self._telemetry = resources.telemetry
+        self._dialler = dialler
+        self._sessions = sessions
+        self._consumer = consumer
+        self._inbox = inbox
+        self._outage = outage
+        self._act = act
+        self._read = read
+        self._unlike = unlike
+        self._next_heartbeat = 0.0
+        self._silences = Silences(resources.config.connect_timeout_s)
+        self.only_pulses = False
+        """Whether what the last `receive` found were answers to heartbeats, and nothing else."""
+
+    def receive(self, now: float) -> None:
+        """Handle every message that waits, and every connection that broke."""
+        ready = self._sessions.ready()
+        self.only_pulses = bool(ready)
+        for session in ready:
+            self._attempt(self._receive, session, now)
+
+    def _receive(self, session: OpenSession, now: float) -> None:
+        for data in self._sessions.received(session):
+            try:
+                message = messages.decode_producer_message(data)
+            except MalformedMessageError as error:
+                self.end(session, Cause.MALFORMED_MESSAGE, str(error), now)
+                return
+            if isinstance(message, messages.Pulse):
+                # With many sessions nearly all messages are these, of engines that live.
+                self._hear_weights(session, message.weights)
+                age_s = message.engine_age_ms / 1000
+                if age_s <= self._config.engine_timeout_s:
+                    self._sessions.heard(session, now)
+                    continue
+                self._act(self._consumer.pulse(session.source, age_s, now), now)
+            else:
+                self.only_pulses = False
+                session.last_wanted = now
+                self._dispatch(session, message, now)
+            if not self._sessions.holds(session):
+                return
+            self._sessions.heard(session, now)
+        if session.has_event and (lost := self._sessions.lost(session)):
+            self.end(session, *lost, now)
+
+    def _dispatch(
+        self, session: OpenSession, message: messages.ProducerMessage, now: float
+    ) -> None:
+        source = session.source
+        match message:
+            case messages.Welcome():
+                self._welcome(session, message, now)
+            case messages.Reject():
+                detail = f"{message.detail} (producer's schema {message.oldest}-{message.newest})"
+                self.end(session, _cause(message.cause), detail, now)
+            case messages.Ready():
+                self._act(self._consumer.ready(source, message.transfer), now)
+            case messages.Offered() | messages.OfferedPages():
+                self._read(session, message, now)
+            case messages.Accept():
+                self._act(self._consumer.accept(source, message, now), now)
+            case messages.Refuse():
+                self._act(self._consumer.refuse(source, message, now), now)
+            case messages.Cancelled():
+                self._act(self._consumer.cancelled(source, message.transfer, now), now)
+
+    def _welcome(self, session: OpenSession, welcome: messages.Welcome, now: float) -> None:
+        if session.path is not None:
+            return self.end(session, Cause.MALFORMED_MESSAGE, "a second welcome", now)
+        try:
+            session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
+        except RefusedError as refused:
+            return self.end(session, refused.cause, str(refused), now)
+        session.facts = welcome.facts
+        # An older producer does not say: it is taken to be as patient as this side.
+        unsaid_s = min(self._config.session_timeout_s, self._config.lease_s)
+        session.patience_s = welcome.lease_ms / 1000 or unsaid_s
+        self._next_heartbeat = min(self._next_heartbeat, now + self._heartbeat_interval_s)
+        # The others may be due much later than this producer waits that has not heard when.
+        next_s, wanted = self._next_heartbeat - now, self._consumer.wanted(session.source)
+        self._sessions.send_heartbeat(session, wanted, now, max(0.0, next_s))
+        self._sessions.agreed(session)
+        self._silences.answered(session.source)
+        return self._establish(session, now)
+
+    def _establish(self, session: OpenSession, now: float) -> None:
+        """Ask for KV once it can be scattered. Until its kernels are compiled, heartbeats keep the
+        session alive."""
+        agreed = session.agreed
+        if agreed is None or not self._cache.prepare(
+            (*agreed.routes, *agreed.plain), gathers=False
+        ):
+            return
+        session.agreed = None
+        if problem := self._dialler.weights_problem(session.facts):  # found meanwhile
+            self.end(session, Cause.MODEL, problem, now)
+        else:
+            self._act(self._consumer.session_up(session.source, agreed, now), now)
+
+    def tick(self, now: float, *, hurried: bool = False) -> None:
+        """Dial those whose turn has come, end those that are silent, and send heartbeats that are
+        due.
+
+        Args:
+            hurried: what producers say must not wait (`OpenSessions.send_heartbeats`).
+        """
+        while (queued := self._sessions.next_queued(now)) is not None:
+            source, addresses = queued
+            if addresses and self._consumer.wants(source):
+                self.dial(source, addresses, now)
+            else:
+                self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
+        for session in self._sessions.compiling_sessions():
+            self._attempt(self._establish, session, now)
+        for session in self._sessions.due(now):
+            self._attempt(self._look_after, session, now)
+        if now >= self._next_heartbeat:
+            next_s = self._heartbeat_interval_s
+            self._next_heartbeat = now + next_s
+            self._sessions.send_heartbeats(self._consumer.wanted, now, next_s, hurried=hurried)
+        self._sessions.look_for_answers(now)
+
+    @property
+    def due(self) -> float:
+        """When `tick` is wanted at the latest, to send heartbeats and see who has answered."""
+        return min(self._next_heartbeat, self._sessions.answers_due)
+
+    def _look_after(self, session: OpenSession, now: float) -> None:
+        """End a session that is lost or idle."""
+        if session.deadline <= now:
+            if session.path is None:
+                self._silences.waited(session.source, now, now)
+            self.end(session, session.timeout_cause, "the producer does not answer", now)
+            return
+        if self._consumer.wants(session.source):
+            session.last_wanted = now
+        if session.path is None or session.last_wanted + self._config.idle_timeout_s > now:
+            self._sessions.look_again(session)
+        else:
+            self.end(session, Cause.NOT_NEEDED, "nothing was wanted for idle_timeout_s", now)
+
+    @property
+    def _heartbeat_interval_s(self) -> float:
+        """With many sessions heartbeats are further apart, as far as producers allow. They are sooner
+        where a producer's leases would end between them."""
+        heartbeat_s = self._config.heartbeat_s
+        stretched = heartbeat_s * max(1.0, len(self._sessions) / _SESSIONS_PER_HEARTBEAT)
+        return min(stretched, max(_SOONEST_S, self._sessions.patience_s * _LATEST))
+
+    def dial(self, source: Source, addresses: int, now: float) -> None:
+        """Open a session with this producer, if there is none."""
+        if self._sessions.get(source) is not None:
+            return None
+        if pause := self._silences.pause(source, now):
+            return self._refused(source, Cause.UNREACHABLE, pause, now)
+        if len(self._sessions) >= MOST_SESSIONS:
+            self._make_room(now)
+        if len(self._sessions) >= MOST_SESSIONS:
+            detail = f"there are {MOST_SESSIONS} sessions with other producers, all in use"
+            return self._refused(source, Cause.SESSION_LIMIT, detail, now)
+        try:
+            self._sessions.dial(source, addresses, now)
+        except RefusedError as refused:
+            self._refused(source, refused.cause, str(refused), now)
+        return None
+
+    def _refused(self, source: Source, cause: Cause, detail: str, now: float) -> None:
+        """There will be no session with this producer."""
+        self._act(self._consumer.session_down(source, cause, detail, now), now)
+
+    def _make_room(self, now: float) -> None:
+        """End the session that has been idle longest, if there is one."""
+        idle = self._sessions.oldest_idle(self._consumer.wants)
+        if idle is not None:
+            self.end(idle, Cause.NOT_NEEDED, "its place was needed for another producer", now)
+
+    def change_model(self, facts: ModelFacts, now: float) -> None:
+        """The engine serves other weights: KV that is under way is of no use, and every producer
+        must be compared with again."""
+        self._dialler.change_model(facts)
+        for session in self._sessions:
+            self.end(session, Cause.MODEL, "this engine's weights have changed", now)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of this engine's weights were read: those are compared where both sides have read them."""
+        self._dialler.know_weights(full)
+        for session in self._sessions:
+            self._compare_weights(session)
+
+    def _hear_weights(self, session: OpenSession, full: bytes) -> None:
+        facts = session.facts
+        if full and facts is not None and full != facts.weights_full:
+            session.facts = msgspec.structs.replace(facts, weights_full=full)
+            self._compare_weights(session)
+
+    def _compare_weights(self, session: OpenSession) -> None:
+        if problem := self._dialler.weights_problem(session.facts):
+            self._unlike(session.source, problem)
+
+    def stalled(self, source: Source, now: float) -> None:
+        """End the session, so that the next transfer gets a new connection: nobody may have told
+        that this one is dead. A peer that writes by itself has no such connection."""
+        session = self._sessions.get(source)
+        if session and session.path and not session.path.transport.one_sided:
+            self.end(session, Cause.STALLED, "no chunk within stall_timeout_s", now)
+
+    def end(self, session: OpenSession, cause: Cause, detail: str, now: float) -> None:
+        """End a session: what was wanted of its producer fails with this cause."""
+        source, path = session.source, session.path
+        detail = named_for_what_it_is(source.host, cause, detail)
+        level = self._outage.level if self._consumer.wants(source) else logging.INFO
+        logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
+        self._telemetry.count("lost_sessions", cause=cause)
+        silenced = path is None or path.transport.silenced(path.expected)
+        if path is not None:
+            path.transport.dismiss(path.expected)
+        self._inbox.lost(source)
+        down = self._consumer.session_down(source, cause, detail, now, silenced=silenced)
+        self._act(down, now)
+        self._sessions.end(session)  # last, because a `Cancel` may have been sent just now
+
+    def _attempt(
+        self, work: Callable[[OpenSession, float], None], session: OpenSession, now: float
+    ) -> None:
+        """An error of one session ends that session, and nothing else."""
+
+        def give_up() -> None:
+            if self._sessions.holds(session):
+                self.end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
+
+        what = "session with {}:{}".format(*session.source[:2])
+        with confined(self._telemetry, what, give_up):
+            work(session, now)
+
+
+def _cause(name: str) -> Cause:
+    return Cause(name) if name in list(Cause) else Cause.UNREACHABLE

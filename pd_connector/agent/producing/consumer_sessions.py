@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A producer's sessions with consumers, from `Hello` to their end."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pd_connector.agent.handshake import RefusedError, check_hello, connect
+from pd_connector.agent.producing.in_flight import SendPath
+from pd_connector.agent.resources import RankResources
+from pd_connector.errors import Cause
+from pd_connector.kv.coding import RAW, permitted
+from pd_connector.kv.model import ModelFacts
+from pd_connector.plan.route import Route
+from pd_connector.protocol.wire import messages
+from pd_connector.transport.base import Transport
+
+MOST_SESSIONS = 1024
+LAST_MESSAGES_S = 0.2
+"""A consumer's connection has ended: within this time all that it said before is handled."""
+_LATE = 1.5
+"""A consumer says when its next heartbeat comes. After this multiple of that time in silence it is lost."""
+_READ_FIRST = frozenset({"shm"})
+"""Transports over which reading costs one copy less than writing."""
+
+
+@dataclass(slots=True)
+class ConsumerSession:
+    """What this side knows of one session."""
+
+    engine_id: str
+    path: SendPath
+    routes: tuple[Route, ...]
+    plain: tuple[Route, ...]  # in `raw`, for transfers that the consumer does not want coded
+    last_heard: float
+    patience_s: float  # without a word
+    broken_at: float = math.inf  # when its connection was seen to have ended
+
+
+class ConsumerSessions:
+    """All of them, by the sender that libzmq names. Used by the agent's thread only."""
+
+    def __init__(self, resources: RankResources) -> None:
+        config = resources.config
+        self._config = config
+        self._identity = resources.identity
+        self._cache = resources.cache
+        self._transports = resources.transports
+        self._codecs = permitted(config.codec, config.codec_max_error)
+        self._telemetry = resources.telemetry
+        self._choice = resources.choice
+        self._buffers = resources.buffers
+        self._sessions: dict[bytes, ConsumerSession] = {}
+        self._compiling: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[tuple[bytes, ConsumerSession]]:
+        """Every session that exists when the iteration begins."""
+        return iter(list(self._sessions.items()))
+
+    def __contains__(self, sender: bytes) -> bool:
+        return sender in self._sessions
+
+    def get(self, sender: bytes) -> ConsumerSession | None:
+        return self._sessions.get(sender)
+
+    def __getitem__(self, sender: bytes) -> ConsumerSession:
+        return self._sessions[sender]
+
+    @property
+    def compiling(self) -> set[bytes]:
+        """Sessions that wait for the kernels of their routes: nothing can be gathered for them."""
+        if self._compiling:
+            self._compiling = {s for s in self._compiling if not self._compiled(s)}
+        return self._compiling
+
+    def open(self, sender: bytes, hello: messages.Hello, now: float) -> messages.Welcome:
+        """Begin a session with a consumer that has none; returns the answer.
+
+        Raises RefusedError if the two cannot work together, or there are too many sessions.
+        """
+        geometry = self._cache.geometry
+        schema, routes = check_hello(hello, self._identity, geometry, self._codecs)
+        plain = check_hello(hello, self._identity, geometry, (RAW.name,))[1]
+        if len(self._sessions) >= MOST_SESSIONS:
+            detail = f"{MOST_SESSIONS} consumers have a session here"
+            raise RefusedError(Cause.SESSION_LIMIT, detail)
+        transport, link = connect(hello, self._transports)
+        self._telemetry.count("sessions", transport=transport.label or transport.name)
+        if slower := self._choice.why_slower(transport.name):
+            self._telemetry.count("slower_sessions", cause=slower)
+        on_device = transport.device_slots(link) is not None
+        if cause := self._buffers.why_staged(reaches=transport.reaches_devices, used=on_device):
+            self._telemetry.count("staged_sessions", cause=cause)
+        read = self._reads(transport) and transport.name in hello.readable
+        path = SendPath(transport, link, read)
+        patience_s = self._config.session_timeout_s  # until it says more (`speaks_in`)
+        self._sessions[sender] = ConsumerSession(
+            hello.engine_id, path, routes, plain, now, patience_s
+        )
+        if not self._compiled(sender):
+            self._compiling.add(sender)
+        return messages.Welcome(
+            schema=schema,
+            engine_id=self._identity.engine_id,
+            epoch=self._identity.epoch,
+            geometry=geometry,
+            codecs=list(self._codecs),
+            transport=transport.name,
+            transport_address=transport.address(),
+            slot_bytes=self._config.slot_bytes,
+            read=read,
+            direct=read and self._config.direction == "auto",
+            facts=self._identity.facts,
+            plain=True,
+            lease_ms=int(1000 * self._config.lease_s),
+        )
+
+    def change_model(self, facts: ModelFacts) -> None:
+        """The engine serves other weights; sessions that exist are left to the caller."""
+        self._identity = self._identity._replace(facts=facts)
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of the engine's weights were read."""
+        self._identity = self._identity.knowing(full)
+
+    def pop(self, sender: bytes) -> ConsumerSession | None:
+        """Forget a session."""
+        self._compiling.discard(sender)
+        return self._sessions.pop(sender, None)
+
+    def silent(self, now: float) -> list[bytes]:
+        """Sessions that should have said something by now, or cannot any more."""
+        return [
+            sender
+            for sender, session in self
+            if session.last_heard + session.patience_s < now
+            or session.broken_at + LAST_MESSAGES_S < now
+        ]
+
+    def speaks_in(self, session: ConsumerSession, next_ms: int) -> None:
+        """The consumer says when it will speak next: with many sessions it does so seldom."""
+        late_s = min(_LATE * next_ms / 1000, self._config.lease_s)
+        session.patience_s = max(self._config.session_timeout_s, late_s)
+
+    def _compiled(self, sender: bytes) -> bool:
+        session = self._sessions.get(sender)
+        return session is None or self._cache.prepare(
+            (*session.routes, *session.plain), gathers=True
+        )
+
+    def _reads(self, transport: Transport) -> bool:
+        """Whether consumers read from here over this transport."""
+        auto = self._config.direction == "auto" and transport.name in _READ_FIRST
+        return transport.readable and (auto or self._config.direction == "read")

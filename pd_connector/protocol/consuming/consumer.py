@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer's state machine. It decides what producers are asked for, which slots they are granted, and
+which chunks are believed.
+
+It has no sockets, no engine and no clock. Events come in as calls with the time, and actions go out. Each load
+ends in exactly one `Finished`. `fetches` says what producers are told about a transfer; `landings` says which
+chunks are believed.
+"""
+
+from collections.abc import Sequence
+
+from pd_connector.config import Config
+from pd_connector.errors import Cause
+from pd_connector.kv.geometry import Geometry, Shard
+from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.pieces import Pieces
+from pd_connector.memory.slab import SlotPool
+from pd_connector.protocol.consuming.audit import AuditBook, Comparison, Counterpart
+from pd_connector.protocol.consuming.codec_choice import CodecChoice
+from pd_connector.protocol.consuming.fetches import Fetches
+from pd_connector.protocol.consuming.grants import Grants
+from pd_connector.protocol.consuming.incoming import (
+    Action,
+    Finished,
+    Held,
+    Load,
+    PlaceChunk,
+    ProducerSession,
+)
+from pd_connector.protocol.consuming.incoming_transfer import IncomingTransfer, streams
+from pd_connector.protocol.consuming.incoming_transfers import IncomingTransfers
+from pd_connector.protocol.consuming.landings import Landings
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import ChunkHeader
+from pd_connector.protocol.wire.peers import Peer, Source
+
+
+class Consumer:
+    """All transfers of one rank that consumes. Used by one thread.
+
+    Args:
+        pool: landing slots; granted to producers, and home again when a transfer has ended.
+        one_sided: whether a peer may still write into a slot after its session has ended.
+        shards: what the ranks of this engine hold, this one included.
+        needs_words: whether a load is of no use without the producer's last words.
+        audits: what is known of producers; with it, only KV of those that have passed is loaded.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        pool: SlotPool,
+        one_sided: bool,
+        shards: Sequence[Shard] = (),
+        *,
+        needs_words: bool = False,
+        audits: AuditBook | None = None,
+    ) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._shards = tuple(shards) or (geometry.shard,)
+        self._grants = Grants(config, pool)
+        self._one_sided = one_sided
+        self._needs_words = needs_words
+        self._audits = audits
+        self._transfers = IncomingTransfers()
+        self._sessions: dict[Source, ProducerSession] = {}
+        self._fetches = Fetches(
+            config,
+            geometry,
+            self._transfers,
+            self._sessions,
+            self._grants,
+            needs_words=needs_words,
+            audits=audits,
+        )
+        self._landings = Landings(
+            config, self._transfers, self._sessions, self._grants, self._fetches
+        )
+
+    @property
+    def transfers(self) -> int:
+        """Transfers that are held or loading."""
+        return len(self._transfers)
+
+    def wanted(self, source: Source) -> tuple[str, ...]:
+        """Transfers that heartbeats to this producer name: those that are still wanted."""
+        return self._transfers.of_source(source)
+
+    def wants(self, source: Source) -> bool:
+        """Whether any transfer of this producer is wanted."""
+        return self._transfers.has_source(source)
+
+    def producers(self) -> list[Counterpart]:
+        """Ranks of producers with which sessions stand, by each path of their KV."""
+        sessions = self._sessions.items()
+        return [one for source, session in sessions for one in session.counterparts(source)]
+
+    def unaudited(self, source: Source, adapter: str) -> str:
+        """A path of this producer's KV by which no audit has passed; "": none, or no session stands."""
+        return self._fetches.unaudited(source, adapter)
+
+    def codec_choice(self, source: Source) -> CodecChoice | None:
+        """What decides whether transfers of this producer are coded; None without a choice."""
+        session = self._sessions.get(source)
+        return session.choice if session else None
+
+    def hold(
+        self,
+        request: str,
+        transfer: str,
+        peers: Sequence[Peer],
+        watch: bool,
+        now: float,
+        engine_id: str = "",
+        *,
+        keep: bool = False,
+    ) -> list[Action]:
+        """A request that will load this transfer waits for pages: keep the producer's leased.
+
+        Args:
+            engine_id: the producer must be this engine; "": any.
+            watch: the request asks for pages only when `Held` says that there is KV to load.
+            keep: it will be compared; it may be held already.
+        """
+        known = self._transfers.get(transfer)
+        if known is not None and keep and known.request == request and known.load is None:
+            known.keep = True
+            return self._fetches.ask_all(known, now)
+        if known is not None:
+            return [Held(request, Cause.DUPLICATE, transfer)] if watch else []
+        incoming = self._new(request, transfer, peers, engine_id, now)
+        if watch and not incoming.streams:
+            return [Held(request, Cause.GEOMETRY, self._nothing_of_ours(peers))]
+        self._transfers.add(incoming)
+        if watch:
+            incoming.watched = True
+            incoming.deadline = now + self._config.wait_timeout_s
+            self._transfers.schedule(incoming)
+        return self._fetches.ask_all(incoming, now)
+
+    def load(self, load: Load, now: float) -> list[Action]:
+        """Fetch KV. A transfer is loaded at most once at a time."""
+        transfer = load.transfer
+        incoming = self._transfers.get(transfer)
+        if incoming is not None and (incoming.load or incoming.request != load.request):
+            return [Finished(load.request, Cause.DUPLICATE, transfer)]
+        incoming = incoming or self._new(load.request, transfer, load.peers, load.engine_id, now)
+        if any(self._grants.is_ending(transfer, source) for source in incoming.streams):
+            self._transfers.remove(transfer)
+            detail = f"{transfer}: its last load still ends"
+            return [Finished(load.request, Cause.DUPLICATE, detail)]
+        if not incoming.streams:
+            return [Finished(load.request, Cause.GEOMETRY, self._nothing_of_ours(load.peers))]
+        self._transfers.add(incoming)
+        incoming.load = load
+        incoming.comparison = self._comparison(load) if load.compares else None
+        incoming.watched = False
+        incoming.deadline = float("inf")
+        incoming.began = now
+        for stream in incoming.streams.values():
+            stream.deadline = now + self._config.connect_timeout_s
+        self._transfers.schedule(incoming)
+        return self._fetches.ask_all(incoming, now)
+
+    def drop(self, request: str, cause: Cause, now: float) -> list[Action]:
+        """The request no longer wants its transfer; the producer is told so."""
+        incoming = self._transfers.of_request(request)
+        if incoming is None:
+            return []
+        incoming.watched = False
+        return self._fetches.finish(incoming, cause, "", now)
+
+    def give_up(self, transfer: str, detail: str, now: float) -> list[Action]:
+        """Something went wrong that nobody has foreseen: end this transfer, whatever its state."""
+        incoming = self._transfers.get(transfer)
+        return self._fetches.finish(incoming, Cause.INTERNAL, detail, now) if incoming else []
+
+    def session_up(self, source: Source, session: ProducerSession, now: float) -> list[Action]:
+        """A session stands: open what waited for it."""
+        self._sessions[source] = session
+        actions = self._fetches.send_unsent(source)
+        for transfer in self.wanted(source):
+            if incoming := self._transfers.get(transfer):
+                actions += self._fetches.ask(incoming, source, now)
+        return actions
+
+    def pulse(self, source: Source, engine_age_s: float, now: float) -> list[Action]:
+        """A producer's agent lives, and says how long ago its engine began its last step."""
+        return self._fetches.pulse(source, engine_age_s, now)
+
+    def session_down(
+        self, source: Source, cause: Cause, detail: str, now: float, *, silenced: bool = False
+    ) -> list[Action]:
+        """A session ends or could not be opened: its transfers fail.
+
+        With `silenced` the producer certainly writes no more, and its slots are home at once.
+        """
+        session = self._sessions.pop(source, None)
+        slots: list[int] = []
+        actions: list[Action] = []
+        for transfer in self.wanted(source):
+            incoming = self._transfers.get(transfer)
+            if incoming is None:
+                continue
+            stream = incoming.streams[source]
+            slots += stream.slots
+            if session is not None and cause is Cause.STALLED and stream.opened:
+                self._fetches.stalled(source, session, incoming, now)
+            actions += self._fetches.finish(incoming, cause, detail, now)
+        self._grants.session_lost(source, slots, silenced=silenced or not self._one_sided)
+        # Also where the two did not agree: pages need not be kept for who will not take them.
+        return self._fetches.send_unsent(source) + actions + self._grants.grant_free(now)
+
+    def ready(self, source: Source, transfer: str) -> list[Action]:
+        """The prefill of a watched transfer has begun."""
+        incoming = self._transfers.get(transfer)
+        if incoming is None or not incoming.watched or source not in incoming.streams:
+            return []
+        incoming.watched = False
+        incoming.deadline = float("inf")
+        return [Held(incoming.request, None, "")]
+
+    def accept(self, source: Source, message: messages.Accept, now: float) -> list[Action]:
+        """The producer has KV to send, or has computed all of it."""
+        return self._fetches.accept(source, message, now)
+
+    def refuse(self, source: Source, message: messages.Refuse, now: float) -> list[Action]:
+        """The producer will send no (more) KV."""
+        incoming = self._transfers.get(message.transfer)
+        if incoming is None or source not in incoming.streams:
+            return []
+        if not (incoming.watched or incoming.streams[source].opened):
+            return []
+        cause = Cause(message.cause) if message.cause in list(Cause) else Cause.TRANSPORT
+        return self._fetches.finish(incoming, cause, f"refused by producer: {message.detail}", now)
+
+    def cancelled(self, source: Source, transfer: str, now: float) -> list[Action]:
+        """The producer confirms that it writes nothing for this transfer any more."""
+        self._grants.confirmed(transfer, source)
+        return self._grants.grant_free(now)
+
+    def granted(self, source: Source, transfer: str, slot: int) -> bool:
+        """Whether this slot was granted to this producer, for a chunk of this transfer."""
+        return self._grants.holds(transfer, source, slot)
+
+    def landed(
+        self,
+        header: ChunkHeader,
+        slot: int,
+        payload: Payload | Pieces | Destination,
+        now: float,
+        *,
+        problem: str = "",
+        verified: bool = False,
+    ) -> list[Action]:
+        """A chunk has landed. Its bytes are used only if its header fits the plan.
+
+        A chunk of a transfer that has ended, or that came twice, is dropped: its slot may be
+        another transfer's by now.
+
+        Args:
+            payload: the bytes in the slot; or the producer's pages, from which they can be read; or
+                where they are already.
+            problem: why the chunk will not come, if so.
+            verified: as in `transport.base.Landed`.
+        """
+        return self._landings.landed(header, slot, payload, now, problem=problem, verified=verified)
+
+    def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
+        """Where a chunk belongs that begins to arrive, if it fits the plan. It has not landed yet:
+        `awaits` says whether it is still wanted there."""
+        return self._landings.expected(header, slot)
+
+    def awaits(self, place: PlaceChunk) -> bool:
+        """Whether a chunk that was `expected` is still wanted, in the same pages."""
+        return self._landings.awaits(place)
+
+    def placed(
+        self, place: PlaceChunk, problem: Cause | None, detail: str, now: float
+    ) -> list[Action]:
+        """A chunk has been scattered, or found wrong (`problem`)."""
+        return self._landings.placed(place, problem, detail, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Fail what has been silent for too long, and free slots whose quarantine is over."""
+        actions: list[Action] = []
+        for incoming in self._transfers.due(now):
+            if incoming.transfer not in self._transfers:  # it has ended with another
+                continue
+            actions += self._fetches.look_after(incoming, now)
+        self._grants.tick(now)
+        return actions + self._grants.grant_free(now)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if a transfer is in no legal state, or a slot is not in exactly one
+        place."""
+        streams = {}
+        self._transfers.check_integrity()
+        for incoming in self._transfers:
+            try:
+                incoming.check_integrity()
+                for source, stream in incoming.streams.items():
+                    if stream.opened and source not in self._sessions:
+                        raise RuntimeError(f"{source} was asked for KV, and has no session")
+                    streams[incoming.transfer, source] = stream
+            except RuntimeError as error:
+                raise RuntimeError(f"transfer {incoming.transfer}: {error}") from None
+        self._fetches.check_integrity()
+        self._grants.check_integrity(streams)
+
+    def _new(
+        self, request: str, transfer: str, peers: Sequence[Peer], engine_id: str, now: float
+    ) -> IncomingTransfer:
+        parts = streams(peers, self._geometry, self._shards, waits_for_words=self._needs_words)
+        return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
+
+    def _comparison(self, load: Load) -> Comparison:
+        return Comparison(load.adapter, experts=self._audits is not None and self._audits.experts)
+
+    def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
+        shards = [peer.shard for peer in peers]
+        return f"none of the producer's ranks {shards} holds a part of {self._geometry.shard}"

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a consumer is asked for, what it has others do, and what it knows of a producer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pd_connector.errors import Cause
+from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.memory.pieces import Pieces
+from pd_connector.plan.chunks import Chunk
+from pd_connector.plan.route import Route
+from pd_connector.protocol.consuming.audit import Comparison, Counterpart
+from pd_connector.protocol.consuming.codec_choice import CodecChoice
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import ChunkHeader, header_of
+from pd_connector.protocol.wire.last_words import LastWords
+from pd_connector.protocol.wire.peers import Peer, Source
+
+
+class Load(NamedTuple):
+    """A request for KV: prompt tokens [first_token, stop_token) into local pages. There may be no
+    tokens left to want: then only the producer's last words are."""
+
+    request: str
+    transfer: str
+    peers: tuple[Peer, ...]  # all ranks of the producer
+    identity: bytes
+    first_token: int
+    stop_token: int
+    pages: tuple[Sequence[int], ...]  # local page ids by table, from the prompt's start; -1: none
+    wait: bool  # the prefill may not have ended yet
+    engine_id: str = ""  # the producer must be this engine; "": any
+    # The pages hold this KV already, computed here: what comes is compared with them, and no page is
+    # written. Pages that are not here (-1) are passed over.
+    compares: bool = False
+    adapter: str = ""  # name and content of the adapter that the KV was computed with
+
+    def pages_of(self, route: Route, chunk: Chunk) -> Sequence[int]:
+        """Local page ids that hold the chunk's tokens, as far as there are any."""
+        span = chunk.pages(route.destination.page_size)
+        return self.pages[route.destination.table][span.start : span.stop]
+
+
+class Dial(NamedTuple):
+    """Open a session with this producer (nothing, where one stands or is being opened)."""
+
+    source: Source
+    addresses: int = 1  # of the transfer that wants it
+
+
+class Tell(NamedTuple):
+    """Send this message to this producer."""
+
+    source: Source
+    message: messages.Message
+
+
+class PlaceChunk(NamedTuple):
+    """A chunk fits the plan: copy it into these pages, verify its checksum, then call `placed`."""
+
+    source: Source
+    header: ChunkHeader
+    route: Route
+    chunk: Chunk
+    pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
+    slot: int
+    # Here, or in the producer's memory, or in its pages already; None: still to come.
+    payload: Payload | Pieces | Destination | None
+    request: str  # whose pages they are
+    verified: bool = False  # as in `transport.base.Landed`
+    comparison: Comparison | None = None  # to which it is added, in place of being written
+
+    def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
+        """Why this is not what the plan wants, or None. The checksum is compared when the chunk is placed."""
+        chunk = self.chunk
+        nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
+        if self.header != wanted or nbytes != wanted.nbytes:
+            return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {wanted}, {nbytes} bytes"
+        count = len(chunk.pages(self.route.destination.page_size))
+        gone = self.comparison is None and min(self.pages, default=-1) < 0
+        if len(self.pages) != count or gone:
+            return Cause.WINDOW, f"no page for tokens {chunk.first_token}-{chunk.stop_token} here"
+        return None
+
+
+class Held(NamedTuple):
+    """A watched transfer can be loaded, or, with a cause, will not come."""
+
+    request: str
+    cause: Cause | None
+    detail: str
+
+
+class Finished(NamedTuple):
+    """A load has ended; without a cause every page is in place and verified."""
+
+    request: str
+    cause: Cause | None
+    detail: str
+    nbytes: int = 0  # received and verified
+    chunks: int = 0
+    seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
+    words: LastWords | None = None  # what the producer's engine decided besides
+    comparison: Comparison | None = None  # of a load that compares: what it has found
+
+
+class Stalled(NamedTuple):
+    """A producer that had chunks to send, and slots for them, has sent nothing for
+    `stall_timeout_s`. Its transfer has ended."""
+
+    source: Source
+
+
+Action = Dial | Tell | PlaceChunk | Held | Finished | Stalled
+
+
+@dataclass(slots=True)
+class ProducerSession:
+    """A session that stands, and what was learnt of its producer."""
+
+    epoch: int
+    slot_bytes: int  # of its slots
+    routes: Sequence[Route]  # what passes between its rank and this one
+    read: bool = False  # chunks are read from it, not written by it
+    direct: bool = False  # and leased pages of it, where they lie
+    way: str = ""  # transport and direction in words
+    bytes_per_s: float | None = None
+    engine_id: str = ""
+    model: bytes = b""  # digest of all that the producer says of its model
+    told: str = ""  # the same in a few words
+    plain: Sequence[Route] = ()  # the same routes in `raw`, where there is a choice
+    choice: CodecChoice | None = None  # between the two
+
+    def counterpart(self, source: Source, *, coded: bool) -> Counterpart:
+        """What audits know the producer by, where its KV comes coded or not."""
+        codecs = sorted({route.codec for route in (self.routes if coded else self.plain)})
+        path = ", ".join((self.way, *codecs))
+        return Counterpart(source, self.epoch, self.engine_id, self.model, self.told, path)
+
+    def counterparts(self, source: Source) -> list[Counterpart]:
+        """The producer by every path that a transfer of this session can take. The path of the next transfer
+        comes first."""
+        ways = (self.coded, not self.coded) if self.choice is not None else (self.coded,)
+        return [self.counterpart(source, coded=coded) for coded in ways]
+
+    @property
+    def coded(self) -> bool:
+        """Whether the next transfer is coded."""
+        return self.choice is None or self.choice.coded
+
+    def header(self, load: Load, route: Route, chunk: Chunk, checksum: bytes) -> ChunkHeader:
+        """What the header of this chunk of a route must say."""
+        return header_of(
+            chunk,
+            transfer=load.transfer,
+            epoch=self.epoch,
+            identity=load.identity,
+            codec=route.codec,
+            nbytes=chunk.nbytes(route),
+            checksum=checksum,
+        )
+
+    def measured(self, nbytes: int, seconds: float, *, coded: bool = True) -> None:
+        """A transfer that never waited for a prefill took this long, after its first chunk."""
+        if not nbytes or seconds <= 0:
+            return
+        rate = nbytes / seconds
+        if self.choice is not None:
+            self.choice.measured(coded=coded, wire_bytes_per_s=rate)
+            self.bytes_per_s = self.choice.wire_bytes_per_s
+        else:
+            self.bytes_per_s = rate if self.bytes_per_s is None else (self.bytes_per_s + rate) / 2

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a producer knows of one consumer rank that reads a transfer: its chunks, and its slots."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pd_connector.errors import Cause
+from pd_connector.plan.chunks import Chunk, plan
+from pd_connector.plan.route import Route
+from pd_connector.plan.sizes import bytes_per_token
+from pd_connector.protocol.producing.outgoing import Offer, Send, Step
+from pd_connector.protocol.wire import messages
+
+_Layers = tuple[int, int, int]
+"""Some layers of a route: the route, the first layer, the stop layer."""
+
+
+@dataclass(slots=True)
+class LayerQueue:
+    """Chunks of the same layers that are not sent yet, by token. If the first of them is not
+    computed, none is."""
+
+    last_layer: int  # in model numbering
+    chunks: deque[Chunk] = field(default_factory=deque)
+
+    def computed_in(self, step: Step) -> bool:
+        """Whether the first chunk is computed by a step that is still under way."""
+        return self.chunks[0].stop_token <= step.tokens and self.last_layer < step.stop_layer
+
+
+@dataclass(slots=True)
+class OutgoingStream:
+    """One consumer rank that has opened the transfer."""
+
+    message: messages.Open
+    routes: Sequence[Route]
+    credits: deque[int]  # landing slots that it has granted
+    leased_only: bool = False  # nothing is sent to it before the prefill has ended
+    planned: int = 0  # chunks
+    unsent: int = 0
+    token_bytes: float = 0.0  # on the wire, in all layers
+    accepted: bool = False
+    writing: int = 0  # writes that have not ended
+    last_gathered: float = float("-inf")  # the engine's step in which a chunk was gathered last
+    queues: dict[_Layers, LayerQueue] = field(default_factory=dict)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a chunk was sent to it, or it has room for one."""
+        return bool(self.credits) or self.unsent < self.planned
+
+    def prepare(self) -> tuple[Cause, str] | None:
+        """Plan the chunks; returns why there is no plan, if so."""
+        asked = self.message
+        try:
+            chunks = plan(
+                self.routes,
+                asked.first_token,
+                asked.stop_token,
+                asked.chunk_bytes,
+                streamed=asked.wait,
+            )
+        except ValueError as error:
+            return Cause.GEOMETRY, str(error)
+        for chunk in chunks:
+            layers = _layers(chunk)
+            if layers not in self.queues:
+                self.queues[layers] = LayerQueue(chunk.layers(self.routes[chunk.route])[-1])
+            self.queues[layers].chunks.append(chunk)
+        self.planned = self.unsent = len(chunks)
+        while len(self.credits) > self.planned:
+            self.credits.pop()
+        self.token_bytes = bytes_per_token(self.routes)
+        return None
+
+    def credit(self, slots: Sequence[int]) -> None:
+        """Take slots that were granted; more than there are chunks left have no meaning."""
+        room = self.unsent - len(self.credits)
+        self.credits.extend(slots[: max(0, room)])
+
+    def link_s(self, tokens: int) -> float:
+        """How long the link takes for `tokens` tokens, in seconds; infinite if its speed was not
+        measured."""
+        rate = self.message.bytes_per_s
+        return self.token_bytes * tokens / rate if rate else float("inf")
+
+    def take(self, offer: Offer, step: Step | None) -> tuple[Chunk, int] | None:
+        """The chunk that comes first in the plan among those that are computed, and the landing
+        slot that it goes into; None if there is none. Call it only while there are credits."""
+        best: LayerQueue | None = None
+        least = self.planned
+        for queue in self.queues.values():
+            if not queue.chunks or (first := queue.chunks[0]).sequence >= least:
+                continue
+            if first.stop_token <= offer.tokens or (step is not None and queue.computed_in(step)):
+                best, least = queue, first.sequence
+        if best is None:
+            return None
+        self.unsent -= 1
+        self.writing += 1
+        return best.chunks.popleft(), self.credits.popleft()
+
+    def unsend(self, send: Send) -> None:
+        """What was taken last comes next again."""
+        self.writing -= 1
+        self.unsent += 1
+        self.credits.appendleft(send.slot)
+        self.queues[_layers(send.chunk)].chunks.appendleft(send.chunk)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if counts disagree."""
+        waiting = sum(len(queue.chunks) for queue in self.queues.values())
+        if waiting != self.unsent or not 0 <= self.unsent <= self.planned:
+            raise RuntimeError(
+                f"{waiting} chunks are queued, wanted {self.unsent} of {self.planned} planned"
+            )
+        if not 0 <= self.writing <= self.planned - self.unsent:
+            raise RuntimeError(
+                f"{self.writing} writes are under way, {self.planned - self.unsent} chunks were sent"
+            )
+        if self.writing and not self.accepted:
+            raise RuntimeError("chunks were sent to a consumer that was not accepted")
+
+
+def _layers(chunk: Chunk) -> _Layers:
+    return chunk.route, chunk.first_layer, chunk.stop_layer

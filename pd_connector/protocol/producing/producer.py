@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The producer's state machine: which pages are leased to whom, and what is to be sent next.
+
+It has no sockets, no engine and no clock. Events come in as calls with the time; what must happen
+goes out as actions. A transfer has two halves, which may come in either order. Offers come from
+this engine, one with each step of the prefill, and say what is computed: they are here, with the
+leases that the last one begins. Openings (`Open`) come from each consumer rank that needs a part of
+it: they are in `openings`. What is both computed and opened is sent: `send_queue` says what is next.
+"""
+
+from collections.abc import Collection, Sequence
+
+from pd_connector.config import Config
+from pd_connector.errors import Cause
+from pd_connector.plan.route import Route
+from pd_connector.protocol.producing.openings import Openings
+from pd_connector.protocol.producing.outgoing import Action, Free, Offer, Send, SessionId, Step
+from pd_connector.protocol.producing.outgoing_transfer import OutgoingTransfer
+from pd_connector.protocol.producing.outgoing_transfers import OutgoingTransfers
+from pd_connector.protocol.producing.past_transfers import PastTransfers
+from pd_connector.protocol.producing.send_queue import SendQueue
+from pd_connector.protocol.wire import messages
+
+LAYERS_PAY_S = 0.005
+"""Seconds. If the link would need this long or longer for a step's KV after the step, the KV is sent layer by
+layer while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
+
+
+class Producer:
+    """All transfers of one rank that produces. Used by one thread.
+
+    Args:
+        pages: of the engine's cache. At most `lease_share` of them are leased; None: no limit.
+        late_revokes: pages may have changed before `revoke` is called. What comes before the end of
+            a prefill is provisional then, and only sent to consumers that can wait for the end.
+    """
+
+    def __init__(
+        self, config: Config, pages: int | None = None, *, late_revokes: bool = False
+    ) -> None:
+        self._config = config
+        self._most_leased = float("inf") if pages is None else config.lease_share * pages
+        self._transfers = OutgoingTransfers()
+        self._past = PastTransfers()
+        self._queue = SendQueue(self._transfers)
+        self._openings = Openings(
+            config, self._transfers, self._past, self._queue, provisional=late_revokes
+        )
+
+    @property
+    def transfers(self) -> int:
+        """Transfers that are expected, offered or opened."""
+        return len(self._transfers)
+
+    @property
+    def leased_pages(self) -> int:
+        return self._transfers.leased_pages
+
+    def expect(self, transfer: str, now: float) -> None:
+        """A request with this transfer has been queued here: openings may wait for it."""
+        if self._past.is_unwanted(transfer):
+            return
+        self._past.begin_again(transfer)
+        outgoing = self._transfers.announced(transfer)
+        outgoing.expected = True
+        outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
+        self._transfers.schedule(outgoing)
+
+    def offer(self, offer: Offer, now: float) -> list[Action]:
+        """KV has been computed. The last offer of a prefill leases its pages to the consumer."""
+        if self._past.is_unwanted(offer.transfer):
+            if not offer.final:
+                return []
+            cause = self._past.why_unwanted(offer.transfer)
+            self._past.forget_unwanted(offer.transfer)
+            return [Free(offer.request, cause)]
+        outgoing = self._transfers.announced(offer.transfer)
+        if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
+            return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
+        outgoing.offer = offer
+        outgoing.step = None
+        if not outgoing.expected:
+            self.expect(offer.transfer, now)
+        actions: list[Action] = []
+        if offer.final:
+            outgoing.expires = now + self._config.lease_s
+            outgoing.lease_ends = now + self._config.wait_timeout_s
+            self._transfers.schedule(outgoing)
+            self._transfers.lease(outgoing)
+            if outgoing.all_finished:
+                return self._openings.end(outgoing, outgoing.cause, "")
+            actions += self._evict(outgoing)
+        actions += outgoing.tell_watchers()
+        for session in list(outgoing.streams):
+            actions += self._openings.start(outgoing, session)
+        return actions
+
+    def computed(
+        self, transfer: str, request: str, tokens: int, stop_layer: int | None
+    ) -> list[Action]:
+        """The prefill has computed `tokens` tokens.
+
+        Args:
+            stop_layer: they are computed in the model's layers below this one, while the step goes
+                on; None if they are computed in all layers.
+        """
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or outgoing.final or not outgoing.offered_by(request):
+            return []
+        assert outgoing.offer is not None
+        if stop_layer is None:
+            outgoing.offer = outgoing.offer._replace(tokens=tokens)
+        elif self._config.overlap == "layer" or outgoing.link_s(tokens) > LAYERS_PAY_S:
+            outgoing.step = Step(tokens, stop_layer)
+        for session in outgoing.streams:
+            self._queue.add(transfer, session)
+        return outgoing.tell_watchers()
+
+    def revoke(
+        self, transfer: str, request: str, doubtful_since: float = float("inf")
+    ) -> list[Action]:
+        """The request's pages are no longer its own (it was preempted). What has been sent was
+        right, unless it is in doubt; the rest is offered again when it has been computed again.
+
+        Args:
+            doubtful_since: a reader for which a chunk was gathered in this step of the engine, or
+                later, may have been sent what another request wrote: it is refused.
+        """
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None or outgoing.final or not outgoing.offered_by(request):
+            return []
+        outgoing.offer = None
+        outgoing.step = None
+        actions: list[Action] = []
+        for session, stream in list(outgoing.streams.items()):
+            if stream.last_gathered >= doubtful_since:
+                detail = "the prefill was preempted, and its pages overwritten, as they were read"
+                actions += self._openings.fail(session, transfer, Cause.PREEMPTED, detail)
+        return actions
+
+    def withdraw(self, transfer: str, request: str) -> list[Action]:
+        """The request, which had this transfer, offers no pages, or no longer those that it has
+        offered, leased or not: who reads them is refused the rest."""
+        self._past.forget_unwanted(transfer)
+        outgoing = self._transfers.get(transfer)
+        if outgoing is None:
+            return []
+        if outgoing.offer is not None and not outgoing.offered_by(request):
+            return []
+        ended = self._openings.end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
+        return [action for action in ended if not isinstance(action, Free)]  # it knows
+
+    def give_up(self, transfer: str, detail: str) -> list[Action]:
+        """Something went wrong that nobody has foreseen: end this transfer, whatever its state."""
+        outgoing = self._transfers.get(transfer)
+        return self._openings.end(outgoing, Cause.INTERNAL, detail) if outgoing else []
+
+    def watch(
+        self, session: SessionId, transfer: str, now: float, *, keep: bool = False
+    ) -> list[Action]:
+        """A consumer wants to hear when the prefill has begun.
+
+        Args:
+            keep: see `messages.Watch`.
+        """
+        if keep:
+            self._transfers.keep(session, transfer)
+        return self._openings.watch(session, transfer, now)
+
+    def open(
+        self, session: SessionId, message: messages.Open, routes: Sequence[Route], now: float
+    ) -> list[Action]:
+        """A consumer rank asks for KV, which passes along these routes."""
+        return self._openings.open(session, message, routes, now)
+
+    def credit(self, session: SessionId, transfer: str, slots: Sequence[int]) -> None:
+        """A consumer grants slots."""
+        stream = self._transfers.stream(session, transfer)
+        if stream is not None:
+            stream.credit(slots)
+            self._queue.add(transfer, session)
+
+    def next_send(self, busy: Collection[SessionId] = ()) -> Send | None:
+        """The next chunk to send; None if there is none. Streams that have credit take turns.
+
+        The caller gathers before it calls anything else here: pages may be freed after that.
+
+        Args:
+            busy: sessions that cannot take a chunk now.
+        """
+        return self._queue.next_send(busy)
+
+    def peek_send(self, busy: Collection[SessionId] = ()) -> Send | None:
+        """What `next_send` will probably give next. Its pages may be freed before that."""
+        return self._queue.peek(busy)
+
+    def gathered(self, send: Send, step: int) -> None:
+        """A chunk has been read from its pages, and posted; `step` is the engine's, counted after
+        that."""
+        stream = self._transfers.stream(send.session, send.transfer)
+        if stream is not None:
+            stream.last_gathered = step
+
+    def unsend(self, send: Send) -> None:
+        """What `next_send` gave cannot be gathered now: its pages have been revoked. It is given
+        again only after something has changed, such as an offer."""
+        self._queue.unsend(send)
+
+    def written(self, session: SessionId, transfer: str, ok: bool, detail: str) -> list[Action]:
+        """A write has ended; `session` is the one it went to."""
+        return self._openings.written(session, transfer, ok, detail)
+
+    def fail(self, session: SessionId, transfer: str, cause: Cause, detail: str) -> list[Action]:
+        """What this consumer wants cannot be sent."""
+        return self._openings.fail(session, transfer, cause, detail)
+
+    def done(self, session: SessionId, transfer: str) -> list[Action]:
+        """The consumer has verified and placed everything."""
+        return self._openings.done(session, transfer)
+
+    def cancel(
+        self, session: SessionId, transfer: str, cause: Cause, now: float, readers: int = 1
+    ) -> list[Action]:
+        """A consumer does not want the transfer (any more); it may never have opened it."""
+        return self._openings.cancel(session, transfer, cause, now, readers)
+
+    def heartbeat(self, session: SessionId, transfers: Sequence[str], now: float) -> None:
+        """A consumer still wants these transfers, opened or not: their leases are extended."""
+        for transfer in transfers:
+            outgoing = self._transfers.get(transfer)
+            if outgoing is not None and outgoing.final:
+                config = self._config
+                outgoing.extend(now + config.lease_s, now + config.wait_timeout_s)
+
+    def session_lost(self, session: SessionId) -> list[Action]:
+        """A consumer is gone. Nobody will fetch what it had opened."""
+        return self._openings.session_lost(session)
+
+    def end_all(self, cause: Cause, detail: str) -> list[Action]:
+        """End every transfer: its KV must not be used any more."""
+        actions: list[Action] = []
+        for outgoing in list(self._transfers):
+            actions += self._openings.end(outgoing, cause, detail)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """End what has expired."""
+        actions: list[Action] = []
+        for outgoing in self._transfers.due(now):
+            if outgoing.expires <= now:
+                actions += self._openings.end(outgoing, *outgoing.expiry)
+            else:
+                self._transfers.schedule(outgoing)
+        self._past.tick(now)
+        return actions
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if a transfer is in no legal state, or counts disagree."""
+        leased: dict[str, str] = {}
+        self._transfers.check_integrity()
+        for outgoing in self._transfers:
+            transfer = outgoing.transfer
+            try:
+                outgoing.check_integrity()
+            except RuntimeError as error:
+                raise RuntimeError(f"transfer {outgoing.transfer}: {error}") from None
+            if outgoing.offer is not None and outgoing.final:
+                other = leased.setdefault(outgoing.offer.request, transfer)
+                if other != transfer:
+                    raise RuntimeError(
+                        f"request {outgoing.offer.request} is leased to {other} and {transfer}"
+                    )
+        self._openings.check_integrity()
+
+    def _evict(self, new: OutgoingTransfer) -> list[Action]:
+        """If too many pages are leased, end the oldest transfers that nobody has begun to fetch. So decode
+        engines that do not come for them, or come without room, cannot hold this engine's cache."""
+        actions: list[Action] = []
+        while self._transfers.leased_pages > self._most_leased:
+            oldest = self._transfers.oldest_waiting(but=new)
+            if oldest is None:
+                break
+            detail = "more than lease_share of the cache was leased"
+            actions += self._openings.end(oldest, Cause.LEASE_EVICTED, detail)
+        return actions

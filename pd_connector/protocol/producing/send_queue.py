@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stream of a producer sends its next chunk, and which chunk that is."""
+
+from collections.abc import Collection
+
+from pd_connector.protocol.producing.outgoing import Send, SessionId
+from pd_connector.protocol.producing.outgoing_transfers import OutgoingTransfers
+
+
+class SendQueue:
+    """Streams that may have something to send, in the order of their turns. Used by one thread."""
+
+    def __init__(self, transfers: OutgoingTransfers) -> None:
+        self._transfers = transfers
+        self._ready: dict[tuple[str, SessionId], None] = {}
+
+    def add(self, transfer: str, session: SessionId) -> None:
+        """More of this stream is computed, or more slots are granted to it."""
+        stream = self._transfers.stream(session, transfer)
+        if stream is not None and stream.accepted and stream.credits:
+            self._ready.setdefault((transfer, session))
+
+    def next_send(self, busy: Collection[SessionId]) -> Send | None:
+        """See `Producer.next_send`."""
+        while True:
+            key = next((key for key in self._ready if key[1] not in busy), None)
+            if key is None:
+                return None
+            del self._ready[key]
+            transfer, session = key
+            outgoing = self._transfers.get(transfer)
+            send = outgoing.next_send(session) if outgoing else None
+            if send is not None:
+                self._ready[key] = None  # behind all others
+                return send
+
+    def peek(self, busy: Collection[SessionId]) -> Send | None:
+        """What `next_send` gives, if nothing happens before. Nothing is taken."""
+        for transfer, session in self._ready:
+            if session in busy:
+                continue
+            outgoing = self._transfers.get(transfer)
+            send = outgoing.next_send(session) if outgoing else None
+            if outgoing is not None and send is not None:
+                outgoing.streams[session].unsend(send)
+                return send
+        return None
+
+    def unsend(self, send: Send) -> None:
+        """Take back what `next_send` gave. The stream waits until it is added again."""
+        self._ready.pop((send.transfer, send.session), None)
+        stream = self._transfers.stream(send.session, send.transfer)
+        assert stream is not None  # nothing has happened since
+        stream.unsend(send)

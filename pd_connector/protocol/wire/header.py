@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The header that travels with the bytes of one chunk."""
+
+import msgspec
+
+from pd_connector.plan.chunks import Chunk
+from pd_connector.protocol.wire.fields import Count, Fingerprint, Name, decode
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a producer says of a chunk. The consumer compares every field with the value that it wants,
+    before it uses the bytes.
+
+    Attributes:
+        transfer: the transfer that the chunk is of.
+        epoch: of the producer's process.
+        sequence: number of the chunk in the plan. The plan's chunk with this number has this `route`,
+            these layers and these tokens.
+        identity: fingerprint of the tokens whose KV this is.
+        codec: name of the route's codec.
+        nbytes: bytes of the payload.
+        checksum: of the payload. It may be empty only if the transport verifies every byte of the chunk.
+    """
+
+    transfer: Name
+    epoch: Count
+    sequence: Count
+    identity: Fingerprint
+    route: Count
+    first_layer: Count
+    stop_layer: Count
+    first_token: Count
+    stop_token: Count
+    codec: Name
+    nbytes: Count
+    checksum: Fingerprint
+
+
+def header_of(
+    chunk: Chunk,
+    *,
+    transfer: str,
+    epoch: int,
+    identity: bytes,
+    codec: str,
+    nbytes: int,
+    checksum: bytes,
+) -> ChunkHeader:
+    """The header of the plan's `chunk`: what a producer says, and what a consumer compares with."""
+    return ChunkHeader(
+        transfer=transfer,
+        epoch=epoch,
+        sequence=chunk.sequence,
+        identity=identity,
+        route=chunk.route,
+        first_layer=chunk.first_layer,
+        stop_layer=chunk.stop_layer,
+        first_token=chunk.first_token,
+        stop_token=chunk.stop_token,
+        codec=codec,
+        nbytes=nbytes,
+        checksum=checksum,
+    )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ChunkHeader)
+
+
+def encode_header(header: ChunkHeader) -> bytes:
+    """A msgpack array, at most 64 KiB."""
+    return _encoder.encode(header)
+
+
+def decode_header(data: bytes) -> ChunkHeader:
+    """The header in these bytes. Raises MalformedMessageError."""
+    return decode(_decoder, data)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_transfer_params`: what a proxy puts into a request, and what it gets back.
+
+Names and meanings are those of vLLM's NixlConnector, so that proxies written for it work
+unchanged. `transfer_id`, `describe` and `remote_ranks` are additions; all are optional.
+
+    who                   writes                          reads
+    proxy, to prefill     `prefill_params`                `parse`
+    prefill, to proxy     `response`                      `parse_address`
+    proxy, to decode      `decode_params`                 `parse`
+    proxy, to prefill     `describe_params`               `parse`
+    prefill, to proxy     `description`                   `parse_address`
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from pd_connector.kv.geometry import MAX_LAYERS, Shard
+from pd_connector.protocol.wire.peers import Peer, Source
+
+MAX_RANKS = 1024
+"""The most ranks of one producer: tensor-parallel size times pipeline stages."""
+
+# JSON can spell halves of surrogate pairs, which no message can carry.
+_ENCODABLE = "^[^\ud800-\udfff]*\\Z"
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=_ENCODABLE)]
+_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=_ENCODABLE)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+_Rank = tuple[_Host, _Port, _Count, _Count, _Count]
+
+
+class TransferParams(msgspec.Struct, frozen=True):
+    """The parameters of one request, checked. Fields of other connectors are ignored, and null is taken for
+    a field that is not there."""
+
+    do_remote_prefill: bool = False
+    """The prompt's KV is at `remote_*`: fetch it."""
+    do_remote_decode: bool = False
+    """Someone will fetch this prompt's KV: keep it."""
+    remote_engine_id: _Id | None = None
+    remote_request_id: _Id | None = None
+    """The producer's name for the KV: the transfer."""
+    remote_host: _Host | None = None
+    remote_port: _Port | None = None
+    remote_ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    """All ranks of the producer: host, port, first and stop layer, tensor-parallel rank. If empty,
+    `remote_host` and `remote_port` name the only rank."""
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    """Tensor-parallel size of the producer."""
+    remote_block_ids: Any = None
+    """Null if the prefill may not have finished. Any other value is not used."""
+    remote_num_tokens: _Count | None = None
+    """Tokens of the prompt that the producer has computed: a proxy may append its first token."""
+    remote_seal: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")] = ""
+    """The producer's proof that the address is its own (`control.seal`)."""
+    transfer_id: _Id | None = None
+    """A name for the KV that the proxy chose, so that it can tell both sides at once."""
+    describe: bool = False
+    """Keep nothing; only tell this producer's address."""
+
+    def peers(self) -> tuple[Peer, ...]:
+        """The producer's ranks. Needs `remote_host` and `remote_port`."""
+        assert self.remote_host is not None
+        assert self.remote_port is not None
+        engine_id = self.remote_engine_id or ""
+        if not self.remote_ranks:
+            source = Source(self.remote_host, self.remote_port, engine_id)
+            return (Peer(source, Shard(0, MAX_LAYERS, 0, 1)),)
+        return tuple(
+            Peer(Source(host, port, engine_id), Shard(first, stop, rank, self.tp_size))
+            for host, port, first, stop, rank in self.remote_ranks
+        )
+
+    @property
+    def wait(self) -> bool:
+        return self.remote_block_ids is None
+
+
+class ProducerAddress(NamedTuple):
+    """Where a producer is reached: its answer to `describe`, and a part of every response."""
+
+    engine_id: str
+    peers: tuple[Peer, ...] = ()  # all ranks; the first is the one that `remote_host` names
+    seal: str = ""  # the producer's proof that the address is its own
+
+    @property
+    def host(self) -> str:
+        return self.peers[0].source.host
+
+    @property
+    def port(self) -> int:
+        return self.peers[0].source.port
+
+    def fields(self) -> dict[str, Any]:
+        """The address as fields of `kv_transfer_params`."""
+        return {
+            "remote_engine_id": self.engine_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_ranks": [
+                [source.host, source.port, shard.first_layer, shard.stop_layer, shard.tp_rank]
+                for source, shard in self.peers
+            ],
+            "tp_size": self.peers[0].shard.tp_size,
+            **({"remote_seal": self.seal} if self.seal else {}),
+        }
+
+
+def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
+    """Read a request's `kv_transfer_params`; None where it asks for nothing.
+
+    Raises:
+        ValueError: they cannot be followed; the message names the field.
+    """
+    if not params:
+        return None
+    try:
+        parsed = _read(params)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error).replace("$.", "")) from None
+    if parsed.do_remote_prefill and parsed.do_remote_decode:
+        raise ValueError("do_remote_prefill and do_remote_decode are both true: must be one")
+    if parsed.do_remote_prefill:
+        for name in ("remote_request_id", "remote_host", "remote_port"):
+            if getattr(parsed, name) is None:
+                raise ValueError(f"do_remote_prefill without {name}: required to fetch KV")
+    return parsed if parsed.do_remote_prefill or parsed.do_remote_decode else None
+
+
+def parse_address(params: object) -> ProducerAddress | None:
+    """The address in the `kv_transfer_params` of a prefill engine's answer.
+
+    Args:
+        params: that field of the answer as JSON gave it, of any type.
+
+    Returns:
+        None where it names no engine, host or port, or a field has a wrong type: another
+        connector, or none, answers there.
+    """
+    try:
+        parsed = _read(params)
+    except msgspec.ValidationError:
+        return None
+    if not (parsed.remote_engine_id and parsed.remote_host and parsed.remote_port):
+        return None
+    return ProducerAddress(parsed.remote_engine_id, parsed.peers(), parsed.remote_seal)
+
+
+def prefill_params(transfer: str | None = None) -> dict[str, Any]:
+    """Parameters of a prefill request whose KV will be fetched.
+
+    Args:
+        transfer: a name for the KV, at most 256 characters, so that the decode engine can be
+            told at the same time. Without it the engine chooses one and says it in its answer.
+    """
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    return asked if transfer is None else {**asked, "transfer_id": transfer}
+
+
+def decode_params(address: ProducerAddress, transfer: str) -> dict[str, Any]:
+    """Parameters of a decode request whose prompt's KV `address` has, or will have.
+
+    Args:
+        address: of the prefill engine.
+        transfer: what `prefill_params` of the prefill request named the KV.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": transfer,
+        "remote_block_ids": None,  # the prefill may not have begun: open the transfer and wait
+        **address.fields(),
+    }
+
+
+def describe_params() -> dict[str, Any]:
+    """Parameters of a request to which a prefill engine answers with its address. It keeps
+    nothing for it."""
+    return {**prefill_params(), "describe": True}
+
+
+def response(
+    address: ProducerAddress, *, transfer: str, pages: Sequence[Sequence[int]], tokens: int
+) -> dict[str, Any]:
+    """What a prefill answers; a proxy puts it into the decode request as it is.
+
+    Args:
+        address: of this engine.
+        transfer: the name of the KV.
+        pages: page ids by page table.
+        tokens: tokens of the prompt.
+    """
+    return {
+        **decode_params(address, transfer),
+        "remote_block_ids": [list(table) for table in pages],
+        "remote_num_tokens": tokens,
+        "pp_size": _stages(address),
+    }
+
+
+def description(address: ProducerAddress) -> dict[str, Any]:
+    """The answer to `describe_params`."""
+    return {"describe": True, **address.fields(), "pp_size": _stages(address)}
+
+
+def _read(params: object) -> TransferParams:
+    """Raises msgspec.ValidationError. Proxies in typed languages write null for what they do not set."""
+    if isinstance(params, Mapping):
+        params = {name: value for name, value in params.items() if value is not None}
+    return msgspec.convert(params, TransferParams)
+
+
+def _stages(address: ProducerAddress) -> int:
+    """Pipeline stages of a producer."""
+    return len({peer.shard.first_layer for peer in address.peers})

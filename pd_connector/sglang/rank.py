@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the requests of one rank share: its agent and what the agent reports, SGLang's buffers, and the pages of its pool."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pd_connector.agent.agent import Agent
+from pd_connector.agent.commands import Expect, Withdraw
+from pd_connector.sglang.adapters import Adapters
+from pd_connector.sglang.admission import Admission
+from pd_connector.sglang.outcomes import Outcomes
+from pd_connector.sglang.requests import fingerprint, transfer_of
+
+
+class PoolPages:
+    """The pages of SGLang's pool, as requests name them.
+
+    Args:
+        scheduler: SGLang's; it has the pool's allocator.
+        size: tokens of a page.
+        limit: the first number above those of the pool's pages.
+        windows: whether there are layers with a sliding window. Their pages have numbers of their own.
+    """
+
+    def __init__(self, scheduler: Any, size: int, *, limit: int, windows: bool) -> None:
+        self.size = size
+        self.limit = limit
+        self._scheduler = scheduler
+        self._windows = windows
+
+    def check(self, pages: Sequence[int]) -> None:
+        """Raise ValueError if a page is not one of the pool's. (The agent would find out, too, and end all requests
+        of its session.)"""
+        if not all(0 <= page < self.limit for page in pages):
+            wrong = next(page for page in pages if not 0 <= page < self.limit)
+            raise ValueError(f"page {wrong}: the pool has pages 0 to {self.limit - 1}")
+
+    def tables(self, pages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """A request's pages by page table. The pages of layers with a sliding window are found by the others; -1 if
+        SGLang has given a page back that the window has passed."""
+        if not self._windows:
+            return (tuple(pages),)
+        slots = torch.tensor(pages, dtype=torch.int64) * self.size
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        found = allocator.translate_swa_indices_for_transfer(slots.to(self._scheduler.device))
+        windowed = (found // self.size).tolist()
+        return tuple(pages), tuple(page if page > 0 else -1 for page in windowed)
+
+    def forward_fence(self) -> Any:
+        """A point in the stream on which SGLang computes: a forward pass that is under way may still write pages of a
+        request that has just ended. None on a CPU."""
+        stream = getattr(self._scheduler, "forward_stream", None)
+        return stream.record_event() if isinstance(stream, torch.cuda.Stream) else None
+
+
+class Rank:
+    """Used by the scheduler's thread.
+
+    Attributes:
+        agent: of this rank.
+        admission: which requests enter SGLang's queues.
+        outcomes: what the agent has reported of requests.
+        buffers: SGLang's metadata buffers.
+        pages: of SGLang's pool.
+        produces: whether this is a prefill engine.
+        offers_early: whether KV of a prompt is sent before all of it is computed (config key `overlap`).
+        leads: whether this is the first of the ranks that have parts of the same requests.
+        vocabulary: size of the model's vocabulary, the first number that is not a token.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        admission: Admission,
+        buffers: Any,
+        pages: PoolPages,
+        adapters: Adapters,
+        *,
+        produces: bool,
+        offers_early: bool,
+        leads: bool,
+        vocabulary: int,
+    ) -> None:
+        self.agent = agent
+        self.admission = admission
+        self.outcomes = Outcomes(agent)
+        self.buffers = buffers
+        self.pages = pages
+        self.produces = produces
+        self.offers_early = offers_early
+        self.leads = leads
+        self.vocabulary = vocabulary
+        self._adapters = adapters
+
+    def identity(self, req: Any, tokens: Sequence[int]) -> bytes:
+        """What the KV of these tokens of a request depends on.
+
+        Raises:
+            PDConnectorError: its adapter cannot be told by content.
+        """
+        return fingerprint(req, tokens, self._adapters.name(req.lora_id))
+
+    @staticmethod
+    def request_name(rid: str, room: int) -> str:
+        """What the agent calls a request: SGLang's own ids may come twice."""
+        return f"{room}/{rid}"
+
+    def refused(self, req: Any) -> None:
+        """SGLang has refused a request of this prefill engine before it entered a queue, such as a prompt that is
+        longer than the pool. A decode engine that waits for it is told."""
+        transfer = transfer_of(req.bootstrap_room)
+        self.agent.submit(Expect(transfer))
+        self.agent.submit(Withdraw(transfer, self.request_name(req.rid, req.bootstrap_room)))
+
+    def count_handoff(self, outcome: str) -> None:
+        """A request of this decode engine has its KV, or will not get it. One rank counts for all."""
+        if self.leads:
+            self.agent.telemetry.count("handoffs", cause=outcome)

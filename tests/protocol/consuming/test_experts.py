@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A token that met other experts is no wrong KV: nobody is distrusted for it. What a transfer does wrong does not look
+like that."""
+
+import pytest
+from support.machines import ROUTES
+
+from pd_connector.kv.coding import Part
+from pd_connector.protocol.consuming.audit import Comparison, Distance
+from pd_connector.protocol.consuming.experts import MOST_MOVED, Moved
+
+(ROUTE,) = ROUTES  # float32: 0.3 of a token
+TOKENS, PAGE = 64, ROUTE.destination.page_size
+LAYERS = 4
+
+
+def judged(far: dict[int, dict[int, float]], *, experts: bool = True) -> str:
+    """What is wrong where these tokens are so far apart, by layer; "" for nothing.
+
+    Every token of every layer counts 1: the distance of a page, or of a layer, follows.
+    """
+    comparison = Comparison(experts=experts)
+    for layer in range(LAYERS):
+        tokens = {t: far.get(layer, {}).get(t, 0.01) for t in range(TOKENS)}
+        pages = range(TOKENS // PAGE)
+        of_page = [[tokens[t] for t in range(PAGE * p, PAGE * p + PAGE)] for p in pages]
+        worst = [max(range(PAGE), key=one.__getitem__) for one in of_page]
+        for part in Part:
+            moved = [Moved(t, d, d * d) for t, d in tokens.items() if d > 1 / 16]
+            distance = Distance(
+                layer,
+                part,
+                pages=list(pages),
+                by_page=[(sum(d * d for d in one) / PAGE) ** 0.5 for one in of_page],
+                tokens=[PAGE * p + w for p, w in zip(pages, worst, strict=True)],
+                by_token=[max(one) for one in of_page],
+                apart=sum(d * d for d in tokens.values()),
+                own=float(TOKENS),
+                span=range(TOKENS),
+                moved=sorted(moved, key=lambda one: -one.distance)[:MOST_MOVED],
+            )
+            comparison.add(ROUTE, [distance])
+    problem = comparison.judge([], [])
+    return problem[1] if problem else ""
+
+
+STAYS = {1: {5: 1.1, 40: 0.1}, 2: {5: 0.8, 40: 0.9}, 3: {5: 0.4, 40: 0.5, 41: 1.0}}
+
+
+def test_tokens_that_met_other_experts_are_no_wrong_kv() -> None:
+    assert judged(STAYS) == ""
+
+
+def test_in_a_model_without_experts_they_are() -> None:
+    """The harm, for a model that has them."""
+    assert judged(STAYS, experts=False).startswith("layer 1, page 2, K: KV is 0.778 apart")
+
+
+@pytest.mark.parametrize(
+    ("far", "found"),
+    [
+        ({0: {5: 1.0}, 1: {5: 1.0}, 2: {5: 1.0}, 3: {5: 1.0}}, "layer 0, page 2"),
+        ({1: {5: 1.0}, 2: {5: 1.0}}, "layer 2, page 2"),
+        ({2: {63: 0.35}}, "layer 2, page 31"),
+        ({1: {5: 1.0, 6: 1.0}, 2: {5: 1.0}, 3: {5: 1.0}}, "layer 1, page 3"),
+    ],
+    ids=["in the first layer", "not in the next layer", "a little", "beside one that stays"],
+)
+def test_what_no_expert_does_is_wrong(far: dict[int, dict[int, float]], found: str) -> None:
+    assert found in judged(far)
+
+
+def test_a_layer_that_is_wrong_in_all_tokens_is_not_the_experts_doing() -> None:
+    wrong = {layer: dict.fromkeys(range(TOKENS), 1.0) for layer in (2, 3)}
+    assert judged(wrong).startswith("layer 2, page 0, K")
