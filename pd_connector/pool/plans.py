@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bytes pass between a rank's pages and the parts of a chunk at rest. Pure functions; `stored.py` moves them.
-
-A page table lists a request's pages from its first token on; -1 stands for a page that is not held, or must not be
-written.
-"""
+"""Which bytes pass between a rank's pages and the parts of a chunk at rest. Pure functions; `stored.py` moves them."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +25,8 @@ from pd_connector.pool.form import (
     places,
 )
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.spans import LoadSpan, Tables, check_covered
 
-Tables = Sequence[Sequence[int]]
 GATHER_BYTES = 8 << 20
 """Most bytes of a piece of a save, unless one layer has more. The agent's thread does other work between pieces."""
 
@@ -70,19 +66,16 @@ def plan_save(
         tables: the request's pages, by table.
         number: of the chunk.
     """
-    held = [(run, *_held(run, geometry, tables, number)) for run in form]
-    kept = tuple(
-        msgspec.structs.replace(run, first_token=first) for run, first, pages in held if pages
-    )
-    if not kept:
+    every = ((run, *_held(run, geometry, tables, number)) for run in form)
+    held = [one for one in every if one[2]]
+    if not held:
         return None
+    kept = tuple(msgspec.structs.replace(run, first_token=first) for run, first, _ in held)
+    start = number * CHUNK_TOKENS
     offsets = {place.layer: place for place in places(kept, geometry)}
     pieces: list[SavePiece] = []
     for run, first, pages in held:
-        if not pages:
-            continue
         route, nbytes = _own_route(run, geometry), offsets[run.layers[0]].nbytes
-        start = number * CHUNK_TOKENS
         for low, high in _rows(len(run.layers), nbytes, GATHER_BYTES):
             chunk = Chunk(0, 0, low, high, start + first, start + CHUNK_TOKENS, bool(run.planes))
             offset = offsets[run.layers[low]].offset
@@ -110,8 +103,8 @@ def _own_route(run: Run, geometry: Geometry) -> Route:
     """A run's layers, all heads of the rank, as they are."""
     group = group_of(geometry, run.layers[0])
     assert group is not None
-    heads = geometry.heads(group)
-    return Route(group, group, run.layers, heads, 0, 0, RAW.name, bool(run.planes), NEWEST_RULES)
+    where = run.layers, geometry.heads(group), 0, 0
+    return Route(group, group, *where, RAW.name, bool(run.planes), NEWEST_RULES)
 
 
 class Need(NamedTuple):
@@ -143,14 +136,7 @@ class Need(NamedTuple):
 
 
 def needed_parts(names: Iterable[str], own: Geometry) -> list[str]:
-    """The parts that have something for a rank with this geometry, of all parts of a chunk.
-
-    >>> group = Group(kind="attention", layers=(0, 1), heads=8, key_dim=64, value_dim=64, page_size=16,
-    ...               window=0, dtype="bfloat16", layout="NHD", heads_apart=True)
-    >>> own = Geometry(Shard(first_layer=0, stop_layer=2, tp_rank=1, tp_size=2), (group,))
-    >>> needed_parts(["0-2.0of4", "0-2.1of4", "0-2.2of4", "0-2.3of4"], own)
-    ['0-2.2of4', '0-2.3of4']
-    """
+    """The parts that have something for a rank with this geometry, of all parts of a chunk."""
     found = []
     for name in names:
         shard = part_shard(name)
@@ -180,15 +166,16 @@ def need(form: Sequence[Run], geometry: Geometry, own: Geometry) -> Need | None:
     for run in form:
         group = group_of(geometry, run.layers[0])
         assert group is not None
+        heads = geometry.heads(group)
         layers = tuple(
             layer
             for layer in run.layers
-            if layer in wanted and _meet(geometry.heads(group), own.heads(wanted[layer]))
+            if layer in wanted and _meet(heads, own.heads(wanted[layer]))
         )
         if layers:
             kept.append(msgspec.structs.replace(run, layers=layers))
-    layers = tuple(layer for run in kept for layer in run.layers)
-    found = tuple(place for place in places(form, geometry) if place.layer in layers)
+    here = {layer for run in kept for layer in run.layers}
+    found = tuple(place for place in places(form, geometry) if place.layer in here)
     if not found:
         return None
     start = found[0].offset // RUN_ALIGNMENT * RUN_ALIGNMENT
@@ -235,81 +222,25 @@ def plan_load(
 
     Raises:
         PoolError: KV cannot pass between the two caches, or the parts lack a token that is wanted. `cause` is `UNLIKE`.
+        IndexError: a table is too short.
     """
     pieces: list[LoadPiece] = []
     covered: dict[tuple[int, int], int] = {}
-    span = _Span(number, first_token, stop_token)
+    span = LoadSpan(number, first_token, stop_token)
+    span.check_tables(own, tables)
     for place, (geometry, needed) in enumerate(parts):
         offsets = {one.layer: one.offset - needed.start for one in needed.places}
         for run in needed.form:
             first = span.start + run.first_token
-            for route in _routes(run, geometry, own):
+            whole = msgspec.structs.replace(run, first_token=0)  # routes do not depend on it
+            for route in _routes(whole, geometry, own):
                 for layer in route.layers:
                     for head in route.heads:
                         covered[layer, head] = min(first, covered.get((layer, head), first))
                 for low, high, pages in span.intervals(route, tables, first):
                     pieces += _load_pieces(place, run, route, (low, high), pages, offsets)
-    _check_covered(covered, own, tables, span)
+    check_covered(covered, own, tables, span)
     return pieces
-
-
-class _Span(NamedTuple):
-    """The tokens of a chunk that are loaded."""
-
-    number: int
-    first_token: int
-    stop_token: int
-
-    @property
-    def start(self) -> int:
-        """The chunk's first token."""
-        return self.number * CHUNK_TOKENS
-
-    @property
-    def stop(self) -> int:
-        return min(self.stop_token, self.start + CHUNK_TOKENS)
-
-    def intervals(
-        self, route: Route, tables: Tables, first: int
-    ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Tokens [low, high) that lie in consecutive pages which can be written, with these pages.
-
-        Args:
-            first: the first token that the run holds.
-        """
-        group = route.destination
-        opaque = group.dtype not in ELEMENT_BYTES
-        low = max(first, self.first_token)
-        low = max(first, low - low % group.page_size) if opaque else low
-        for begin, stop, pages in _runs_of_pages(
-            tables[group.table], group.page_size, low, self.stop
-        ):
-            yield max(low, begin), min(self.stop, stop), pages
-
-    def first_wanted(self, group: Group, tables: Tables) -> int | None:
-        """The first token that the next one to be computed attends to, in a page that can be written."""
-        window = max(0, self.stop_token - group.window + 1) if group.window else 0
-        low = max(self.start, self.first_token, window)
-        found = _runs_of_pages(tables[group.table], group.page_size, low, self.stop)
-        return next((max(low, begin) for begin, _, _ in found), None)
-
-
-def _runs_of_pages(
-    table: Sequence[int], page_size: int, low: int, high: int
-) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Runs of consecutive pages of a request that can be written and hold some of tokens [low, high): their first and
-    stop token, and their ids."""
-    run: list[int] = []
-    span = page_span(low, high, page_size) if low < high else range(0)
-    for place in span:
-        page = table[place] if place < len(table) else -1
-        if page >= 0:
-            run.append(page)
-        elif run:
-            yield (place - len(run)) * page_size, place * page_size, tuple(run)
-            run = []
-    if run:
-        yield (span.stop - len(run)) * page_size, span.stop * page_size, tuple(run)
 
 
 def _load_pieces(
@@ -340,23 +271,6 @@ def _load_pieces(
         if at_once and offsets[layers[-1]] != offsets[layers[0]] + (len(layers) - 1) * nbytes:
             offset = None  # between them lies a layer that is not needed
         yield LoadPiece(part, run, route, chunk, pages, offset)
-
-
-def _check_covered(
-    covered: dict[tuple[int, int], int], own: Geometry, tables: Tables, span: _Span
-) -> None:
-    """Raises PoolError if a token that is wanted is in no part. Layers of a draft model can do without."""
-    for group in own.groups:
-        wanted = span.first_wanted(group, tables)
-        if wanted is None:
-            continue
-        for layer in group.layers:
-            for head in own.heads(group) if layer < DRAFT_LAYERS else ():
-                if covered.get((layer, head), span.stop) > wanted:
-                    raise PoolError(
-                        Miss.UNLIKE,
-                        f"chunk {span.number} was stored without token {wanted} of layer {layer} head {head}",
-                    )
 
 
 @functools.lru_cache(maxsize=512)

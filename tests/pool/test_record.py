@@ -101,7 +101,7 @@ def test_a_record_with_a_field_that_is_not_known_is_refused() -> None:
 
 
 @given(st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_a_record_that_contradicts_itself_is_refused_although_its_sum_is_right(
     data: st.DataObject,
 ) -> None:
