@@ -61,9 +61,8 @@ def python(code: str, *arguments: str, root: Path) -> subprocess.CompletedProces
 
 
 def modules() -> list[str]:
-    found = [f"pd_connector.{room}" for room in ROOMS]
-    found += ["pd_kernels.payload", "pd_kernels.checksum"]
     found = [*(f"pd_connector.{room}" for room in ROOMS), *POOL]
+    found += ["pd_kernels.payload", "pd_kernels.checksum"]
     for room in ROOMS:
         folder = Path(pd_connector.__file__).parent / room
         found += [
