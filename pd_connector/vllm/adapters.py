@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_connector.kv.checkpoint_files import FileState, links
 from pd_connector.kv.identity import adapter_files, adapter_fingerprint
-from pd_connector.vllm.checkpoint import in_cache
+from pd_connector.vllm.config_files import in_cache
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

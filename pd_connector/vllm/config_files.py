@@ -38,7 +38,7 @@ def watch() -> None:
             setattr(model, _TOLD, _told(model, before))
 
     setattr(post_init, _WATCHED, True)
-    ModelConfig.__post_init__ = post_init  # type: ignore[method-assign]
+    ModelConfig.__post_init__ = post_init
 
 
 def folder_text(model: "ModelConfig", place: str) -> ConfigText | None:

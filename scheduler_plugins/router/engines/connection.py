@@ -80,19 +80,21 @@ class Connection(asyncio.Protocol):
 
     def _write(self) -> None:
         """Write on, until the engine does not take more, or others have a turn."""
-        if self._unsent is None or self._full or self.closing:
-            return
-        assert self._transport is not None
         written = 0
-        for piece in self._unsent:
+        while self._unsent is not None and self._takes():
+            assert self._transport is not None
+            piece = next(self._unsent, None)
+            if piece is None:
+                self._unsent = None
+                return
             self._transport.write(piece)
             written += len(piece)
-            if self._full:
-                return
             if written >= _TURN_BYTES:
                 asyncio.get_running_loop().call_soon(self._write)
                 return
-        self._unsent = None
+
+    def _takes(self) -> bool:
+        return not (self._full or self.closing)
 
     def pause(self) -> None:
         if not self._paused and not self.closing:

@@ -58,7 +58,7 @@ class _Object(RawField, dict[str, Any]): ...
 _WITH_RAW: dict[type, type[RawField]] = {str: _Text, list: _List, dict: _Object}
 
 
-def memory_of(piece: bytes) -> int:
+def memory_of(piece: bytes | bytearray) -> int:
     """Upper bound of a JSON text's size in memory once it is decoded, in bytes."""
     commas, lists, objects = map(piece.count, (b",", b"[", b"{"))
     return len(piece) + _COMMA_BYTES * commas + _LIST_BYTES * lists + _OBJECT_BYTES * objects
@@ -291,7 +291,7 @@ class PieceDecoder:
 
     def _peek(self) -> bytes:
         self._space()
-        return self._raw[self._at : self._at + 1]
+        return bytes(self._raw[self._at : self._at + 1])
 
     def _expect(self, mark: bytes) -> None:
         if self._peek() != mark:
