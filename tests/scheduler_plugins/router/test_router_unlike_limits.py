@@ -264,7 +264,7 @@ def test_requests_wait_in_the_queue_of_the_engine_that_has_fewer_slots(
     """vLLM and SGLang let requests wait for a slot. Nobody refuses them, and no engine is blamed for the wait."""
 
     async def scenario() -> None:
-        made = World(**GRACE)
+        made = World()
         slot, most, open_now = asyncio.Lock(), 0, 0
         computed: dict[str, asyncio.Event] = {}
 
