@@ -26,7 +26,7 @@ from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.telemetry import Telemetry
 
-logger = logging.getLogger("pd_connector.agent.pool")
+logger = logging.getLogger("pd_connector.agent.pool_loads")
 
 _LANDINGS = 4
 """Chunks that are being read, or not placed yet."""

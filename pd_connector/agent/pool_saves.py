@@ -21,7 +21,7 @@ from pd_connector.pool.saver import Saver
 from pd_connector.pool.stored import describe, gather_piece
 from pd_connector.telemetry import Telemetry
 
-logger = logging.getLogger("pd_connector.agent.pool")
+logger = logging.getLogger("pd_connector.agent.pool_saves")
 
 _BUFFERS = 4
 """Chunks that are copied and not written yet."""

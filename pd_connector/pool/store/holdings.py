@@ -20,7 +20,7 @@ from pd_connector.pool.store.base import DISK, MEMORY, Refusal, Why
 from pd_connector.pool.store.books import Books, BooksError
 from pd_connector.pool.store.entry import Entry, entry_of, file_name
 from pd_connector.pool.store.eviction import make_room, reserve
-from pd_connector.pool.store.folder import Folder
+from pd_connector.pool.store.folder import RESERVE_BYTES, Folder
 from pd_connector.pool.store.ledger import (
     Evicted,
     Part,
@@ -141,7 +141,8 @@ class Holdings:
             pass
         try:
             with self.books.transaction() as books:
-                evicted = make_room(books, part.tier, part.nbytes, part.tenant, full=True)
+                need = part.nbytes + RESERVE_BYTES // 8  # the books have grown as well
+                evicted = make_room(books, part.tier, need, part.tenant, full=True)
                 write_leaving(books, evicted, part.owner)
             self.erase(evicted)
             return folder.create(part.name, part.nbytes)

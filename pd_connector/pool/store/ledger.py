@@ -68,8 +68,7 @@ def clock(books: sqlite3.Connection) -> int:
 def touch(books: sqlite3.Connection, keys: Iterable[bytes]) -> None:
     """These chunks were used now, together."""
     used = clock(books)
-    rows = [(used, tier, key) for key in keys for tier in (MEMORY_TIER, DISK_TIER)]
-    books.executemany("UPDATE chunks SET used = ? WHERE tier = ? AND key = ?", rows)
+    books.executemany("UPDATE chunks SET used = ? WHERE key = ?", [(used, key) for key in keys])
 
 
 def write_leaving(books: sqlite3.Connection, evicted: Iterable[Evicted], owner: str) -> None:

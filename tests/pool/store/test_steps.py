@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from chunks import content, loads, save, there
 from store_steps import ALIEN, NBYTES, NEW, OLD, ROOM, opened
-from whole import problems
+from whole import problems, sweep
 
 from pd_connector.pool.store.local import LocalStore
 
@@ -109,7 +109,7 @@ def test_killed_at_any_line(
         ended = children.start(action, "SIGKILL", line)
         assert ended in (["ended", "killed"], ["ended", "0"]), ended
         check_look_ups(store)
-        store.keeper.sweep()
+        sweep(store)
         assert problems(store) == [], f"{action} killed at line {line}"
         assert save(store, ALIEN) == 2
         assert all(loads(store, key) for key in ALIEN)
@@ -130,6 +130,6 @@ def test_stopped_at_any_line(
             answer = children.answer()
         assert answer == ["ended", "0"], f"{action} stopped at line {line}"
         check_look_ups(store)
-        store.keeper.sweep()
+        sweep(store)
         assert problems(store) == [], f"{action} stopped at line {line}"
         assert save(store, [ALIEN[1]], parent=ALIEN[0]) + there(store, ALIEN[1:]) >= 1

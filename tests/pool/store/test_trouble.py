@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chunks import begin, chain, loads, save, there
-from whole import problems
+from whole import problems, sweep
 
 from pd_connector.errors import ConfigError, PoolError
 from pd_connector.pool.store.base import Refusal, Why
@@ -100,7 +100,7 @@ def test_after_a_while_the_others_make_books_of_their_own(
     process.wait(30)
     assert there(store, keys) == 3
     assert store.status().tiers[0].chunks == 5
-    store.keeper.sweep()
+    sweep(store)
     assert problems(store) == []
 
 
@@ -137,7 +137,7 @@ def test_damaged_books_are_made_anew_from_the_files(
     assert all(loads(store, key) for key in keys)
     for number in range(30):
         assert save(store, chain(f"{number}", 1), patience_s=30) == 1
-    store.keeper.sweep()
+    sweep(store)
     assert store.status().tiers[0].nbytes <= 20 * CHARGE
     assert len(list((root / "data").iterdir())) <= 20
 
@@ -181,7 +181,7 @@ def test_a_forked_child_keeps_nothing_of_its_dead_parent(open_store: Open, folde
     child = int(parent.stdout.readline())
     parent.wait(30)
     try:
-        store.keeper.sweep()
+        sweep(store)
         assert store.status().writing == 0
         assert save(store, chain("a", 1)) == 1
     finally:
@@ -217,10 +217,10 @@ def test_a_full_memory_takes_new_chunks_in_the_place_of_old_ones(small: Path) ->
     """Others use the same tmpfs, so it can be full long before the budget is."""
     store = LocalStore(Space(small / "pool", 1 << 30))
     try:
-        saved = [save(store, chain(f"{number}", 1), nbytes=100_000) for number in range(30)]
-        assert saved == [1] * 30
-        assert there(store, chain("29", 1)) == 1
-        assert loads(store, *chain("29", 1))
+        saved = [save(store, chain(f"{number}", 1), nbytes=30_000) for number in range(100)]
+        assert saved == [1] * 100
+        assert there(store, chain("99", 1)) == 1
+        assert loads(store, *chain("99", 1))
         assert problems(store) == []
     finally:
         store.close()

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether books and folders of a store agree, and nothing is left that nobody uses."""
 
+import contextlib
 import os
 import time
+from pathlib import Path
 
+from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.stocktaking import sums_differ
 
@@ -14,6 +17,24 @@ def problems(store: LocalStore, writing: int = 0) -> list[str]:
     while (found := _problems(store, writing)) and time.monotonic() < until:
         time.sleep(0.05)
     return found
+
+
+def sweep(store: LocalStore) -> None:
+    """Remove what ended processes have left, on a machine that may be too busy for the first try."""
+    until = time.monotonic() + 20
+    while True:
+        try:
+            return store.keeper.sweep()
+        except BooksError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def _blocks(file: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return file.stat().st_blocks * 512
+    return 0
 
 
 def _problems(store: LocalStore, writing: int) -> list[str]:
@@ -50,7 +71,7 @@ def _problems(store: LocalStore, writing: int) -> list[str]:
             )
         if len(rest) > writing or leaving or pins:
             found.append(f"{part.name}: left in the books: {rest} {leaving} {pins}")
-        size = sum(file.stat().st_blocks * 512 for file in (part.path / "data").iterdir())
+        size = sum(_blocks(file) for file in (part.path / "data").iterdir())
         if size > budget or nbytes > budget:
             found.append(f"{part.name}: {size} bytes, {nbytes} in the books, budget {budget}")
     with holdings.books.transaction() as books:
