@@ -14,7 +14,8 @@ from pd_connector.errors import (
 )
 from pd_connector.kv.geometry import Geometry, without_drafts
 from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
-from pd_connector.plan.route import Route, lacking, routes
+from pd_connector.plan.coverage import lacking
+from pd_connector.plan.route import Route, routes
 from pd_connector.plan.rules import RULES
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.last_words import untold

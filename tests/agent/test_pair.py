@@ -317,10 +317,10 @@ def test_a_chunk_is_sent_when_it_is_computed_and_without_that_wrong_kv_would_be(
 
     world, _, prefill, _ = streaming()
     world.compute(prefill, 3)
-    take = OutgoingStream.take
+    take = OutgoingStream.take_chunk
     monkeypatch.setattr(
         OutgoingStream,
-        "take",
+        "take_chunk",
         lambda self, offer, step: take(self, offer._replace(tokens=offer.prompt_tokens), step),
     )
     assert world.send() is not None

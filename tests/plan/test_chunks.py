@@ -15,7 +15,8 @@ from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.kv.geometry import Geometry, Group, pages_for
 from pd_connector.plan.chunks import Chunk, blocks, chunk_limit, plan
-from pd_connector.plan.route import Route, meet, routes, uncovered
+from pd_connector.plan.coverage import uncovered
+from pd_connector.plan.route import Route, meet, routes
 from pd_connector.plan.rules import NEWEST_RULES, PlanRules
 from pd_connector.plan.sizes import bytes_per_token, page_part_bytes
 

@@ -12,7 +12,8 @@ from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Shard
-from pd_connector.plan.route import Route, meet, routes, served, shared_layers, uncovered
+from pd_connector.plan.coverage import uncovered
+from pd_connector.plan.route import Route, meet, routes, served, shared_layers
 
 CODECS = ("fp8_e4m3", "int8", "raw")
 MODEL: Model = (Layer(8),) * 4

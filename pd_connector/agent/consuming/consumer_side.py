@@ -1,35 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consuming half of an agent: carries out what its state machine wants, and takes chunks in.
+"""The consuming half of an agent: carries out what its state machine wants.
 
-Its sessions with producers are kept by `session_keeper`.
+`session_keeper` keeps its sessions with producers, and `chunk_receiver` takes chunks in.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from pd_connector.agent.commands import Distrust, Drop, Hold
-from pd_connector.agent.confined import confined
 from pd_connector.agent.consuming.auditor import Auditor
+from pd_connector.agent.consuming.chunk_receiver import ChunkReceiver
 from pd_connector.agent.consuming.consumer_commands import ConsumerCommands
 from pd_connector.agent.consuming.dialler import Dialler
 from pd_connector.agent.consuming.inbox import Inbox
 from pd_connector.agent.consuming.load_ends import LoadEnds
 from pd_connector.agent.consuming.name_queue import NameQueue
-from pd_connector.agent.consuming.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.consuming.open_sessions import OpenSessions
 from pd_connector.agent.consuming.outage import OutageWatch
 from pd_connector.agent.consuming.session_keeper import SessionKeeper
 from pd_connector.agent.integrity import HasIntegrity
-from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
+from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.resolver import Resolver
-from pd_connector.errors import Cause, MalformedMessageError, TransportError
+from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
-from pd_connector.memory.destination import Destination
-from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.consuming.consumer import Consumer
 from pd_connector.protocol.consuming.incoming import (
@@ -43,7 +40,6 @@ from pd_connector.protocol.consuming.incoming import (
     Tell,
 )
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.header import decode_header
 from pd_connector.protocol.wire.peers import Source
 from pd_connector.remedies import FAILING_GAUGE
 from pd_connector.transport.base import Landed
@@ -70,7 +66,6 @@ class ConsumerSide:
     ) -> None:
         config, cache = resources.config, resources.cache
         self._config = config
-        self._cache = cache
         self._telemetry = resources.telemetry
         self._pool = SlotPool(config.slots)
         one_sided = any(transport.one_sided for transport in resources.transports)
@@ -86,8 +81,11 @@ class ConsumerSide:
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
         self._inbox = Inbox(cache, gate, resources.telemetry)
+        self._receiver = ChunkReceiver(
+            resources, self._consumer, self._inbox, self._sessions, self._act
+        )
         for transport in resources.transports:
-            transport.destinations = self._destination
+            transport.destinations = self._receiver.destination
         self._found_unlike: set[tuple[Source, int]] = set()
         self._outage = OutageWatch()
         self._ends = LoadEnds(self._telemetry, self._outage, report)
@@ -99,7 +97,7 @@ class ConsumerSide:
             self._inbox,
             self._outage,
             act=self._act,
-            read=self._read,
+            read=self._receiver.read,
             unlike=self._unlike,
         )
         self._auditor = Auditor(
@@ -197,82 +195,12 @@ class ConsumerSide:
         self._auditor.tick(now)
 
     def landed(self, landed: Sequence[Landed], now: float) -> None:
-        """Chunks have landed; each counts once it fits the plan and its checksum is right."""
-        for number, arrival in enumerate(landed, 1):
-            following = landed[number] if number < len(landed) else None
-            if following and not following.problem and isinstance(following.payload, Payload):
-                self._cache.scatter_next(following.payload)
-            give_up = partial(self._give_up, arrival, now)
-            with confined(self._telemetry, "taking in a chunk", give_up):
-                self._take_in(arrival, now)
-        self._cache.settle()
-
-    def _give_up(self, arrival: Landed, now: float) -> None:
-        """An error with a chunk ends its transfer."""
-        transfer = decode_header(arrival.header).transfer
-        detail = "an unexpected error, see this log"
-        self._act(self._consumer.give_up(transfer, detail, now), now)
-        self._tell_taken(arrival.slot)
-
-    def _destination(self, encoded: bytes, slot: int, nbytes: int) -> Destination | None:
-        """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
-        try:
-            header = decode_header(encoded)
-        except MalformedMessageError:
-            return None  # it will be dropped when it has landed
-        place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
-        return self._inbox.destination(place, self._consumer.awaits) if place else None
-
-    def _take_in(self, arrival: Landed, now: float) -> None:
-        slot, problem = arrival.slot, arrival.problem
-        try:
-            header = decode_header(arrival.header)
-        except MalformedMessageError as error:
-            # Not the exception itself: its frames would keep the slot's memory.
-            logger.warning("chunk with an unreadable header dropped: %s", str(error))
-            self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
-            self._tell_taken(slot)
-            return
-        if problem:
-            logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
-        actions = self._consumer.landed(
-            header, slot, arrival.payload, now, problem=problem, verified=arrival.verified
-        )
-        if not actions:
-            self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
-        self._act(actions, now)
-        self._tell_taken(slot)
+        """See `ChunkReceiver.landed`."""
+        self._receiver.landed(landed, now)
 
     def close(self) -> None:
         self._commands.close()
         self._sessions.close()
-
-    def _read(
-        self,
-        session: OpenSession,
-        offered: messages.Offered | messages.OfferedPages,
-        now: float,
-    ) -> None:
-        """Fetch a chunk that the producer offers: from its send slot into the landing slot that
-        was granted for it, or from its pages straight into ours."""
-        source = session.source
-        wanted = self._consumer.granted(source, offered.transfer, offered.slot)
-        if session.path is None or not wanted or self._inbox.reads(source, offered.slot):
-            self._sessions.send(session, messages.Taken(offered.offer))
-            return
-        try:
-            pieces = self._inbox.read(source, session.path, offered)
-        except TransportError as error:
-            self._keeper.end(session, Cause.TRANSPORT, str(error), now)
-            return
-        if pieces is not None:
-            self._take_in(Landed(offered.header, offered.slot, pieces), now)
-
-    def _tell_taken(self, slot: int) -> None:
-        """Tell the producer that an offer has been read, if one went with this landing slot."""
-        for source, taken in self._inbox.taken(slot):
-            if session := self._sessions.get(source):
-                self._sessions.send(session, taken)
 
     def _note_choice(self, source: Source, message: messages.Open) -> None:
         """Count and log what `codec: auto` has decided for a transfer."""
@@ -293,28 +221,13 @@ class ConsumerSide:
                     if isinstance(message, messages.Open):
                         self._note_choice(source, message)
                 case PlaceChunk() as place:
-                    pending.extend(self._consumer.placed(place, *self._place(place), now))
+                    pending.extend(self._consumer.placed(place, *self._receiver.place(place), now))
                 case Stalled(source):
                     self._keeper.stalled(source, now)
                 case Held() as held:
                     self._ends.held(held, now)
                 case Finished() as finished:
                     self._finished(finished, now)
-
-    def _place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
-        session = self._sessions.get(place.source)
-        assert session is not None
-        assert session.path is not None  # it has been granted the slot
-        try:
-            return self._inbox.place(place, session.path)
-        except RevokedError:
-            return Cause.ABORTED, "the request was dropped"
-        except AbandonedError:
-            raise
-        except Exception as error:  # a codec or transport, which may be another package's
-            logger.exception("a chunk of transfer %s was not placed", place.header.transfer)
-            self._telemetry.count("session_errors")
-            return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
 
     def _finished(self, finished: Finished, now: float) -> None:
         self._inbox.forget(finished.request)

@@ -13,7 +13,7 @@ from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS, OpenSessio
 from pd_connector.agent.consuming.outage import OutageWatch, named_for_what_it_is
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.resources import RankResources
-from pd_connector.errors import Cause, MalformedMessageError
+from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.consuming.consumer import Consumer
 from pd_connector.protocol.consuming.incoming import Action
@@ -114,7 +114,10 @@ class SessionKeeper:
             case messages.Ready():
                 self._act(self._consumer.ready(source, message.transfer), now)
             case messages.Offered() | messages.OfferedPages():
-                self._read(session, message, now)
+                try:
+                    self._read(session, message, now)
+                except TransportError as error:
+                    self.end(session, Cause.TRANSPORT, str(error), now)
             case messages.Accept():
                 self._act(self._consumer.accept(source, message, now), now)
             case messages.Refuse():

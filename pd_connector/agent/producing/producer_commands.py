@@ -79,7 +79,7 @@ class ProducerCommands:
         self._resume(now, self._unfinished.transfers)
 
     def _resume(self, now: float, at_once: Container[str] = ()) -> None:
-        for command, fence in self._unfinished.take(at_once):
+        for command, fence in self._unfinished.take_due(at_once):
             with self._confined(command):
                 self._execute(command, fence, now)
 

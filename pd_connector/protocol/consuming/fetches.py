@@ -4,7 +4,7 @@
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry
-from pd_connector.plan.route import uncovered
+from pd_connector.plan.coverage import uncovered
 from pd_connector.protocol.consuming.audit import AuditBook
 from pd_connector.protocol.consuming.grants import Grants
 from pd_connector.protocol.consuming.incoming import Action, Dial, ProducerSession, Stalled, Tell
@@ -89,7 +89,7 @@ class Fetches:
         self._transfers.schedule(incoming)
         # A prefill that has not ended would leave its slots unused.
         wanted = 0 if load.wait else stream.planned
-        slots = self._grants.take(load.transfer, source, stream, wanted)
+        slots = self._grants.grant(load.transfer, source, stream, wanted)
         return [Tell(source, stream.opening(load, session, slots))]
 
     def unaudited(self, source: Source, adapter: str) -> str:
@@ -210,7 +210,7 @@ class Fetches:
             else:
                 self._unsent.setdefault(source, []).append(message)
             cancelled = cause is not None and source in self._sessions
-            self._grants.end(transfer, source, stream, until, cancelled=cancelled)
+            self._grants.end_stream(transfer, source, stream, until, cancelled=cancelled)
         return actions + incoming.outcome(cause, detail, now) + self._grants.grant_free(now)
 
     def send_unsent(self, source: Source) -> list[Action]:

@@ -44,7 +44,9 @@ class Grants:
         self._waiting[transfer, source] = stream
         self._unwanted = 0
 
-    def take(self, transfer: str, source: Source, stream: IncomingStream, wanted: int) -> list[int]:
+    def grant(
+        self, transfer: str, source: Source, stream: IncomingStream, wanted: int
+    ) -> list[int]:
         """Grant as many slots as there are, up to `wanted`."""
         taken: list[int] = []
         while len(taken) < wanted and (slot := self._pool.take((transfer, source))) is not None:
@@ -61,7 +63,7 @@ class Grants:
         stream.slots.remove(slot)
         self._pool.give_back(slot)
 
-    def end(
+    def end_stream(
         self,
         transfer: str,
         source: Source,
@@ -116,7 +118,7 @@ class Grants:
                 elif self._pool.free and len(stream.slots) < self._most(stream, free):
                     if stream.complete and not stream.slots:
                         stream.deadline = now + self._config.stall_timeout_s
-                    granted.setdefault(key, []).extend(self.take(*key, stream, 1))
+                    granted.setdefault(key, []).extend(self.grant(*key, stream, 1))
                     # Behind those that have had none yet.
                     self._waiting[key] = self._waiting.pop(key)
                     progress = True

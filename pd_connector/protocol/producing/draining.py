@@ -22,7 +22,7 @@ class Draining:
     def __contains__(self, key: Key) -> bool:
         return key in self._writing
 
-    def add(self, session: SessionId, transfer: str, stream: OutgoingStream) -> None:
+    def drain(self, session: SessionId, transfer: str, stream: OutgoingStream) -> None:
         """This stream has ended. Nothing is kept of it if none of its writes is under way."""
         if stream.writing:
             self._writing[session, transfer] = stream.writing

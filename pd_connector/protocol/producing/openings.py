@@ -103,7 +103,7 @@ class Openings:
                 outgoing.refused.add(session)
                 return [_refusal(session, transfer, *problem)]
         stream.accepted = True
-        self._queue.add(transfer, session)
+        self._queue.enqueue(transfer, session)
         if known and not offer.final:
             return []
         provisional = self._provisional and not offer.final
@@ -178,9 +178,9 @@ class Openings:
         """End a transfer: who reads or watches it is refused, and its pages may be freed."""
         transfer = outgoing.transfer
         self._transfers.remove(outgoing)
-        self._past.end(transfer, cause)
+        self._past.remember(transfer, cause)
         for session, stream in outgoing.streams.items():
-            self._draining.add(session, transfer, stream)
+            self._draining.drain(session, transfer, stream)
         actions: list[Action] = []
         if cause is not None:
             told = (*outgoing.streams, *outgoing.watchers)
@@ -208,7 +208,7 @@ class Openings:
         transfer = outgoing.transfer
         stream = outgoing.streams.pop(session, None)
         if stream is not None:
-            self._draining.add(session, transfer, stream)
+            self._draining.drain(session, transfer, stream)
         outgoing.finished[session] = cause
         outgoing.moved = True
         if not outgoing.all_finished:

@@ -85,7 +85,7 @@ class OutgoingStream:
         rate = self.message.bytes_per_s
         return self.token_bytes * tokens / rate if rate else float("inf")
 
-    def take(self, offer: Offer, step: Step | None) -> tuple[Chunk, int] | None:
+    def take_chunk(self, offer: Offer, step: Step | None) -> tuple[Chunk, int] | None:
         """The chunk that comes first in the plan among those that are computed, and the landing
         slot that it goes into; None if there is none. Call it only while there are credits."""
         best: LayerQueue | None = None

@@ -99,7 +99,7 @@ class OutgoingTransfer:
             return None
         if stream.leased_only and not offer.final:
             return None
-        taken = stream.take(offer, self.step)
+        taken = stream.take_chunk(offer, self.step)
         if taken is None:
             return None
         self.moved = True

@@ -46,7 +46,7 @@ class PastTransfers:
         """Why its consumer has cancelled it. Called where `is_unwanted`."""
         return self._unwanted[transfer][0]
 
-    def end(self, transfer: str, cause: Cause | None) -> None:
+    def remember(self, transfer: str, cause: Cause | None) -> None:
         """It has ended. The last thousand are remembered."""
         self._ended[transfer] = cause
         if len(self._ended) > _REMEMBERED:

@@ -113,7 +113,7 @@ class Producer:
         elif self._config.overlap == "layer" or outgoing.link_s(tokens) > LAYERS_PAY_S:
             outgoing.step = Step(tokens, stop_layer)
         for session in outgoing.streams:
-            self._queue.add(transfer, session)
+            self._queue.enqueue(transfer, session)
         return outgoing.tell_watchers()
 
     def revoke(
@@ -178,7 +178,7 @@ class Producer:
         stream = self._transfers.stream(session, transfer)
         if stream is not None:
             stream.credit(slots)
-            self._queue.add(transfer, session)
+            self._queue.enqueue(transfer, session)
 
     def next_send(self, busy: Collection[SessionId] = ()) -> SendChunk | None:
         """The next chunk to send; None if there is none. Streams that have credit take turns.

@@ -14,7 +14,7 @@ class SendQueue:
         self._transfers = transfers
         self._ready: dict[tuple[str, SessionId], None] = {}
 
-    def add(self, transfer: str, session: SessionId) -> None:
+    def enqueue(self, transfer: str, session: SessionId) -> None:
         """More of this stream is computed, or more slots are granted to it."""
         stream = self._transfers.stream(session, transfer)
         if stream is not None and stream.accepted and stream.credits:
@@ -47,7 +47,7 @@ class SendQueue:
         return None
 
     def unsend(self, send: SendChunk) -> None:
-        """Take back what `next_send` gave. The stream waits until it is added again."""
+        """Take back what `next_send` gave. The stream waits until it is enqueued again."""
         self._ready.pop((send.transfer, send.session), None)
         stream = self._transfers.stream(send.session, send.transfer)
         assert stream is not None  # nothing has happened since

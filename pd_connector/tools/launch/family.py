@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from pd_connector.tools.launch import proc
 from pd_connector.tools.launch.guard import guarded
@@ -177,3 +177,25 @@ def stop_all(families: Iterable[Family], polite_s: float = POLITE_S) -> None:
     finally:
         for family in families:
             family.kill()
+
+
+class Census(NamedTuple):
+    """Counts over all living members of a family. A leak makes them grow."""
+
+    processes: int
+    threads: int
+    files: int
+
+    @classmethod
+    def of(cls, family: Family) -> Census:
+        """Count now. If a member ends meanwhile, only what could be read counts."""
+        pids = [process.pid for process in family.members()]
+        threads = sum(_entries(f"/proc/{pid}/task") for pid in pids)
+        return cls(len(pids), threads, sum(_entries(f"/proc/{pid}/fd") for pid in pids))
+
+
+def _entries(folder: str) -> int:
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return 0

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from pd_connector.tools.launch import proc
-from pd_connector.tools.launch.census import Census
-from pd_connector.tools.launch.family import Family, stop_all
+from pd_connector.tools.launch.family import Census, Family, stop_all
 
 DEADLINE_S = 30.0
 

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes chunks in: reads those that are offered, gives the landed ones to the state machine, and places them."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pd_connector.agent.confined import confined
+from pd_connector.agent.consuming.inbox import Inbox
+from pd_connector.agent.consuming.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.page_gate import AbandonedError, RevokedError
+from pd_connector.agent.resources import RankResources
+from pd_connector.errors import Cause, MalformedMessageError
+from pd_connector.memory.destination import Destination
+from pd_connector.memory.device_bytes import Payload
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.consuming.incoming import Action, PlaceChunk
+from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import decode_header
+from pd_connector.transport.base import Landed
+
+logger = logging.getLogger("pd_connector.agent.consuming.chunk_receiver")
+
+
+class ChunkReceiver:
+    """Used by the agent's thread only.
+
+    Args:
+        act: carries out what the state machine wants done.
+    """
+
+    def __init__(
+        self,
+        resources: RankResources,
+        consumer: Consumer,
+        inbox: Inbox,
+        sessions: OpenSessions,
+        act: Callable[[Sequence[Action], float], None],
+    ) -> None:
+        self._telemetry = resources.telemetry
+        self._cache = resources.cache
+        self._consumer = consumer
+        self._inbox = inbox
+        self._sessions = sessions
+        self._act = act
+
+    def read(
+        self,
+        session: OpenSession,
+        offered: messages.Offered | messages.OfferedPages,
+        now: float,
+    ) -> None:
+        """Fetch a chunk that the producer offers: from its send slot into the landing slot that was granted for it,
+        or from its pages straight into ours.
+
+        Raises TransportError if the read cannot start.
+        """
+        source = session.source
+        wanted = self._consumer.granted(source, offered.transfer, offered.slot)
+        if session.path is None or not wanted or self._inbox.reads(source, offered.slot):
+            self._sessions.send(session, messages.Taken(offered.offer))
+            return
+        pieces = self._inbox.read(source, session.path, offered)
+        if pieces is not None:
+            self._take_in(Landed(offered.header, offered.slot, pieces), now)
+
+    def landed(self, landed: Sequence[Landed], now: float) -> None:
+        """Chunks have landed; each counts once it fits the plan and its checksum is right."""
+        for number, arrival in enumerate(landed, 1):
+            following = landed[number] if number < len(landed) else None
+            if following and not following.problem and isinstance(following.payload, Payload):
+                self._cache.scatter_next(following.payload)
+            give_up = partial(self._give_up, arrival, now)
+            with confined(self._telemetry, "taking in a chunk", give_up):
+                self._take_in(arrival, now)
+        self._cache.settle()
+
+    def destination(self, encoded: bytes, slot: int, nbytes: int) -> Destination | None:
+        """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
+        try:
+            header = decode_header(encoded)
+        except MalformedMessageError:
+            return None  # it will be dropped when it has landed
+        place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
+        return self._inbox.destination(place, self._consumer.awaits) if place else None
+
+    def place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
+        """Copy a chunk into its pages; returns what was wrong with it."""
+        session = self._sessions.get(place.source)
+        assert session is not None
+        assert session.path is not None  # it has been granted the slot
+        try:
+            return self._inbox.place(place, session.path)
+        except RevokedError:
+            return Cause.ABORTED, "the request was dropped"
+        except AbandonedError:
+            raise
+        except Exception as error:  # a codec or transport, which may be another package's
+            logger.exception("a chunk of transfer %s was not placed", place.header.transfer)
+            self._telemetry.count("session_errors")
+            return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
+
+    def _take_in(self, arrival: Landed, now: float) -> None:
+        slot, problem = arrival.slot, arrival.problem
+        try:
+            header = decode_header(arrival.header)
+        except MalformedMessageError as error:
+            # Not the exception itself: its frames would keep the slot's memory.
+            logger.warning("chunk with an unreadable header dropped: %s", str(error))
+            self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
+            self._tell_taken(slot)
+            return
+        if problem:
+            logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
+        actions = self._consumer.landed(
+            header, slot, arrival.payload, now, problem=problem, verified=arrival.verified
+        )
+        if not actions:
+            self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
+        self._act(actions, now)
+        self._tell_taken(slot)
+
+    def _give_up(self, arrival: Landed, now: float) -> None:
+        """An error with a chunk ends its transfer."""
+        transfer = decode_header(arrival.header).transfer
+        detail = "an unexpected error, see this log"
+        self._act(self._consumer.give_up(transfer, detail, now), now)
+        self._tell_taken(arrival.slot)
+
+    def _tell_taken(self, slot: int) -> None:
+        """Tell the producer that an offer has been read, if one went with this landing slot."""
+        for source, taken in self._inbox.taken(slot):
+            if session := self._sessions.get(source):
+                self._sessions.send(session, taken)
