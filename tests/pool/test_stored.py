@@ -139,7 +139,7 @@ def test_of_a_chunk_exactly_what_may_be_written_and_is_held_arrives(
             problem = error
         event(f"loaded: {problem is None}")
         if problem is None:
-            assert_right(rank, before, dense, wanted, own)
+            assert_right(rank, before, dense, wanted, own, first)
             continue
         assert problem.cause is Miss.UNLIKE
         assert ours.windows
@@ -162,7 +162,12 @@ def after_windows(rank: Rank, computed: int) -> list[list[int]]:
 
 
 def assert_right(
-    rank: Rank, before: dict[int, torch.Tensor], dense: Dense, wanted: dict[int, range], own: Tables
+    rank: Rank,
+    before: dict[int, torch.Tensor],
+    dense: Dense,
+    wanted: dict[int, range],
+    own: Tables,
+    first: int = 0,
 ) -> None:
     """Wanted tokens are right; what changed lies in pages that may be written, and is right, too."""
     for layer, group in rank.groups.items():
@@ -180,6 +185,7 @@ def assert_right(
             assert torch.equal(found[:, tokens], right[:, tokens]), f"layer {layer}"
             moved = changed[where]
             assert not moved[:, ~here].any(), "a page that must not be written"
+            assert not moved[:, :first].any(), "a token before those that are loaded"
             assert torch.equal(found[:, :TOKENS][moved[:, :TOKENS]], right[moved[:, :TOKENS]])
             changed[where] = False
         assert not changed.any(), "a page of another request"
@@ -305,6 +311,11 @@ def test_two_groups_with_unlike_pages_pass_to_an_engine_with_one_page_table() ->
     ):
         pass_through(model, two, other, 0)
         pass_through(model, other, two, 2)
+
+
+def test_layers_that_a_reader_keeps_in_two_groups_are_not_taken_for_neighbours() -> None:
+    """Pages are alike, so that their bytes pass as they are; but of each group every second layer."""
+    pass_through(MODEL, Setup(), Setup(labels=(0, 1, 0, 1), page_sizes=(16, 16)))
 
 
 def test_a_chunk_without_a_layer_that_is_wanted_is_not_loaded() -> None:
