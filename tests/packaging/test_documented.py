@@ -43,7 +43,12 @@ COMMAND = re.compile(
 OTHERS = {
     *("--no-deps", "--only-binary", "--platform", "--python-version", "--target"),  # pip
     *("--cacert", "--retry", "--retry-connrefused"),  # curl
-    *("--pd-disaggregation", "--ipc", "--shm-size", "--tool"),  # SGLang's router, Docker, compute-sanitizer
+    *(
+        "--pd-disaggregation",
+        "--ipc",
+        "--shm-size",
+        "--tool",
+    ),  # SGLang's router, Docker, compute-sanitizer
 }
 """Options of programs that nobody needs for these tests."""
 OWN_VARIABLE = re.compile(r"\bPD_(?:CONNECTOR|ROUTER|SCHEDULER|KERNELS|HYBRID)_[A-Z_]*[A-Z]\b")
