@@ -77,6 +77,7 @@ class PoolLoads:
         *,
         experts: bool,
     ) -> None:
+        self._cache = cache
         self._gate = gate
         self._loader = loader
         self._trust = trust
@@ -171,6 +172,10 @@ class PoolLoads:
                     filling.cause, filling.detail = problem
                     return
             pieces = plan_load(needs, found.own, fill.pages, chunk.number, *span)
+            if not self._cache.prepare([piece.route for piece in pieces], gathers=False):
+                filling.cause = Cause.POOL
+                filling.detail = "kernels for this writer's layout are being compiled"
+                return
             with self._gate.touching(fill.request) as confirm:
                 if filling.comparison is None:
                     self._placing.scatter(pieces, parts, filling.fence)

@@ -104,6 +104,8 @@ class PoolSaves:
             )
             if plan is None:
                 return None
+            if not self._cache.prepare([piece.route for piece in plan.pieces], gathers=True):
+                return None  # the agent does not wait for a compiler
             with self._gate.touching(save.request) as confirm:
                 for piece in plan.pieces:
                     gather_piece(self._cache, piece, payload, fence)

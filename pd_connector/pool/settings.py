@@ -27,7 +27,7 @@ SHM_VARIABLE = "PD_CONNECTOR_SHM"
 """The tmpfs in which the pool keeps chunks, if it is not `/dev/shm`: such as an `emptyDir` of medium `Memory`."""
 KEYS = ("memory", "dir", "disk", "read", "write")
 LEAST_BYTES = 64 << 20
-"""Of a tier. A chunk of a large model has tens of MiB."""
+"""The smallest tier. A chunk of a large model has tens of MiB."""
 DEFAULT_MEMORY_SHARE, DEFAULT_DISK_SHARE = 4, 2
 """Divisors of what the machine leaves."""
 _UNITS = {"": 1, "K": 10, "M": 20, "G": 30, "T": 40}

@@ -2,7 +2,7 @@
 """How many chunks of a hit are loaded: as many as are loaded faster than computed, by measured speeds. Pure.
 
 What is not measured yet counts as fast, so the first hits are loaded. A tier that does not answer is left alone for a
-while. Of a tier that is too slow, one chunk is loaded now and then, so that it is used again when it has become fast.
+while. One chunk of a tier that is too slow is loaded now and then, so that it is used again when it has become fast.
 """
 
 from collections.abc import Sequence

@@ -100,7 +100,11 @@ class PoolSide:
         return self.saving or (not self._models and time.monotonic() < self._began_s + _STARTS_S)
 
     def reported(self, activity: WorkerActivity) -> None:
-        """What the ranks did since the last step."""
+        """What the ranks did since the last step, which has ended."""
+        began, tokens = self._stepped
+        if tokens >= CHUNK_TOKENS:  # a part of a prefill
+            self._worth.computed(tokens, time.monotonic() - began)
+        self._stepped = 0.0, 0
         before = self.model
         self._models.update(activity.models)
         if self.model != before:
@@ -215,13 +219,14 @@ class PoolSide:
             sum(one.nbytes for one in loading.found),
         )
         self._telemetry.count("pool_hits", len(loading.keys))
-        for tier in {one.tier for one in loading.found}:
-            self._worth.loaded(tier, 0.0, nbytes, seconds)
+        tiers = {one.tier for one in loading.found}
+        if len(tiers) == 1:
+            self._worth.loaded(tiers.pop(), 0.0, nbytes, seconds)
         return True
 
     def step(self, output: "SchedulerOutput") -> list[Save | Fill]:
         """A step was scheduled. Returns saves of chunks that earlier steps have computed, and comparisons."""
-        self._measure(output)
+        self._stepped = time.monotonic(), output.total_num_scheduled_tokens
         if not self._prompts:
             return []
         for request_id in output.preempted_req_ids or ():
@@ -261,14 +266,6 @@ class PoolSide:
             last = request.num_prompt_tokens // CHUNK_TOKENS
             self._looks.pin_for_client(prompt.keys[1 : last + 1], prompt.ask)
         return commands
-
-    def _measure(self, output: "SchedulerOutput") -> None:
-        """Note how long a step of a prefill took: until the next step was scheduled."""
-        now = time.monotonic()
-        began, tokens = self._stepped
-        if tokens >= CHUNK_TOKENS:
-            self._worth.computed(tokens, now - began)
-        self._stepped = now, output.total_num_scheduled_tokens
 
     def _saves_of(
         self, prompt: PoolPrompt, computed: int, pages: Sequence[Sequence[int]]

@@ -152,7 +152,7 @@ def test_of_a_chunk_exactly_what_may_be_written_and_is_held_arrives(
 
 
 def after_windows(rank: Rank, computed: int) -> list[list[int]]:
-    """A rank's tables after so many tokens: pages before a window are gone."""
+    """A rank's tables after `tokens` tokens: pages before a window are gone."""
     tables = [list(table) for table in rank.tables]
     for group in rank.geometry.groups:
         if group.window:

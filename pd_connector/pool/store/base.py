@@ -31,7 +31,7 @@ class Found(NamedTuple):
     parts: tuple[str, ...]
     """Names of its parts, in the order of their names."""
     nbytes: int
-    """Of all parts together."""
+    """The bytes of all parts together."""
 
 
 class Why(StrEnum):

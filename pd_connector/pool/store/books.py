@@ -26,6 +26,10 @@ WAIT_S = 0.05
 its processor meanwhile."""
 PATIENCE_S = 3.0
 _TRY_AGAIN_S = 0.0003
+LONGEST_S = 10.0
+"""The longest transaction. In damaged books SQLite can follow links between pages for ever."""
+_OPERATIONS = 100_000
+"""SQLite's operations between two looks at the time: some milliseconds."""
 _LINK = "books"
 _NAME = re.compile(r"books\.(\d+)-[0-9a-f]+")
 _JOURNAL_STEP = 1 << 40
@@ -53,6 +57,7 @@ class Books:
         self._connection: sqlite3.Connection | None = None
         self._name = ""
         self._blocked_since: float | None = None
+        self._ends = 0.0  # when the transaction under way has taken too long
         self.damaged = "" if self.name else "there are none yet"
 
     @property
@@ -90,6 +95,7 @@ class Books:
 
     def _begun(self, begin: str, wait_s: float) -> sqlite3.Connection:
         until = time.monotonic() + wait_s
+        self._ends = until + LONGEST_S
         while True:
             try:
                 connection = self._connected()
@@ -111,12 +117,13 @@ class Books:
         if self._connection is None or name != self._name:
             self._disconnect()
             self._connection, self._name = _opened(f"{self._folder.path}/{name}"), name
+            self._connection.set_progress_handler(self._overdue, _OPERATIONS)
             self.damaged = ""
         return self._connection
 
     @property
     def name(self) -> str:
-        """Of the books that are in force; empty if there are none."""
+        """The name of the books that are in force; empty if there are none."""
         try:
             name = os.readlink(_LINK, dir_fd=self._folder.root)
         except OSError:
@@ -140,6 +147,10 @@ class Books:
         if code in _NO_ROOM:
             return BooksError(f"the books cannot be written: {error}")
         return BooksError(self._damage(f"the books are damaged: {error}"))
+
+    def _overdue(self) -> bool:
+        """Asked by SQLite now and then: whether it must end what it does."""
+        return time.monotonic() > self._ends
 
     def _disconnect(self) -> None:
         if self._connection is not None:

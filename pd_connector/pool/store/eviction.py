@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gives way to whom: reservations, pins, quotas. Each function runs within a transaction and touches no file.
+"""Which chunk gives way to which: reservations, pins, quotas. Each function runs within a transaction and touches no file.
 
 The chunk that was used longest ago goes first, the end of a chain before what it follows: without its parent, nobody would
 find it. A tenant's quota is the budget divided by the tenants that have anything in the tier.

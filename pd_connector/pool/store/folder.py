@@ -20,12 +20,12 @@ from pd_connector.errors import ConfigError, Miss, PoolError
 from pd_connector.pool.store.entry import LINK, Entry, entry_of, file_name
 
 VERSION = "v1"
-"""Of this layout. A folder may hold several."""
+"""The version of this layout. A folder may hold several."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _OTHERS = 0o077
 PAGE = 4096
 RESERVE_BYTES = 512 << 10
-"""Of the file system, that parts leave to the books: without room for them nothing could be evicted."""
+"""Room of the file system that parts leave to the books: without room for them nothing could be evicted."""
 
 
 def charge_of(nbytes: int) -> int:

@@ -38,7 +38,7 @@ _PUBLISHES_S = 0.5
 _TOUCHED_AT_ONCE = 256
 """Chunks whose use is written down in one transaction, which takes 4 us for each."""
 _MOST_UNTOLD = 4096
-"""Look-ups whose use is still to be written down. Of more, the oldest are forgotten."""
+"""Look-ups whose use is still to be written down. If there are more, the oldest are forgotten."""
 
 
 class Space(NamedTuple):

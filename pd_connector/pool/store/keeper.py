@@ -45,7 +45,7 @@ _COPIED_IN_A_TURN = 64
 _FEW_CHUNKS = 1000
 """Books for as many are made in a tenth of a second."""
 _MOST_PROMOTED = 256
-"""Chunks that wait for being copied to memory. Of more, the oldest are forgotten."""
+"""Chunks that wait for being copied to memory. If there are more, the oldest are forgotten."""
 
 log = logging.getLogger(__name__)
 

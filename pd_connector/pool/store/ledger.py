@@ -38,7 +38,7 @@ class Part(NamedTuple):
     owner: str
     """The process that writes it (`alive.py`)."""
     name: str
-    """Of its file."""
+    """The name of its file."""
 
 
 class Evicted(NamedTuple):
@@ -47,7 +47,7 @@ class Evicted(NamedTuple):
     tier: int
     key: bytes
     text: str
-    """Of its entry."""
+    """The text of its entry."""
 
     @property
     def entry(self) -> Entry | None:

@@ -25,7 +25,7 @@ from pd_connector.pool.store.reports import page_of, status_of
 
 
 class Chunk(NamedTuple):
-    """A chunk of a tier, for those who list what is there."""
+    """A chunk of a tier, in a list of what is there."""
 
     key: bytes
     tier: str

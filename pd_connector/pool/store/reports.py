@@ -11,9 +11,9 @@ from pd_connector.pool.store.ledger import now_s
 
 PAGE_EVENTS = 8192
 MOST_GONE = 1 << 16
-"""Chunks that are gone and still in the journal. Of more, the oldest half is forgotten."""
+"""Chunks that are gone and still in the journal. If there are more, the oldest half is forgotten."""
 _NAMES = (MEMORY, DISK, "")
-"""Of tiers; -1 is none."""
+"""Names of tiers by number; -1 is none."""
 
 
 def page_of(books: sqlite3.Connection, after: int) -> Journal:

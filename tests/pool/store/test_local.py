@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store of this host promises to those who save and load."""
+"""What a store of this host promises to engines that save and load."""
 
 import os
 import time
