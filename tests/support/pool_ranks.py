@@ -23,7 +23,7 @@ Files = dict[str, bytes]
 
 
 Dense = dict[tuple[int, bool], torch.Tensor]
-"""Of a layer, and whether of V: bits of all heads and tokens, `[head, token, dim]`."""
+"""Bits of all heads and tokens, `[head, token, dim]`, by layer and whether they are V's."""
 
 
 def index(rank: Rank, layer: int, v: bool) -> torch.Tensor:

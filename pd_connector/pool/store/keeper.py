@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread of a store: copies chunks between the tiers, and removes what ended processes have left.
 
-Every process has one, and none leads the others: each step is a reservation in the books, or removes what is garbage whoever
-removes it.
+Every process has one, and none leads the others: each step is a reservation in the books, or removes garbage,
+which any process may do.
 """
 
 from __future__ import annotations
