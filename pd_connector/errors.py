@@ -24,6 +24,26 @@ class MalformedMessageError(PDConnectorError, ValueError):
     """Bytes from a peer are not a message of the schema."""
 
 
+class Miss(StrEnum):
+    """Why a chunk of the KV pool is not used. The value is the label `cause` of the metrics."""
+
+    DAMAGED = "damaged"  # its bytes are not those that were written, or not of the pool
+    EVICTED = "evicted"  # it was there, and made room for others
+    LATE = "late"  # it was not found or read in time
+    NEVER_STORED = "never_stored"  # no engine has stored it
+    NOT_WORTH = "not_worth"  # computing it is faster
+    REFUSED = "refused"  # the store refused to read or write
+    UNLIKE = "unlike"  # it is of another model, prompt or kind of cache, or of another schema
+
+
+class PoolError(PDConnectorError):
+    """A chunk of the KV pool cannot be used, or not be stored. `cause` says why in a word."""
+
+    def __init__(self, cause: Miss, detail: str) -> None:
+        super().__init__(detail)
+        self.cause = cause
+
+
 class Cause(StrEnum):
     """Why a transfer did not deliver. The value is the label `cause` of the metrics."""
 
@@ -46,6 +66,7 @@ class Cause(StrEnum):
     NO_ROOM = "no_room"  # the consumer's cache is too small for the prompt, even when empty
     NO_TRANSPORT = "no_transport"  # the two sides share no transport
     NOT_NEEDED = "not_needed"  # the consumer has the pages already
+    POOL = "pool"  # what the pool has of a prompt cannot be used
     PREEMPTED = "preempted"  # the producer's engine took pages back, perhaps while they were read
     PREFILL_ENDED = "prefill_ended"  # the prefill request ended without pages to hand over
     ROLE = "role"  # the request needs a part (produce or consume) that kv_role excludes

@@ -39,6 +39,9 @@ from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.pool.jobs import Fill, Save
+from pd_connector.pool.store.base import Store
+from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import AuditBook
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
@@ -72,6 +75,8 @@ class Agent:
             (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
         audits: the engine can compute a prompt whose KV is then compared (`Load.compares`). KV of
             a producer is loaded only once that has passed, since the producer started.
+        experts: the model sends tokens to experts, see `protocol.experts`.
+        store: where chunks of KV outlive their request; None without a pool.
         experts: the model sends tokens to experts, see `protocol.consuming.experts`.
         wrap: what to make of each transport, for tests.
 
@@ -95,6 +100,8 @@ class Agent:
         late_revokes: bool = False,
         audits: bool = False,
         experts: bool = False,
+        store: Store | None = None,
+        engine: str = "",
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
         if cache.largest_page_bytes > config.slot_bytes:
@@ -119,6 +126,7 @@ class Agent:
         self._taken_back = TakenBack(self._shut_gate)
         self._ranks: tuple[Peer, ...] = ()
         book = AuditBook(experts=experts) if audits else None  # outlives the thread
+        trust = WriterTrust(engine_id, audits=audits)  # as well
 
         def make_loop(port: int) -> Loop:
             return Loop(
@@ -140,6 +148,9 @@ class Agent:
                 port=port,
                 wrap=wrap,
                 choice=choice,
+                store=store,
+                trust=trust,
+                engine=engine,
             )
 
         self._make_loop = make_loop
@@ -177,7 +188,7 @@ class Agent:
         self._taken_back.submitted(command)
         if isinstance(command, Revoke) and self._steps.late_revokes:
             command = command._replace(doubtful_since=self._steps.count - 1)
-        if fence is None and isinstance(command, Offer | Computed | Load):
+        if fence is None and isinstance(command, Offer | Computed | Load | Save | Fill):
             fence = self._cache.fence()
         with self._submitting:
             if isinstance(command, ChangeModel):
@@ -214,6 +225,12 @@ class Agent:
         if self._abandoned or self._turn.left_s() < 0:
             self._abandon()
         return self._owed.take()
+
+    @property
+    def pool_model(self) -> bytes:
+        """The loaded model as the pool knows it; empty without a pool, or while that is not known."""
+        side = self._loop.pool_side
+        return side.model if side else b""
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
         """Wait until there is an outcome, if transfers are under way; at most `timeout_s` seconds.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pd_connector.errors import Cause
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.jobs import Fill, Save
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer
@@ -98,6 +99,8 @@ Command = (
     | Distrust
     | ChangeModel
     | KnowWeights
+    | Save
+    | Fill
 )
 
 

@@ -2,8 +2,6 @@
 """What the agent's thread does: turns messages, completions and deadlines into steps of the state
 machines. The loop owns transports, slots, sockets and sessions."""
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +25,10 @@ from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.integrity import HasIntegrity, checks_wanted
+from pd_connector.agent.loop_waits import LoopWaits
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.pool_side import PoolSide
 from pd_connector.agent.producing.producer_side import ProducerSide
 from pd_connector.agent.resources import RankResources
 from pd_connector.codec import COMPILER
@@ -38,6 +38,10 @@ from pd_connector.errors import TransportError
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.pool.jobs import Fill, Save
+from pd_connector.pool.record import Writer
+from pd_connector.pool.store.base import Store
+from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import AuditBook
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
@@ -49,17 +53,9 @@ from pd_connector.transport.registry import make_transports
 
 _MOST_SOCKETS = 4 * MOST_SESSIONS + 1024
 """libzmq's own limit is 1023. A session takes three sockets; transports take others."""
-_BUSY_TRANSPORT_POLL_MS = 1
-"""For transports that do not tell when they have made progress (`Transport.restless`)."""
-_UNHURRIED_POLL_MS = 5
-"""Answers to heartbeats of many sessions come one by one. Taken together they cost a fraction."""
 _DATA_TURNS_S = 0.005
 """So long nobody looks at anything but transports while parts of chunks pass. A look at everything
 costs as much as a copy of some MiB."""
-_COMPILING_POLL_MS = 20
-"""Nothing tells when a background compilation has ended."""
-_DEVICE_POLL_MS = 1
-"""Nor when a device has done a step."""
 
 
 class Loop:
@@ -77,6 +73,9 @@ class Loop:
         audits: what is known of producers; None where none has to be audited.
         port: control port to listen on; 0 lets the system choose.
         wrap: what to make of each transport, for tests.
+        store: where chunks of KV outlive their request; None without a pool.
+        trust: which writers of chunks are believed.
+        engine: name and version of the engine, told in records of the pool.
 
     Raises:
         PDConnectorError: the host cannot be listened on, or a transport cannot be set up.
@@ -101,6 +100,9 @@ class Loop:
         port: int = 0,
         wrap: Callable[[Transport], Transport],
         choice: Choice,
+        store: Store | None = None,
+        trust: WriterTrust | None = None,
+        engine: str = "",
     ) -> None:
         self._config = config
         self._cache = cache
@@ -108,10 +110,7 @@ class Loop:
         self._telemetry = telemetry
         self._steps = steps
         self._checks = checks_wanted()
-        self._poller = self._others = zmq.Poller()  # `_others`: without a consumer's sessions
-        self._polled: list[Any] = []
         self._stepped = 0.0  # when the last step began that looked at everything
-        self._only_data = False  # nobody but transports has anything to tell
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.max_sockets = _MOST_SOCKETS
         self._gatekeeper: Gatekeeper | None = None
@@ -125,6 +124,7 @@ class Loop:
         self._transports: list[Transport] = []
         self.producer_side: ProducerSide | None = None
         self.consumer_side: ConsumerSide | None = None
+        self.pool_side: PoolSide | None = None
         try:
             keys = CurveKeys.derive(config.key) if config.key else None
             self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
@@ -153,9 +153,21 @@ class Loop:
                 )
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
+            if store and trust:
+                writer = Writer(engine, identity.engine_id)
+                parts = len(shards) or 1
+                self.pool_side = PoolSide(resources, store, trust, writer, parts, gate, report)
         except BaseException:
             self.close()
             raise
+        self._waits = LoopWaits(
+            [commands.wakes, *([self._gatekeeper.socket] if self._gatekeeper else [])],
+            self._transports,
+            self.producer_side,
+            self.consumer_side,
+            self.pool_side,
+            config.heartbeat_s,
+        )
         device_slots = sum(slab.slots for slab in self.buffers.device_slots.slabs)
         telemetry.gauge(device_slots=device_slots)
         self._update_gauges()
@@ -193,45 +205,12 @@ class Loop:
 
     def wait(self) -> None:
         """Wait until there may be something to do."""
-        sessions = self.consumer_side.pollables if self.consumer_side else []
-        others = self._pollables()
-        if [*sessions, *others] != self._polled:  # seldom
-            self._polled = [*sessions, *others]
-            self._poller, self._others = _poller(self._polled), _poller(others)
-        sides = [side for side in (self.producer_side, self.consumer_side) if side]
-        restless = any(t.restless for t in self._transports) and any(s.busy for s in sides)
-        timeout_ms = _BUSY_TRANSPORT_POLL_MS if restless else self._longest_wait_ms()
-        if any(side.compiling for side in sides):
-            timeout_ms = min(timeout_ms, _COMPILING_POLL_MS)
-        if self.consumer_side and self.consumer_side.urgent:
-            timeout_ms = 0
-        elif self.consumer_side and self.consumer_side.unhurried and not restless:
-            self._others.poll(_UNHURRIED_POLL_MS)
-        ready = self._poll(timeout_ms)
-        data = [each for transport in self._transports for each in transport.pollables]
-        self._only_data = bool(timeout_ms and ready) and all(what in data for what in ready)
-
-    def _poll(self, timeout_ms: int) -> list[Any]:
-        """What has something to tell, within `timeout_ms`. Returns also when the engine's device has computed
-        what is to be sent; a look at that alone costs next to nothing."""
-        side, ends = self.producer_side, time.monotonic() + timeout_ms / 1000
-        while side is not None and side.waits_for_device and timeout_ms > _DEVICE_POLL_MS:
-            ready = self._poller.poll(_DEVICE_POLL_MS)
-            if ready or side.device_done or time.monotonic() >= ends:
-                return [what for what, _ in ready]
-        return [what for what, _ in self._poller.poll(timeout_ms)]
-
-    def _longest_wait_ms(self) -> int:
-        """How long nothing is to be done, if nothing comes."""
-        wait_s = self._config.heartbeat_s
-        if self.consumer_side:
-            wait_s = min(wait_s, max(0.0, self.consumer_side.due - self._stepped))
-        return math.ceil(1000 * wait_s)
+        self._waits.wait(self._stepped)
 
     def step(self, now: float) -> None:
         """Handle everything that waits; `now` is in seconds, monotonic."""
         moved: list[tuple[Transport, list[Written], list[Landed]]] = []
-        if self._only_data and now < self._stepped + _DATA_TURNS_S:
+        if self._waits.only_data and now < self._stepped + _DATA_TURNS_S:
             moved = [(transport, *transport.poll()) for transport in self._transports]
             if not any(written or landed for _, written, landed in moved):
                 return  # a part of a chunk: there is nothing else to look at
@@ -261,6 +240,8 @@ class Loop:
             producer_side.tick(now)
         if consumer_side:
             consumer_side.tick(now)
+        if self.pool_side:
+            self.pool_side.tick()
         self._update_gauges()
         if self._checks:
             for part in self.parts_with_integrity:
@@ -268,7 +249,8 @@ class Loop:
 
     def close(self) -> None:
         """Free sockets, memory and descriptors."""
-        for owner in (self.producer_side, self.consumer_side, *self._transports, self._gatekeeper):
+        sides = (self.producer_side, self.consumer_side, self.pool_side)
+        for owner in (*sides, *self._transports, self._gatekeeper):
             if owner:
                 owner.close()
         self.buffers.close()
@@ -286,6 +268,8 @@ class Loop:
                 producer_side.execute(command, fence, now)
             case Hold() | Load() | Drop() if consumer_side:
                 consumer_side.execute(command, fence, now)
+            case Save() | Fill() if self.pool_side:
+                self.pool_side.execute(command, fence)
             case Distrust() if consumer_side:
                 consumer_side.distrust(command)
             case ChangeModel(facts):
@@ -293,30 +277,17 @@ class Loop:
                     producer_side.change_model(facts, now)
                 if consumer_side:
                     consumer_side.change_model(facts, now)
+                if self.pool_side:
+                    self.pool_side.change_model(facts)
             case KnowWeights(full):
                 if producer_side:
                     producer_side.know_weights(full)
                 if consumer_side:
                     consumer_side.know_weights(full)
-
-    def _pollables(self) -> list[Any]:
-        """All pollables but those of the consumer's sessions."""
-        found: list[Any] = [self._commands.wakes]
-        for owner in (self.producer_side, *self._transports):
-            if owner:
-                found += owner.pollables
-        if self._gatekeeper:
-            found.append(self._gatekeeper.socket)
-        return found
+                if self.pool_side:
+                    self.pool_side.know_weights(full)
 
     def _update_gauges(self) -> None:
         for side in (self.producer_side, self.consumer_side):
             if side:
                 self._telemetry.gauge(**side.gauges())
-
-
-def _poller(pollables: Sequence[Any]) -> zmq.Poller:
-    poller = zmq.Poller()
-    for pollable in pollables:
-        poller.register(pollable, zmq.POLLIN)
-    return poller

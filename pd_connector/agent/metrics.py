@@ -18,6 +18,8 @@ COUNTERS = {
     "agent_failures": "Times the agent's thread has died of an unexpected exception, or hung.",
     "closed_connections": "Connections closed because no session came over them (producer).",
     "session_errors": "Sessions and transfers ended because of an unexpected exception.",
+    "pool_hits": "Chunks loaded from the pool instead of being computed.",
+    "pool_loaded_bytes": "Bytes of these chunks, counted by each rank.",
     "agent_restarts": "Times it was started again.",
 }
 COUNTERS_BY_CAUSE = {
@@ -31,6 +33,8 @@ COUNTERS_BY_CAUSE = {
     "ignored_params": "Requests whose kv_transfer_params could not be followed.",
     "lost_sessions": "Sessions with producers that ended (consumer).",
     "rejected_sessions": "Sessions refused to consumers (producer).",
+    "pool_misses": "Loads from the pool that did not come about, by cause: `late`, `refused`; or chunks not saved, `busy`.",
+    "pool_saves": "Chunks given to the pool, by what became of them: `saved`, `there` already, `full`, `failed`; counted by each rank.",
     "stale_chunks": "Chunks that landed for no transfer, and were dropped (consumer).",
 }
 COUNTERS_BY_TRANSPORT = {

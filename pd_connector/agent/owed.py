@@ -6,10 +6,11 @@ import threading
 
 from pd_connector.agent.commands import Command, Drop, Hold, Withdraw
 from pd_connector.errors import Cause
+from pd_connector.pool.jobs import Fill, Save, Saved
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Free, Offer
 
-Outcome = Free | Finished | Held
+Outcome = Free | Finished | Held | Saved
 
 
 class OwedOutcomes:
@@ -19,7 +20,9 @@ class OwedOutcomes:
         self._reported: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._any = threading.Event()  # an outcome has been reported
         self._lock = threading.Lock()
-        self._requests: dict[type[Outcome], set[str]] = {Finished: set(), Free: set(), Held: set()}
+        self._requests: dict[type[Outcome], set[str]] = {
+            kind: set() for kind in (Finished, Free, Held, Saved)
+        }
 
     def expect(self, command: Command) -> None:
         """Note which outcome a command will have."""
@@ -30,6 +33,10 @@ class OwedOutcomes:
                 case Load():
                     self._requests[Finished].add(command.request)
                     self._requests[Held].discard(command.request)
+                case Fill():
+                    self._requests[Finished].add(command.request)
+                case Save():
+                    self._requests[Saved].add(command.request)
                 case Hold() if command.watch:
                     self._requests[Held].add(command.request)
                 case Drop():
@@ -52,6 +59,8 @@ class OwedOutcomes:
             self.report(Free(request, cause))
         for request in owed[Held]:
             self.report(Held(request, cause, detail))
+        for request in owed[Saved]:
+            self.report(Saved(request))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until an outcome is reported; returns whether one was within `timeout_s`."""

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of a checkpoint's folder, as it is on disk: engines add to what they read."""
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
+from pd_connector.kv.checkpoint_files import OpenFile
+
+CONFIG = "config.json"
+PARAMS = "params.json"
 _QUANTISATION_FILES = (
     "hf_quant_config.json",
     "quant_config.json",
@@ -13,28 +19,108 @@ _QUANTISATION_FILES = (
     "quantize_config.json",
 )
 """Files beside `config.json` from which engines take a quantisation that is not in it."""
+_CODE = ".py"
 
 
-def read_config(folder: Path) -> dict[str, Any] | None:
-    """`config.json` of a folder, and under the key `quantisation_files` the text of the files beside it
-    that say how weights are quantised, by name.
+class ConfigText(NamedTuple):
+    """What a checkpoint's folder says beside the weights.
 
-    Returns:
-        None where there is no `config.json`.
+    Attributes:
+        config: `config.json`, and under the key `quantisation_files` the text of the files beside it that say how
+            weights are quantised, by name; None where there is no `config.json`.
+        params: `params.json`, which some engines read in its place.
+        code: hash of each file of code, by name.
+        names: of all files.
+    """
+
+    config: dict[str, Any] | None
+    params: dict[str, Any] | None = None
+    code: tuple[tuple[str, str], ...] = ()
+    names: tuple[str, ...] = ()
+
+
+class ConfigFiles:
+    """The files of a folder that `ConfigText` tells, held open while an engine reads them by name. Closed at the end of
+    the `with` block.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: `config.json` is no JSON object.
+        OSError: a file cannot be opened.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        return None
-    config = json.loads(file.read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    beside = {
-        name: (folder / name).read_text(errors="replace")
-        for name in _QUANTISATION_FILES
-        if (folder / name).is_file()
-    }
-    return {**config, "quantisation_files": beside} if beside else config
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, OpenFile] = {}
+        for name in filter(_told, _names(folder)):
+            self._files[name] = OpenFile(folder / name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def exchanged(self) -> str:
+        """Name of a file that was exchanged or written to since it was opened; empty if there is none."""
+        for name, file in self._files.items():
+            if file.renamed or file.changed:
+                return name
+        return next(
+            (name for name in _names(self._folder) if _told(name) and name not in self._files), ""
+        )
+
+    def text(self) -> ConfigText:
+        """What the files say.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: `config.json` or `params.json` is no JSON object.
+        """
+        config = self._object(CONFIG)
+        beside = {
+            name: self._read(name).decode(errors="replace")
+            for name in _QUANTISATION_FILES
+            if name in self._files
+        }
+        if config is not None and beside:
+            config = {**config, "quantisation_files": beside}
+        code = tuple(
+            (name, hashlib.blake2b(self._read(name), digest_size=16).hexdigest())
+            for name in sorted(self._files)
+            if name.endswith(_CODE)
+        )
+        return ConfigText(config, self._object(PARAMS), code, tuple(_names(self._folder)))
+
+    def _read(self, name: str) -> bytes:
+        with self._files[name].stream() as stream:
+            return stream.read()
+
+    def _object(self, name: str) -> dict[str, Any] | None:
+        if name not in self._files:
+            return None
+        found = json.loads(self._read(name))
+        if not isinstance(found, dict):
+            raise ValueError(f"{self._folder / name} holds no JSON object")
+        return found
+
+
+def _names(folder: Path) -> list[str]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(file.name for file in found if file.is_file())
+
+
+def _told(name: str) -> bool:
+    """Whether a file of this name says what an engine computes."""
+    return name in (CONFIG, PARAMS, *_QUANTISATION_FILES) or name.endswith(_CODE)
+
+
+def read_config(folder: Path) -> ConfigText:
+    """What a folder says now. It raises what `ConfigFiles` raises."""
+    with ConfigFiles(folder) as files:
+        return files.text()

@@ -3,6 +3,9 @@
 
 A name may lead to another file seconds later: a link is switched, a folder moved, a branch of a repository moves
 on. Whatever is read through an open file is of the file that the engine has loaded.
+
+The engine opens files by name, after they were opened here. Links on the way to a file are therefore looked at before
+and after: a link that was switched to another file and back has another time of change.
 """
 
 import io
@@ -10,8 +13,10 @@ import json
 import os
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from errno import ELOOP
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from stat import S_ISLNK
+from typing import BinaryIO, NamedTuple, Self
 
 _KINDS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """In this order: a folder that has files of several kinds is loaded from the first."""
@@ -22,8 +27,23 @@ _KINDS_OF_FORMAT = {
 }
 """What engines load if told a format (`--load-format`) that is not their first choice."""
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "scheduler.pt"})
+_MOST_STEPS = 1024  # of a path; links that lead to each other have no end
 _INDEX = "model.safetensors.index.json"
 _INDEX_OF_FORMAT = {"mistral": "consolidated.safetensors.index.json"}
+
+
+class FileState(NamedTuple):
+    """A file, or a link, and its state. The time of change cannot be set back, unlike that of modification."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> Self:
+        return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 class OpenFile:
@@ -36,7 +56,8 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("rb", buffering=0)
-        self.key = self._key()
+        self._links = links(path)
+        self._state = self._state_now()
 
     @property
     def name(self) -> str:
@@ -59,26 +80,29 @@ class OpenFile:
         return io.BufferedReader(_Stream(self))
 
     @property
+    def key(self) -> str:
+        """The file and its state when it was opened."""
+        return ":".join(map(str, self._state))
+
+    @property
     def changed(self) -> bool:
         """Whether it was written to since it was opened."""
-        return self._key() != self.key
+        return self._state_now() != self._state
 
     @property
     def renamed(self) -> bool:
-        """Whether its name leads to another file by now, or to none."""
+        """Whether its name leads to another file by now, or to none, or has led to another meanwhile."""
         try:
-            return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+            same = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+            return not same or links(self._path) != self._links
         except OSError:
             return True
 
     def close(self) -> None:
         self._file.close()
 
-    def _key(self) -> str:
-        """The file and its state. It has the time of change beside the time of modification, because the time of
-        change cannot be set back."""
-        stat = os.fstat(self._file.fileno())
-        return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    def _state_now(self) -> FileState:
+        return FileState.of(os.fstat(self._file.fileno()))
 
 
 class _Stream(io.RawIOBase):
@@ -194,6 +218,27 @@ class LoadedFiles:
         for files in self._under_way:
             files.loaded()
         self._under_way.clear()
+
+
+def links(path: Path) -> dict[Path, FileState]:
+    """The links that lead from a name to its file, each with its state.
+
+    Raises:
+        OSError: the name leads to no file.
+    """
+    found: dict[Path, FileState] = {}
+    here, left = Path(path.anchor or "."), [*reversed(path.absolute().parts)]
+    for _ in range(_MOST_STEPS):
+        if not left:
+            return found
+        name = left.pop()
+        here = here.parent if name == os.pardir else here / name  # `here` has no links in it
+        stat = here.lstat()
+        if S_ISLNK(stat.st_mode):
+            found[here] = FileState.of(stat)
+            left += reversed(here.readlink().parts)
+            here = here.parent
+    raise OSError(ELOOP, os.strerror(ELOOP), str(path))
 
 
 def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:

@@ -10,6 +10,10 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pd_connector.kv.checkpoint_files import OpenFile
 
 FINGERPRINT_BYTES = 16
 _BLOCK_BYTES = 8 << 20
@@ -52,17 +56,53 @@ def adapter_files(folder: Path) -> list[Path]:
     return sorted({config, *weights} if config.is_file() else weights)
 
 
+class AdapterFiles:
+    """The files of an adapter, held open while an engine loads them by name. Closed at the end of the `with` block.
+
+    Raises:
+        OSError: there are no weights of an adapter, or they cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = [OpenFile(path) for path in adapter_files(folder)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files:
+            file.close()
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether the folder has, or has had, other files than those that were opened."""
+        now = [path.name for path in adapter_files(self._folder)]
+        before = [file.name for file in self._files]
+        return now != before or any(file.renamed or file.changed for file in self._files)
+
+    def fingerprint(self) -> str:
+        """Fingerprint of their content, as hexadecimal digits. Raises OSError where they cannot be read."""
+        digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-adapter")
+        for file in self._files:
+            content = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+            with file.stream() as stream:
+                while block := stream.read(_BLOCK_BYTES):
+                    content.update(block)
+            digest.update(file.name.encode() + content.digest())
+        return digest.hexdigest()
+
+
 def adapter_fingerprint(folder: Path) -> str:
     """Fingerprint of an adapter's content, as hexadecimal digits: of its config and all its weights.
 
     Raises:
         OSError: there are no weights of an adapter, or they cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-adapter")
-    for file in adapter_files(folder):
-        content = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
-        with file.open("rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                content.update(block)
-        digest.update(file.name.encode() + content.digest())
-    return digest.hexdigest()
+    with AdapterFiles(folder) as files:
+        return files.fingerprint()

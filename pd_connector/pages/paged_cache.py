@@ -89,6 +89,10 @@ class PagedCache:
         """The number of pages in the layer with the fewest."""
         return self._layers.pages
 
+    def layer(self, number: int) -> LayerPages:
+        """The views of a layer, by its number in the model."""
+        return self._layers.by_number[number]
+
     @property
     def on_host(self) -> bool:
         """Whether this machine's processors read and write pages directly."""

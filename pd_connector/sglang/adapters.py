@@ -3,13 +3,28 @@
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.kv.identity import adapter_fingerprint
+from pd_connector.kv.identity import AdapterFiles, adapter_fingerprint
 
 logger = logging.getLogger("pd_connector.sglang")
+
+_LOADED = "_pd_connector_loaded"
+"""Attribute of SGLang's manager of adapters: what it has loaded, by SGLang's id."""
+
+
+class _Loaded(NamedTuple):
+    """An adapter that SGLang has loaded: the fingerprint of its content, or why it is not known."""
+
+    fingerprint: str
+    problem: str = ""
+
+
+_UNSEEN = _Loaded("", "it was not loaded from files")
 
 
 class Adapters:
@@ -21,52 +36,73 @@ class Adapters:
 
     def __init__(self, model_runner: Any) -> None:
         self._model_runner = model_runner
-        self._known: dict[str, str] = {}
-        self._looked_at: set[str] = set()
-
-    def look(self) -> None:
-        """Read adapters that SGLang has loaded since the last call. Their files may be replaced before the first
-        request for them, while SGLang continues with the loaded content."""
-        manager = self._model_runner.lora_manager
-        loaded = set() if manager is None else set(manager.lora_refs)
-        for lora_id in loaded - self._looked_at:
-            try:
-                self.name(lora_id)
-            except PDConnectorError as error:  # requests for the adapter will report it
-                logger.debug("%s", error)
-        self._looked_at = loaded
 
     def name(self, lora_id: str | None) -> str:
-        """Name and content of the adapter with this SGLang id; empty for none. Files are read once, after the load
-        (`look`): an adapter that is loaded again gets a new id.
+        """Name and content of the adapter with this SGLang id; empty for none. An adapter that is loaded again gets a
+        new id.
 
         Raises:
-            PDConnectorError: its files cannot be read, or the adapter is unknown.
+            PDConnectorError: its content is not known, or the adapter is unknown.
         """
         if lora_id is None:
             return ""
-        if lora_id not in self._known:
-            self._known[lora_id] = self._read(lora_id)
-        return self._known[lora_id]
-
-    def _read(self, lora_id: str) -> str:
         manager = self._model_runner.lora_manager
         loaded = manager.lora_refs.get(lora_id) if manager is not None else None
         if loaded is None:
             raise PDConnectorError(f"adapter {lora_id} is not loaded")
+        known = getattr(manager, _LOADED, {}).get(lora_id, _UNSEEN)
+        if known.problem:
+            raise PDConnectorError(
+                f"adapter {loaded.lora_name} cannot be told by content: {known.problem}; load it from files"
+            )
+        return f"{loaded.lora_name} {known.fingerprint}"
+
+
+def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> Any:
+    """SGLang loads an adapter. Its files are held open meanwhile, so that what is told of it is what was loaded.
+    SGLang keeps it in memory, whatever becomes of the files."""
+    known: dict[str, _Loaded] = vars(manager).setdefault(_LOADED, {})
+    for unloaded in known.keys() - set(manager.lora_refs):
+        del known[unloaded]
+    with ExitStack() as held:
+        files = None
         try:
-            content = adapter_fingerprint(_folder(loaded.lora_path))
-        except (OSError, ValueError) as error:  # Hugging Face's ValueError: not a repository's name
-            problem = f"adapter {loaded.lora_name} cannot be told by content: {error}"
-            raise PDConnectorError(problem) from error
-        return f"{loaded.lora_name} {content}"
+            if (folder := _folder(lora_ref.lora_path)) is not None:
+                files = held.enter_context(AdapterFiles(folder))
+        except Exception as error:  # must not stop SGLang, which says why it cannot load it
+            logger.debug("adapter %s cannot be read before it is loaded: %r", lora_ref, error)
+        result = original(manager, lora_ref)
+        try:
+            known[lora_ref.lora_id] = _Loaded(_content(lora_ref.lora_path, files))
+        except Exception as error:  # requests for the adapter report it
+            known[lora_ref.lora_id] = _Loaded("", str(error) or repr(error))
+    return result
 
 
-def _folder(path: str) -> Path:
-    """The folder of an adapter's files on this disk, from which SGLang has read them."""
+def _content(path: str, files: AdapterFiles | None) -> str:
+    """Fingerprint of an adapter that was loaded from this path.
+
+    Args:
+        files: that were there before the load. None: SGLang has downloaded them.
+    """
+    if files is not None:
+        if files.exchanged:
+            raise OSError(f"{path} has changed while SGLang loaded it")
+        return files.fingerprint()
+    if (folder := _folder(path)) is None:
+        raise OSError(f"{path} is no folder on this disk")
+    return adapter_fingerprint(folder)
+
+
+def _folder(path: str) -> Path | None:
+    """The folder on this disk from which SGLang would read an adapter now; None if there is none."""
     folder = Path(os.path.expanduser(path))  # Path's own raises if the user does not exist
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(path, local_files_only=True))
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception as error:  # not there, or not a repository's name, whatever it raises
+        logger.debug("%s is not in the cache: %s", path, error)
+        return None

@@ -33,6 +33,7 @@ from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registration import global_rank, register
 from pd_connector.sglang.settings import load_config
+from pd_connector.sglang.stale import CacheNamespace
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
 from pd_connector.sglang.weights import WeightsWatch
@@ -62,6 +63,8 @@ class Manager(BaseKVManager):
     rank: Rank
     agent: Agent
     weights: WeightsWatch
+    namespace: CacheNamespace | None = None
+    """The namespace in a decode engine's radix cache; None if it has none."""
 
     def __init__(
         self,
@@ -97,7 +100,6 @@ class Manager(BaseKVManager):
         vocabulary = scheduler.model_config.vocab_size
         self._scheduler = scheduler
         self._adapters = Adapters(scheduler.tp_worker.model_runner)
-        self._adapters.look()
         self._ranks = parallel.attn_tp_size * parallel.pp_size
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
@@ -152,6 +154,9 @@ class Manager(BaseKVManager):
             admission.page_size = pool.page_size
             most = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
             admission.most_prompt_tokens = most
+            if self._server_args.disaggregation_decode_enable_radix_cache:
+                group = queue.gloo_group if self._ranks > 1 else None
+                self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
@@ -183,7 +188,6 @@ class Manager(BaseKVManager):
         """Within, the scheduler computes the batch."""
         self.agent.engine_steps()
         self._backoff.reset()
-        self._adapters.look()
         self.weights.step()
         with self._streaming.step(batch) if self._streaming else contextlib.nullcontext():
             yield
@@ -192,7 +196,6 @@ class Manager(BaseKVManager):
         """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,
         the agent's thread needs Python's lock to move it."""
         self.agent.engine_steps()
-        self._adapters.look()
         self._backoff.pause(self.agent.wait_for_outcome)
 
     def register_to_bootstrap(self) -> None:

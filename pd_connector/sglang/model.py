@@ -5,13 +5,14 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pd_connector.config import Config
-from pd_connector.kv.checkpoint import read_config
+from pd_connector.kv.checkpoint import ConfigFiles, read_config
 from pd_connector.kv.checkpoint_files import CheckpointFiles, LoadedFiles, Weights
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import (
@@ -43,6 +44,10 @@ _READ_FROM_DISK = frozenset(
 LOADS = LoadedFiles()
 """Checkpoints that SGLang has loaded in this process, by path and revision."""
 
+CONFIGS: dict[tuple[str, str | None], dict[str, Any] | str | None] = {}
+"""Configs that SGLang has read in this process, or why they are not known, by path and revision; None where there is
+no `config.json`."""
+
 
 def model_facts(
     scheduler: Any, config: Config, shard: Shard, files: CheckpointFiles | None
@@ -55,7 +60,7 @@ def model_facts(
         files: the files that the model was loaded from (`loaded_files`).
     """
     model = scheduler.model_config
-    folder = _folder(model)
+    folder = _folder(model.model_path, model.revision)
     weights = _weights(files, full=config.weights == "full")
     if weights is None:
         logger.warning(
@@ -93,28 +98,62 @@ def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
     }
 
 
-def _folder(model: Any) -> Path | None:
+def _folder(model_path: str, revision: str | None) -> Path | None:
     """Where the checkpoint lies on this disk: a folder, or one file (GGUF)."""
-    if Path(model.model_path).exists():
-        return Path(model.model_path)
+    if Path(model_path).exists():
+        return Path(model_path)
     try:
         from huggingface_hub import snapshot_download
 
-        found = snapshot_download(model.model_path, revision=model.revision, local_files_only=True)
+        found = snapshot_download(model_path, revision=revision, local_files_only=True)
     except Exception:  # no such repository, or not a repository's name, whatever it raises
         return None
     return Path(found)
 
 
 def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
-    """`config.json` as it is on disk, with the operator's overrides. Without that file, SGLang's own object,
-    which also has what SGLang adds."""
+    """`config.json` as it was on disk when SGLang read it, with the operator's overrides. Where it is not known,
+    SGLang's own object, which also has what SGLang adds."""
     overrides = json.loads(scheduler.server_args.json_model_override_args or "{}")
-    known = None if folder is None else read_config(folder)
-    if known is not None:
+    model = scheduler.model_config
+    known = CONFIGS.get((model.model_path, model.revision))
+    if known is None and folder is not None:
+        known = read_config(folder).config
+    if isinstance(known, dict):
         return {**known, **overrides}
-    found: dict[str, Any] = scheduler.model_config.hf_config.to_dict()
+    if known is not None:
+        logger.warning("the config of %s is not known: %s", model.model_path, known)
+    found: dict[str, Any] = model.hf_config.to_dict()
     return found
+
+
+def config_made(
+    original: Callable[..., Any], model: Any, model_path: str, *args: Any, **options: Any
+) -> None:
+    """SGLang reads a model's config. The files are held open meanwhile. SGLang reads the config of a place once in a
+    process, so the first time counts."""
+    told = inspect.signature(original).bind(model, model_path, *args, **options).arguments
+    place = model_path, told.get("revision")
+    with ExitStack() as held:
+        files = None
+        try:
+            if place not in CONFIGS and (folder := _folder(*place)) is not None:
+                files = held.enter_context(ConfigFiles(folder))
+        except Exception as error:  # must not stop SGLang
+            logger.warning("the config of %s cannot be looked at: %r", model_path, error)
+        original(model, model_path, *args, **options)
+        if files is not None:
+            CONFIGS[place] = _told(files)
+
+
+def _told(files: ConfigFiles) -> dict[str, Any] | str | None:
+    """What the files say, or why it is not known what they said."""
+    if exchanged := files.exchanged:
+        return f"{exchanged} was exchanged while SGLang read it"
+    try:
+        return files.text().config
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: Any) -> Any:
@@ -147,7 +186,7 @@ def loaded_files(scheduler: Any) -> CheckpointFiles | None:
         return None
     model = scheduler.model_config
     files = LOADS.files.get((model.model_path, model.revision))
-    folder = _folder(model)
+    folder = _folder(model.model_path, model.revision)
     try:
         if files is None and folder is not None:
             files = CheckpointFiles.open(folder, load_format)

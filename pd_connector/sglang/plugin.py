@@ -141,7 +141,10 @@ def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **opt
     back_again = any(options.values())  # retracted; it was examined when it came first
     if not _is_ours(queue) or req.bootstrap_host == FAKE_BOOTSTRAP_HOST or back_again:
         return original(queue, req, *args, **options)
-    rank = queue.kv_manager.rank
+    manager = queue.kv_manager
+    if manager.namespace is not None:
+        manager.namespace.enter(req)
+    rank = manager.rank
     unnamed = rank.admission.room_problem(req)
     if is_unadmitted_reject(req):  # SGLang refused it, and says why
         problem = ""
@@ -217,16 +220,13 @@ def _changes_weights(**told: bool) -> Callable[..., Any]:
     return around
 
 
-def _prepares(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    from pd_connector.sglang.model import prepares
+def _late(name: str) -> Callable[..., Any]:
+    """A wrapper in a module that imports SGLang's, so it is imported at the first call."""
 
-    return prepares(original, *args, **options)
+    def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return pkgutil.resolve_name(f"pd_connector.sglang.{name}")(original, *args, **options)
 
-
-def _loads(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    from pd_connector.sglang.model import loads
-
-    return loads(original, *args, **options)
+    return around
 
 
 def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
@@ -290,8 +290,22 @@ _HOOKS = (
     _Hook(
         "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
         ("self", "model_name_or_path", "revision"),
-        _prepares,
+        _late("model.prepares"),
     ),
-    _Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), _loads),
+    _Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        ("self",),
+        _late("model.loads"),
+    ),
+    _Hook(
+        "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter",
+        ("self", "lora_ref"),
+        _late("adapters.loads_adapter"),
+    ),
+    _Hook(
+        "sglang.srt.configs.model_config.ModelConfig.__init__",
+        ("self", "model_path"),
+        _late("model.config_made"),
+    ),
     _Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), _state),
 )

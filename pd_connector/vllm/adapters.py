@@ -18,17 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pd_connector.kv.checkpoint_files import FileState, links
 from pd_connector.kv.identity import adapter_files, adapter_fingerprint
-from pd_connector.vllm.checkpoint import in_cache
+from pd_connector.vllm.config_files import in_cache
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("pd_connector.vllm")
 
-_State = tuple[int, int, int, int]
-"""Inode, size, and times of the last modification and the last change of a file. The time of the last change
-cannot be set back."""
 _USES = "_pd_connector_adapters"
 _KEYS = "_gen_lora_extra_hash_keys"
 """vLLM's function that returns what an adapter adds to the hash of a page."""
@@ -40,7 +38,7 @@ class _Files(NamedTuple):
 
     fingerprint: str
     folder: Path
-    states: dict[Path, _State]
+    states: dict[Path, FileState]  # and of the links that lead to them
 
 
 class _Loaded(NamedTuple):
@@ -56,6 +54,7 @@ class _Use(NamedTuple):
     """The adapter of one request, as it was when the request came."""
 
     name: str  # name and content
+    content: str
     pages: str  # key of its pages, beside the adapter's name and path
     problem: str
     reading: int
@@ -91,6 +90,14 @@ class Adapters:
         if use.problem:
             raise OSError(use.problem)
         return use.name
+
+    def content(self, request: "Request") -> str:
+        """Content of a request's adapter, without its name; empty for none.
+
+        Raises:
+            OSError: the content is not known.
+        """
+        return self._use(request).content if self.name(request) else ""
 
     def pages(self, request: "Request") -> str:
         """The key of a request's pages, beside the name and the path of its adapter."""
@@ -152,12 +159,12 @@ class Adapters:
         problem = loaded.problem or self.problem
         if problem or loaded.files is None:
             pages = f"unknown {lora.lora_int_id}.{loaded.reading}"
-            return _Use("", pages, problem, loaded.reading)
+            return _Use("", "", pages, problem, loaded.reading)
         content = loaded.files.fingerprint
         layout = "3d" if getattr(lora, "is_3d_lora_weight", False) else ""
         told = " ".join(part for part in (content, layout, self._settings) if part)
         pages = f"{told}.{self._doubts.get(content, 0)}"
-        return _Use(f"{lora.lora_name} {told}", pages, "", loaded.reading)
+        return _Use(f"{lora.lora_name} {told}", told, pages, "", loaded.reading)
 
     def _look(self, lora: Any) -> _Loaded:
         """An adapter as it is now."""
@@ -226,13 +233,14 @@ def _folder(path: str) -> Path:
     return local if local.is_dir() else in_cache(path, None) or local
 
 
-def _states(folder: Path) -> dict[Path, _State]:
-    """Raises OSError if there are no weights of an adapter."""
-    found = {file: file.stat() for file in adapter_files(folder)}
-    return {
-        file: (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-        for file, state in found.items()
-    }
+def _states(folder: Path) -> dict[Path, FileState]:
+    """States of an adapter's files, and of the links that lead to them: a link may be switched to another adapter and
+    back while vLLM reads. Raises OSError if there are no weights of an adapter."""
+    found: dict[Path, FileState] = {}
+    for file in adapter_files(folder):
+        found |= links(file)
+        found[file] = FileState.of(file.stat())
+    return found
 
 
 def _untouched(known: _Loaded) -> bool:

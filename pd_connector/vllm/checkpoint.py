@@ -3,15 +3,18 @@
 repository and a quantisation (GGUF), or an address in an object store."""
 
 import hashlib
-import json
 import logging
+import os
 from collections.abc import Hashable, Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd_connector.kv.checkpoint import read_config as read_checkpoint_config
+from pd_connector.kv.checkpoint import ConfigText
+from pd_connector.kv.checkpoint import read_config as read_folder
 from pd_connector.kv.checkpoint_files import CheckpointFiles, weight_files
+from pd_connector.vllm.config_files import folder_of, folder_text, in_cache, places
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -70,25 +73,27 @@ def weights_path(
 
 
 def read_config(model: "ModelConfig") -> dict[str, Any]:
-    """The config that vLLM serves: `config.json` as it is on disk, with the operator's overrides. Without that file,
-    vLLM's own object. If vLLM reads `params.json` instead, it is added under its name."""
+    """The config that vLLM serves: `config.json` as it was on disk when vLLM read it, with the operator's overrides.
+    Where it is not known, vLLM's own object, which also has what vLLM adds. If vLLM reads `params.json` instead, it is
+    added under its name."""
     overrides = model.hf_overrides
-    folder = _folder(getattr(model, "hf_config_path", None) or model.model, model.revision)
-    if folder is not None and isinstance(overrides, Mapping | None):
+    if isinstance(overrides, Mapping | None):
         try:
-            if (known := read_checkpoint_config(folder)) is not None:
-                if params := _mistrals(folder, getattr(model, "config_format", "auto")):
-                    known["params.json"] = params
+            text = folder_text(model, places(model)[0])
+            if text is not None and text.config is not None:
+                known = dict(text.config)
+                if text.params and _mistrals(text, str(getattr(model, "config_format", "auto"))):
+                    known["params.json"] = text.params
                 return _overridden(known, overrides or {}, model.hf_config)
         except (OSError, ValueError) as error:
-            logger.warning("the config in %s cannot be read: %s", folder, error)
+            logger.warning("the config of %s cannot be read: %s", model.model, error)
     found: dict[str, Any] = model.hf_config.to_dict()
     return found
 
 
 def read_processor_files(model: "ModelConfig") -> dict[str, str]:
     """The checkpoint's files on processing images and other inputs: their text, by name."""
-    folder = _folder(model.model, model.revision)
+    folder = folder_of(model.model, model.revision)
     files = () if folder is None else (folder / name for name in _PROCESSOR_FILES)
     return {file.name: file.read_text(errors="replace") for file in files if file.is_file()}
 
@@ -106,20 +111,18 @@ def remote_code(model: "ModelConfig", served: Mapping[str, Any]) -> str | None:
         return None
     told = [str(each) for each in named.values()]
     elsewhere = {name.partition("--")[0] for name in told if "--" in name}
-    folders = {model.model: _folder(model.model, model.revision)}
-    folders |= {name: in_cache(name, model.code_revision) for name in sorted(elsewhere)}
+    try:
+        own = folder_text(model, model.model)
+    except (OSError, ValueError):
+        return os.urandom(16).hex()  # equal to no other
+    codes = {model.model: None if own is None else own.code}
+    for name in sorted(elsewhere):
+        folder = in_cache(name, model.code_revision)
+        codes[name] = None if folder is None else read_folder(folder).code
     digest = hashlib.blake2b(digest_size=16)
-    for name, folder in folders.items():
-        if folder is None:
-            digest.update(f"\0{name} {model.code_revision}\0".encode())
-            continue
-        for file in sorted(folder.glob("*.py")):
-            digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    for name, code in codes.items():
+        digest.update(repr((name, model.code_revision) if code is None else code).encode())
     return digest.hexdigest()
-
-
-def _folder(place: str, revision: str | None) -> Path | None:
-    return Path(place) if Path(place).is_dir() else in_cache(place, revision)
 
 
 class Place(NamedTuple):
@@ -176,30 +179,11 @@ def open_files(path: Path, load: "LoadConfig") -> CheckpointFiles | None:
         return None
 
 
-def in_cache(repository: str, revision: str | None, download_dir: str | None = None) -> Path | None:
-    """A repository's folder in Hugging Face's cache, or in vLLM's folder in its place."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            repository, revision=revision, cache_dir=download_dir, local_files_only=True
-        )
-    except Exception as error:  # no such repository, or not a repository's name, whatever it raises
-        logger.debug("%s is not in the cache: %s", repository, error)
-        return None
-    return Path(found)
-
-
-def _mistrals(folder: Path, config_format: str) -> dict[str, Any]:
-    """`params.json`, if vLLM takes the config from it."""
-    file = folder / "params.json"
-    chosen = str(config_format) == "mistral" or (
-        str(config_format) == "auto" and any(folder.glob(_MISTRALS_WEIGHTS))
-    )
-    if not chosen or not file.is_file():
-        return {}
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+def _mistrals(text: ConfigText, config_format: str) -> bool:
+    """Whether vLLM takes the config from `params.json`."""
+    if config_format != "auto":
+        return config_format == "mistral"
+    return any(fnmatch(name, _MISTRALS_WEIGHTS) for name in text.names)
 
 
 def _overridden(

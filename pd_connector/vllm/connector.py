@@ -25,8 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pd_connector.config import Config
-from pd_connector.errors import ConfigError
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.adapters import watch
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
@@ -34,6 +32,7 @@ from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
 from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
+from pd_connector.vllm.support import check_supported, gets_embeddings, load_config
 from pd_connector.vllm.versions import advice
 from pd_connector.vllm.weight_loads import watch_calls
 from pd_connector.vllm.windows import Windows
@@ -57,9 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-HOST_VARIABLE = "VLLM_HOST_IP"
-"""vLLM's own variable for the address of this host."""
-
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):
     """Made once in the scheduler and once in each worker; has only the side of its role."""
@@ -79,7 +75,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert transfer is not None
         assert transfer.engine_id is not None
         config = load_config(transfer.kv_connector_extra_config)
-        _check_supported(vllm_config)
+        check_supported(vllm_config)
         # vLLM's own default is "fail" and cannot be told from a choice, so our config decides.
         # The scheduler reads the policy after it has made its connector.
         transfer.kv_load_failure_policy = config.on_failure
@@ -99,7 +95,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
                 consumes=transfer.is_kv_consumer,
                 adapters=adapter_settings(vllm_config),
                 processor=processor_settings(vllm_config),
-                encoded_elsewhere=_gets_embeddings(vllm_config),
+                encoded_elsewhere=gets_embeddings(vllm_config),
             )
             watch_calls(self._scheduler)
             if vllm_config.lora_config is not None:
@@ -123,9 +119,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         assert self._scheduler is not None
-        self._scheduler.unfilled.evict = gpu_block_pool.evict_blocks
-        self._scheduler.recomputed.free_pages = gpu_block_pool.get_num_free_blocks
-        self._scheduler.stale.bind(gpu_block_pool)
+        self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: "Request") -> None:
         assert self._scheduler is not None
@@ -171,6 +165,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """Called by 0.32 and later: loads fill pages of these groups."""
         return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def has_pending_block_frees(self) -> bool:
+        """Called where there is no room: whether pages of ended requests come free soon."""
+        assert self._scheduler is not None
+        return self._scheduler.saving
 
     def has_pending_push_work(self) -> bool:
         assert self._scheduler is not None
@@ -284,44 +283,3 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
-
-
-def load_config(extra: dict[str, Any]) -> Config:
-    """The config in vLLM's `kv_connector_extra_config`. Raises ConfigError."""
-    return Config.load(extra, host_variable=HOST_VARIABLE)
-
-
-def _gets_embeddings(vllm_config: "VllmConfig") -> bool:
-    """Whether an encode engine sends this engine the embeddings of images and other inputs."""
-    told = vllm_config.ec_transfer_config
-    return told is not None and bool(told.is_ec_consumer)
-
-
-def _check_supported(vllm_config: "VllmConfig") -> None:
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # 0.31
-        raise ConfigError(
-            "calculate_kv_scales: vLLM would compute scales of the FP8 cache while it serves, but peers are told "
-            "the scales when it starts; take a checkpoint that has scales, or leave the option out"
-        )
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise ConfigError(
-            "enable_sleep_mode: an engine that falls asleep frees the memory of pages while another engine "
-            "fetches them; leave the option out, or end the process instead"
-        )
-    # 0.32; earlier, a setting of the model.
-    if any(
-        getattr(getattr(vllm_config, part, None), "enable_return_routed_experts", False)
-        for part in ("aux_output_config", "model_config")
-    ):
-        raise ConfigError(
-            "enable_return_routed_experts: only the prefill engine knows which experts a prompt took, and "
-            "does not send them to the decode engine; leave the option out"
-        )
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            raise ConfigError(
-                f"{name} {size}: PDConnector does not split a prompt's tokens over ranks; start "
-                "the engine with 1"
-            )

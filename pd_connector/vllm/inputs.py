@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pd_connector.kv.identity import token_fingerprint
+from pd_connector.pool.keys import Input
 from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.checkpoint import read_processor_files
 
@@ -98,6 +99,13 @@ class RequestIdentity:
             salt=request.cache_salt or "",
             adapter=self.adapters.name(request),
             inputs=[f"{self._input(feature)}@{feature.mm_position.offset}" for feature in features],
+        )
+
+    def inputs(self, request: "Request") -> tuple[Input, ...]:
+        """A request's images and other inputs by content, each with its first token."""
+        return tuple(
+            Input(self._input(feature), feature.mm_position.offset)
+            for feature in request.mm_features or ()
         )
 
     def _input(self, feature: Any) -> str:

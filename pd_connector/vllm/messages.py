@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the connector's scheduler side and worker side, sent through vLLM."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,6 +76,8 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     gauges: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     weight_changes: Mapping[int, int] = field(default_factory=dict)
     causes: Mapping[str, Cause] = field(default_factory=dict)
+    saved: Mapping[str, int] = field(default_factory=dict)
+    models: Mapping[int, bytes] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
@@ -86,4 +89,6 @@ class WorkerActivity(KVConnectorWorkerMetadata):
             {**self.gauges, **other.gauges},
             {**self.weight_changes, **other.weight_changes},
             {**self.causes, **other.causes},
+            Counter(self.saved) + Counter(other.saved),
+            {**self.models, **other.models},
         )

@@ -7,6 +7,7 @@ the request is computed here as if it had none.
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +17,23 @@ from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause, ConfigError
+from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
-from pd_connector.vllm.audits import Audits
-from pd_connector.vllm.fetch import Fetch, Stage
+from pd_connector.vllm.fetching import Fetching, fetched_tokens
 from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.offers import Offers
-from pd_connector.vllm.recomputed import Recomputed
+from pd_connector.vllm.pool import PoolSide
 from pd_connector.vllm.stale import StalePages
-from pd_connector.vllm.streaming import kept_pages
 from pd_connector.vllm.uncomputable import Uncomputable
-from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -46,9 +46,7 @@ class SchedulerSide:
 
     Attributes:
         offers: the prompts that are computed here for other engines.
-        unfilled: pages that other requests must not find in vLLM's prefix cache.
-        stale: pages that hold KV of other weights than the present weights.
-        recomputed: requests whose load failed.
+        pool: chunks of KV that outlive their request; None without a pool.
 
     Args:
         config: settings.
@@ -78,22 +76,30 @@ class SchedulerSide:
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
         self._config = config
-        self._windows = windows
         self._produces = produces
         self._consumes = consumes
         address = transfer_params.ProducerAddress(engine_id)
         self.offers = Offers(windows, address, streams=config.overlap != "off")
-        self._fetches: dict[str, Fetch] = {}
-        self._audits = Audits(config, windows, ranks)
-        self.unfilled = UnfilledPages()
-        self.recomputed = Recomputed(windows.page_sizes)
         self.identity = RequestIdentity(adapters, processor)
         self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
+        self._fetching = Fetching(config, windows, ranks, self.telemetry, self._uncomputable)
+        self.pool: PoolSide | None = None
+        if opened := open_pool(config.pool):
+            self.pool = PoolSide(
+                *opened, windows, self.identity, self.telemetry, self._ignored, ranks
+            )
         self._commands: list[Command] = []
         self._gauges = RankGauges()
-        self.stale = StalePages()
+        self._stale = StalePages()
         self._weights_may_change = False
         self._workers_called = False
+
+    def bind(self, blocks: "BlockPool") -> None:
+        """Attach vLLM's pages."""
+        self._fetching.bind(blocks)
+        self._stale.bind(blocks)
+        if self.pool:
+            self.pool.bind(blocks)
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """The addresses of the workers, and each worker's shard."""
@@ -113,6 +119,8 @@ class SchedulerSide:
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""
         self._uncomputable.add(request)
+        if self.pool:
+            self.pool.add(request)
         try:
             parsed = transfer_params.parse(request.kv_transfer_params)
             if parsed is None:
@@ -140,73 +148,38 @@ class SchedulerSide:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens to fetch beyond those cached here; None: ask again. May be asked often."""
-        request_id = request.request_id
-        fetch = self._fetches.get(request_id)
-        fetches = fetch is not None and fetch.waiting
-        there = fetch.tokens if fetch is not None and fetches else num_computed_tokens
-        if self._uncomputable.waits(request_id, there):
-            return None, False
-        if fetch is None or not fetches:
-            if fetch is not None and fetch.failed and request_id not in self._uncomputable:
-                self.recomputed.asked(request, fetch)
-            return 0, False
-        fetch.computed_tokens = num_computed_tokens
-        missing = fetch.tokens - num_computed_tokens
-        audited = request_id not in self._uncomputable and self._audits.computes(
-            request_id, fetch, missing
-        )
-        if missing <= 0 or audited:
-            return 0, False
-        if fetch.stage is Stage.WATCHED:
-            return None, False
-        return missing, True
+        """Tokens to fetch or to load beyond those cached here; None: ask again. May be asked often."""
+        found = self._fetching.matched(request, num_computed_tokens)
+        if found == 0 and self.pool is not None and not self._fetching.computes(request.request_id):
+            found = self.pool.matched(request, num_computed_tokens)
+        return found, bool(found)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Pages have been allocated: fetch into them, or tell the producer that no KV is wanted."""
-        fetch = self._fetches.get(request.request_id)
-        if fetch is None:
+        """Pages have been allocated: fill them, or tell the producer that no KV is wanted."""
+        if self.pool and (fill := self.pool.allocated(request, blocks, num_external_tokens)):
+            self._fetching.fills(request.request_id, blocks, fill.first_token, fill.stop_token)
+            self._commands.append(fill)
             return
-        if not fetch.waiting:
-            fetch.had_room = False
-            self.unfilled.settle(request.request_id)
-            return
-        if num_external_tokens:
-            fetch.stage = Stage.LOADING
-            first, stop = fetch.computed_tokens, fetch.computed_tokens + num_external_tokens
-            tables = blocks.get_block_ids()
-            self.unfilled.load(request.request_id, self._windows.unfilled(tables, first, stop))
-            self._commands.append(fetch.load(request.request_id, stop, kept_pages(tables)))
-        elif self._audits.begin(
-            request.request_id, fetch, lambda: self.identity.adapters.unchanged(request)
-        ):
-            fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
-            self._commands.append(
-                Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
-            )
-        else:
-            missing = request.num_prompt_tokens - 1 - fetch.computed_tokens
-            fetch.outcome = "unaudited" if missing > 0 else "cached"
-            fetch.stage = Stage.OVER
-            self._commands.append(Drop(request.request_id, Cause.NOT_NEEDED))
+        unchanged = partial(self.identity.adapters.unchanged, request)
+        self._commands += self._fetching.allocated(request, blocks, num_external_tokens, unchanged)
 
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
-        self.unfilled.scheduled()
-        self.stale.step(output)
+        self._stale.step(output)
         commands, prefills = self.offers.step(output)
-        self._commands += commands
-        compared, over = self._audits.step(output)
-        self._commands += compared
+        compared, over = self._fetching.step(output)
+        self._commands += [*commands, *compared]
+        if self.pool:
+            self._commands += self.pool.step(output)
         commands, self._commands = self._commands, []
         idle = output.total_num_scheduled_tokens == 0
         # An engine that is paused for new weights computes nothing until the weights have changed.
         compare = self._workers_called or (self._weights_may_change and not idle)
         self._workers_called = False
         self._weights_may_change &= idle
-        return StepCommands(commands, prefills, idle, compare, over, dict(self.stale.changes))
+        return StepCommands(commands, prefills, idle, compare, over, dict(self._stale.changes))
 
     def reset(self) -> None:
         """vLLM's caches were reset, as they are before weights change."""
@@ -218,36 +191,22 @@ class SchedulerSide:
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """The workers reported the end of a load."""
-        fetch = self._fetches.get(request_id)
-        if fetch is not None:
-            fetch.stage = Stage.OVER
-            fetch.failed = failed
-            fetch.outcome = fetch.outcome or ("recomputed" if failed else "handed_over")
-            self.unfilled.load_ended(request_id, failed=failed)
+        if self.pool and self.pool.load_ended(request_id, failed=failed):
+            self._fetching.unfilled.load_ended(request_id, failed=failed)
+        else:
+            self._fetching.load_ended(request_id, failed=failed)
 
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
         self._gauges.update(activity.gauges)
-        self.stale.distrusted(activity.gauges)
-        if self.stale.changed(activity.weight_changes):
-            self._commands += [*self.offers.weights_changed(), *self._audits.weights_changed()]
-        for request_id, cause in activity.causes.items():
-            if fetch := self._fetches.get(request_id):
-                fetch.outcome = cause
-        for stage, requests in (
-            (Stage.HELD, activity.ready),
-            (Stage.OVER, activity.unavailable),
-        ):
-            for request_id in requests:
-                fetch = self._fetches.get(request_id)
-                if fetch is not None and fetch.stage is Stage.WATCHED:
-                    fetch.stage = stage
-                    if stage is Stage.OVER:  # other ranks may still wait
-                        self._commands.append(Drop(request_id, Cause.NOT_NEEDED))
-        for request_id in activity.unaudited:
-            if fetch := self._fetches.get(request_id):
-                self._audits.refused(fetch.pair)
-        self._commands += self._audits.reported(activity.audits)
+        self._stale.distrusted(activity.gauges)
+        if self._stale.changed(activity.weight_changes):
+            self._commands += [*self.offers.weights_changed(), *self._fetching.weights_changed()]
+            if self.pool:
+                self.pool.forget_all()
+        self._commands += self._fetching.reported(activity)
+        if self.pool:
+            self.pool.reported(activity)
 
     def stats(self) -> PDStats | None:
         """What was counted here since the last call, and the ranks' gauges if one has changed."""
@@ -257,8 +216,13 @@ class SchedulerSide:
     def pending_work(self) -> bool:
         """Whether steps are needed even without a request: for commands, audits, weights that may have changed, or
         ranks that have not yet reported the end of their transfers. vLLM reports metrics only with steps."""
-        waits = self._gauges.under_way or self._audits.pending or self._workers_called
-        return bool(self._commands or waits)
+        waits = self._gauges.under_way or self._fetching.audits.pending or self._workers_called
+        return bool(self._commands or waits or (self.pool and self.pool.pending))
+
+    @property
+    def saving(self) -> bool:
+        """Whether pages are kept until they are copied into the pool."""
+        return self.pool is not None and self.pool.saving
 
     def request_finished(
         self, request: "Request", pages: tuple[list[int], ...]
@@ -269,21 +233,14 @@ class SchedulerSide:
             pages: its page ids by table.
         """
         request_id = request.request_id
-        fetch = self._fetches.pop(request_id, None)
-        if fetch is not None:
-            self.telemetry.count("handoffs", cause=fetch.outcome or Cause.ABORTED)
-        self.unfilled.settle(request_id)
-        self.stale.finished(request_id, pages)
-        self._uncomputable.discard(request_id)
+        self._stale.finished(request_id, pages)
         complete = request.status in _COMPLETE and self.identity.adapters.unchanged(request)
-        compared, commands = self._audits.finished(
-            request_id, request.num_computed_tokens, complete=complete
-        )
+        if self.pool:
+            self._commands += self.pool.finished(request, pages)
+        compared, commands = self._fetching.finished(request, complete=complete)
         self._commands += commands
         if compared:
             return True, None
-        if fetch is not None and fetch.stage not in (Stage.AUDITED, Stage.OVER):
-            self._commands.append(Drop(request_id, Cause.ABORTED))
         ended = self.offers.finished(request, pages, complete=complete)
         self._commands += ended.commands
         return ended.keeps_pages, ended.answer
@@ -294,7 +251,7 @@ class SchedulerSide:
         if not self._consumes:
             self._ignore(request, Cause.ROLE, "do_remote_prefill, but kv_role is kv_producer")
             return
-        if any(fetch.transfer == transfer for fetch in self._fetches.values()):
+        if self._fetching.fetches(transfer):
             self._ignore(request, Cause.DUPLICATE, f"transfer {transfer} is being fetched already")
             return
         try:
@@ -303,19 +260,12 @@ class SchedulerSide:
             self._ignore(request, Cause.UNTRUSTED_ADDRESS, str(error))
             return
         watch = parsed.wait and self._config.defer_pages
-        # A prompt may continue after the producer's, for example if a proxy has appended its first token.
-        computed = request.num_prompt_tokens
-        if parsed.remote_num_tokens is not None:
-            computed = parsed.remote_num_tokens
-        identity = self._identity_of(request, computed)
+        identity = self._identity_of(request, fetched_tokens(request, parsed))
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
         if identity is None:  # its pages are not needed
             self._commands.append(Drop(request.request_id, Cause.MODEL))
             return
-        tokens = min(computed, request.num_prompt_tokens - 1)
-        stage = Stage.WATCHED if watch else Stage.HELD
-        fetch = Fetch(transfer, *identity, peers, parsed.wait, tokens, stage)
-        self._fetches[request.request_id] = fetch
+        self._fetching.add(request, parsed, peers, identity, watch=watch)
 
     def _identity_of(
         self, request: "Request", tokens: int | None = None

@@ -2,16 +2,20 @@
 """The connector in a worker: describes the cache to an agent, and relays commands and outcomes."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Command, Computed, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.pool.host import open_pool
+from pd_connector.pool.jobs import Fill, Save, Saved
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.last_words import FIRST_TOKEN
@@ -70,6 +74,8 @@ class WorkerSide:
         self._audits: list[AuditReport] = []
         self._unaudited: set[str] = set()
         self._over: list[str] = []  # requests whose pages were kept for a comparison
+        self._saved: Counter[str] = Counter()
+        self._told_model: bytes | None = None  # as the pool knows the loaded model
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's cache tensors (by layer name) and start the agent.
@@ -100,6 +106,8 @@ class WorkerSide:
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
             experts=self._vllm_config.model_config.is_moe,
+            store=pool[0] if (pool := open_pool(self._config.pool)) else None,
+            engine=f"vllm {vllm.__version__}",
         )
         submit = self._agent.submit
         self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit)
@@ -134,7 +142,7 @@ class WorkerSide:
             self._agent.engine_steps()
         present = step.weight_changes.get(self._rank, 0) == changes
         for command in step.commands if present else self._of_before(step.commands):
-            if isinstance(command, Load) and command.compares:
+            if isinstance(command, Load | Fill) and command.compares:
                 self._compared.add(command.request)
             self._agent.submit(command)  # type: ignore[union-attr]
         self._over += step.over
@@ -171,6 +179,8 @@ class WorkerSide:
         failed: set[str] = set()
         for outcome in self._agent.outcomes() if self._agent else ():
             match outcome:
+                case Saved():
+                    self._saved[outcome.request] += 1
                 case Finished() if outcome.request in self._compared:
                     self._compared.discard(outcome.request)
                     self._audits.append(_report(outcome))
@@ -206,7 +216,10 @@ class WorkerSide:
             {self._rank: self._gauges} if changed else {},
             self._weights_changed(),
             dict(self._causes),
+            Counter(self._saved),
+            self._model_changed(),
         )
+        self._saved.clear()
         for told in (self._ready, self._unavailable, self._audits, self._unaudited, self._causes):
             told.clear()
         return activity
@@ -239,9 +252,11 @@ class WorkerSide:
                     if command.final:
                         self._over.append(request)
                     yield Withdraw(transfer, request)
-                case Load(request=request) if command.compares:
+                case Load(request=request) | Fill(request=request) if command.compares:
                     detail = "the weights have changed"
                     self._audits.append(AuditReport(request, Cause.ABORTED, (), detail))
+                case Save(request):
+                    self._saved[request] += 1
                 case _:
                     yield command
 
@@ -251,6 +266,14 @@ class WorkerSide:
             return {}
         self._told_changes = self._model.changes
         return {self._rank: self._told_changes}
+
+    def _model_changed(self) -> dict[int, bytes]:
+        """The loaded model as the pool knows it, if the scheduler has not heard it."""
+        model = self._agent.pool_model if self._agent else b""
+        if model == (self._told_model or b""):
+            return {}
+        self._told_model = model
+        return {self._rank: model}
 
     def _computed(self, stop_layer: int | None) -> None:
         assert self._agent is not None

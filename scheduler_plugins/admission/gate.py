@@ -258,7 +258,7 @@ class AdmissionGate:
         try:
             changed = self._watched.changed()
         except QosError as error:
-            _log.error("the old settings stay: %s", error)
+            _log.error("the changed settings cannot be used, so the old settings stay: %s", error)
             return
         if changed is not None:
             self._use(changed)

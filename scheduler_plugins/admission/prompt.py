@@ -48,10 +48,10 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(body: Mapping[str, Any]) -> Prompt:
-    """The prompts of a completion (`prompt`), a chat (`messages`), an embedding (`input`, `texts`), or of scored pairs
-    (a query and documents), as far as they are text or ids.
+    """The text and the token ids of all prompts in a request body.
 
-    Images and other media count nothing, because the learnt ratio includes their average. Malformed parts count nothing
+    They are those of a completion (`prompt`), a chat (`messages`), an embedding (`input`, `texts`), or of scored pairs
+    (a query and documents). Images and other media count nothing, because the learnt ratio includes their average. Malformed parts count nothing
     either, because the engine will refuse them.
     """
     if "messages" in body:

@@ -36,7 +36,7 @@ app = typer.Typer(
 
 Trace = Annotated[Path, typer.Argument(help="A trace in Mooncake's form (JSON lines).")]
 Policy = Annotated[str, typer.Option(help="Of our router.")]
-Requests = Annotated[int, typer.Option(min=20, help="The trace's first so many.")]
+Requests = Annotated[int, typer.Option(min=20, help="Only the first N requests of the trace.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Repetitions.")]
 Speed = Annotated[float, typer.Option(min=0.5, help="Times faster than the trace's time.")]
 

@@ -54,8 +54,8 @@ class _Equations:
 class OnlineFit:
     """Learns from every step, and publishes a new model when costs have changed.
 
-    `model` is replaced, never changed. It is replaced only if the cost of a prompt or a step has changed by 5 %, or if
-    trust in the model has changed, because every order must then be computed again. Steps are noted when they come, and
+    `model` is replaced, never changed. Every order must then be computed again. So it is replaced only if the cost of a
+    prompt or a step has changed by 5 %, or if trust in the model has changed. Steps are noted when they come, and
     learnt together: 32 at a time, later 128.
     """
 

@@ -75,7 +75,7 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
     held_out = ordered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
     fitted = [one for n, one in enumerate(ordered) if n % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
     if not any(one.load.tokens for one in fitted):
-        raise ProfileError("no measurement has prefill in it: time some prompts")
+        raise ProfileError("no measurement contains a prefill: measure some prompts, too")
     rows = np.stack([_row(one, chunk_tokens) for one in fitted])
     values = nnls(rows.T @ rows, rows.sum(axis=0))
     assert len(values) == COEFFICIENTS

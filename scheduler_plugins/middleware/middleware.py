@@ -41,7 +41,7 @@ from scheduler_plugins.middleware.garbage_collector import collect_less
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.request_id import with_class, without_class
 from scheduler_plugins.qos.settings import QOS_KEY, settings_path
-from scheduler_plugins.qos.trust import class_key, shared_key, signed_class
+from scheduler_plugins.qos.trust import Seen, class_key, shared_key, signed_class
 
 INVOCATIONS = "/invocations"
 """SageMaker's endpoint, which generates or pools, depending on the model."""
@@ -80,6 +80,7 @@ class AdmissionMiddleware:
         self._gate = gate
         self._half = False
         self._loads = True
+        self._seen = Seen()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -163,7 +164,7 @@ class AdmissionMiddleware:
         """
         if not self._class_key:
             return gate.class_of(headers), False
-        given = signed_class(headers, self._class_key)
+        given = signed_class(headers, self._class_key, self._seen)
         return gate.known_class(given or ""), given is not None
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -34,7 +34,10 @@ def profile(
         "cost-model.json"
     ),
     longest_tokens: Annotated[
-        int, typer.Option(min=64, help="Longest prompt; at most what the engine takes.")
+        int,
+        typer.Option(
+            min=64, help="Longest prompt in tokens. The engine must take prompts of this length."
+        ),
     ] = 8192,
     most_batch: Annotated[
         int, typer.Option(min=1, help="Most sequences that decode together.")
@@ -42,12 +45,14 @@ def profile(
     chunk_tokens: Annotated[
         int,
         typer.Option(
-            min=0, help="The engine's --max-num-batched-tokens; 0: longer prompts are not cut."
+            min=0,
+            help="The engine's --max-num-batched-tokens. 0: the engine computes each prompt in one step.",
         ),
     ] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prefill.")] = 3,
     api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="Its key.", show_default=False)
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", help="API key of the engine.", show_default=False),
     ] = None,
 ) -> None:
     """Time prefills and decode steps of a running vLLM from outside, and fit the cost model.
@@ -105,12 +110,14 @@ def _show(found: Profile, out: Path, console: Console) -> None:
     for reason in found.left_out:
         console.print(f"left out: {reason}", highlight=False, markup=False)
     if not found.engine.caches:
-        console.print("cached prefixes could not be timed: the engine found none again")
+        console.print(
+            "cached prefixes could not be timed: the engine had none of them cached any more"
+        )
     error = model.error or 0.0
     style = "red" if error > DOUBTFUL else "green"
     console.print(f"mean error on measurements that were not fitted: [{style}]{error:.1%}[/]")
     if error > DOUBTFUL:
-        console.print("too large to order by: was the machine busy? measure again")
+        console.print("too large to order requests by: measure again while the machine is idle")
     console.print(f"written: {out}", highlight=False, soft_wrap=True, markup=False)
 
 

@@ -133,7 +133,9 @@ class Prober:
             answers = await asyncio.gather(*(self._ask(prompt, DECODED) for prompt in prompts))
             gaps = _gaps(answers)
             if len(gaps) < FEWEST_GAPS * batch:
-                left_out.append(f"{batch} x {context:,} tokens: did not decode all together")
+                left_out.append(
+                    f"{batch} x {context:,} tokens: the engine did not decode all of them at the same time"
+                )
                 continue
             load = StepLoad(0, 0, batch, batch * (context + DECODED // 2))
             found.append(Measurement(load, statistics.median(gaps)))

@@ -58,7 +58,10 @@ class LiveSettings:
         try:
             found = self._file.changed()
         except QosError as error:
-            logger.error("the scheduler goes on as before: %s", error)
+            logger.error(
+                "the changed settings cannot be used, so the scheduler keeps the old settings: %s",
+                error,
+            )
             return False
         if found is None or found.scheduler == self._section:
             return False

@@ -24,12 +24,12 @@ class DeficitShares:
     - A class without requests keeps at most `BURST_S`: an idle hour gives no right to a busy hour.
       Earnings beyond that are lent to the class of the highest priority that has room for them. The owner's next
       request finds a positive balance, so the loan costs the owner nothing.
-    - If no class that has requests has a positive balance, the class of the highest priority gets the
-      next piece of work and does not pay for it.
+    - If all classes with requests have used up their balances, the class of the highest priority gets the
+      next piece of work. It does not pay for it.
     - If nothing else waited, no class pays for the work, because no class lost anything. All balances become `BURST_S`.
 
-    While a class has requests, it gets its fraction of any stretch of work, minus one piece of its own work and minus
-    the savings of other classes.
+    So a class with requests gets its fraction of any stretch of work. What it can lack is at most one piece of its own work,
+    and the savings of other classes.
     """
 
     def __init__(self, classes: Sequence[QosClass]) -> None:

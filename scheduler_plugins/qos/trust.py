@@ -2,16 +2,18 @@
 """The class that the router gave a request, in a header that only the router can write.
 
 Router and engines share one secret, in the variable `PD_ROUTER_KEY`. The router derives a key from the secret, and
-signs the class together with the request's id and the time. An engine with the secret believes only that header. An
-engine without the secret reads clients' headers.
+signs the class together with the request's id, the time, and a number that it uses once. An engine with the secret
+believes only that header, and each header once. An engine without the secret reads clients' headers.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from hashlib import blake2b
+from heapq import heappop, heappush
 from hmac import compare_digest
 from urllib.parse import quote, unquote
 
@@ -23,6 +25,8 @@ KEY_VARIABLE = "PD_ROUTER_KEY"
 ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 BELIEVED_S = 300.0
 """The largest difference between the clocks of router and engine. A signature older than this is invalid."""
+MOST_SEEN = 100_000
+"""Most signatures that are remembered. If more come within `BELIEVED_S`, the oldest are not believed any more."""
 
 
 def shared_key() -> str:
@@ -36,7 +40,7 @@ def checked_key(name: str, given: str) -> str:
     key = given.strip()
     if key and (weak := weakness(key)):
         raise ValueError(
-            f"{name}: a key {weak}: it could be guessed; `pd-connector key` makes one that cannot"
+            f"{name}: a key {weak}. It could be guessed; `pd-connector key` makes a strong key"
         )
     return key
 
@@ -46,37 +50,67 @@ def class_key(shared: str) -> bytes:
     return secret(shared, b"pd-router-class") if shared else b""
 
 
+class Seen:
+    """The signatures that an engine has believed. Each is believed once, so a header that was read on its way is of no
+    use to anybody else. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._by_time: list[tuple[int, str]] = []  # a heap
+        self._forgotten_ms = 0
+        """Signatures up to this time are forgotten, and not believed any more."""
+
+    def first(self, at_ms: int, nonce: str, now_s: float) -> bool:
+        """Whether this is the first time that a valid signature is seen."""
+        if at_ms <= self._forgotten_ms or nonce in self._known:
+            return False
+        self._known.add(nonce)
+        heappush(self._by_time, (at_ms, nonce))
+        oldest_ms = (now_s - BELIEVED_S) * 1000
+        while self._by_time[0][0] < oldest_ms or len(self._by_time) > MOST_SEEN:
+            self._forgotten_ms, forgotten = heappop(self._by_time)
+            self._known.discard(forgotten)
+        return True
+
+
 def signed(qos: str, request_id: str, key: bytes, now_s: float | None = None) -> str:
-    """The header's value: time, class, signature.
+    """The header's value, for one request to one engine: time, a number used once, class, signature.
 
     Args:
         request_id: the request's `X-Request-Id`.
         key: from `class_key`.
         now_s: by the wall clock; None: now.
     """
-    at = f"{time.time() if now_s is None else now_s:.0f}"
+    at = f"{(time.time() if now_s is None else now_s) * 1000:.0f}"
+    nonce = secrets.token_hex(8)
     name = quote(qos, safe="")
     sent = request_id.encode("utf-8", "surrogateescape")
-    return f"{at}.{name}.{_signature(at, name, sent, key)}"
+    return f"{at}.{nonce}.{name}.{_signature(at, nonce, name, sent, key)}"
 
 
-def signed_class(headers: Mapping[str, str], key: bytes, now_s: float | None = None) -> str | None:
-    """The class that the router gave; None if no router with this key gave a class.
+def signed_class(
+    headers: Mapping[str, str], key: bytes, seen: Seen, now_s: float | None = None
+) -> str | None:
+    """The class that the router gave; None if no router with this key gave a class to this request.
 
     Args:
         headers: the request's headers, names in lower case, values as ASGI servers decode them (Latin-1).
+        seen: what was believed before.
         now_s: by the wall clock; None: now.
     """
     at, _, rest = headers.get(HEADER.lower(), "").partition(".")
+    nonce, _, rest = rest.partition(".")
     name, _, signature = rest.rpartition(".")
     request_id = headers.get("x-request-id", "").encode("latin-1", "replace")
-    wanted = _signature(at, name, request_id, key)
+    wanted = _signature(at, nonce, name, request_id, key)
     if not key or not compare_digest(signature.encode(), wanted.encode()):
         return None
-    late_s = (time.time() if now_s is None else now_s) - float(at)
-    return unquote(name) if abs(late_s) <= BELIEVED_S else None
+    now_s = time.time() if now_s is None else now_s
+    if abs(now_s - int(at) / 1000) > BELIEVED_S or not seen.first(int(at), nonce, now_s):
+        return None
+    return unquote(name)
 
 
-def _signature(at: str, name: str, request_id: bytes, key: bytes) -> str:
-    text = f"{at}\n{name}\n".encode("utf-8", "replace") + request_id
+def _signature(at: str, nonce: str, name: str, request_id: bytes, key: bytes) -> str:
+    text = f"{at}\n{nonce}\n{name}\n".encode("utf-8", "replace") + request_id
     return blake2b(text, key=key, digest_size=16).hexdigest()

@@ -15,8 +15,8 @@ from scheduler_plugins.queue.prefix_index import CostEstimator, Costs, PrefixInd
 from scheduler_plugins.queue.turned_back import TurnedBack
 
 LOOKS_PER_PEEK = 32
-"""The most entries that are evaluated again before a choice. The order is exact unless, since the last choice, the
-cache made more requests cheaper than this, or made more requests at the head more expensive."""
+"""The most entries that are evaluated again before a choice. If the cache has made more requests cheaper since the last
+choice, or more requests at the head more expensive, the order is not exact."""
 
 
 class WaitingQueue:

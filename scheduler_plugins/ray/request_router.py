@@ -77,7 +77,7 @@ class PolicyRequestRouter(RequestRouter):
         except BadRequestError:  # the engine will report the error
             return [candidate_replicas]
         except Exception:  # Serve would log the error, and the request would wait for ever
-            logger.exception("the policy failed: any replica may have the request")
+            logger.exception("the policy failed: the request can go to any replica")
             return [candidate_replicas]
         if chosen is None:
             return []

@@ -1,47 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scheduler_plugins.router --prefill URL... --decode URL...`"""
 
-import argparse
-import dataclasses
 import logging
 import os
 import ssl
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
-from scheduler_plugins.router.policies.registry import DEFAULT
-
-CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
-API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
-
-# All other fields of RouterConfig are numbers with defaults. Each becomes an option of the same name.
-HELP = {
-    "workers": "processes that serve clients, on one port",
-    "members_interval_s": "pause between two lookups of the engines behind dns+http:// and k8s+http://",
-    "front_queue": "most requests of each class that wait at the router; 0: all wait at the engines",
-    "engine_queue_s": "with --front-queue: requests wait once every engine has this much prefill queued",
-    "port": "port to listen on, 0 for any free one",
-    "connect_timeout_s": "longest time to open a connection to an engine",
-    "first_byte_timeout_s": "longest wait for a stream's first byte",
-    "answer_timeout_s": "longest wait for an answer that is not streamed",
-    "idle_timeout_s": "longest pause inside an answer, and longest time that a client neither sends nor reads",
-    "refusal_grace_s": "longest wait for the decode engine after the prefill engine refused its copy",
-    "health_interval_s": "pause between two health checks of one engine",
-    "health_timeout_s": "longest wait for an answer of /health",
-    "health_misses": "an engine counts as hung after this many health checks in a row without an answer",
-    "drain_timeout_s": "time that an engine which refuses connections has to finish its requests",
-    "probe_timeout_s": "longest wait for a prefill engine to report its address",
-    "probe_retry_s": "pause before a prefill engine without an address is asked again",
-    "attempts": "most engines that may accept one request and fail it",
-    "body_mib": "largest request body in MiB",
-    "bodies_mib": "most memory of all request bodies together, in MiB",
-    "connections": "most client connections",
-    "header_timeout_s": "longest wait for the headers of a new connection's first request",
-    "shutdown_timeout_s": "time that running requests have to finish after SIGTERM",
-}
-
+from scheduler_plugins.router.settings.options import (
+    API_KEY_VARIABLE,
+    CLIENT_KEY_VARIABLE,
+    parser,
+)
 
 INTERRUPTED = 130
 
@@ -65,8 +36,8 @@ def _serve(arguments: Sequence[str] | None) -> int:
         print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
         return 2
 
-    parser = _parser(RouterConfig)
-    given = vars(parser.parse_args(arguments))
+    options = parser(RouterConfig)
+    given = vars(options.parse_args(arguments))
     given.setdefault("api_key", os.environ.get(API_KEY_VARIABLE))
     level = given.pop("log_level")
     given["kv_events"] = dict(given["kv_events"])
@@ -80,7 +51,7 @@ def _serve(arguments: Sequence[str] | None) -> int:
         settings = SettingsFile(path, wanted) if path else None
         config = settings.current if settings else RouterConfig(**wanted)
     except ValueError as error:
-        parser.error(str(error))
+        options.error(str(error))
     try:
         if config.workers > 1:
             from scheduler_plugins.router.workers.keeper import keep
@@ -95,147 +66,6 @@ def _serve(arguments: Sequence[str] | None) -> int:
         print(f"cannot listen on {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _parser(config: type) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scheduler_plugins.router",
-        description="One OpenAI API in front of prefill and decode engines.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for side, which in (
-        ("prefill", "the prefill engines"),
-        ("decode", "the decode engines"),
-        (
-            "cpu-prefill",
-            "prefill engines for long prompts of classes that are not interactive: --policy length",
-        ),
-    ):
-        parser.add_argument(
-            f"--{side}", nargs="+", action="extend", metavar="URL", help=f"base URLs of {which}"
-        )
-    parser.add_argument(
-        "--kv-events",
-        nargs="+",
-        action="extend",
-        default=[],
-        type=_kv_events,
-        metavar="URL=EVENTS[,REPLAY]",
-        help="endpoints where an engine publishes and replays KV events (vLLM's --kv-events-config)",
-    )
-    parser.add_argument(
-        "--engine",
-        nargs="+",
-        action="extend",
-        metavar="URL",
-        help="base URLs of engines that tell the router which side they are on",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="YAML file with engines, policies and limits; read again when it changes",
-    )
-    parser.add_argument(
-        "--admin-port",
-        type=int,
-        metavar="N",
-        help=f"port of the admin API; its token is printed at the start, or given in {ADMIN_KEY_VARIABLE}",
-    )
-    parser.add_argument("--admin-host", default="127.0.0.1", help="address of the admin API")
-    parser.add_argument(
-        "--exchange",
-        default="",
-        metavar="ADDRESS",
-        help="address to publish this router's load to other routers, as tcp://0.0.0.0:9100",
-    )
-    parser.add_argument(
-        "--fellows",
-        nargs="+",
-        action="extend",
-        metavar="ADDRESS",
-        help=f"addresses of the other routers' --exchange; all need the same {KEY_VARIABLE}",
-    )
-    parser.add_argument(
-        "--otlp",
-        default="",
-        metavar="URL",
-        help="URL that spans are sent to, as http://127.0.0.1:4318/v1/traces (extra otel)",
-    )
-    parser.add_argument(
-        "--allowed-origins",
-        nargs="+",
-        action="extend",
-        metavar="ORIGIN",
-        help="origins of web pages that may use the router from a browser, as https://chat.example.org; *: all",
-    )
-    for option, meaning in (
-        (
-            "--tls-cert",
-            f"file with the certificate for clients; {CLIENT_KEY_VARIABLE} has the key that they must send",
-        ),
-        ("--tls-key", "file with the certificate's key, if not the same"),
-        ("--engine-ca", "file with the CA certificate for engines with https URLs"),
-    ):
-        parser.add_argument(option, default="", metavar="FILE", help=meaning)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument(
-        "--policy",
-        default=DEFAULT,
-        metavar="NAME",
-        help="policy that chooses the engines of a request",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="FOLDER",
-        help="folder with the model's tokenizer.json; empty: the model folder that the engines report",
-    )
-    parser.add_argument(
-        "--profile",
-        default="",
-        metavar="FILE",
-        help="cost model for engines that report none; pd-connector profile writes it",
-    )
-    parser.add_argument(
-        "--decode-policy",
-        default="",
-        metavar="NAME",
-        help="rule that chooses the decode engine; empty: the rule that belongs to --policy",
-    )
-    parser.add_argument(
-        "--api-key",
-        default=argparse.SUPPRESS,  # otherwise the help would show the variable's value
-        metavar="KEY",
-        help=f"key for the router's own requests to the engines; better given in {API_KEY_VARIABLE}",
-    )
-    parser.add_argument(
-        "--log-level",
-        default="INFO",
-        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
-        help="log level",
-    )
-    for field in dataclasses.fields(config):
-        if field.name in HELP:
-            parser.add_argument(
-                "--" + field.name.replace("_", "-"),
-                type=int if field.type in (int, "int") else float,
-                default=field.default,
-                metavar="N" if field.type in (int, "int") else "SECONDS",
-                help=HELP[field.name],
-            )
-    return parser
-
-
-def _kv_events(text: str) -> tuple[str, tuple[str, str | None]]:
-    """Parse `http://host:8100=tcp://host:5557,tcp://host:5558`: an engine's URL, and the endpoints of its events."""
-    url, separator, addresses = text.partition("=")
-    events, _, replay = addresses.partition(",")
-    if not separator or not events:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: must look like http://host:8100=tcp://host:5557,tcp://host:5558"
-        )
-    return url, (events, replay or None)
 
 
 if __name__ == "__main__":

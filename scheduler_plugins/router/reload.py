@@ -33,7 +33,6 @@ async def reloading(
 def use_settings(shared: Shared, config: RouterConfig) -> None:
     """Use these settings for new requests."""
     old, shared.config = shared.config, config
-    shared.connections.connect_timeout_s = config.connect_timeout_s
     if (old.policy, old.decode_policy) != (config.policy, config.decode_policy):
         shared.policy = create(config.policy, config.decode_policy)
 
@@ -45,7 +44,7 @@ async def _reload(settings: SettingsFile, use: Callable[[RouterConfig], None]) -
         try:
             config = settings.changed()
         except SettingsError as error:
-            logger.error("the old settings stay: %s", error)
+            logger.error("the changed settings cannot be used, so the old settings stay: %s", error)
             continue
         if config is None:
             continue
@@ -53,9 +52,11 @@ async def _reload(settings: SettingsFile, use: Callable[[RouterConfig], None]) -
             use(config)
         except Exception:
             # Keep watching, because the next edit may be right.
-            logger.exception("the new settings cannot be used")
+            logger.exception("the changed settings cannot be used")
             continue
         later = [name for name in AT_START if getattr(config, name) != getattr(first, name)]
         if later:
-            logger.warning("%s: apply after a restart of the router", ", ".join(later))
+            logger.warning(
+                "%s: the change takes effect when the router is restarted", ", ".join(later)
+            )
         logger.info("the settings have changed")

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from aiohttp import web
 
+from scheduler_plugins.router.client.connections import HEADERS_S
 from scheduler_plugins.router.client.faults import ServerLog
 from scheduler_plugins.router.client.operator import Operator, authority
 from scheduler_plugins.router.client.tls import for_clients
@@ -76,7 +77,7 @@ class RouterServer:
                 config.port,
                 backlog=1024,
                 ssl=encrypted,
-                ssl_handshake_timeout=config.header_timeout_s if encrypted else None,
+                ssl_handshake_timeout=HEADERS_S if encrypted else None,
                 reuse_port=self._shares_port or None,
             )
         except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
@@ -169,9 +170,9 @@ def _possible(wanted: int) -> int:
         return wanted
     possible = max(1, (soft - _OTHER_FILES) // SOCKETS_PER_CONNECTION)
     logger.warning(
-        "%d connections at most, not %d (setting connections): the limit of open files is %d (ulimit -n)",
-        possible,
+        "connections %d: only %d are possible with a limit of %d open files; raise the limit (ulimit -n)",
         wanted,
+        possible,
         soft,
     )
     return possible

@@ -43,7 +43,7 @@ def register() -> None:
         for function in (*_HOOKS, *_OVERRIDDEN):
             _check(function)
     except ConfigError as error:
-        logger.error("--schedule-policy %s will not be known: %s", POLICY, error)
+        logger.error("SGLang will not know --schedule-policy %s: %s", POLICY, error)
         raise
     for function, (kind, hook) in _HOOKS.items():
         HookRegistry.register(function.target, hook, HookType[kind])

@@ -91,7 +91,10 @@ class ClassMarker:
         try:
             file.changed()
         except QosError as error:
-            logger.error("requests get their classes as before: %s", error)
+            logger.error(
+                "the changed settings cannot be used, so requests get their classes as before: %s",
+                error,
+            )
 
 
 def _marked(sampling: Any, qos: str) -> Any:

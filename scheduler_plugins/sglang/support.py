@@ -50,7 +50,7 @@ def check_routes(tokenizer_workers: int, *, routes: bool) -> None:
         raise ConfigError(
             _refusal(
                 f"--tokenizer-worker-num {tokenizer_workers} with request_router.routes",
-                "SGLang loads no plug-in in such workers, so that they know no classes; use 1, or let "
+                "SGLang loads no plug-in in such workers, so they do not know the classes; use 1, or let "
                 "clients name their class in custom_params",
             )
         )

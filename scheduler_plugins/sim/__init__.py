@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulation of engines and of clusters: it shows a policy's effect on a workload, in seconds instead of hours.
 
-In reading order: `trace` and `workload` (arriving requests), `cache` (an engine's prefix cache), `prefill` and `decode`
-(the two stages of an engine), `engine` (one engine), `links` (KV between engines), `kv_pool` (KV that all engines
-share), `node` (an engine as a policy sees it), `view`, `journey`, `timeline` (one heap of events), `cluster` (the
-whole), `report` and `picture` (the results), `simulate` (from settings to results), `command`. `mock/` is an engine
-with HTTP that takes its times from the same model.
+| modules, in reading order | what they are |
+|---|---|
+| `trace`, `workload` | arriving requests |
+| `cache`, `prefill`, `decode`, `engine` | one engine: its prefix cache, its two stages, the whole |
+| `links`, `kv_pool` | KV between engines, and KV that all engines share |
+| `node`, `view`, `journey` | an engine and a cluster as a policy sees them, and one request's way |
+| `timeline`, `cluster` | one heap of events, and the whole cluster |
+| `report`, `picture`, `simulate`, `command` | the results, and the way from settings to results |
+| `mock/` | an engine with HTTP that takes its times from the same model |
 """

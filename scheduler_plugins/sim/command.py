@@ -33,27 +33,27 @@ _WIDTH = 120
 _COUNTS = {
     "prefill": "prefill engines",
     "decode": "decode engines",
-    "both": "engines that do both; give --prefill 0 --decode 0",
-    "cpu_prefill": "engines without a GPU beside them, for long prompts that nobody waits for: policy length",
-    "level": "1: whole prompts; 2: steps, with room for KV",
-    "cache_blocks": "blocks in each engine's prefix cache",
-    "seed": "of everything that is random",
+    "both": "engines that prefill and decode; needs --prefill 0 --decode 0",
+    "cpu_prefill": "prefill engines without a GPU, for long prompts in the background (policy length)",
+    "level": "detail of the simulation; 1: whole prompts, 2: steps and room for KV",
+    "cache_blocks": "size of each engine's prefix cache, in blocks",
+    "seed": "seed of all random choices",
 }
 _NUMBERS = {
-    "kv_tokens": "tokens for whose decodes an engine has room (level 2)",
-    "lag_s": "how late the router learns what is cached, in seconds",
-    "background": "part of the requests that nobody waits for, chosen at random",
-    "speed": "how many times faster than recorded the requests come",
+    "kv_tokens": "room of an engine for decoding requests, in tokens (level 2)",
+    "lag_s": "delay until the router knows what engines have cached, in seconds",
+    "background": "share of background requests, chosen at random",
+    "speed": "factor by which requests come faster than recorded",
 }
 _NETWORK = {
-    "bytes_per_s": "of each engine's link, in each direction",
-    "latency_s": "of a transfer, in seconds",
-    "kv_bytes_per_token": "KV of one token on the wire",
+    "bytes_per_s": "bandwidth of each engine's link, in each direction, in bytes per second",
+    "latency_s": "latency of a transfer, in seconds",
+    "kv_bytes_per_token": "size of one token's KV on the wire, in bytes",
 }
 _POOL = {
-    "blocks": "blocks in a KV pool that all engines share; 0: there is none",
-    "bytes_per_s": "of all puts into the pool together, and of all gets",
-    "latency_s": "of a put or a get, beside that of a transfer, in seconds",
+    "blocks": "size of a KV pool that all engines share, in blocks; 0: no pool",
+    "bytes_per_s": "bandwidth of the pool for all puts together, and for all gets together",
+    "latency_s": "latency of a put or a get, added to a transfer's latency, in seconds",
 }
 
 
@@ -134,25 +134,41 @@ def _parser() -> argparse.ArgumentParser:
         description="Play a recorded trace through a simulated cluster.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("trace", type=Path, help="Mooncake's JSON lines, or Azure's .csv")
-    parser.add_argument("--policy", default=DEFAULT, metavar="NAME", help="as the router's")
-    parser.add_argument("--decode-policy", default="", metavar="NAME", help="as the router's")
-    parser.add_argument("--compare", metavar="NAMES", help="several policies with commas, or all")
     parser.add_argument(
-        "--order", default="srjf_calibrated", metavar="NAME", help="of the engines' queues"
+        "trace", type=Path, help="trace file: Mooncake's JSON lines, or Azure's .csv"
     )
-    parser.add_argument("--cost-model", type=Path, metavar="FILE", help="of `pd-connector profile`")
+    parser.add_argument("--policy", default=DEFAULT, metavar="NAME", help="the router's --policy")
     parser.add_argument(
-        "--cpu-cost-model", type=Path, metavar="FILE", help="the same of the --cpu-prefill engines"
+        "--decode-policy", default="", metavar="NAME", help="the router's --decode-policy"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="first N requests only")
+    parser.add_argument(
+        "--compare",
+        metavar="NAMES",
+        help="policies to compare, separated by commas; all: every policy",
+    )
+    parser.add_argument(
+        "--order", default="srjf_calibrated", metavar="NAME", help="order of the engines' queues"
+    )
+    parser.add_argument(
+        "--cost-model",
+        type=Path,
+        metavar="FILE",
+        help="cost model of the engines; pd-connector profile writes it",
+    )
+    parser.add_argument(
+        "--cpu-cost-model",
+        type=Path,
+        metavar="FILE",
+        help="cost model of the --cpu-prefill engines",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="play only the first N requests")
     for option, what in (("ttft", "time to first token"), ("tpot", "time per token")):
         parser.add_argument(
             f"--{option}-ms",
             type=float,
             default=float("inf"),
             metavar="MS",
-            help=f"promised {what}: counted for goodput, and policies that predict it reject by it",
+            help=f"promised {what}; goodput counts requests that keep it, and policies reject requests that would break it",
         )
     for texts, owner, prefix in (
         (_COUNTS, Scenario, ""),
@@ -169,8 +185,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-overlap", action="store_true", help="send KV after the prefill, not during it"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the results; - for standard output")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw TTFT and TPOT")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the results to this file; -: standard output"
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw TTFT and TPOT into this file"
+    )
     return parser
 
 

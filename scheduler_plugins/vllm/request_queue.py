@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 ROOM_AGAIN = 8
-"""Scans until a step again reserves room beside a prefill for a request that vLLM skipped (the adapter limit, a
-connector that does not know yet). If the request cannot start this time either, the room is lost."""
+"""Scans between two steps that reserve room, beside a prefill, for a request that vLLM has skipped. vLLM skips a request
+because of the adapter limit, or because its connector does not know yet. If it is skipped again, the room is lost."""
 
 
 def describe(request: Request, cache: CacheView) -> Waiting:

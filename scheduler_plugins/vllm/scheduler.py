@@ -4,10 +4,10 @@
 vLLM decides everything except the order: it calls our queue (`request_queue.py`) instead of its own. These are added
 around its methods:
 
-- before `schedule`: changed settings, changes of the prefix cache, a prefill that yields to a class that is owed, the
-  length of the step and of its prefills, the order of eviction
-- behind the model and after `update_from_output`: the step's time, first tokens, the load report
-- around `add_request` and the end of a request: its predictions, the blocks that it leaves
+- before `schedule`: changed settings and changes of the prefix cache; a prefill can yield to a class that is owed; the
+  length of the step and of its prefills is set, and the order of eviction
+- behind the model and after `update_from_output`: the step's time, first tokens and the load report
+- around `add_request` and the end of a request: its predictions, and the blocks that it leaves
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from support.children import Children, children, nursery
 from pd_connector.agent import loop
 from pd_connector.agent.commands import Computed, Drop, Expect, Hold, Revoke, Withdraw
 from pd_connector.agent.consuming import session_keeper
+from pd_connector.config import Config
 from pd_connector.control import addresses
 from pd_connector.control.sockets import Connection, Listener
 from pd_connector.errors import Cause
@@ -137,8 +138,11 @@ def test_a_message_that_is_lost_ends_the_session_and_nobody_waits_for_it(
     producer.freed("t")
 
 
-def test_an_idle_session_is_closed_and_opened_again_when_it_is_wanted(ranks: Ranks):
-    producer, consumer = ranks.pair(LONG | {"idle_timeout_s": 0.5})
+def test_an_idle_session_is_closed_and_opened_again_when_it_is_wanted(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Config, "idle_timeout_s", 0.5)
+    producer, consumer = ranks.pair(LONG)
     for i in range(2):
         assert_serves(producer, consumer, f"{i}")
         until(lambda: consumer.gauge("producer_sessions") == 0)
@@ -227,8 +231,9 @@ def heartbeats_of(producer: Rank, monkeypatch: pytest.MonkeyPatch) -> list[float
     return heard
 
 
-def test_a_session_that_is_wanted_is_not_idle(ranks: Ranks):
-    producer, consumer = ranks.pair(LONG | {"idle_timeout_s": 0.3})
+def test_a_session_that_is_wanted_is_not_idle(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Config, "idle_timeout_s", 0.3)
+    producer, consumer = ranks.pair(LONG)
     consumer.load(producer.source, "t", [1], wait=True)
     until(lambda: consumer.gauge("producer_sessions"))
     time.sleep(1.0)

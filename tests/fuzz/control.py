@@ -68,7 +68,6 @@ SETTINGS: dict[str, Any] = {
     "stall_timeout_s": 1.0,
     "lease_s": 3.0,
     "wait_timeout_s": 3.0,
-    "idle_timeout_s": 30.0,
     "engine_timeout_s": 3600.0,
 }
 TCP_ADDRESS = TcpAddress("127.0.0.1", 9, b"i" * 16, b"s" * 32, 4, 1 << 20, True).encode()

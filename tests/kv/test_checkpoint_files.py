@@ -50,6 +50,48 @@ def test_a_link_that_is_switched_during_the_load_leaves_the_weights_unknown(link
     assert "model.safetensors was exchanged" in files.problem
 
 
+@pytest.mark.parametrize("how", ["another link", "the same link"])
+def test_a_link_that_is_switched_and_switched_back_during_the_load_leaves_the_weights_unknown(
+    link: Path, how: str
+) -> None:
+    """The engine opens files by name after they were opened here, so it may have read the other checkpoint."""
+    files = opened(link)
+    if how == "the same link":  # moved away and back
+        link.rename(link.parent / "kept")
+        link.symlink_to("other")
+        (link.parent / "kept").rename(link)
+    else:
+        switch(link)
+        (link.parent / "next").symlink_to("one")
+        (link.parent / "next").rename(link)
+    assert link.resolve().name == "one"
+    files.loaded()
+    assert "model.safetensors was exchanged" in files.problem
+
+
+def test_links_to_links_and_folders_above_them_are_looked_at(link: Path) -> None:
+    """As in Hugging Face's cache: a file is a link into another folder."""
+    blobs = link.parent / "blobs"
+    blobs.mkdir()
+    (link / "model.safetensors").rename(blobs / "one")
+    (link / "model.safetensors").symlink_to("../blobs/one")
+    (link.parent / "named").symlink_to(link.absolute())
+    files, second = opened(link.parent / "named"), opened(link.parent / "named")
+    files.loaded()
+    assert files.problem == ""
+    switch(link)
+    (link.parent / "next").symlink_to("one")
+    (link.parent / "next").rename(link)
+    second.loaded()
+    assert "model.safetensors was exchanged" in second.problem
+
+
+def test_a_link_to_itself_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(OSError, match="symbolic links"):
+        CheckpointFiles.open(tmp_path)
+
+
 def test_a_checkpoint_that_is_moved_away_after_the_load_is_still_read(link: Path) -> None:
     files = opened(link)
     files.loaded()

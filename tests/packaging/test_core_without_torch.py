@@ -23,6 +23,9 @@ ABSENT = (
     "ucxx",
 )
 ROOMS = ("kv", "plan", "protocol", "control")
+POOL = tuple(
+    f"pd_connector.pool.{name}" for name in ("keys", "record", "form", "plans", "spans", "worth")
+)
 ROUTER = ("scheduler_plugins.router.prompt.body", "scheduler_plugins.router.policies.registry")
 
 BLOCK = f"""
@@ -58,7 +61,7 @@ def python(code: str, *arguments: str, root: Path) -> subprocess.CompletedProces
 
 
 def modules() -> list[str]:
-    found = [f"pd_connector.{room}" for room in ROOMS]
+    found = [*(f"pd_connector.{room}" for room in ROOMS), *POOL]
     found += ["pd_kernels.payload", "pd_kernels.checksum"]
     for room in ROOMS:
         folder = Path(pd_connector.__file__).parent / room

@@ -20,6 +20,7 @@ from support.filled import (
     LAYERS,
     Dense,
     bits,
+    converted,
     element,
     fill,
     gathered,
@@ -118,16 +119,6 @@ def test_between_any_two_layouts_every_element_arrives_bit_by_bit(
         event(f"whole pages: {True in ways}")
         assert_same(destination, dense, span)
         assert_untouched(destination, before, span)
-
-
-def converted(x: torch.Tensor, ours: Setup, theirs: Setup, v: bool) -> torch.Tensor:
-    """What a token's elements become in a cache of another dtype: by hand, in float64."""
-    numbers = x.double()
-    if ours.dtype == "fp8_e4m3":
-        numbers = numbers * ours.scales[v]
-    if theirs.dtype == "fp8_e4m3":
-        numbers = (numbers / theirs.scales[v]).float().clamp(-448, 448)
-    return numbers.float().to(DTYPES[theirs.dtype])
 
 
 @pytest.mark.parametrize("ours", list(DTYPES))

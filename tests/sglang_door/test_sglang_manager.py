@@ -91,7 +91,12 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     def begin(role: str, pool: Any, place: Any) -> Manager:
         own.parallel = place
         args = SimpleNamespace(state_types=[], num_draft_entries=0)
-        server_args = SimpleNamespace(**_WANTED, disaggregation_mode=role, enable_metrics=False)
+        server_args = SimpleNamespace(
+            **_WANTED,
+            disaggregation_mode=role,
+            enable_metrics=False,
+            disaggregation_decode_enable_radix_cache=False,
+        )
         made = Manager(args, ROLES[role], server_args)
         scheduler = SimpleNamespace(
             sliding_window_size=None,

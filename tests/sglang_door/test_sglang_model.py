@@ -21,7 +21,7 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.kv.rotation import rotation_of
 from pd_connector.kv.rotation_table import rotation_text
-from pd_connector.sglang.model import _made_with, loaded_files, model_facts
+from pd_connector.sglang.model import CONFIGS, _made_with, config_made, loaded_files, model_facts
 from pd_connector.tools.demo import MODEL_DIR
 
 SHARD = Shard(0, 4, 0, 1)
@@ -215,3 +215,58 @@ def test_a_rotation_that_sglang_has_not_registered_is_told_by_its_tables() -> No
             table[1:] *= 1.5
         texts.append(rotation_text(module, _made_with(module)))
     assert len(set(texts)) == 6
+
+
+class ModelConfig:
+    """SGLang's, as far as it reads a file by name."""
+
+    def __init__(self, model_path: str, *, revision: str | None = None, meanwhile: Any) -> None:
+        meanwhile()
+        self.hf_config = json.loads((Path(model_path) / "config.json").read_text())
+        meanwhile()
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Path:
+    """A name that leads to the first of two models with other positions."""
+    for name, theta in (("one", 10_000.0), ("other", 20_000.0)):
+        shutil.copytree(MODEL_DIR, tmp_path / name)
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "rope_theta": theta}))
+    (tmp_path / "current").symlink_to("one")
+    return tmp_path / "current"
+
+
+def read_by_sglang(link: Path, *targets: str) -> ModelConfig:
+    """SGLang reads a config; the name is switched before and after it opens the file."""
+    to = iter(targets)
+
+    def switch() -> None:
+        if target := next(to, ""):
+            (link.parent / "next").symlink_to(target)
+            (link.parent / "next").rename(link)
+
+    made = object.__new__(ModelConfig)
+    config_made(ModelConfig.__init__, made, str(link), meanwhile=switch)
+    return made
+
+
+def test_a_config_that_is_exchanged_after_sglang_has_read_it_is_told_as_it_was(link: Path) -> None:
+    read_by_sglang(link)
+    right = facts(scheduler(link.parent / "one")).config
+    (link.parent / "next").symlink_to("other")
+    (link.parent / "next").rename(link)
+    assert facts(scheduler(link)).config == right
+    CONFIGS.clear()
+    assert facts(scheduler(link)).config != right, "which is what would be told"
+
+
+@pytest.mark.parametrize("targets", [("other",), ("other", "one")])
+def test_a_config_that_is_exchanged_while_sglang_reads_it_is_not_believed(
+    link: Path, targets: tuple[str, ...]
+) -> None:
+    made = read_by_sglang(link, *targets)
+    assert made.hf_config["rope_theta"] == 20_000.0, "so that the test tests what it says"
+    told = facts(scheduler(link)).config
+    for name in ("one", "other"):
+        assert told != facts(scheduler(link.parent / name)).config

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV of a request is called."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.identity import token_fingerprint
-from pd_connector.sglang.adapters import Adapters
+from pd_connector.sglang.adapters import Adapters, loads_adapter
 from pd_connector.sglang.admission import MAX_ROOM
 from pd_connector.sglang.requests import fingerprint, transfer_of
 
@@ -39,13 +41,37 @@ def test_a_prompt_of_embeddings_is_not_told_by_the_token_ids_that_sglang_makes_u
         fingerprint(req(**{name: [[0.5]]}), [1, 2, 3], "")
 
 
+class Manager:
+    """SGLang's of adapters, as far as the door looks at it. It reads files by name."""
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.lora_refs: dict[str, Any] = {}
+        self.read: dict[str, bytes] = {}
+        self._meanwhile = meanwhile
+
+    def load(self, lora_id: str, path: Path | str) -> None:
+        ref = SimpleNamespace(lora_id=lora_id, lora_name="style", lora_path=str(path))
+        loads_adapter(Manager._load, self, ref)
+
+    def _load(self, ref: Any) -> None:
+        self._meanwhile()
+        file = Path(ref.lora_path) / "adapter_model.safetensors"
+        with suppress(OSError, ValueError):
+            self.read[ref.lora_id] = file.read_bytes()
+        self._meanwhile()
+        self.lora_refs[ref.lora_id] = ref
+
+
+def adapters_of(manager: Manager) -> Adapters:
+    return Adapters(SimpleNamespace(lora_manager=manager))
+
+
 def loaded(**folders: Path | str) -> Adapters:
-    """What a rank knows that has these adapters loaded, by SGLang's id."""
-    refs = {
-        lora_id: SimpleNamespace(lora_name="style", lora_path=str(folder))
-        for lora_id, folder in folders.items()
-    }
-    return Adapters(SimpleNamespace(lora_manager=SimpleNamespace(lora_refs=refs)))
+    """What a rank knows that has loaded these adapters, by SGLang's id."""
+    manager = Manager()
+    for lora_id, folder in folders.items():
+        manager.load(lora_id, folder)
+    return adapters_of(manager)
 
 
 def adapter(folder: Path, weights: bytes) -> Path:
@@ -75,9 +101,7 @@ def test_an_adapter_that_cannot_be_told_by_content_ends_its_request(tmp_path: Pa
 
 @pytest.mark.parametrize("path", ["~nobody_of_this_name/style", "\0", "__tensor__", "x" * 5000])
 def test_no_path_of_an_adapter_ends_the_engine(path: str) -> None:
-    """It is looked at in each step."""
     adapters = loaded(x=path)
-    adapters.look()
     with pytest.raises(PDConnectorError, match="cannot be told by content"):
         adapters.name("x")
 
@@ -87,11 +111,47 @@ def test_an_adapter_counts_as_it_was_when_it_was_loaded(tmp_path: Path) -> None:
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(b"before")
     adapters = loaded(known=tmp_path, broken=tmp_path / "nowhere")
-    adapters.look()
-    before = adapters.name("known")
     file.write_bytes(b"after")
-    adapters.look()
-    assert adapters.name("known") == before
+    before = adapters.name("known")
     assert loaded(again=tmp_path).name("again") != before
+    file.write_bytes(b"before")
+    assert loaded(again=tmp_path).name("again") == before
     with pytest.raises(PDConnectorError, match="cannot be told by content"):
         adapters.name("broken")
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_an_adapter_that_is_switched_while_sglang_loads_it_is_not_believed(
+    tmp_path: Path, back: bool
+) -> None:
+    for name in ("a", "b"):
+        adapter(tmp_path / name, name.encode())
+    link = tmp_path / "current"
+    link.symlink_to("a")
+    targets = iter(["b", "a"] if back else ["b", "b"])
+
+    def switch() -> None:
+        (tmp_path / "next").symlink_to(next(targets))
+        (tmp_path / "next").rename(link)
+
+    manager = Manager(switch)
+    manager.load("x", link)
+    assert manager.read["x"] == b"b", "so that the test tests what it says"
+    with pytest.raises(PDConnectorError, match="has changed while SGLang loaded it"):
+        adapters_of(manager).name("x")
+
+
+def test_an_adapter_that_did_not_come_from_files_is_not_believed() -> None:
+    manager = Manager()
+    manager.lora_refs["x"] = SimpleNamespace(lora_name="style", lora_path="__tensor__")
+    with pytest.raises(PDConnectorError, match="not loaded from files"):
+        adapters_of(manager).name("x")
+
+
+def test_what_is_known_of_an_adapter_is_forgotten_with_it(tmp_path: Path) -> None:
+    manager = Manager()
+    adapter(tmp_path / "a", b"a")
+    for number in range(20):
+        manager.load(str(number), tmp_path / "a")
+        del manager.lora_refs[str(number)]
+    assert len(vars(manager)["_pd_connector_loaded"]) == 1

@@ -49,6 +49,7 @@ VARIABLES = {
         },
         frozenset(
             {
+                "PD_CONNECTOR_SHM",
                 "PD_KERNELS_MLA",
                 "PYTHONPATH",
                 # A test that builds a model sets it; nothing is compiled.

@@ -6,6 +6,7 @@ import random
 import torch
 from hypothesis import strategies as st
 
+from pd_connector.codec import DTYPES
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from support.caches import LAYOUTS, ON_THE_HOST, Rank, everything
@@ -54,6 +55,16 @@ def fill(ranks: list[Rank], tokens: int, seed: int, spread: bool) -> Dense:
                     dense[key] = noise.view(storage.dtype)
             bits(storage)[torch.tensor(places)] = bits(dense[key]).to(storage.device)
     return dense
+
+
+def converted(x: torch.Tensor, ours: Setup, theirs: Setup, v: bool) -> torch.Tensor:
+    """What a token's elements become in a cache of another dtype: by hand, in float64."""
+    numbers = x.double()
+    if ours.dtype == "fp8_e4m3":
+        numbers = numbers * ours.scales[v]
+    if theirs.dtype == "fp8_e4m3":
+        numbers = (numbers / theirs.scales[v]).float().clamp(-448, 448)
+    return numbers.float().to(DTYPES[theirs.dtype])
 
 
 def gathered(rank: Rank, route: Route, chunk: Chunk) -> memoryview:

@@ -450,3 +450,42 @@ def test_with_a_vllm_that_keys_pages_otherwise_no_adapter_is_believed(
     with pytest.raises(OSError, match="cannot key pages by an adapter's content"):
         found.name(request(adapter(tmp_path / "a")))
     assert found.name(request()) == ""
+
+
+def switch(link: Path, to: Path) -> None:
+    (link.parent / "next").symlink_to(to)
+    (link.parent / "next").rename(link)
+
+
+def test_a_link_that_is_switched_and_switched_back_during_a_load_is_seen(
+    tmp_path: Path, known: Adapters
+) -> None:
+    one, other = adapter(tmp_path / "one"), adapter(tmp_path / "other", scale=1.5)
+    link = tmp_path / "current"
+    link.symlink_to(one)
+
+    def meanwhile() -> None:
+        switch(link, other)
+        switch(link, one)
+
+    asked = request(link)
+    load(asked.lora_request, meanwhile)
+    with pytest.raises(OSError, match="has changed during its load"):
+        known.name(asked)
+
+
+def test_a_link_that_is_switched_and_switched_back_while_a_request_runs_is_seen(
+    tmp_path: Path, known: Adapters
+) -> None:
+    """vLLM may have reread the other adapter for it."""
+    one, other = adapter(tmp_path / "one"), adapter(tmp_path / "other", scale=1.5)
+    link = tmp_path / "current"
+    link.symlink_to(one)
+    asked = request(link)
+    load(asked.lora_request)
+    before = known.name(asked)
+    assert known.unchanged(asked)
+    switch(link, other)
+    switch(link, one)
+    assert not known.unchanged(asked)
+    assert known.name(request(link)) == before, "later requests have it"

@@ -139,11 +139,11 @@ def test_a_mismatch_is_told_to_all_ranks_and_the_producer_is_asked_again_only_la
     engine.step(report("a", Cause.AUDIT))
     told = engine.step()
     assert [c for c in told if isinstance(c, Distrust)] == [Distrust("producer", "why")]
-    now = engine.side._audits._clock()
+    now = engine.side._fetching.audits._clock()
     engine.fetch("b", 40, seed=2)
     engine.step()
     assert drops(engine) == ["a", "b"]
-    engine.side._audits._clock = lambda: now + 60
+    engine.side._fetching.audits._clock = lambda: now + 60
     engine.fetch("c", 40, seed=3)
     engine.step()
     engine.step()
@@ -153,7 +153,7 @@ def test_a_mismatch_is_told_to_all_ranks_and_the_producer_is_asked_again_only_la
 
 def test_with_two_ranks_both_have_to_pass() -> None:
     engine = SteppedEngine()
-    engine.side._audits._ranks = 2
+    engine.side._fetching.audits._ranks = 2
     engine.fetch("a", 40, 30, seed=1)
     engine.step()
     engine.step()
@@ -168,7 +168,7 @@ def test_with_two_ranks_both_have_to_pass() -> None:
 
 def test_it_is_believed_when_every_path_of_its_kv_has_passed() -> None:
     engine = SteppedEngine()
-    engine.side._audits._ranks = 2
+    engine.side._fetching.audits._ranks = 2
     engine.fetch("a", 40, 30, seed=1)
     engine.step()
     engine.step()
@@ -209,7 +209,7 @@ def test_a_part_of_later_ones_is_audited_if_asked_for() -> None:
     engine = SteppedEngine(audit=0.5)
     passed(engine)
     chances = iter([0.7, 0.2, 0.3])
-    engine.side._audits._chance = lambda: next(chances)
+    engine.side._fetching.audits._chance = lambda: next(chances)
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.fetch(name, 40, seed=seed)
     engine.step()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pd_connector.errors import ConfigError
-from pd_connector.vllm.connector import _check_supported, load_config
+from pd_connector.vllm.support import check_supported, load_config
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,9 @@ def test_what_cannot_be_kept_is_refused_at_start(
     parts = {
         name: SimpleNamespace() for name in ("cache_config", "parallel_config", "model_config")
     }
-    _check_supported(SimpleNamespace(**parts))
+    check_supported(SimpleNamespace(**parts))
     with pytest.raises(ConfigError, match=named):
-        _check_supported(SimpleNamespace(**parts | {part: SimpleNamespace(**settings)}))
+        check_supported(SimpleNamespace(**parts | {part: SimpleNamespace(**settings)}))
 
 
 def test_vllms_own_address_of_this_host_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from pd_connector.vllm.worker_side import WorkerSide
 class Agent:
     """Has no outcomes, and notes how long it may be waited for."""
 
+    pool_model = b""
+
     def __init__(self) -> None:
         self.waits: list[float] = []
         self.telemetry = Telemetry()

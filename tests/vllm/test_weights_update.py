@@ -37,6 +37,8 @@ class Model(nn.Module):
 
 
 class Recorder:
+    pool_model = b""
+
     def __init__(self):
         self.commands = []
 
@@ -223,7 +225,11 @@ def test_pages_are_offered_again_when_the_scheduler_knows(worker, model):
 
 def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
     side, evicted = scheduler(), []
-    side.stale.bind(SimpleNamespace(evict_blocks=evicted.append, num_gpu_blocks=4))
+    side.bind(
+        SimpleNamespace(
+            evict_blocks=evicted.append, num_gpu_blocks=4, get_num_free_blocks=lambda: 0
+        )
+    )
     old = SimpleNamespace(request_id="old", num_prompt_tokens=32)
     side.offers.add(old, "t", b"identity")
     side.workers_reported(WorkerActivity(weight_changes={0: 1}))

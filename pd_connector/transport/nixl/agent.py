@@ -6,6 +6,7 @@ Peers' metadata is parsed by NIXL's C++ code; NIXL's Python helpers that unpickl
 
 import logging
 import os
+import resource
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,9 @@ from pd_connector.transport.nixl.library import import_nixl, persistently
 
 logger = logging.getLogger("pd_connector.transport.nixl.transport")
 
+_DESCRIPTORS = 64
+"""Descriptors that must be free before an agent is made. It takes some twenty and needs more while it is made. If UCX
+runs out of them in between, it ends the process."""
 _BACKEND = "UCX"
 _HOST = "DRAM"
 
@@ -43,6 +47,7 @@ class NixlAgent:
 
     def __init__(self, name: str, host: str, *slabs: Slab | DeviceSlab) -> None:
         self._registered: list[Any] = []
+        _check_descriptors()
         api = _import_api()
         options = {"engine_config": "NET_DEVICES=lo"} if is_loopback(host) else {}
 
@@ -164,3 +169,17 @@ def _import_api() -> Any:
     if "NIXL_LOG_LEVEL" not in os.environ:  # it tells of every agent, on standard output
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return api
+
+
+def _check_descriptors() -> None:
+    """Raises TransportError: too few descriptors are free."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        free = limit - len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even for this
+        free = 0
+    if limit != resource.RLIM_INFINITY and free < _DESCRIPTORS:
+        raise TransportError(
+            f"nixl agent cannot be made: {free} of {limit} descriptors are free, {_DESCRIPTORS} are wanted; "
+            "raise the limit (ulimit -n)"
+        )

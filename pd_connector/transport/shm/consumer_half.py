@@ -57,15 +57,20 @@ class ProducerPeer:
     problem: str = ""
     pid: int | None = None
 
-    def map_window(self, descriptors: tuple[int, ...]) -> None:
-        """Map the slab whose descriptor came first, and close all descriptors."""
+    def map_window(self, descriptors: tuple[int, ...]) -> bool:
+        """Map the slab whose descriptor came first, and close all descriptors. Returns whether the producer has handed
+        over what it announced. It has not if this process had no free descriptor: the kernel drops those that come
+        then. A producer that is hung up on notices, and connects again."""
         nbytes = self.address.send_slots * self.address.send_slot_bytes
         mapped = [map_slab(descriptor, nbytes, mmap.ACCESS_READ) for descriptor in descriptors[:1]]
         for unused in descriptors[1:]:
             os.close(unused)
-        self.window = mapped[0] if mapped else None
-        if self.window is None:
+        window = mapped[0] if mapped else None
+        if window is not None:
+            self.window, self.problem = window, ""
+        elif self.window is None:
             self.problem = "shm: the producer has not handed over a slab as it announced"
+        return window is not None or not self.address.send_slots
 
     def hang_up(self, link: socket.socket) -> None:
         """The producer has closed this link."""
@@ -225,14 +230,16 @@ class ConsumerHalf:
             if len(producer.links) >= _MOST_LINKS:
                 connection.close()
                 continue
+            if not producer.map_window(connection.descriptors):
+                connection.link.close()
+                continue
             try:
                 send_fds(connection.link, b"\0", [self._landing.handle])
             except OSError:
-                connection.close()
+                connection.link.close()
                 continue
             producer.links.append(connection.link)
             self._connected[connection.token] = producer
-            producer.map_window(connection.descriptors)
             if producer.window is not None:
                 self._pins.add(producer.window, "slots of a producer", read_only=True)
 

@@ -15,6 +15,9 @@ from scheduler_plugins.router.prompt.pieces import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
 
+HEADERS_S = 10.0
+"""Longest wait for the headers of a new connection's first request. They are a few packets; only a client that wants to
+hold connections needs longer."""
 UNCOUNTED_BYTES = 64 << 10
 """The first bytes of each body are not counted, so small requests pass while large ones fill the budget. The limit on
 connections bounds these bytes."""
@@ -34,14 +37,13 @@ class ConnectionLimit:
     """A protocol factory for `loop.create_server` that closes idle connections.
 
     A connection is *idle* until its request has arrived completely, and again after the answer. If the headers of the
-    first request do not come within `header_timeout_s`, the connection is closed. If there are `limit` connections
+    first request do not come within `HEADERS_S`, the connection is closed. If there are `limit` connections
     and another comes, the connection that has been idle longest is closed. If none is idle, the new connection is
     answered with 503.
     """
 
-    def __init__(self, limit: int, header_timeout_s: float) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.header_timeout_s = header_timeout_s
         self._make: Callable[[], asyncio.Protocol] | None = None
         self._open: dict[asyncio.BaseProtocol, _Connection] = {}
         self._idle: dict[asyncio.BaseProtocol, _Connection] = {}  # longest idle first
@@ -80,7 +82,10 @@ class ConnectionLimit:
             if not self._idle:
                 return False
             oldest = next(iter(self._idle))
-            logger.debug("%d connections: an idle one is closed", len(self._open))
+            logger.debug(
+                "%d connections are open: the connection that has been idle longest is closed",
+                len(self._open),
+            )
             self._idle.pop(oldest).abort()
             self._open.pop(oldest, None)
         self._open[connection.inner] = self._idle[connection.inner] = connection
@@ -109,7 +114,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
             return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._limit.header_timeout_s, self.abort)
+        self._timer = loop.call_later(HEADERS_S, self.abort)
         self.inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -213,19 +218,18 @@ class Reservation:
                 return body
             await asyncio.sleep(0)
 
-    async def _read(self, request: web.BaseRequest) -> bytes:
+    async def _read(self, request: web.BaseRequest) -> bytearray:
         limit = f"{self._most_bytes >> 20} MiB (router option --body-mib)"
         too_large = BodyTooLargeError(f"the request body is larger than {limit}")
         if (request.content_length or 0) > self._most_bytes:
             raise too_large
-        parts, size_bytes = [], 0
+        found = bytearray()  # grows in place: to join parts in the end would hold the loop
         async for part in _plain(request):
-            size_bytes += len(part)
-            if size_bytes > self._most_bytes:
+            if len(found) + len(part) > self._most_bytes:
                 raise too_large
             self._count(len(part))
-            parts.append(part)
-        return b"".join(parts)
+            found += part
+        return found
 
     def _count(self, size_bytes: int) -> None:
         uncounted = min(size_bytes, self._uncounted_bytes)

@@ -46,9 +46,9 @@ class Operator:
         path = token_file(port)
         try:
             _write(path, self.token)
-            where = f"in {path}"
+            where = f"kept in {path}"
         except OSError as error:
-            where = f"in no file ({error})"
+            where = f"kept in no file: {error}"
         scheme = "https" if config.tls_cert else "http"
         logger.info(
             "Live page: %s://%s/#token=%s", scheme, authority(config.host, port), self.token

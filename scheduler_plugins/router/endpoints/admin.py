@@ -64,7 +64,9 @@ def create_admin(pool: EnginePool, operator: Operator, host: str) -> web.Applica
 @web.middleware
 async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
     if "Origin" in request.headers or is_of_foreign_page(request, (), request.app[_HOST]):
-        return _error("the admin API answers no web page", 403)
+        return _error(
+            "the admin API refuses requests of web pages: use a program outside of the browser", 403
+        )
     if not is_known_host(request, (), request.app[_HOST]):
         found = request.headers.get("Host", "")
         return _error(f"Host {found!r}: must be an address or localhost", 403)

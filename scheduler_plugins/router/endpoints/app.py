@@ -99,7 +99,7 @@ def create_app(
     """
     app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config
-    app[CONNECTIONS] = ConnectionLimit(config.connections, config.header_timeout_s)
+    app[CONNECTIONS] = ConnectionLimit(config.connections)
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
     app[BACKEND] = backend or OneProcess()

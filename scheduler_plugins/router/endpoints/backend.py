@@ -15,6 +15,9 @@ from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.settings.config import RouterConfig
 
+CONNECT_S = 5.0
+"""Longest time to open a connection to an engine. It is long enough for two lost packets (TCP repeats them after 1 s and
+3 s)."""
 REUSE_S = 0.5
 """A connection to an engine is used again if it was idle for at most this time. If requests are rarer, new
 connections cost little."""
@@ -52,7 +55,7 @@ def client_connections(config: RouterConfig) -> EngineConnections:
     lost that way would look like a dying engine."""
     trusted = for_engines(config)
     tls = None if isinstance(trusted, bool) else trusted
-    return EngineConnections(config.connect_timeout_s, REUSE_S, tls)
+    return EngineConnections(CONNECT_S, REUSE_S, tls)
 
 
 def watching_session(config: RouterConfig) -> aiohttp.ClientSession:
@@ -60,6 +63,6 @@ def watching_session(config: RouterConfig) -> aiohttp.ClientSession:
     connections."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=for_engines(config)),
-        timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
+        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
         cookie_jar=aiohttp.DummyCookieJar(),
     )

@@ -20,6 +20,7 @@ from scheduler_plugins.router.engines.exchange import (
     ResponseTimeouts,
     exchange,
 )
+from scheduler_plugins.router.engines.inquiry import PROBE_S
 from scheduler_plugins.router.routing.attempt import UnavailableError
 
 MODELS = "/v1/models"
@@ -127,7 +128,7 @@ async def _told(
     shared = request.app[SHARED]
     config = shared.config
     call = EngineCall("GET", path, passed_headers(request, request_id, config))
-    timeouts = ResponseTimeouts(config.probe_timeout_s, config.idle_timeout_s)
+    timeouts = ResponseTimeouts(PROBE_S, config.idle_timeout_s)
     async with exchange(shared.connections, engine, call, timeouts, config) as answer:
         if answer.status // 100 not in (2, 4):
             raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")

@@ -8,6 +8,7 @@ only to watch engines, because those requests are rare.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import httptools
@@ -17,7 +18,13 @@ from scheduler_plugins.router.engines.answer import Answer, BrokenAnswerError
 MOST_HEADER_BYTES = 64 << 10
 """Most bytes of an answer's headers."""
 _JOINED_BYTES = 64 << 10
-"""Longest body that is copied into one piece with its headers."""
+"""Longest body that is copied into one piece with its headers. Longer bodies are written in pieces of this length, as
+the engine takes them: a transport copies what it cannot send at once."""
+_TURN_BYTES = 1 << 20
+"""Bytes that are written before others have a turn."""
+
+Parts = Sequence[bytes | memoryview]
+"""A body. Its bytes are not copied."""
 
 
 class Origin(NamedTuple):
@@ -51,22 +58,43 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._header_bytes = 0
         self._whole = self._stays = self._paused = False
+        self._unsent: Iterator[bytes | memoryview] | None = None
+        self._full = False  # the engine does not take what was written
 
     @property
     def closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes) -> Answer:
+    def send(self, head: bytes, body: Parts) -> Answer:
         """Send a request. Returns its answer, which fills as bytes come."""
         assert self._transport is not None
         self._answer = answer = Answer(self)
         self._header_bytes, self._whole = 0, False
-        if len(body) <= _JOINED_BYTES:
-            self._transport.write(head + body)
+        if sum(map(len, body)) <= _JOINED_BYTES:
+            self._transport.write(b"".join((head, *body)))
         else:
             self._transport.write(head)
-            self._transport.write(body)
+            self._unsent = _pieces(body)
+            self._write()
         return answer
+
+    def _write(self) -> None:
+        """Write on, until the engine does not take more, or others have a turn."""
+        written = 0
+        while self._unsent is not None and self._takes():
+            assert self._transport is not None
+            piece = next(self._unsent, None)
+            if piece is None:
+                self._unsent = None
+                return
+            self._transport.write(piece)
+            written += len(piece)
+            if written >= _TURN_BYTES:
+                asyncio.get_running_loop().call_soon(self._write)
+                return
+
+    def _takes(self) -> bool:
+        return not (self._full or self.closing)
 
     def pause(self) -> None:
         if not self._paused and not self.closing:
@@ -88,6 +116,13 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._write()
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
@@ -114,6 +149,7 @@ class Connection(asyncio.Protocol):
             self._fail(wrong)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._unsent = None
         self._owner.lost(self)
         if self._answer is None:
             return
@@ -168,7 +204,7 @@ class Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         assert answer is not None
         self.resume()
-        if again and not self.closing:
+        if again and not self.closing and self._unsent is None:
             self._owner.released(self)
         else:
             self.abort()
@@ -179,3 +215,10 @@ class Connection(asyncio.Protocol):
         if answer is not None:
             answer.fail(BrokenAnswerError(why))
         self.abort()
+
+
+def _pieces(body: Parts) -> Iterator[bytes | memoryview]:
+    for part in body:
+        view = memoryview(part)
+        for place in range(0, len(view), _JOINED_BYTES):
+            yield view[place : place + _JOINED_BYTES]

@@ -13,7 +13,7 @@ import aiohappyeyeballs
 from aiohappyeyeballs import AddrInfoType
 
 from scheduler_plugins.router.engines.answer import Answer
-from scheduler_plugins.router.engines.connection import Connection, Origin
+from scheduler_plugins.router.engines.connection import Connection, Origin, Parts
 
 _RESOLVED_S = 10.0
 """The addresses of a name are looked up again after this time."""
@@ -50,9 +50,10 @@ class EngineConnections:
         self._resolved: dict[tuple[str, int], tuple[float, list[AddrInfoType]]] = {}
 
     async def request(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+        self, method: str, url: str, headers: Mapping[str, str], body: Parts | None
     ) -> Answer:
-        """Send a request. Returns its answer once status and headers have come. The caller must close the answer.
+        """Send a request. Returns its answer once status and headers have come. The caller must close the answer, and
+        must not change the parts of the body before.
 
         Raises:
             NotConnectedError: no connection within `connect_timeout_s`; nothing was sent.
@@ -65,7 +66,7 @@ class EngineConnections:
         origin = Origin(parts.hostname, parts.port or (443 if encrypted else 80), encrypted)
         head = _head(method, parts.path or "/", parts.netloc, headers, body)
         connection = self._again(origin) or await self._connected(origin)
-        answer = connection.send(head, body or b"")
+        answer = connection.send(head, body or ())
         try:
             await answer.begun()
         except BaseException:
@@ -170,13 +171,13 @@ def _numeric(host: str, port: int) -> list[AddrInfoType]:
 
 
 def _head(
-    method: str, path: str, host: str, headers: Mapping[str, str], body: bytes | None
+    method: str, path: str, host: str, headers: Mapping[str, str], body: Parts | None
 ) -> bytes:
     """The request line and headers. Raises ValueError if a header has a line break or a NUL in it."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if body is not None:
-        lines.append(f"Content-Length: {len(body)}")
+        lines.append(f"Content-Length: {sum(map(len, body))}")
     text = "\r\n".join(lines)
     ends = len(lines) - 1
     if text.count("\r") != ends or text.count("\n") != ends or "\0" in text:

@@ -11,6 +11,7 @@ import aiohttp
 
 from scheduler_plugins.router.client.answers import retry_after_s
 from scheduler_plugins.router.engines.answer import Answer
+from scheduler_plugins.router.engines.connection import Parts
 from scheduler_plugins.router.engines.connections import EngineConnections, NotConnectedError
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -88,12 +89,12 @@ class Companion(Protocol):
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A request to an engine: path, headers and body."""
+    """A request to an engine: path, headers, and the parts of its body."""
 
     method: str
     path: str
     headers: Mapping[str, str]
-    body: bytes | None = None
+    body: Parts | None = None
 
 
 @dataclass(frozen=True)

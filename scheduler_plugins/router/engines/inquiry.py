@@ -24,6 +24,9 @@ from scheduler_plugins.router.engines.exchange import (
 from scheduler_plugins.router.engines.kinds import SERVER_INFO, SglangFacts, sglang_facts
 from scheduler_plugins.router.settings.config import RouterConfig
 
+PROBE_S = 30.0
+"""Longest wait for what an engine tells once per start. A busy engine answers between two steps, and a prefill step can
+take seconds."""
 BRIEF_S = 1.0
 """Longest wait for an engine's load or models. The limit is short because health checks pause meanwhile."""
 
@@ -114,7 +117,7 @@ class Inquiry:
         """How an SGLang engine hands KV over."""
         facts = sglang_facts(await self._ask(EngineCall("GET", SERVER_INFO, self._headers())))
         if facts is None:
-            raise EngineFailedError("status", f"{SERVER_INFO} is no longer SGLang's")
+            raise EngineFailedError("status", f"{SERVER_INFO} no longer answers as SGLang's does")
         return Handover(facts.model, facts.replicas, facts.bootstrap_port)
 
     async def _listed(self, limit_s: float | None) -> list[object]:
@@ -131,8 +134,8 @@ class Inquiry:
         return headers
 
     async def _ask(self, call: EngineCall, limit_s: float | None = None) -> bytes:
-        """The body of an answer 200. Without a limit, `probe_timeout_s` holds."""
-        limit_s = self._config().probe_timeout_s if limit_s is None else limit_s
+        """The body of an answer 200. Without a limit, `PROBE_S` holds."""
+        limit_s = PROBE_S if limit_s is None else limit_s
         try:
             async with (
                 asyncio.timeout(limit_s),
@@ -140,8 +143,7 @@ class Inquiry:
                     call.method,
                     self._url + call.path,
                     headers=call.headers,
-                    data=call.body,
-                    timeout=aiohttp.ClientTimeout(connect=self._config().connect_timeout_s),
+                    data=b"".join(call.body) if call.body else None,
                 ) as response,
             ):
                 raw = await response.read()

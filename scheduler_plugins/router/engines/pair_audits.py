@@ -8,6 +8,8 @@ Otherwise the first user's prompt would be audited, and all prompts that come me
 import asyncio
 import itertools
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -29,8 +31,17 @@ _LIMIT_S = 60.0
 """Longest wait for an answer. The prompt waits behind the engine's other work."""
 _LEAST_CONTEXT = 256
 """Tokens of the smallest context that the prompt certainly fits in."""
-_OURS = b"pd_connector:audits"
+_OURS = "pd_connector:audits"
 """A metric that only an engine which audits has: our connector, unless `audit` is `off`."""
+VERDICT_S = 10.0
+"""Longest wait for the verdict, once both engines have answered. An engine whose audits have all passed gives none."""
+_MOST_PROMPTS = 4
+"""Most prompts of one pair. KV may come by two paths (`codec: auto`), each of which is audited, and an audit may end
+without a verdict."""
+
+_COUNTED = re.compile(r'^pd_connector:audits_total{.*?cause="(\w+)".*?} (\S+)', re.MULTILINE)
+_WRONG = "audit"
+_LOOK_S = 0.5
 
 Key = tuple[ProducerAddress, int, str, int, int]
 
@@ -56,7 +67,8 @@ class _Pair(NamedTuple):
 
 
 class PairAudits:
-    """Sends each pair its prompt, one pair after the other, at most once per start of the two engines.
+    """Sends each pair its prompts, one pair after the other, once per start of the two engines. A pair gets another
+    prompt if KV can come by another path, and if an audit has ended without a verdict.
 
     The prompts are no users' requests: no metric and no load of the router counts them.
     """
@@ -72,12 +84,17 @@ class PairAudits:
         self._config = config
         self._session = session
         self._done: set[Key] = set()
+        self._prompts: Counter[Key] = Counter()  # sent so far
 
     async def run(self) -> None:
         """Audit until cancelled."""
         while True:
             pairs = list(self._pairs())
-            self._done &= {pair.key for pair in pairs}
+            known = {pair.key for pair in pairs}
+            self._done &= known
+            self._prompts = Counter(
+                {key: sent for key, sent in self._prompts.items() if key in known}
+            )
             for pair in pairs:
                 with suppress(LookupError):  # an address may be gone by now
                     if pair.key not in self._done and not pair.busy:
@@ -100,23 +117,46 @@ class PairAudits:
                     yield _Pair(prefill, rank, decode, decode_rank)
 
     async def _try(self, pair: _Pair) -> None:
-        """Send the prompt. Whatever the outcome, the pair gets no second prompt."""
+        """Send a prompt, and wait for the verdict. Without an error, the pair gets more prompts until one is not
+        audited any more."""
         key, where = pair.key, f"{pair.prefill.url} to {pair.decode.url}"
         self._done.add(key)
         try:
-            async with asyncio.timeout(2 * _LIMIT_S):
-                if await self._is_ours(pair.decode):
-                    await self._send(pair)
-                    logger.info("%s: a test prompt was sent for the audit", where)
+            async with asyncio.timeout(2 * _LIMIT_S + VERDICT_S):
+                before = await self._verdicts(pair.decode)
+                if before is None:
+                    return
+                self._prompts[key] += 1
+                await self._send(pair)
+                verdict = await self._verdict(pair.decode, before)
+                logger.info("%s: test prompt for the audit: %s", where, verdict or "not audited")
+                if verdict not in ("", _WRONG) and self._prompts[key] < _MOST_PROMPTS:
+                    self._done.discard(key)
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
-            logger.info("%s: no audit before users come: %r", where, error)
+            logger.info("%s: the audit with a test prompt cannot run: %r", where, error)
         except Exception:
-            logger.exception("%s: the audit before users come failed", where)
+            logger.exception("%s: the audit with a test prompt failed", where)
 
-    async def _is_ours(self, decode: BackendEngine) -> bool:
-        """Whether the engine has our connector; other connectors audit nothing."""
+    async def _verdicts(self, decode: BackendEngine) -> Counter[str] | None:
+        """The engine's audits so far, by verdict. None if it has not our connector; other connectors audit nothing."""
         async with self._session.get(f"{decode.url}/metrics") as answer:
-            return _OURS in await answer.read()
+            text = await answer.text()
+        if _OURS not in text:
+            return None
+        found: Counter[str] = Counter()
+        for cause, count in _COUNTED.findall(text):
+            found[cause] += int(float(count))
+        return found
+
+    async def _verdict(self, decode: BackendEngine, before: Counter[str]) -> str:
+        """The cause with which the audit of a prompt has ended; empty if there was none."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + VERDICT_S
+        while True:
+            new = (await self._verdicts(decode) or Counter()) - before
+            if new or clock() >= until:
+                return _WRONG if _WRONG in new else next(iter(new), "")
+            await asyncio.sleep(min(_LOOK_S, VERDICT_S))
 
     async def _send(self, pair: _Pair) -> None:
         """Send the prompt to the prefill engine, then to the decode engine with the prefill engine's answer."""
@@ -133,12 +173,15 @@ class PairAudits:
         headers = {"Content-Type": "application/json"}
         if key := self._config().api_key:
             headers["Authorization"] = f"Bearer {key}"
-        call = EngineCall("POST", "/v1/completions", headers, msgspec.json.encode(body))
+        call = EngineCall("POST", "/v1/completions", headers, (msgspec.json.encode(body),))
         if len(engine.ranks) > 1:
             call = sent_to(call, rank)
         timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
         async with self._session.post(
-            engine.url + call.path, data=call.body, headers=call.headers, timeout=timeout
+            engine.url + call.path,
+            data=b"".join(call.body or ()),
+            headers=call.headers,
+            timeout=timeout,
         ) as answer:
             raw = await answer.read()
             if answer.status != 200:

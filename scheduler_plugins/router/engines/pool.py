@@ -31,6 +31,8 @@ from scheduler_plugins.router.settings.members import MembersError, is_name, mem
 
 logger = logging.getLogger(__name__)
 
+MEMBERS_S = 5.0
+"""Pause between two lookups of the engines behind a name. Name servers keep their answers for about as long."""
 LEAVE_LOOK_S = 0.05
 """Pause between two checks whether a leaving engine has finished its requests."""
 
@@ -134,7 +136,7 @@ class EnginePool(Pool):
     async def _follow_names(self) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.members_interval_s):
+                async with asyncio.timeout(MEMBERS_S):
                     await self._new_name.wait()
             self._new_name.clear()
             if await self._ask_names():

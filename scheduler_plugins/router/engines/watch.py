@@ -20,6 +20,11 @@ from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
+HUNG_AFTER = 2
+"""Health checks in a row without an answer after which an engine counts as hung. One can be lost to a long step."""
+PROBE_RETRY_S = 30.0
+"""Pause before a prefill engine without an address is asked again. It will have none until it is started anew, and each
+probe costs it a prefill."""
 MODELS_LOOK_S = 10.0
 """Pause between two queries of an engine's models and adapters."""
 OUTAGE_LOOK_S = 15.0
@@ -82,7 +87,7 @@ class EngineWatch:
             # A busy engine may be late. An engine that refuses, resets or answers 503 is not busy.
             late = failure.cause == "timeout"
             self.misses += late
-            if not late or self.misses >= self._config().health_misses:
+            if not late or self.misses >= HUNG_AFTER:
                 refusing = isinstance(failure, UnreachableError) and failure.refused
                 self.set_down(f"/health: {failure}", refusing=refusing)
             elif not engine.up:
@@ -119,7 +124,7 @@ class EngineWatch:
             if told is None:
                 told = await self._ask.load_by_metrics()
         except EngineFailedError as failure:
-            logger.debug("%s: no load: %s", engine.url, failure)
+            logger.debug("%s does not report its load: %s", engine.url, failure)
         if told is None:
             return
         if (lag_s := self._caches.lag_s(engine)) is not None:
@@ -155,12 +160,14 @@ class EngineWatch:
         side = Role.PREFILL if engine.role is Role.CPU_PREFILL else engine.role
         if facts is not None and facts.mode != side and not facts.whole:
             logger.warning(
-                "%s is given as a %s engine, and is started with --disaggregation-mode %s",
+                "%s is named as a %s engine, but was started with --disaggregation-mode %s; name it on that side, or "
+                "start it again with the other mode",
                 *(engine.url, engine.role, facts.mode),
             )
         if engine.whole:
             logger.info(
-                "%s works outside a pair: it answers requests that pairs cannot", engine.url
+                "%s has no --disaggregation-mode: it gets no KV, and answers requests that pairs cannot",
+                engine.url,
             )
         return True
 
@@ -181,7 +188,7 @@ class EngineWatch:
         try:
             self.engine.models, self.engine.context_tokens = await self._ask.models()
         except EngineFailedError as failure:
-            logger.debug("%s: no list of models: %s", self.engine.url, failure)
+            logger.debug("%s does not list its models: %s", self.engine.url, failure)
 
     async def _look_for_outage(self) -> None:
         """Read a decode engine's metrics: whether KV arrives, and the outcomes of requests."""
@@ -193,7 +200,7 @@ class EngineWatch:
         try:
             warning, handoffs = await self._ask.arrivals()
         except EngineFailedError as failure:
-            logger.debug("%s: no metrics: %s", engine.url, failure)
+            logger.debug("%s does not answer /metrics: %s", engine.url, failure)
             return
         engine.told_handoffs(handoffs)
         if warning and not engine.warning:
@@ -212,14 +219,16 @@ class EngineWatch:
         now = asyncio.get_running_loop().time()
         if now < self.probe_at:
             return
-        self.probe_at = now + self._config().probe_retry_s
+        self.probe_at = now + PROBE_RETRY_S
         engine = self.engine
         try:
             handover = await self._handover()
             addresses = handover.addresses
             engine.model, engine.bootstrap_port = handover.model, handover.bootstrap_port
             reason = (
-                "" if addresses else "its answer to the probe has no address: not our connector"
+                ""
+                if addresses
+                else "its answer to the probe has no address; start it with PDConnector"
             )
         except EngineFailedError as failure:
             addresses, reason = (), f"the probe failed: {failure}"

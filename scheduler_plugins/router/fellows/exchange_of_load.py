@@ -229,9 +229,9 @@ class Fellows:
         elif not self._missed and now_s - self._complete_s >= SILENT_S:
             self._missed = True
             logger.warning(
-                "%d of %d other routers are heard, and not all of them for %.0f s; the others' "
-                "requests are not seen here: their --exchange must be among the --fellows of this "
-                "router, and PD_ROUTER_KEY the same at all",
+                "%d of %d other routers are heard, for %.0f s now, so requests of the others are not "
+                "counted here. Name their --exchange in this router's --fellows, and give all routers "
+                "the same PD_ROUTER_KEY",
                 heard,
                 named,
                 SILENT_S,

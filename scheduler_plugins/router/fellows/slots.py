@@ -35,7 +35,10 @@ class EngineSlots:
             taken.add(slot)
             engine.load.others = self._counts.engine(slot) or NoOthers()
             if slot >= MOST_ENGINES:
-                logger.warning("%s: processes do not see each other's requests to it", engine.url)
+                logger.warning(
+                    "%s: requests of other processes to it are not counted, because there are too many engines",
+                    engine.url,
+                )
 
     def place(self, engine: BackendEngine) -> int:
         """The engine's slot, which may be outside the shared counts."""

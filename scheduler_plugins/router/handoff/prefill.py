@@ -35,6 +35,9 @@ from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
+REFUSAL_GRACE_S = 1.0
+"""Time that a decode engine without its KV has to answer all the same. It answers at once if it has the prompt cached;
+otherwise it waits in vain, and so does the client."""
 USAGE_S = 1.0
 """Longest wait for the prefill engine's count of cached tokens, after the decode engine's count has come."""
 
@@ -158,14 +161,14 @@ class PrefillCopy:
         If a prefill engine dies, its session ends and the decode engine notices. It computes the prompt itself,
         unless another prefill engine can. If a living prefill engine never took the copy, the decode engine waits for
         a transfer that does not exist. There is no reason to wait if the prefill engine was overloaded or refused the
-        prompt. Otherwise the decode engine has `refusal_grace_s` to find the KV in its own cache, or to answer
+        prompt. Otherwise the decode engine has `REFUSAL_GRACE_S` to find the KV in its own cache, or to answer
         anyway.
         """
         if self.failure is None or (self.failure.accepted and not self._elsewhere()):
             return None
         if isinstance(self.failure, OverloadedError | RefusedError):
             return PrefillRefusedError(self.failure)
-        if now - self._failed_at < self._config.refusal_grace_s:
+        if now - self._failed_at < REFUSAL_GRACE_S:
             return None
         return PrefillRefusedError(self.failure)
 

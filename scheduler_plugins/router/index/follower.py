@@ -125,7 +125,11 @@ class EventFollower:
 
     async def _received(self, frames: Sequence[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
-            logger.debug("%s sent a message of %d frames: no KV events", self._name, len(frames))
+            logger.debug(
+                "%s sent a message of %d frames that is no batch of KV events",
+                self._name,
+                len(frames),
+            )
             return
         number = int.from_bytes(frames[-2], "big")
         try:

@@ -17,8 +17,8 @@ _AT_ONCE = 256 << 10
 def private_words(count: int) -> NDArray[np.uint64]:
     """`count` zero words of private memory.
 
-    The memory uses small pages. For numpy's own arrays, the system clears 2 MiB on the first touch of each piece, and
-    may first move other memory to get a contiguous piece. One look-up took up to 25 ms that way.
+    The memory uses small pages. For numpy's own arrays the system uses pages of 2 MiB. It clears each at its first touch,
+    and can move other memory first to get a contiguous one. One look-up took up to 25 ms that way.
     """
     memory = mmap.mmap(-1, count * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, np.uint64)

@@ -76,7 +76,7 @@ class BadRequestError(ValueError):
         self.param = param
 
 
-def parse(raw: bytes, path: str) -> dict[str, Any]:
+def parse(raw: bytes | bytearray, path: str) -> dict[str, Any]:
     """Decode a request body in one call; see `parsing`."""
     steps = parsing(raw, path)
     while True:
@@ -87,7 +87,7 @@ def parse(raw: bytes, path: str) -> dict[str, Any]:
             return body
 
 
-def parsing(raw: bytes, path: str) -> Steps:
+def parsing(raw: bytes | bytearray, path: str) -> Steps:
     """Decode a request body in pieces, and check the fields that the router acts on.
 
     Yields the size in memory of the next piece, in bytes, so other requests can run in between. Returns the body.
@@ -102,8 +102,8 @@ def parsing(raw: bytes, path: str) -> Steps:
         if len(raw) <= PIECE_BYTES:
             yield memory_of(raw)
             body = _decoded(raw)
-        elif (text := raw.removeprefix(BOM_UTF8)).lstrip(b" \t\n\r")[:1] == b"{":
-            body = yield from PieceDecoder(text, _decoded).steps()
+        elif (start := _OBJECT_START.match(raw)) is not None:
+            body = yield from PieceDecoder(raw, _decoded, start.end() - 1).steps()
         else:
             raise BadRequestError("the request body: must be a JSON object in UTF-8")
     except RecursionError:
@@ -165,6 +165,7 @@ def _flag(value: Any) -> Any:
     return True if word in _YES else False if word in _NO else value
 
 
+_OBJECT_START = re.compile(b"(?:%b)?[ \t\n\r]*+{" % BOM_UTF8)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _YES, _NO = (1, "1", "on", "t", "true", "y", "yes"), (0, "0", "off", "f", "false", "n", "no")
 _AS_ENGINES_READ = {
@@ -174,16 +175,17 @@ _AS_ENGINES_READ = {
 """Both kinds of engines parse requests by pydantic's lax rules, so the router must parse these fields alike."""
 
 
-def encode(body: Mapping[str, Any]) -> bytes:
-    """A body from `parsing` as JSON bytes. Values may have been replaced. Large fields keep the client's JSON."""
+def encode(body: Mapping[str, Any]) -> tuple[bytes | memoryview, ...]:
+    """A body from `parsing` as JSON, in parts. Values may have been replaced. Large fields keep the client's JSON, and
+    are not copied: each engine gets them from the same memory."""
     large = any(isinstance(value, RawField) for value in body.values())
     if not large:
-        return _encoded(body)
+        return (_encoded(body),)
     parts: list[bytes | memoryview] = []
     for name, value in body.items():
         json_of = value.raw if isinstance(value, RawField) else _encoded(value)
         parts += [b"," if parts else b"{", _encoded(name), b":", json_of]
-    return b"".join([*parts, b"}"])  # copies large fields only once
+    return (*parts, b"}")
 
 
 def _encoded(value: object) -> bytes:
@@ -194,7 +196,7 @@ def _encoded(value: object) -> bytes:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _decoded(raw: bytes) -> Any:
+def _decoded(raw: bytes | bytearray) -> Any:
     """Decode with Python's own decoder. It is slower, but accepts other encodings and unpaired surrogates, and its
     errors say more."""
     collects = gc.isenabled()

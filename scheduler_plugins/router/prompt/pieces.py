@@ -58,7 +58,7 @@ class _Object(RawField, dict[str, Any]): ...
 _WITH_RAW: dict[type, type[RawField]] = {str: _Text, list: _List, dict: _Object}
 
 
-def memory_of(piece: bytes) -> int:
+def memory_of(piece: bytes | bytearray) -> int:
     """Upper bound of a JSON text's size in memory once it is decoded, in bytes."""
     commas, lists, objects = map(piece.count, (b",", b"[", b"{"))
     return len(piece) + _COMMA_BYTES * commas + _LIST_BYTES * lists + _OBJECT_BYTES * objects
@@ -67,10 +67,17 @@ def memory_of(piece: bytes) -> int:
 class PieceDecoder:
     """Decodes one JSON object. Used once."""
 
-    def __init__(self, raw: bytes, decode: Callable[[bytes], Any]) -> None:
-        """`decode`: reads a small JSON text. Raises ValueError."""
+    def __init__(
+        self, raw: bytes | bytearray, decode: Callable[[bytes | bytearray], Any], start: int = 0
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            decode: reads a small JSON text. Raises ValueError.
+            start: where the object begins.
+        """
         self._raw, self._decode = raw, decode
-        self._at = 0
+        self._at = start
         self._parts = self._values = 0
 
     def steps(self) -> Steps:
@@ -99,8 +106,12 @@ class PieceDecoder:
             value = yield from self._value(0)
             with_raw = _WITH_RAW.get(type(value))
             if with_raw is not None and self._at - start > PIECE_BYTES // 16:
+                # A long text was just joined, and is copied now. The first pause lets the loop collect what has come
+                # due meanwhile, the second lets it run.
+                yield 0
                 yield 0
                 value = with_raw(value)  # type: ignore[call-arg]
+            if isinstance(value, RawField):
                 value.raw = view[start : self._at]
             found[name] = value
             if len(found) > MOST_FIELDS:
@@ -117,7 +128,7 @@ class PieceDecoder:
             return value
         if depth >= _MOST_DEPTH:
             raise TooComplexError(
-                f"it is nested too deeply: its large parts in {_MOST_DEPTH} levels"
+                f"it is nested too deeply: its large parts can have {_MOST_DEPTH} levels"
             )
         yield 0  # pause: a window has been scanned
         first = self._peek()
@@ -143,7 +154,7 @@ class PieceDecoder:
         return self._decode(form % piece)
 
     def _long_list(self, depth: int) -> Steps:
-        found: list[Any] = []
+        found = _List() if depth == 1 else []  # a field, which would be copied into one later
         self._expect(b"[")
         if self._peek() == b"]":
             self._expect(b"]")
@@ -159,7 +170,7 @@ class PieceDecoder:
                 return found
 
     def _long_object(self, depth: int) -> Steps:
-        found: dict[str, Any] = {}
+        found = _Object() if depth == 1 else {}
         self._expect(b"{")
         if self._peek() == b"}":
             self._expect(b"}")
@@ -184,7 +195,7 @@ class PieceDecoder:
                 end -= 1  # do not split a character
             ended = self._raw[end : end + 1] == b'"'
             if end == start and not ended:
-                raise ValueError(f"a text does not end, or is no text (byte {start})")
+                raise ValueError(f"a string does not end, or is no valid string (byte {start})")
             yield end - start
             part = self._decode(b'"' + self._raw[start:end] + b'"')
             if parts and _is_half(parts[-1][-1:], 0xD800) and _is_half(part[:1], 0xDC00):
@@ -280,7 +291,7 @@ class PieceDecoder:
 
     def _peek(self) -> bytes:
         self._space()
-        return self._raw[self._at : self._at + 1]
+        return bytes(self._raw[self._at : self._at + 1])
 
     def _expect(self, mark: bytes) -> None:
         if self._peek() != mark:

@@ -8,7 +8,7 @@
 | `turns`, `decision` | its wait at the front, and the engines of its next attempt |
 | `dispatch` | one attempt: what its engines are sent |
 | `responder`, `aborts` | an engine's answer on its way to the client, and whether an early end was wanted |
-| `resumable`, `resume`, `tail` | which streams can go on at another engine, the part of a stream that was sent, and
-how another engine goes on |
+| `resumable` | which streams can go on at another engine |
+| `resume`, `tail` | the part of a stream that was sent, and how another engine goes on |
 | `shared` | the objects that all requests share |
 """

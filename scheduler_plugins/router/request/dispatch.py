@@ -11,7 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from multidict import CIMultiDict
 
+from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
+from scheduler_plugins.qos.trust import class_key, signed
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     REFUSES,
@@ -166,7 +169,9 @@ class Dispatch:
     def _call(
         self, part: str, engine: BackendEngine, path: str, content: dict[str, Any]
     ) -> EngineCall:
-        headers = self._spans.begin(part, engine.url, self._asked.headers)
+        headers = CIMultiDict(self._spans.begin(part, engine.url, self._asked.headers))
+        if key := class_key(self._config.router_key):
+            headers[CLASS_HEADER] = signed(self._asked.request.qos, self._asked.id, key)
         return EngineCall("POST", path, headers, encode(content))
 
     @asynccontextmanager

@@ -10,8 +10,6 @@ from typing import Any
 from aiohttp import web
 from multidict import CIMultiDict
 
-from scheduler_plugins.qos.trust import HEADER as CLASS_HEADER
-from scheduler_plugins.qos.trust import class_key, signed
 from scheduler_plugins.router.client.downstream import Downstream
 from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
@@ -47,9 +45,6 @@ class ClientRequest:
         resumes = not asked.one_engine and resumable(parsed)
         self._record = StreamRecord(parsed, request.path) if resumes else None
         """The sent part of a stream that another engine can go on with."""
-        if shared.config.router_key:
-            key = class_key(shared.config.router_key)
-            headers[CLASS_HEADER] = signed(asked.request.qos, asked.id, key)
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(
             self._client,
@@ -139,7 +134,9 @@ class ClientRequest:
                 self._shared.metrics.retries.labels(failure.cause).inc()
                 self._candidates.failed(attempt, failure)
                 if to_blame and failure.accepted and not self._shared.retries.allows(failure.cause):
-                    logger.warning("request %s: no retry, the budget is used up", self._asked.id)
+                    logger.warning(
+                        "request %s: no retry, because the retry budget is used up", self._asked.id
+                    )
                     break
         if (refusal := self._candidates.refusal) is not None and not self._client.begun:
             return await self._responder.refuse(refusal), "client_error"

@@ -15,7 +15,7 @@ async def wait_for_turn(shared: Shared, request: Request) -> None:
             class's promise.
     """
     config, metrics = shared.config, shared.metrics
-    turn = turn_of(request, shared.pool, config.engine_queue_s)
+    turn = turn_of(request, shared.pool)
     late_s = shared.front.expected_s(turn, config.classes) - request.ttft_slo_s
     if late_s > 0:
         metrics.rejected.labels(request.qos, "ttft").inc()

@@ -22,6 +22,9 @@ from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.routing.attempt import AllOverloadedError
 from scheduler_plugins.router.settings.config import RouterConfig
 
+ENGINE_QUEUE_S = 0.5
+"""Prefill that each engine can have queued while requests wait here. Less would leave engines idle between two looks at
+them; more would let early requests of a low class go before later ones of a high class."""
 LOOK_S = 0.01
 """Pause between two checks whether engines have room again."""
 
@@ -50,8 +53,8 @@ class _Waiter(NamedTuple):
     go: asyncio.Future[None]
 
 
-def turn_of(request: Request, pool: Pool, engine_queue_s: float) -> Turn:
-    """The conditions that the request waits for. A prefill engine must have less than `engine_queue_s` queued, and a
+def turn_of(request: Request, pool: Pool) -> Turn:
+    """The conditions that the request waits for. A prefill engine must have less than `ENGINE_QUEUE_S` queued, and a
     decode engine room for the prompt. No request waits for an engine that cannot be reached."""
     prefill = pool.up(Role.PREFILL) or pool.up(Role.DECODE)
     cost_s = min((one.costs.prefill_s(request.tokens) for one in prefill), default=0.0)
@@ -62,7 +65,7 @@ def turn_of(request: Request, pool: Pool, engine_queue_s: float) -> Turn:
         # An idle engine will not get more room. Send it the prompt, so it says what is wrong.
         if decode and all(one.free_kv < request.tokens and one.batch for one in decode):
             return False
-        return not fill or any(one.queued_s(now_s) < engine_queue_s for one in fill)
+        return not fill or any(one.queued_s(now_s) < ENGINE_QUEUE_S for one in fill)
 
     return Turn(request.qos, cost_s, max(1, len(prefill)), has_room)
 

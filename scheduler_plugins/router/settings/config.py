@@ -19,7 +19,7 @@ from scheduler_plugins.router.settings.members import checked_name, is_name
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 """Settings that list engines."""
-COUNTS = ("health_misses", "attempts", "body_mib", "bodies_mib", "connections", "workers")
+COUNTS = ("attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 MOST_WORKERS = 256
 """A larger number is a typing error that would exhaust the machine's memory."""
@@ -90,38 +90,23 @@ class RouterConfig:
     """File with the key of `tls_cert`; empty: the key is in the same file."""
     engine_ca: str = ""
     """File with the CA certificate for engines with `https` URLs; empty: the system's trusted CAs."""
-    members_interval_s: float = 5.0
-    """Pause between two lookups of the engines behind a name (`dns+http://`, `k8s+http://`)."""
     front_queue: int = 0
     """Most requests of each class that wait at the router while engines are busy; 0: requests wait at the engines."""
-    engine_queue_s: float = 0.5
-    """With `front_queue`: requests wait at the router once every engine has this much prefill queued."""
     api_key: str = field(default="", repr=False)
     """Key for the router's own requests to the engines (`/v1/models` and the probe of prefill
     engines). Client requests carry the client's key, unless `client_key` is set."""
-    connect_timeout_s: float = 5.0
-    """Longest time to open a connection to an engine."""
     first_byte_timeout_s: float = 300.0
     """Longest wait for the first byte of a stream, queueing and prefill included."""
     answer_timeout_s: float = 3600.0
     """Longest wait for an answer that is not streamed, the whole generation included."""
     idle_timeout_s: float = 120.0
     """Longest pause inside an answer, and longest time that a client neither sends nor reads."""
-    refusal_grace_s: float = 1.0
-    """Time that the decode engine may still wait for KV after the prefill engine refused its copy of the request.
-    Then the request is sent again without a transfer."""
     health_interval_s: float = 1.0
     """Pause between two health checks of one engine."""
     health_timeout_s: float = 5.0
     """Longest wait for an answer of `/health`."""
-    health_misses: int = 2
-    """An engine counts as hung after this many health checks in a row without an answer."""
     drain_timeout_s: float = 30.0
     """Time that an engine without new connections has to finish its open requests."""
-    probe_timeout_s: float = 30.0
-    """Longest wait for a prefill engine to report its address."""
-    probe_retry_s: float = 30.0
-    """Pause before a prefill engine without an address is asked again."""
     attempts: int = 3
     """Most engines that may accept one request and fail it. Engines that cannot be reached do not count."""
     body_mib: int = 64
@@ -130,8 +115,6 @@ class RouterConfig:
     """Most memory of all request bodies together, in MiB. A request beyond it is answered with 503."""
     connections: int = 2000
     """Most client connections. A further connection closes the connection that has been idle longest."""
-    header_timeout_s: float = 10.0
-    """Longest wait for the headers of a new connection's first request."""
     shutdown_timeout_s: float = 10.0
     """Time that running requests have to finish after SIGTERM."""
 
@@ -153,10 +136,10 @@ class RouterConfig:
             others = [url for other in SIDES if other != side for url in getattr(self, other)]
             for url in getattr(self, side):
                 if url in others:
-                    raise ValueError(f"{side} {url}: given for another side, too; name it once")
+                    raise ValueError(f"{side} {url}: is named on another side, too; name it once")
         if self.admin_port is not None and not (self.admin_key or is_loopback(self.admin_host)):
             raise ValueError(
-                f"admin_host {self.admin_host}: only loopback without a key; set {ADMIN_KEY_VARIABLE}"
+                f"admin_host {self.admin_host}: must be a loopback address without a key; set {ADMIN_KEY_VARIABLE}"
             )
         object.__setattr__(self, "router_key", checked_key(KEY_VARIABLE, self.router_key))
         object.__setattr__(self, "admin_key", checked_key(ADMIN_KEY_VARIABLE, self.admin_key))
@@ -166,7 +149,9 @@ class RouterConfig:
             if (path := getattr(self, name)) and not Path(path).is_file():
                 raise ValueError(f"{name} {path}: no such file")
         if self.tokenizer and not (Path(self.tokenizer) / "tokenizer.json").is_file():
-            raise ValueError(f"tokenizer {self.tokenizer}: no folder with a tokenizer.json in it")
+            raise ValueError(
+                f"tokenizer {self.tokenizer}: must be a folder with a tokenizer.json in it"
+            )
         if self.otlp and not _is_url(self.otlp):
             raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
         for origin in self.allowed_origins:
@@ -174,7 +159,7 @@ class RouterConfig:
                 wanted = "must look like https://chat.example.org, or be *"
                 raise ValueError(f"allowed_origins {origin!r}: {wanted}")
         if self.tls_key and not self.tls_cert:
-            raise ValueError("tls_key: is given without tls_cert; give both, or none")
+            raise ValueError("tls_key: is set without tls_cert; set both, or neither")
         if self.front_queue < 0:
             raise ValueError(f"front_queue {self.front_queue}: must be 0 or more")
         check_rules(self.routes, checked(self.classes))
@@ -208,7 +193,7 @@ class RouterConfig:
                     raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
                 if not (self.router_key or is_loopback(host)):
                     raise ValueError(
-                        f"{name} {address}: only loopback without a key; set {KEY_VARIABLE} at all routers"
+                        f"{name} {address}: must be a loopback address without a key; set {KEY_VARIABLE} at all routers"
                     )
 
     def _checked_events(self) -> dict[str, tuple[str, str | None]]:
@@ -216,7 +201,9 @@ class RouterConfig:
         for given, (endpoint, replay) in self.kv_events.items():
             url = base_url("kv_events", given)
             if not any(url in getattr(self, side) for side in SIDES):
-                raise ValueError(f"kv_events {given}: no engine has this URL; name it as elsewhere")
+                raise ValueError(
+                    f"kv_events {given}: no engine has this URL; write it as in --prefill, --decode or --engine"
+                )
             for address in (endpoint, replay):
                 if address is not None and not address.startswith(("tcp://", "ipc://")):
                     raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
@@ -270,7 +257,7 @@ def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
     urls = tuple(base_url(side, url) for url in given)
     for url in urls:
         if urls.count(url) > 1:
-            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name each engine once")
+            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name it once")
     return urls
 
 

@@ -137,7 +137,9 @@ def _api() -> str:
         return given.rstrip("/")
     host, port = os.environ.get(HOST_VARIABLE), os.environ.get(PORT_VARIABLE, "443")
     if not host:
-        raise MembersError(f"not in a cluster: set {API_VARIABLE}, as http://127.0.0.1:8001")
+        raise MembersError(
+            f"this process is in no pod of Kubernetes: set {API_VARIABLE}, such as http://127.0.0.1:8001"
+        )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 

@@ -20,7 +20,6 @@ AT_START = (
     "body_mib",
     "bodies_mib",
     "connections",
-    "header_timeout_s",
     "shutdown_timeout_s",
     "workers",
 )

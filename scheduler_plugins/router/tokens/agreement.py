@@ -64,4 +64,4 @@ def _first_difference(ours: list[int], theirs: list[int]) -> str:
     pairs = enumerate(zip(ours, theirs, strict=False))
     at = next((n for n, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
     found, wanted = theirs[at : at + _SHOWN], ours[at : at + _SHOWN]
-    return f"it makes the tokens {found} of a text, and the files make {wanted}"
+    return f"it tokenizes a text as {found}, and the model's files as {wanted}"

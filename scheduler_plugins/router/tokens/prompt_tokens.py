@@ -224,7 +224,7 @@ class PromptTokens:
     def _tell(self, why: str) -> None:
         """Note why engines get text, and log the reason once."""
         if why and why != self._why_text:
-            logger.warning("engines are sent text, and no token ids: %s (setting tokenizer)", why)
+            logger.warning("engines get text instead of token ids: %s (setting tokenizer)", why)
         self._why_text = why
 
     async def _by_engine(self, asked: Mapping[str, Any]) -> bytes | None:

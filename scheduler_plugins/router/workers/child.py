@@ -93,7 +93,7 @@ class Child:
         except LinkClosedError:
             pass
         except Exception:
-            logger.exception("worker %d sent an unusable message: it is ended", self.row)
+            logger.exception("worker %d sent an unusable message, so it is ended", self.row)
             self._process.kill()
         finally:
             self._link = None

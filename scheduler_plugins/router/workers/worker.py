@@ -79,7 +79,7 @@ class Worker(Backend):
         except LinkClosedError:
             logger.info("the keeper has ended")
         except Exception:
-            logger.exception("the keeper's message cannot be used: this worker ends")
+            logger.exception("a message of the keeper cannot be used, so this worker ends")
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _do(self, message: FromKeeper) -> None:

@@ -77,27 +77,58 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one, which is printed")
-    parser.add_argument("--model", default="mock", help="its name")
-    parser.add_argument("--cost-model", type=Path, metavar="FILE", help="of `pd-connector profile`")
-    parser.add_argument("--order", default="srjf_calibrated", metavar="NAME", help="of its queue")
-    parser.add_argument("--cache-blocks", type=int, default=8000, help="in its prefix cache")
+    parser.add_argument(
+        "--port", type=int, default=0, help="port to listen on; 0: any free port, which is printed"
+    )
+    parser.add_argument("--model", default="mock", help="name of the model")
+    parser.add_argument(
+        "--cost-model", type=Path, metavar="FILE", help="cost model; pd-connector profile writes it"
+    )
+    parser.add_argument(
+        "--order", default="srjf_calibrated", metavar="NAME", help="order of the queue"
+    )
+    parser.add_argument(
+        "--cache-blocks", type=int, default=8000, help="size of the prefix cache, in blocks"
+    )
     parser.add_argument("--block-tokens", type=int, default=16, help="tokens of a block")
     parser.add_argument(
-        "--kv-tokens", type=float, default=float("inf"), help="tokens for whose decodes it has room"
-    )
-    parser.add_argument("--speed", type=float, default=1.0, help="times faster than real time")
-    parser.add_argument(
-        "--bytes-per-s", type=float, default=Network().bytes_per_s, help="of the link for KV"
-    )
-    parser.add_argument(
-        "--kv-events", default="", metavar="ENDPOINT", help="ZMQ, as vLLM publishes"
-    )
-    parser.add_argument("--kv-replay", default="", metavar="ENDPOINT", help="ZMQ, of missed events")
-    parser.add_argument(
-        "--sglang", action="store_true", help="describe itself as SGLang's server does"
+        "--kv-tokens",
+        type=float,
+        default=float("inf"),
+        help="room for decoding requests, in tokens",
     )
     parser.add_argument(
-        "--decode-apart", action="store_true", help="decode beside prefills, as two engines would"
+        "--speed",
+        type=float,
+        default=1.0,
+        help="factor by which the engine is faster than real time",
+    )
+    parser.add_argument(
+        "--bytes-per-s",
+        type=float,
+        default=Network().bytes_per_s,
+        help="bandwidth of the link for KV, in bytes per second",
+    )
+    parser.add_argument(
+        "--kv-events",
+        default="",
+        metavar="ENDPOINT",
+        help="ZMQ endpoint where KV events are published, as by vLLM",
+    )
+    parser.add_argument(
+        "--kv-replay",
+        default="",
+        metavar="ENDPOINT",
+        help="ZMQ endpoint where missed KV events are replayed",
+    )
+    parser.add_argument(
+        "--sglang",
+        action="store_true",
+        help="answer questions about itself as SGLang's server does",
+    )
+    parser.add_argument(
+        "--decode-apart",
+        action="store_true",
+        help="decode beside prefills without slowing them, as two engines would",
     )
     return parser

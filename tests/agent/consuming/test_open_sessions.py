@@ -16,7 +16,7 @@ from pd_connector.control.sockets import Connection
 from pd_connector.protocol.wire.peers import Source
 
 NOW = 100.0
-CONFIG = Config(session_timeout_s=10.0, idle_timeout_s=300.0)
+CONFIG = Config(session_timeout_s=10.0)
 
 
 class Standing:

@@ -161,6 +161,8 @@ def test_with_a_routers_key_only_the_routers_word_counts(
     given = [("X-Request-Id", "r1"), (HEADER, signed("premium", "r1", class_key(SECRET)))]
     assert bench.post(LATE, headers=given).status == 200, "the router has judged it"
     assert bench.server.last_body["vllm_xargs"] == {"qos": "premium"}
+    bench.post({"prompt": "another"}, headers=given)
+    assert bench.server.last_body["vllm_xargs"] == {"qos": "free"}, "it was sent again"
     for headers in (
         PREMIUM,
         [

@@ -109,7 +109,7 @@ def test_a_profile_gives_the_coefficients_and_the_error_of_what_was_held_out() -
     ("measured", "said"),
     [
         ([], "0 measurements: at least 20"),
-        ([Measurement(StepLoad(0, 0, 1, 1), 0.1)] * 20, "no measurement has prefill"),
+        ([Measurement(StepLoad(0, 0, 1, 1), 0.1)] * 20, "no measurement contains a prefill"),
         ([Measurement(StepLoad(1, 1, 0, 0), 0.0)] * 20, "duration must be"),
     ],
 )

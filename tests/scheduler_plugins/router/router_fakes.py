@@ -26,14 +26,17 @@ Behaviour = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.
 DEADLINE_S = 100.0
 """Ends a test that hangs; far more than the slowest one takes on a busy machine."""
 CONTEXT_TOKENS = 4096
+PATIENT = {
+    "endpoints.backend.CONNECT_S": DEADLINE_S,
+    "engines.inquiry.PROBE_S": DEADLINE_S,
+    "engines.watch.PROBE_RETRY_S": 0.2,
+    "handoff.prefill.REFUSAL_GRACE_S": 0.3,
+}
+"""Constants of the router as its tests have them (`conftest.py`): no wait ends by the machine's load, and none is long."""
 FAST = {
     "health_interval_s": 0.05,
     # Everything runs on one event loop: on a busy machine short limits would take all engines for dead at once.
     "health_timeout_s": DEADLINE_S,
-    "connect_timeout_s": DEADLINE_S,
-    "probe_timeout_s": DEADLINE_S,
-    "probe_retry_s": 0.2,
-    "refusal_grace_s": 0.3,
     "port": 0,
     "policy": "round_robin",  # who is asked next can be told beforehand
     "shutdown_timeout_s": 0.2,
@@ -187,6 +190,7 @@ class FakeEngine:
         self.model_root = ""
         self.model = "m"
         """The name of its model; it serves an adapter, too."""
+        self.has_adapter = True
         self.context_tokens: Any = CONTEXT_TOKENS
         """What it tells of its context's length; None: nothing."""
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
@@ -264,7 +268,10 @@ class FakeEngine:
             base["max_model_len"] = self.context_tokens
         adapter = {"id": "adapter" if self.model == "m" else f"{self.model}-adapter"}
         return web.json_response(
-            {"object": "list", "data": [base, {**adapter, "parent": self.model}]}
+            {
+                "object": "list",
+                "data": [base, *[{**adapter, "parent": self.model}] * self.has_adapter],
+            }
         )
 
     async def _load(self, request: web.Request) -> web.StreamResponse:

@@ -40,7 +40,7 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"decode": ("http://x:notaport",)}, "decode 'http://x:notaport'"),
         ({"decode": ("http://x:99999",)}, "decode 'http://x:99999'"),
         ({"decode": ("a:1", "http://a:1/")}, "given 2 times"),
-        ({"connect_timeout_s": 0}, "connect_timeout_s 0"),
+        ({"drain_timeout_s": 0}, "drain_timeout_s 0"),
         ({"idle_timeout_s": float("nan")}, "idle_timeout_s nan"),
         ({"attempts": 0}, "attempts 0"),
         ({"port": 70000}, "port 70000"),
@@ -56,7 +56,7 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"otlp": "localhost:4318"}, "otlp 'localhost:4318': must look like http://"),
         ({"router_key": "a"}, "PD_ROUTER_KEY: a key of 1 characters"),
         ({"admin_key": "secret"}, "PD_ROUTER_ADMIN_KEY: a key of 6 characters"),
-        ({"tokenizer": "/no/such/folder"}, "tokenizer /no/such/folder: no folder"),
+        ({"tokenizer": "/no/such/folder"}, "tokenizer /no/such/folder: must be a folder"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], names: str) -> None:

@@ -23,6 +23,7 @@ from router_fakes import (
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.exchange import UnreachableError
+from scheduler_plugins.router.handoff import prefill
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 
 
@@ -256,9 +257,13 @@ def test_a_stream_that_pauses_too_long_is_interrupted_and_a_long_one_is_not() ->
 @pytest.mark.parametrize(
     ("behave", "cause"), [(status(500), "status_500"), (drop_at_once, "died"), (hang, None)]
 )
-def test_whatever_prefill_does_decode_answers(behave: Behaviour, cause: str | None) -> None:
+def test_whatever_prefill_does_decode_answers(
+    monkeypatch: pytest.MonkeyPatch, behave: Behaviour, cause: str | None
+) -> None:
+    monkeypatch.setattr(prefill, "REFUSAL_GRACE_S", 10)
+
     async def scenario() -> None:
-        async with World(refusal_grace_s=10) as world:
+        async with World() as world:
             world.p[0].behave = behave
             world.d[0].behave = slow(0.1)
             assert (await world.complete()).json["served_by"] == "d0"

@@ -71,9 +71,13 @@ def test_what_is_no_http_is_refused_without_a_word_in_the_log(
 
 
 @pytest.mark.parametrize("begin", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nX-A: "])
-def test_connections_that_never_send_a_request_are_closed(begin: bytes) -> None:
+def test_connections_that_never_send_a_request_are_closed(
+    monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 1.5)
+
     async def scenario() -> None:
-        async with World(header_timeout_s=1.5) as world:
+        async with World() as world:
             opened = await half_open(world, HALF_OPEN, begin)
             connections = world.app[CONNECTIONS]
             assert (await world.complete()).status == 200
@@ -85,9 +89,11 @@ def test_connections_that_never_send_a_request_are_closed(begin: bytes) -> None:
     run(scenario())
 
 
-def test_without_the_timeout_they_would_stay() -> None:
+def test_without_the_timeout_they_would_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 3600)
+
     async def scenario() -> None:
-        async with World(header_timeout_s=3600) as world:
+        async with World() as world:
             opened = await half_open(world, 20)
             connections = world.app[CONNECTIONS]
             await until(lambda: len(connections) >= 20, "all connections are open")
@@ -99,9 +105,13 @@ def test_without_the_timeout_they_would_stay() -> None:
     run(scenario())
 
 
-def test_a_new_client_takes_the_place_of_the_connection_that_is_idle_longest() -> None:
+def test_a_new_client_takes_the_place_of_the_connection_that_is_idle_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 3600)
+
     async def scenario() -> None:
-        async with World(connections=40, header_timeout_s=3600) as world:
+        async with World(connections=40) as world:
             opened = await half_open(world, 60)
             assert (await world.complete()).status == 200
             assert len(world.app[CONNECTIONS]) <= 40
@@ -131,9 +141,11 @@ def test_a_request_under_way_is_never_closed_for_another_and_the_newcomer_is_tol
     run(scenario())
 
 
-def test_a_kept_alive_connection_serves_again() -> None:
+def test_a_kept_alive_connection_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 0.2)
+
     async def scenario() -> None:
-        async with World(header_timeout_s=0.2) as world:
+        async with World() as world:
             assert (await world.complete()).status == 200
             await asyncio.sleep(0.5)
             assert (await world.complete()).status == 200

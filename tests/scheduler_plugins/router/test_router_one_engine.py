@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endpoints of which one engine serves the whole request."""
 
+import json
 from typing import Any
 
 import pytest
@@ -111,5 +112,35 @@ def test_the_tokenizer_of_any_engine_answers() -> None:
             reply = await made.post("/tokenize", {"model": "m", "prompt": "hello"})
             assert reply.json == {"tokens": [1, 2]}
             made.d[0].behave = answer
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_count_of_cached_tokens_of_a_response_is_the_engines_own(stream: bool) -> None:
+    """No KV is handed over for a Response, so what its engine says was cached was cached."""
+    usage = {"input_tokens": 200, "input_tokens_details": {"cached_tokens": 16}}
+    told = {"id": "resp-1", "object": "response", "usage": usage}
+    done = b"event: response.completed\ndata: %b\n\n" % json.dumps({"response": told}).encode()
+
+    async def responds(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        return (
+            await says(EVENTS[0], done)(engine, request, body)
+            if stream
+            else web.json_response(told)
+        )
+
+    async def scenario() -> None:
+        async with world() as made:
+            made.d[0].behave = responds
+            reply = await made.post(RESPONSES, {"model": "m", "input": "hi", "stream": stream})
+            if stream:
+                assert reply.content == EVENTS[0] + done
+            else:
+                assert reply.json == told
+            assert not made.p[0].bodies
+            assert "kv_transfer_params" not in made.d[0].bodies[0]
 
     run(scenario())

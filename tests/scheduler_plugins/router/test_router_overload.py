@@ -8,13 +8,17 @@ import pytest
 from router_fakes import Behaviour, World, hang, run, slow, status, waits_for_kv
 
 from scheduler_plugins.router.client.answers import LONGEST_RETRY_S, retry_after_s
+from scheduler_plugins.router.handoff import prefill
 
 
 @pytest.mark.parametrize("code", [429, 503])
-def test_a_refused_prefill_goes_to_the_next_prefill_engine_at_once(code: int) -> None:
+def test_a_refused_prefill_goes_to_the_next_prefill_engine_at_once(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(prefill, "REFUSAL_GRACE_S", 60)
+
     async def scenario() -> None:
-        # The grace would be longer than the test's deadline.
-        async with World(prefill=3, refusal_grace_s=60, health_interval_s=30) as world:
+        async with World(prefill=3, health_interval_s=30) as world:
             for engine in world.p[:2]:
                 engine.behave = status(code)
 
@@ -33,9 +37,13 @@ def test_a_refused_prefill_goes_to_the_next_prefill_engine_at_once(code: int) ->
     run(scenario())
 
 
-def test_when_all_prefill_engines_are_overloaded_the_client_is_told_when_to_come_back() -> None:
+def test_when_all_prefill_engines_are_overloaded_the_client_is_told_when_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill, "REFUSAL_GRACE_S", 60)
+
     async def scenario() -> None:
-        async with World(prefill=2, refusal_grace_s=60, health_interval_s=30) as world:
+        async with World(prefill=2, health_interval_s=30) as world:
             world.p[0].behave = status(429, Retry_After="7")
             world.p[1].behave = status(503, Retry_After="4")
             world.d[0].behave = waits_for_kv

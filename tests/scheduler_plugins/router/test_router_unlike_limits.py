@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,10 +23,16 @@ from router_fakes import (
 from test_router_kinds import world as world_of_kinds
 
 from scheduler_plugins.router.engines.circuit import FAILURES
+from scheduler_plugins.router.handoff import prefill
 
-GRACE = {"refusal_grace_s": DEADLINE_S}
-"""A decode engine that waited for its KV as long would end the test."""
 LONG = list(range(150))
+
+
+@pytest.fixture(autouse=True)
+def _grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode engine that waited for its KV this long would end the test."""
+    monkeypatch.setattr(prefill, "REFUSAL_GRACE_S", DEADLINE_S)
+
 
 UNLIKE = {
     "context": "This model's maximum context length is 100 tokens",
@@ -76,7 +84,7 @@ def test_what_a_prefill_engine_does_not_take_the_decode_engine_answers_at_once(l
     """The next prompt finds the prefill engine unchanged, because a 400 says nothing about the engine."""
 
     async def scenario() -> None:
-        async with World(**GRACE) as w:
+        async with World() as w:
             w.d[0].behave = waits_for_kv
             w.p[0].behave = refuses_from(100, UNLIKE[lacks])
             for _ in range(2 * FAILURES):
@@ -92,7 +100,7 @@ def test_what_a_prefill_engine_does_not_take_the_decode_engine_answers_at_once(l
 
 def test_after_a_400_only_prefill_engines_with_a_longer_context_are_asked() -> None:
     async def scenario() -> None:
-        made = World(prefill=3, **GRACE)
+        made = World(prefill=3)
         for engine, tokens in zip(made.p, (100, 90, 4096), strict=True):
             context(engine, tokens)
         async with made as w:
@@ -133,7 +141,7 @@ def test_a_decode_engine_with_a_longer_context_answers_what_another_refuses() ->
 
 def test_what_no_engine_takes_is_a_400_after_one_question() -> None:
     async def scenario() -> None:
-        made = World(prefill=2, decode=2, **GRACE)
+        made = World(prefill=2, decode=2)
         for engine in (*made.p, *made.d):
             context(engine, 100)
         async with made as w:
@@ -153,7 +161,7 @@ def test_a_400_of_an_sglang_prefill_engine_is_the_clients_answer() -> None:
     """Its decode engine computes no prompt: nobody else could answer."""
 
     async def scenario() -> None:
-        async with world_of_kinds("s", "s", **GRACE) as w:
+        async with world_of_kinds("s", "s") as w:
             w.d[0].behave = hang
             w.p[0].behave = refuses_from(100, "Input length exceeds the maximum")
             for stream in (False, True):
@@ -169,7 +177,7 @@ def test_a_400_of_an_sglang_prefill_engine_is_the_clients_answer() -> None:
 @pytest.mark.parametrize("decodes", ["hang", "status 500"])
 def test_a_longer_sglang_prefill_engine_takes_what_another_refuses(decodes: str) -> None:
     async def scenario() -> None:
-        made = world_of_kinds("ss", "s", **GRACE)
+        made = world_of_kinds("ss", "s")
         context(made.p[0], 100)
         async with made as w:
 
@@ -194,7 +202,7 @@ def test_a_down_engine_with_a_longer_context_makes_it_a_503() -> None:
     """The client may come back."""
 
     async def scenario() -> None:
-        made = world_of_kinds("ss", "s", **GRACE)
+        made = world_of_kinds("ss", "s")
         context(made.p[0], 100)
         async with made as w:
             w.d[0].behave = hang
@@ -216,5 +224,78 @@ def test_the_answer_need_not_fit_into_an_sglang_prefill_engines_context() -> Non
             assert (first["max_tokens"], first["min_tokens"]) == (1, 1)
             assert (second["max_tokens"], second["max_completion_tokens"]) == (1, 1)
             assert [body.get("max_tokens") for body in w.d[0].bodies] == [500, None]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("lacks", ["p0", "d0"])
+def test_an_adapter_that_one_side_lacks_is_served_by_the_other_side_alone(lacks: str) -> None:
+    async def scenario() -> None:
+        made = World()
+        both = {engine.name: engine for engine in (*made.p, *made.d)}
+        both[lacks].has_adapter = False
+        async with made as w:
+            reply = await w.complete(model="adapter")
+            assert (reply.status, reply.json["served_by"]) == (200, "d0" if lacks == "p0" else "p0")
+            assert both[lacks].bodies == []
+            assert (await w.complete()).json["served_by"] == "d0"
+            assert len(both[lacks].bodies) == 1, "what both have is handed over"
+
+    run(scenario())
+
+
+def test_an_adapter_that_some_engines_lack_is_handed_over_between_the_others() -> None:
+    async def scenario() -> None:
+        made = World(prefill=2, decode=2)
+        made.p[0].has_adapter = made.d[1].has_adapter = False
+        async with made as w:
+            for _ in range(4):
+                assert (await w.complete(model="adapter")).json["served_by"] == "d0"
+            assert [len(engine.bodies) for engine in (*w.p, *w.d)] == [0, 4, 4, 0]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("narrow", ["p0", "d0"])
+@pytest.mark.parametrize("limit", ["max-num-seqs", "max-loras"])
+def test_requests_wait_in_the_queue_of_the_engine_that_has_fewer_slots(
+    narrow: str, limit: str
+) -> None:
+    """vLLM and SGLang let requests wait for a slot. Nobody refuses them, and no engine is blamed for the wait."""
+
+    async def scenario() -> None:
+        made = World()
+        slot, most, open_now = asyncio.Lock(), 0, 0
+        computed: dict[str, asyncio.Event] = {}
+
+        def transfer(body: dict[str, Any]) -> asyncio.Event:
+            params = body["kv_transfer_params"]
+            name = params.get("remote_request_id") or params["transfer_id"]
+            return computed.setdefault(name, asyncio.Event())
+
+        async def behave(
+            engine: FakeEngine, request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            nonlocal most, open_now
+            async with slot if engine.name == narrow else nullcontext():
+                if engine.engine_id is None:
+                    await transfer(body).wait()
+                most, open_now = max(most, open_now + 1), open_now + 1
+                await asyncio.sleep(0.01)
+                open_now -= 1
+                if engine.engine_id is not None:
+                    transfer(body).set()
+                return await answer(engine, request, body)
+
+        for engine in (*made.p, *made.d):
+            engine.behave = behave
+        async with made as w:
+            model = "m" if limit == "max-num-seqs" else "adapter"
+            replies = await asyncio.gather(*(w.complete(model=model) for _ in range(12)))
+            assert [reply.status for reply in replies] == [200] * 12
+            assert {reply.json["served_by"] for reply in replies} == {"d0"}
+            assert [len(engine.bodies) for engine in (*w.p, *w.d)] == [12, 12], "each is asked once"
+            assert [w.known(engine).circuit.cause for engine in (*w.p, *w.d)] == ["", ""]
+            assert await w.metric("retries_total") == 0
 
     run(scenario())

@@ -211,7 +211,7 @@ def test_an_interrupt_ends_with_a_line_and_130(
 
     monkeypatch.setattr("scheduler_plugins.sim.trace.load", interrupted)
     assert simulate(recorded) == 130
-    monkeypatch.setattr("scheduler_plugins.router.__main__._parser", interrupted)
+    monkeypatch.setattr("scheduler_plugins.router.__main__.parser", interrupted)
     assert pd_router(["serve"]) == 130
     assert router([]) == 130
     assert capsys.readouterr().err == "interrupted\n" * 3

@@ -23,6 +23,7 @@ from router_fakes import FAST, FakeEngine, World, run, until
 
 from scheduler_plugins.router.client.doors import MOST_ID_CHARACTERS
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
+from scheduler_plugins.router.engines import pool as pool_module
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings import members as members_module
@@ -125,7 +126,7 @@ def test_clients_and_engines_may_speak_tls(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"tls_cert": "/no/such"}, "tls_cert /no/such: no such file"),
-        ({"tls_key": __file__}, "tls_key: is given without tls_cert"),
+        ({"tls_key": __file__}, "tls_key: is set without tls_cert"),
         ({"decode": ("dns+http://name",)}, "dns"),
         ({"decode": ("k8s+http://space:80",)}, "k8s"),
         ({"decode": ("dns+https://name:80",)}, "must look like"),
@@ -169,10 +170,10 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
             return [(0, 0, 0, "", (one, 0)) for one in known]
 
         monkeypatch.setattr(loop, "getaddrinfo", resolve)
+        monkeypatch.setattr(pool_module, "MEMBERS_S", 0.05)
         config = RouterConfig(
             prefill=(prefill.url,),
             decode=(f"dns+http://decode.test:{port}",),
-            members_interval_s=0.05,
             admin_port=0,
             **FAST,
         )
@@ -229,6 +230,7 @@ def test_engines_that_a_new_name_stands_for_are_there_before_the_others_leave(
             return [(0, 0, 0, "", ("127.0.0.1", 0))]
 
         monkeypatch.setattr(loop, "getaddrinfo", resolve)
+        monkeypatch.setattr(pool_module, "MEMBERS_S", 0.05)
         prefill = {"url": fakes[0].url, "role": "prefill"}
         path = tmp_path / "router.yaml"
 
@@ -240,7 +242,7 @@ def test_engines_that_a_new_name_stands_for_are_there_before_the_others_leave(
             )
 
         write(fakes[1].url)
-        settings = SettingsFile(path, {**FAST, "members_interval_s": 0.05})
+        settings = SettingsFile(path, {**FAST})
         async with RouterServer(settings.current, settings) as server:
             shared = server.app[SHARED]
             engine = shared.pool.up(Role.DECODE)[0]

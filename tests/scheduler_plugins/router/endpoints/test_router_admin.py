@@ -106,7 +106,9 @@ def test_a_token_that_was_made_is_in_a_file_that_only_its_user_can_read(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with operator.told(config, 8000):
-        assert f"{operator.token} (in no file" in caplog.text, "a router starts without a home, too"
+        assert f"{operator.token} (kept in no file" in caplog.text, (
+            "a router starts without a home, too"
+        )
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

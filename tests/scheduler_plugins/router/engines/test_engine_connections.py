@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler_plugins.router.engines.answer import HELD_BYTES, BrokenAnswerError
-from scheduler_plugins.router.engines.connection import MOST_HEADER_BYTES
+from scheduler_plugins.router.engines.connection import MOST_HEADER_BYTES, Connection, Origin
 from scheduler_plugins.router.engines.connections import EngineConnections, NotConnectedError
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -71,7 +71,7 @@ async def asking(
 
 
 async def asked(connections: EngineConnections, server: Server) -> bytes:
-    answer = await connections.request("POST", server.url + "/x", {"A": "b"}, b"body")
+    answer = await connections.request("POST", server.url + "/x", {"A": "b"}, (b"bo", b"dy"))
     try:
         return await answer.read_all()
     finally:
@@ -100,6 +100,110 @@ def test_one_connection_serves_requests_one_after_the_other() -> None:
             assert server.connections == 1
             assert b"\r\nA: b\r\nContent-Length: 4\r\n\r\n" in server.heads[0]
             assert server.heads[0].startswith(b"POST /x HTTP/1.1\r\nHost: 127.0.0.1:")
+
+    run(scenario())
+
+
+LARGE = bytes(range(256)) * (48 << 10)  # 12 MiB
+
+
+async def idle_turns() -> None:
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+def test_a_large_body_waits_in_place_until_the_engine_takes_it() -> None:
+    """A transport copies what it cannot send at once, and holds the loop for as long."""
+
+    async def scenario() -> None:
+        begun, taking = asyncio.Event(), asyncio.Event()
+        got = asyncio.get_running_loop().create_future()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            begun.set()
+            await taking.wait()
+            got.set_result(await reader.readexactly(len(LARGE) + 2))
+            writer.write(sized(b"ok"))
+            await writer.drain()
+            writer.close()
+
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        connections = EngineConnections(1.0, 5.0)
+        body = (b"<", memoryview(LARGE), b">")
+        asking = asyncio.create_task(connections.request("POST", url, {}, body))
+        await begun.wait()
+        await idle_turns()
+        (connection,) = connections._open
+        assert connection._transport is not None
+        held = connection._transport.get_write_buffer_size()
+        assert 0 < held < 256 << 10
+        taking.set()
+        answer = await asking
+        assert (await got, await answer.read_all()) == (b"<" + LARGE + b">", b"ok")
+        answer.close()
+        await connections.close()
+        listener.close()
+
+    run(scenario())
+
+
+def test_others_have_a_turn_while_a_large_body_is_sent() -> None:
+    async def scenario() -> None:
+        connection = Connection(Nobody(), Origin("engine", 80, False))
+        taken: list[int] = []
+
+        class Taker:
+            """A transport to an engine that takes everything at once."""
+
+            def write(self, data: bytes) -> None:
+                taken.append(len(data))
+
+            def is_closing(self) -> bool:
+                return False
+
+        connection.connection_made(Taker())  # type: ignore[arg-type]
+        connection.send(b"", (LARGE,))
+        assert sum(taken) == 1 << 20
+        await asyncio.sleep(0)
+        assert sum(taken) == 2 << 20
+        await idle_turns()
+        assert sum(taken) == len(LARGE)
+
+    run(scenario())
+
+
+class Nobody:
+    """Owns connections, and does not care."""
+
+    def released(self, connection: Connection) -> None: ...
+
+    def lost(self, connection: Connection) -> None: ...
+
+
+def test_a_connection_whose_engine_answers_before_the_end_of_a_body_is_not_used_again() -> None:
+    """The next request would be taken for the rest of the body."""
+
+    async def scenario() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(sized(b"no"))
+            await writer.drain()
+            await reader.read()
+            writer.close()
+
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        connections = EngineConnections(1.0, 5.0)
+        for _ in range(2):
+            body = (memoryview(bytes(64 << 20)),)
+            answer = await connections.request("POST", url, {}, body)
+            assert await answer.read_all() == b"no"
+            answer.close()
+            assert not connections._idle
+        await connections.close()
+        listener.close()
 
     run(scenario())
 

@@ -4,11 +4,20 @@
 import asyncio
 from typing import Any
 
+import pytest
 from aiohttp import web
 from router_fakes import FakeEngine, World, answer, run, until
 
+from scheduler_plugins.router.engines import pair_audits
+
 OURS = "# HELP pd_connector:audits_total Prompts.\n"
 PLACE = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 7000}
+
+
+@pytest.fixture(autouse=True)
+def no_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of these engines say nothing of verdicts."""
+    monkeypatch.setattr(pair_audits, "VERDICT_S", 0.05)
 
 
 async def computes(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.Response:
@@ -144,5 +153,45 @@ def test_a_failure_is_nobodys_and_is_not_repeated() -> None:
             assert len(world.p[0].bodies) == 1
             assert world.known(world.p[0]).up
             assert world.d[0].bodies == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("causes", "prompts"),
+    [
+        (["passed"], 2),
+        (["passed", "passed"], 3),  # `codec: auto`: one is coded, the next is not
+        (["prefill_ended", "stalled", "passed"], 4),  # lost audits
+        (["audit", "passed"], 1),
+        (["stalled"] * 9, 4),
+    ],
+)
+def test_a_pair_gets_prompts_until_one_is_not_audited_any_more(
+    causes: list[str], prompts: int
+) -> None:
+    async def scenario() -> None:
+        world = World(1, 1)
+        prefill, decode = world.p[0], world.d[0]
+        prefill.behave, decode.metrics = computes, OURS
+        left, seen = iter(causes), dict[str, int]()
+
+        async def audits(
+            engine: FakeEngine, request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            if cause := next(left, ""):
+                seen[cause] = seen.get(cause, 0) + 1
+            engine.metrics = OURS + "".join(
+                f'pd_connector:audits_total{{engine="0",cause="{name}"}} {count:.1f}\n'
+                for name, count in seen.items()
+            )
+            return await answer(engine, request, body)
+
+        decode.behave = audits
+        async with world:
+            await until(lambda: len(decode.bodies) == prompts, "all prompts")
+            await asyncio.sleep(0.4)
+            assert len(prefill.bodies) == len(decode.bodies) == prompts
+            assert len({body["cache_salt"] for body in decode.bodies}) == prompts
 
     run(scenario())

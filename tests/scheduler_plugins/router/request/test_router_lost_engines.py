@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from support.streams import AnswerInPieces, Client, cut, nobody
 
 from scheduler_plugins.router.engines.exchange import EngineFailedError
 from scheduler_plugins.router.metrics import Metrics
@@ -43,73 +43,14 @@ def answer_to(body: dict[str, Any], chat: bool) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-class Lost:
-    """An answer in pieces (`Exchange`). Its engine is given up just after a piece was taken, before the waiting
-    task has been woken."""
-
-    def __init__(self, data: bytes, cuts: list[int], lost_at: int | None) -> None:
-        """`cuts`: lengths of the pieces, in turn. `lost_at`: number of bytes that come, -1: all; None: it lives."""
-        self.status, self.headers, self.engine = 200, {"Content-Type": "text/event-stream"}, None
-        self._lost = lost_at is not None
-        self._left = data if lost_at is None else data[: lost_at % (len(data) + 1)]
-        self._cuts = cuts
-        self._pieces = 0
-
-    def complete(self) -> None:
-        self._lost = False
-
-    async def read(self) -> bytes:
-        if not self._left and self._lost:
-            raise EngineFailedError("died", "x")
-        return self._piece()
-
-    async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
-        while self._left:
-            wants_more = take(self._piece())
-            if not self._left and self._lost:
-                break
-            if not wants_more:
-                return False
-        if self._lost:
-            raise EngineFailedError("died", "x")
-        return True
-
-    def _piece(self) -> bytes:
-        size = self._cuts[self._pieces % len(self._cuts)]
-        self._pieces += 1
-        piece, self._left = self._left[:size], self._left[size:]
-        return piece
-
-
-class Client:
-    """What it reads in time, in turn (`Downstream`)."""
-
-    def __init__(self, keeps_up: list[bool]) -> None:
-        self.begun, self.sent = False, b""
-        self._keeps_up, self._writes = keeps_up, 0
-
-    async def begin(self, response: web.StreamResponse) -> None:
-        self.begun = True
-
-    async def write(self, data: bytes) -> None:
-        self.sent += data
-
-    def write_now(self, data: bytes) -> bool:
-        self._writes += 1
-        if keeps_up := self._keeps_up[self._writes % len(self._keeps_up)]:
-            self.sent += data
-        return keeps_up
-
-    def push(self, data: bytes) -> None:
-        self.sent += data
-
-    async def finish(self) -> None:
-        pass
-
-
-async def nobody(engine: object) -> bool:
-    """Wanted an abort."""
-    return False
+def answer_of(data: bytes, cuts: list[int], lost_at: int | None) -> Any:
+    """An engine's answer in pieces of these sizes, in turn. `lost_at`: bytes that come before it is given up, -1: all;
+    None: it lives."""
+    if lost_at is None:
+        return AnswerInPieces(cut(data, cuts))
+    return AnswerInPieces(
+        cut(data[: lost_at % (len(data) + 1)], cuts), EngineFailedError("died", "x")
+    )
 
 
 async def served(
@@ -123,7 +64,7 @@ async def served(
     for lost_at in [*lost, None]:
         # What goes on is a completion, unless nothing was said.
         data = b"".join(answer_to(asked, chat and "messages" in asked))
-        answer: Any = Lost(data, cuts, lost_at)
+        answer = answer_of(data, cuts, lost_at)
         try:
             await responder.pass_on(answer, "flow", record=record)
             return

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from aiohttp import web
 from router_fakes import run
+from support.streams import AnswerInPieces, Client, nobody
 
 from scheduler_plugins.router.engines.exchange import EngineFailedError
 from scheduler_plugins.router.metrics import Metrics
@@ -26,47 +25,14 @@ def event(token: int) -> bytes:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
 
 
-class GivenUp:
-    """An engine's answer that is given up just when some events have been taken from it."""
-
-    def __init__(self, error: BaseException, last: bytes = b"") -> None:
-        """`last`: the events that come just then."""
-        self.status, self.headers = 200, {"Content-Type": "text/event-stream"}
-        self._error = error
-        self._last = last or event(2) + event(3)
-
-    async def read(self) -> bytes:
-        return event(1)
-
-    async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
-        take(self._last)
-        raise self._error
+def given_up(error: BaseException, last: bytes = b"") -> Any:
+    """An engine's answer of one event, and of `last`. The engine is given up just when that was taken."""
+    return AnswerInPieces([event(1), last or event(2) + event(3)], error)
 
 
-class SlowClient:
-    """Reads so slowly that a write has to wait (`Downstream`)."""
-
-    begun = False
-
-    def __init__(self) -> None:
-        self.sent = b""
-
-    async def begin(self, response: web.StreamResponse) -> None:
-        self.begun = True
-
-    async def write(self, data: bytes) -> None:
-        self.sent += data
-
-    def write_now(self, data: bytes) -> bool:
-        return False
-
-    def push(self, data: bytes) -> None:
-        self.sent += data
-
-
-async def nobody(engine: object) -> bool:
-    """Wanted an abort."""
-    return False
+def slow() -> Any:
+    """A client that reads so slowly that a write has to wait."""
+    return Client(keeps_up=[False])
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), EngineFailedError("died", "x")])
@@ -76,8 +42,8 @@ def test_events_that_are_noted_are_sent_though_the_engine_is_given_up_then(
     """The next engine goes on after the last one that is noted."""
 
     async def scenario() -> None:
-        client: Any = SlowClient()
-        answer: Any = GivenUp(error)
+        client = slow()
+        answer = given_up(error)
         record = StreamRecord(BODY, "/v1/completions")
         responder = Responder(client, "r", Metrics(), 0.0, nobody)
         with pytest.raises(type(error)):
@@ -92,8 +58,8 @@ def test_events_that_are_noted_are_sent_though_the_engine_is_given_up_then(
 
 def test_a_stream_that_is_given_up_with_its_end_mark_is_whole() -> None:
     async def scenario() -> None:
-        client: Any = SlowClient()
-        answer: Any = GivenUp(EngineFailedError("died", "x"), event(2) + b"data: [DONE]\n\n")
+        client = slow()
+        answer = given_up(EngineFailedError("died", "x"), event(2) + b"data: [DONE]\n\n")
         responder = Responder(client, "r", Metrics(), 0.0, nobody)
         record = StreamRecord(BODY, "/v1/completions")
         with pytest.raises(EngineFailedError):
@@ -108,9 +74,9 @@ def test_events_that_cannot_be_noted_are_not_sent() -> None:
     """They would tell the second engine's name and the ids that nobody asked for."""
 
     async def scenario() -> None:
-        client: Any = SlowClient()
+        client = slow()
         wrong = b'data: {"choices":[{"text":"wrong","token_ids":[2]\n\n'
-        answer: Any = GivenUp(EngineFailedError("died", "x"), wrong)
+        answer = given_up(EngineFailedError("died", "x"), wrong)
         record = StreamRecord(BODY, "/v1/completions")
         record.feed(event(0))
         record.resume()

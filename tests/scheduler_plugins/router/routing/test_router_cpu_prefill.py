@@ -133,7 +133,7 @@ def test_such_engines_come_by_file_and_by_the_admin_api() -> None:
     config = parse(text.encode(), {}, "router.yaml")
     assert config.cpu_prefill == ("http://c:1",)
     assert config.kv_events == {"http://c:1": ("tcp://c:2", None)}
-    with pytest.raises(ValueError, match="cpu_prefill http://p:1: given for another side, too"):
+    with pytest.raises(ValueError, match="cpu_prefill http://p:1: is named on another side, too"):
         RouterConfig(prefill=("p:1",), decode=("d:1",), cpu_prefill=("p:1",))
 
 

@@ -10,7 +10,7 @@ from router_fakes import World, run, until
 
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.qos.rules import ClassRule, Match
-from scheduler_plugins.qos.trust import HEADER, class_key, signed_class
+from scheduler_plugins.qos.trust import HEADER, Seen, class_key, signed_class
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.routing.front import FrontQueue, QueueFullError, Turn
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -134,7 +134,9 @@ def test_both_engines_get_the_signed_class_and_never_the_clients() -> None:
             )
             for fake in (world.p[0], world.d[0]):
                 got = {name.lower(): value for name, value in fake.headers[0].items()}
-                assert signed_class(got, class_key(SECRET)) == "premium"
+                assert signed_class(got, class_key(SECRET), Seen()) == "premium"
+            first, second = (fake.headers[0][HEADER] for fake in (world.p[0], world.d[0]))
+            assert first != second, "an engine of both sides believes each once"
         async with World(**settings) as world:
             await world.post(
                 "/v1/completions", {"model": "m", "prompt": "a"}, **{HEADER: "1.free.00"}

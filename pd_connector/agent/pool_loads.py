@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has threads read and verify chunks of the store, and writes them into pages, or compares them with pages."""
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pd_connector.agent.owed import Outcome
+from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.errors import Cause, PDConnectorError, PoolError
+from pd_connector.kv.model import ModelFacts
+from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.plan.route import Route
+from pd_connector.pool.jobs import Fill, PromptChunk
+from pd_connector.pool.keys import model_root
+from pd_connector.pool.loader import Landing, Loader, ReadChunk
+from pd_connector.pool.plans import plan_load
+from pd_connector.pool.stored import ChunkLoader
+from pd_connector.pool.trust import WriterTrust
+from pd_connector.protocol.consuming.audit import Comparison
+from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.telemetry import Telemetry
+
+logger = logging.getLogger("pd_connector.agent.pool")
+
+_LANDINGS = 4
+"""Chunks that are being read, or not placed yet."""
+_READERS = 2
+_LANDING_WAIT_S = 10.0
+_STALL_S = 5.0
+"""Longest time without a chunk of a load, in seconds. What comes later is dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """A load under way."""
+
+    fill: Fill
+    fence: Any
+    left: int  # chunks
+    began_s: float
+    moved_s: float
+    nbytes: int = 0
+    cause: Cause | None = None
+    detail: str = ""
+    comparison: Comparison | None = None
+    routes: set[Route] = field(default_factory=set)
+    writers: set[bytes] = field(default_factory=set)
+
+
+class PoolLoads:
+    """Used by the agent's thread only.
+
+    Args:
+        gate: shut by the engine's thread for requests whose pages may not be touched.
+        loader: reads and verifies.
+        trust: which writers are believed.
+        experts: as `Comparison` has it.
+        report: told the end of every load.
+        done: has the agent's thread carry something out.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        gate: PageGate,
+        loader: Loader,
+        trust: WriterTrust,
+        telemetry: Telemetry,
+        report: Callable[[Outcome], None],
+        done: Callable[[Callable[[], None]], None],
+        *,
+        experts: bool,
+    ) -> None:
+        self._gate = gate
+        self._loader = loader
+        self._trust = trust
+        self._telemetry = telemetry
+        self._report = report
+        self._done = done
+        self._experts = experts
+        self._placing = ChunkLoader(cache)
+        self._landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
+        for _ in range(_LANDINGS):
+            self._landings.put(Landing())
+        self._fillings: list[_Filling] = []
+        self._readers = ThreadPoolExecutor(_READERS, "pd-pool-load")
+
+    @property
+    def due_s(self) -> float:
+        """When `tick` has something to do although nothing happens, in seconds, monotonic."""
+        return min((one.moved_s + _STALL_S for one in self._fillings), default=float("inf"))
+
+    def tick(self) -> None:
+        """Give up loads that have stalled."""
+        for filling in list(self._fillings):
+            if time.monotonic() >= filling.moved_s + _STALL_S:
+                filling.cause = Cause.STALLED
+                filling.detail = f"the store has not answered for {_STALL_S:g} s"
+                self._end(filling)
+
+    def close(self) -> None:
+        """End the threads; what they read is dropped."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, fill: Fill, fence: Any, facts: ModelFacts) -> None:
+        """Begin a load, or a comparison.
+
+        Args:
+            fence: pages are touched once the work before it is done.
+            facts: the model that the engine serves.
+        """
+        now = time.monotonic()
+        filling = _Filling(fill, fence, len(fill.chunks), now, now)
+        self._fillings.append(filling)
+        if fill.compares:
+            filling.comparison = Comparison(fill.chunks[0].adapter, experts=self._experts)
+        if fill.model != model_root(facts):
+            filling.cause, filling.detail = Cause.MODEL, "the weights have changed"
+        for chunk in fill.chunks:
+            self._readers.submit(self._read, filling, chunk, facts)
+
+    def _read(self, filling: _Filling, chunk: PromptChunk, facts: ModelFacts) -> None:
+        """In a thread that reads."""
+        found: ReadChunk | PDConnectorError | None = None
+        landing: Landing | None = None
+        if filling.cause is None:
+            try:
+                landing = self._landings.get(timeout=_LANDING_WAIT_S)
+                found = self._loader.read(chunk, facts, landing)
+            except PDConnectorError as error:
+                found = error
+            except Exception as error:
+                logger.exception("pool: a chunk was not read")
+                found = PDConnectorError(repr(error))
+        self._done(partial(self._place, filling, chunk, found, landing))
+
+    def _place(
+        self,
+        filling: _Filling,
+        chunk: PromptChunk,
+        found: ReadChunk | PDConnectorError | None,
+        landing: Landing | None,
+    ) -> None:
+        if isinstance(found, PDConnectorError):
+            filling.cause = filling.cause or Cause.POOL
+            filling.detail = filling.detail or str(found)
+        elif found is not None and filling.cause is None:
+            self._use(filling, chunk, found)
+        if landing is not None:
+            self._landings.put(landing)
+        filling.left -= 1
+        filling.moved_s = time.monotonic()
+        if not filling.left and filling in self._fillings:
+            self._end(filling)
+
+    def _use(self, filling: _Filling, chunk: PromptChunk, found: ReadChunk) -> None:
+        """Write a chunk into pages, or compare it with them."""
+        fill = filling.fill
+        needs = [(part.geometry, part.need) for part in found.parts]
+        parts = [(part.geometry, part.need, part.data) for part in found.parts]
+        span = fill.first_token, fill.stop_token
+        try:
+            for part in () if fill.compares else found.parts:
+                if problem := self._trust.problem(part.engine_id, part.writer):
+                    filling.cause, filling.detail = problem
+                    return
+            pieces = plan_load(needs, found.own, fill.pages, chunk.number, *span)
+            with self._gate.touching(fill.request) as confirm:
+                if filling.comparison is None:
+                    self._placing.scatter(pieces, parts, filling.fence)
+                else:
+                    for route, apart in self._placing.compare(pieces, parts, filling.fence):
+                        filling.comparison.add(route, apart)
+                        filling.routes.add(route)
+                confirm()
+            filling.nbytes += found.nbytes
+            filling.writers.update(part.writer for part in found.parts)
+        except AbandonedError:
+            raise
+        except PoolError as error:
+            filling.cause, filling.detail = Cause.POOL, str(error)
+        except Exception as error:
+            logger.exception("pool: a chunk could not be placed")
+            filling.cause, filling.detail = Cause.INTERNAL, repr(error)
+
+    def _judge(self, filling: _Filling, comparison: Comparison) -> None:
+        """A comparison has ended: believe the writers from now on, or never."""
+        if filling.cause is None and (problem := comparison.judge((), filling.routes)):
+            filling.cause, filling.detail = problem
+        self._telemetry.count("audits", cause=filling.cause or "passed")
+        if filling.cause is None:
+            for writer in filling.writers:
+                self._trust.passed(writer)
+            logger.info("pool: audit of a writer passed: %s", comparison)
+        elif filling.cause is Cause.AUDIT:
+            for writer in filling.writers:
+                self._trust.distrust(writer, filling.detail)
+            logger.error(
+                "pool: KV of another engine is wrong, or this engine's is: %s (%s). Chunks of that kind of engine are not "
+                "used here (docs/pool.md#audit)",
+                filling.detail,
+                comparison,
+            )
+
+    def _end(self, filling: _Filling) -> None:
+        self._fillings = [one for one in self._fillings if one is not filling]
+        fill, seconds = filling.fill, time.monotonic() - filling.began_s
+        if filling.comparison is not None:
+            self._judge(filling, filling.comparison)
+        elif filling.cause is None:
+            self._telemetry.count("pool_loaded_bytes", filling.nbytes)
+        else:
+            logger.log(
+                logging.INFO if filling.cause is Cause.UNAUDITED else logging.WARNING,
+                "request %s: KV from the pool is not used, its prompt is computed: %s",
+                fill.request,
+                filling.detail,
+            )
+            self._telemetry.count("pool_misses", cause=filling.cause)
+        self._report(
+            Finished(
+                fill.request,
+                filling.cause,
+                filling.detail,
+                filling.nbytes,
+                len(fill.chunks),
+                seconds,
+            )
+        )

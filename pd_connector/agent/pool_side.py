@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool's part of a rank's agent: it saves computed chunks, and loads chunks of the pool.
+
+Only the agent's thread touches pages. Threads of the pool read and write files. Between them chunks lie in buffers
+of this rank.
+"""
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pd_connector.agent.owed import Outcome
+from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.pool_loads import PoolLoads
+from pd_connector.agent.pool_saves import PoolSaves
+from pd_connector.agent.resources import RankResources
+from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.jobs import Fill, Save
+from pd_connector.pool.keys import model_root
+from pd_connector.pool.loader import Loader
+from pd_connector.pool.record import Writer
+from pd_connector.pool.saver import Saver
+from pd_connector.pool.store.base import Store
+from pd_connector.pool.trust import WriterTrust
+
+
+class PoolSide:
+    """Used by the agent's thread only.
+
+    Args:
+        store: where chunks are.
+        trust: which writers are believed.
+        writer: this engine, as records name it.
+        parts: number of its ranks.
+        gate: shut by the engine's thread for requests whose pages may not be touched.
+        report: told of every outcome.
+    """
+
+    def __init__(
+        self,
+        resources: RankResources,
+        store: Store,
+        trust: WriterTrust,
+        writer: Writer,
+        parts: int,
+        gate: PageGate,
+        report: Callable[[Outcome], None],
+    ) -> None:
+        cache, telemetry = resources.cache, resources.telemetry
+        self._wake = resources.wake
+        self._facts = resources.identity.facts
+        self._trust = trust
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        saver, loader = Saver(store, cache.geometry, writer, parts), Loader(store, cache.geometry)
+        experts = bool(resources.audits and resources.audits.experts)
+        self._saves = PoolSaves(cache, gate, saver, telemetry, report, self._then)
+        self._loads = PoolLoads(
+            cache, gate, loader, trust, telemetry, report, self._then, experts=experts
+        )
+
+    @property
+    def model(self) -> bytes:
+        """The loaded model as the pool knows it; empty while that is not known."""
+        return model_root(self._facts) or b""
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether saves wait until the engine's device has computed their pages."""
+        return self._saves.waits_for_device
+
+    @property
+    def device_done(self) -> bool:
+        """Whether the first of these can begin."""
+        return self._saves.device_done
+
+    @property
+    def due_s(self) -> float:
+        """When `tick` has something to do although nothing happens, in seconds, monotonic."""
+        return self._loads.due_s
+
+    def change_model(self, facts: ModelFacts) -> None:
+        """The engine serves other weights from now on."""
+        self._facts = facts
+        self._trust.forget()
+
+    def know_weights(self, full: bytes) -> None:
+        """All bytes of the engine's weights have been read now."""
+        self._facts = msgspec.structs.replace(self._facts, weights_full=full)
+
+    def execute(self, command: Save | Fill, fence: Any) -> None:
+        """Begin a save or a load."""
+        if isinstance(command, Save):
+            self._saves.add(command, fence)
+            self._saves.begin(self._facts)
+        else:
+            self._loads.begin(command, fence, self._facts)
+
+    def tick(self) -> None:
+        """Go on with what threads have done, or the device."""
+        while not self._done.empty():
+            self._done.get()()
+        self._saves.begin(self._facts)
+        if time.monotonic() >= self.due_s:
+            self._loads.tick()
+
+    def close(self) -> None:
+        """End the threads; what they write or read is dropped."""
+        self._saves.close()
+        self._loads.close()
+
+    def _then(self, work: Callable[[], None]) -> None:
+        """Called by the threads."""
+        self._done.put(work)
+        self._wake()

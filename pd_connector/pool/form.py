@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's part of a chunk looks like at rest. Pure functions; `stored.py` moves the bytes.
+
+A part's payload is a row of runs, each the bytes of some layers that lie alike, layer after layer. A run is the writer's
+own pages of the chunk, `[plane][page][kv head][bytes]`, with K and V described as views of them. If pages of the writer's size
+do not divide a chunk, or are not dense, the run is one page of `CHUNK_TOKENS` tokens instead, `[K|V][kv head][token][dim]`.
+A reader of any layout sees the run through the views; a reader whose pages are alike takes the bytes as they are.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.kv.coding import ELEMENT_BYTES
+from pd_connector.kv.geometry import Count, Geometry, Group, Layers, Positive, Shard
+from pd_connector.plan.sizes import parts, token_bytes
+from pd_connector.pool.keys import CHUNK_TOKENS
+
+RUN_ALIGNMENT = 64
+"""Runs begin at a multiple of this in a payload, so that elements of any size are aligned."""
+
+Extents = Annotated[tuple[Positive, ...], msgspec.Meta(min_length=3, max_length=5)]
+Strides = Annotated[tuple[Count, ...], msgspec.Meta(min_length=4, max_length=6)]
+
+
+class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """K or V in the pages of one layer at rest.
+
+    Attributes:
+        plane: the plane in which it lies.
+        shape: `(kv head, token, dim)`, or tiled `(kv head, token tile, token, dim tile, dim)`.
+        strides: in elements, of a page and then of each axis of `shape`.
+        offset: elements from the plane's beginning.
+    """
+
+    plane: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    shape: Extents
+    strides: Strides
+    offset: Count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a page of the view."""
+        return self.shape[1] if len(self.shape) == 3 else self.shape[1] * self.shape[2]
+
+    def stop(self, pages: int) -> int:
+        """Elements from the plane's beginning to the end of the last element."""
+        reach = zip((pages, *self.shape), self.strides, strict=True)
+        return self.offset + sum((extent - 1) * stride for extent, stride in reach) + 1
+
+
+class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plane of a layer's pages: bytes `[page, heads, nbytes]`, where `heads` is 1 if heads do not lie apart."""
+
+    heads: Positive
+    nbytes: Positive
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers of one group that lie alike at rest.
+
+    Attributes:
+        layers: in model numbering, ascending.
+        page_size: tokens of a page at rest.
+        first_token: the first token of the chunk that is held. Pages before it were given up by a window.
+        planes: of each layer; none for a page in wire order.
+        key: K, or the latent.
+        value: V; None for a latent, and for pages whose dtype is not known.
+    """
+
+    layers: Layers
+    page_size: Annotated[int, msgspec.Meta(ge=1, le=CHUNK_TOKENS)]
+    first_token: Annotated[int, msgspec.Meta(ge=0, lt=CHUNK_TOKENS)]
+    planes: Annotated[tuple[Plane, ...], msgspec.Meta(max_length=2)]
+    key: View
+    value: View | None = None
+
+    @property
+    def pages(self) -> int:
+        """Pages of `page_size` tokens that are held."""
+        return (CHUNK_TOKENS - self.first_token) // self.page_size
+
+    @property
+    def view_pages(self) -> int:
+        """Pages of the views that are held; several of them can be one page."""
+        return self.pages * (self.page_size // self.key.tokens)
+
+
+Form = Annotated[tuple[Run, ...], msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class Place(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a payload: one layer of a run."""
+
+    layer: int
+    offset: int
+    nbytes: int
+
+
+def group_of(geometry: Geometry, layer: int) -> Group | None:
+    """The group that has this layer."""
+    return next((group for group in geometry.groups if layer in group.layers), None)
+
+
+def kept_layers(shard: Shard, group: Group) -> tuple[int, ...]:
+    """The layers of a group that this rank writes. If several ranks hold the same heads, each writes a share."""
+    replicas, replica = shard.replicas(group.heads), shard.replica(group.heads)
+    return tuple(layer for layer in group.layers if layer % replicas == replica)
+
+
+def plane_bytes(run: Run, group: Group, heads: int) -> tuple[int, ...]:
+    """Bytes of one layer of a run, by plane.
+
+    Args:
+        heads: KV heads that the writer holds.
+    """
+    if not run.planes:
+        return (heads * CHUNK_TOKENS * token_bytes(group),)
+    return tuple(run.view_pages * plane.heads * plane.nbytes for plane in run.planes)
+
+
+def places(form: Sequence[Run], geometry: Geometry) -> list[Place]:
+    """Where each layer lies in the payload.
+
+    Args:
+        geometry: of the writer.
+    """
+    found: list[Place] = []
+    offset = 0
+    for run in form:
+        group = group_of(geometry, run.layers[0])
+        assert group is not None
+        nbytes = sum(plane_bytes(run, group, len(geometry.heads(group))))
+        offset = -(-offset // RUN_ALIGNMENT) * RUN_ALIGNMENT
+        for layer in run.layers:
+            found.append(Place(layer, offset, nbytes))
+            offset += nbytes
+    return found
+
+
+def wire_view(heads: int, dim: int, offset: int) -> View:
+    """K or V of a run in wire order.
+
+    Args:
+        offset: elements before it.
+    """
+    strides = (heads * CHUNK_TOKENS * dim, CHUNK_TOKENS * dim, dim, 1)
+    return View(0, (heads, CHUNK_TOKENS, dim), strides, offset)
+
+
+def wire_run(layers: tuple[int, ...], group: Group, heads: int) -> Run:
+    """A run in wire order.
+
+    Raises:
+        UnsupportedGeometryError: pages of this dtype cannot be taken apart.
+    """
+    if group.dtype not in ELEMENT_BYTES:
+        raise UnsupportedGeometryError(
+            f"layers {layers[0]}-{layers[-1]}: pages of {group.dtype} with {group.page_size} tokens cannot be "
+            f"taken apart: the pool keeps them only if their size divides {CHUNK_TOKENS} (--block-size)"
+        )
+    views, offset = [], 0
+    for _, dim in parts(group):
+        views.append(wire_view(heads, dim, offset))
+        offset += heads * CHUNK_TOKENS * dim
+    return Run(layers, CHUNK_TOKENS, 0, (), *views)
+
+
+def form_problem(form: Sequence[Run], geometry: Geometry) -> str:
+    """Why a form cannot be that of a rank with this geometry; empty if it can. What passes lies within its bytes."""
+    shard = geometry.shard
+    if shard.tp_rank >= shard.tp_size or any(
+        group.heads % shard.tp_size and shard.tp_size % group.heads for group in geometry.groups
+    ):
+        return f"rank {shard.tp_rank} of {shard.tp_size} does not hold whole heads"
+    if any(len(group.scales) not in (0, len(group.layers)) for group in geometry.groups):
+        return "its scales are not those of its layers"
+    seen: set[int] = set()
+    for run in form:
+        group = group_of(geometry, run.layers[0])
+        where = f"layers {run.layers[0]}-{run.layers[-1]}"
+        if group is None or not set(run.layers) <= set(group.layers):
+            return f"{where} are not of one group"
+        if seen.intersection(run.layers) or list(run.layers) != sorted(set(run.layers)):
+            return f"{where} are there twice, or not in order"
+        seen.update(run.layers)
+        if problem := _run_problem(run, group, len(geometry.heads(group))):
+            return f"{where}: {problem}"
+    return ""
+
+
+def _run_problem(run: Run, group: Group, heads: int) -> str:
+    whole = group.page_size if run.planes else CHUNK_TOKENS
+    if run.page_size != whole or CHUNK_TOKENS % whole or run.first_token % whole:
+        return f"pages of {run.page_size} tokens from token {run.first_token} on, of {whole} in the cache"
+    views = [run.key] if run.value is None else [run.key, run.value]
+    room = plane_bytes(run, group, heads)
+    for view in views:
+        if len(view.strides) != len(view.shape) + 1 or len(view.shape) == 4:
+            return f"a view of {len(view.shape)} axes with {len(view.strides)} strides"
+        if view.tokens != run.key.tokens or run.page_size % view.tokens or view.shape[0] != heads:
+            return f"a view of shape {view.shape} in pages of {run.page_size} tokens with {heads} heads"
+        size = ELEMENT_BYTES.get(group.dtype, 1)
+        if view.plane >= len(room) or view.stop(run.view_pages) * size > room[view.plane]:
+            return f"a view that ends at element {view.stop(run.view_pages)} of {room}"
+    dims = [dim for _, dim in parts(group)]
+    if group.dtype in ELEMENT_BYTES:
+        found = [math.prod(view.shape) // (heads * view.tokens) for view in views]
+        if found != dims:
+            return f"views of {found} dims, of {dims} in the cache"
+    apart = sum(plane.nbytes * plane.heads for plane in run.planes)
+    if any(plane.nbytes % ELEMENT_BYTES.get(group.dtype, 1) for plane in run.planes):
+        return f"planes of {run.planes[0].nbytes} bytes a page, of {group.dtype}"
+    if run.planes and apart != heads * run.key.tokens * token_bytes(group):
+        return f"planes of {apart} bytes a page, of {heads * run.key.tokens * token_bytes(group)} in the cache"
+    return ""
+
+
+_PART = re.compile(r"(\d{1,10})-(\d{1,10})\.(\d{1,10})of(\d{1,10})")
+
+
+def part_name(shard: Shard) -> str:
+    """The name of what this rank writes of each chunk.
+
+    >>> part_name(Shard(first_layer=0, stop_layer=32, tp_rank=1, tp_size=2))
+    '0-32.1of2'
+    """
+    return f"{shard.first_layer}-{shard.stop_layer}.{shard.tp_rank}of{shard.tp_size}"
+
+
+def part_shard(name: str) -> Shard | None:
+    """The shard of the rank that wrote a part of this name; None if it is no such name."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return None
+    first, stop, rank, size = map(int, match.groups())
+    return Shard(first, stop, rank, size) if first < stop and rank < size else None
+
+
+def at_rest(run: Run, geometry: Geometry) -> Geometry:
+    """A run as the cache of one rank.
+
+    Each head is stored once, so the ranks that hold the same heads count as one. No window is left: a run holds all
+    tokens from its first one on.
+
+    Args:
+        geometry: of the writer.
+    """
+    group = group_of(geometry, run.layers[0])
+    assert group is not None
+    shard, replicas = geometry.shard, geometry.shard.replicas(group.heads)
+    shard = msgspec.structs.replace(
+        shard, tp_rank=shard.tp_rank // replicas, tp_size=shard.tp_size // replicas
+    )
+    scales = tuple(group.scale(layer) for layer in run.layers) if group.scales else ()
+    kept = msgspec.structs.replace(group, layers=run.layers, scales=scales, window=0, table=0)
+    if not run.planes:
+        kept = msgspec.structs.replace(kept, page_size=CHUNK_TOKENS, layout="", heads_apart=False)
+    return Geometry(shard, (kept,))

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of this host, opened once in a process: vLLM's scheduler and worker may share one."""
+
+from pathlib import Path
+
+from pd_connector.pool.settings import PoolSettings, load
+from pd_connector.pool.store.base import Store
+
+_stores: dict[tuple[Path, Path | None], Store] = {}
+
+
+def open_pool(value: object) -> tuple[Store, PoolSettings] | None:
+    """The store that the config key `pool` names, and what this engine does with it; None if that is off.
+
+    Raises:
+        ConfigError: the value is wrong, or a folder cannot be used.
+    """
+    settings = load(value)
+    if settings is None:
+        return None
+    named = settings.memory.path, settings.disk.path if settings.disk else None
+    if named not in _stores:
+        _stores[named] = settings.open()
+    return _stores[named], settings

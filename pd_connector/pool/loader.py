@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the parts of a chunk that a rank needs, and verifies them before anybody uses a byte."""
+
+from typing import NamedTuple
+
+from pd_connector.errors import Miss, PoolError
+from pd_connector.kv.geometry import Geometry
+from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.jobs import PromptChunk
+from pd_connector.pool.plans import Need, need, needed_parts
+from pd_connector.pool.record import (
+    HEADER,
+    Record,
+    Wanted,
+    decode,
+    payload_problem,
+    read_header,
+    readable,
+    record_problem,
+)
+from pd_connector.pool.store.base import Reading, Store
+from pd_connector.pool.trust import writer_of
+
+
+class ReadPart(NamedTuple):
+    """A part whose bytes are verified.
+
+    Attributes:
+        geometry: of its writer.
+        need: the part of it that was read.
+        data: `need.nbytes` bytes.
+        engine_id: of its writer.
+        writer: from `trust.writer_of`.
+    """
+
+    geometry: Geometry
+    need: Need
+    data: memoryview
+    engine_id: str
+    writer: bytes
+
+
+class ReadChunk(NamedTuple):
+    """All that a rank needs of a chunk.
+
+    Attributes:
+        own: the part of the rank's cache that the writer can fill.
+        nbytes: read.
+    """
+
+    parts: list[ReadPart]
+    own: Geometry
+    nbytes: int
+
+
+class Landing:
+    """Memory of one chunk on its way. It grows to the largest chunk."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, bytearray] = {}
+
+    def room(self, place: int, nbytes: int) -> memoryview:
+        """Memory for a part; `place` tells the parts of a chunk apart."""
+        if len(self._blocks.get(place, b"")) < nbytes:
+            self._blocks[place] = bytearray(nbytes)
+        return memoryview(self._blocks[place])[:nbytes]
+
+
+class Loader:
+    """Any thread may use it.
+
+    Args:
+        geometry: of the rank's cache.
+    """
+
+    def __init__(self, store: Store, geometry: Geometry) -> None:
+        self._store = store
+        self._geometry = geometry
+
+    def read(self, chunk: PromptChunk, facts: ModelFacts, landing: Landing) -> ReadChunk:
+        """Read and verify a chunk.
+
+        Args:
+            facts: the model that will use it.
+            landing: takes the bytes.
+
+        Raises:
+            PoolError: it is not there, not what is wanted, or damaged. Then the store has lost it.
+        """
+        try:
+            return self._read(chunk, facts, landing)
+        except PoolError as error:
+            if error.cause is Miss.DAMAGED:
+                self._store.remove([chunk.key])
+            raise
+
+    def _read(self, chunk: PromptChunk, facts: ModelFacts, landing: Landing) -> ReadChunk:
+        (found,) = self._store.find([chunk.key])
+        if found is None:
+            raise PoolError(Miss.EVICTED, f"chunk {chunk.number} is no longer there")
+        parts: list[ReadPart] = []
+        own = self._geometry
+        for name in needed_parts(found.parts, self._geometry):
+            with self._store.read(chunk.key, name) as reading:
+                header = read_header(reading.take(0, HEADER.size))
+                record = decode(reading.take(0, HEADER.size + header.record_bytes))
+                if problem := record_problem(record, _wanted(chunk, facts)):
+                    raise PoolError(*problem)
+                own = readable(record, own, facts)
+                needed = need(record.form, record.geometry, own)
+                if needed is None:
+                    continue
+                data = landing.room(len(parts), needed.nbytes)
+                _fill(data, reading, record, needed, header.payload_offset)
+                told = record.writer.engine_id, writer_of(record)
+                parts.append(ReadPart(record.geometry, needed, data, *told))
+        return ReadChunk(parts, own, sum(part.need.nbytes for part in parts))
+
+
+def _fill(
+    data: memoryview, reading: Reading, record: Record, needed: Need, payload_offset: int
+) -> None:
+    """Read what is needed of a part, and verify each layer."""
+    for offset, nbytes in needed.ranges:
+        start = offset - needed.start
+        reading.into(data[start : start + nbytes], payload_offset + offset)
+    if problem := payload_problem(record, needed.places, data, needed.start):
+        raise PoolError(Miss.DAMAGED, f"chunk {record.number}: {problem}")
+
+
+def _wanted(chunk: PromptChunk, facts: ModelFacts) -> Wanted:
+    return Wanted(
+        chunk.key,
+        chunk.parent,
+        chunk.number,
+        chunk.tokens,
+        chunk.inputs,
+        chunk.adapter,
+        chunk.salt,
+        facts,
+    )

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a rank's part of a chunk into the store."""
+
+from pd_connector.kv.geometry import Geometry
+from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.form import Form
+from pd_connector.pool.jobs import PromptChunk
+from pd_connector.pool.record import Record, Writer, encode, sealed
+from pd_connector.pool.store.base import Refusal, Store, Why
+
+SAVED = "saved"
+
+
+class Saver:
+    """Used by one thread.
+
+    Args:
+        geometry: of the rank's cache.
+        writer: told in every record.
+        parts: number of ranks of the engine; each writes a part of every chunk.
+    """
+
+    def __init__(self, store: Store, geometry: Geometry, writer: Writer, parts: int) -> None:
+        self._store = store
+        self._geometry = geometry
+        self._writer = writer
+        self._parts = parts
+
+    def save(
+        self, chunk: PromptChunk, tenant: str, facts: ModelFacts, form: Form, payload: memoryview
+    ) -> str:
+        """Write a part. Returns what became of it: `SAVED`, or why the store did not want it.
+
+        Args:
+            facts: the model that computed it.
+            form: what the payload looks like.
+
+        Raises:
+            PoolError: it cannot be described, or the store takes no more bytes.
+        """
+        layers = sealed(form, self._geometry, payload)
+        record = Record(
+            key=chunk.key,
+            parent=chunk.parent,
+            number=chunk.number,
+            tokens=chunk.tokens,
+            inputs=chunk.inputs,
+            adapter=chunk.adapter,
+            salt=chunk.salt,
+            facts=facts,
+            geometry=self._geometry,
+            form=form,
+            layers=layers,
+            writer=self._writer,
+            parts=self._parts,
+        )
+        head = encode(record)
+        nbytes = len(head) + record.payload_bytes
+        writing = self._store.begin(
+            chunk.key,
+            parent=chunk.parent,
+            part=record.part,
+            parts=self._parts,
+            nbytes=nbytes,
+            tenant=tenant,
+            writer=self._writer.engine_id,
+        )
+        if isinstance(writing, Refusal):
+            return writing.why
+        with writing:
+            writing.write(0, memoryview(head))
+            writing.write(len(head), payload[: record.payload_bytes])
+            return SAVED if writing.publish() else Why.UNWELL

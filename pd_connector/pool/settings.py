@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The value of the config key `pool`: which folders the pool uses, and how much of them.
+
+Every error names the key, the value found, and what to do.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.room import (
+    Room,
+    file_system,
+    is_network,
+    memory_rooms,
+    own_bytes,
+)
+from pd_connector.pool.store.folder import VERSION, private_folder
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+
+SHM_VARIABLE = "PD_CONNECTOR_SHM"
+"""The tmpfs in which the pool keeps chunks, if it is not `/dev/shm`: such as an `emptyDir` of medium `Memory`."""
+KEYS = ("memory", "dir", "disk", "read", "write")
+LEAST_BYTES = 64 << 20
+"""Of a tier. A chunk of a large model has tens of MiB."""
+DEFAULT_MEMORY_SHARE, DEFAULT_DISK_SHARE = 4, 2
+"""Divisors of what the machine leaves."""
+_UNITS = {"": 1, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", re.IGNORECASE)
+
+
+class PoolSettings(NamedTuple):
+    """What one engine does with the pool, and where the pool is."""
+
+    memory: Space
+    disk: Space | None
+    read: bool = True
+    """Whether the engine uses chunks of the pool."""
+    write: bool = True
+    """Whether the engine saves chunks in it."""
+
+    def open(self) -> LocalStore:
+        """Open the store. Raises ConfigError if a folder cannot be used."""
+        os.close(private_folder(self.memory.path.parent, SHM_VARIABLE))
+        return LocalStore(self.memory, self.disk)
+
+
+def memory_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder of the memory tier of this user."""
+    shm = Path(environment.get(SHM_VARIABLE) or "/dev/shm")
+    return shm / f"pd_connector-{os.geteuid()}" / "pool"
+
+
+def load(value: object, environment: Mapping[str, str] = os.environ) -> PoolSettings | None:
+    """Read and check the value of the config key `pool`; None if it is false.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be used, or more than there is.
+    """
+    if value is False:
+        return None
+    if value is not True and not isinstance(value, Mapping):
+        raise ConfigError(
+            f'pool {value!r}: must be true, or an object such as {{"memory": "16GiB"}} (config key pool)'
+        )
+    given: Mapping[str, object] = {} if value is True else value
+    for name in given:
+        if name not in KEYS:
+            near = difflib.get_close_matches(str(name), KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(KEYS)}"
+            raise ConfigError(f"unknown config key 'pool.{name}': {hint}")
+    read, write = (_switch(name, given.get(name, True)) for name in ("read", "write"))
+    if not read and not write:
+        raise ConfigError(
+            "pool.read false and pool.write false: the pool would not be used; leave out the config key pool"
+        )
+    return PoolSettings(_memory(given, environment), _disk(given), read, write)
+
+
+def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Space:
+    path = memory_folder(environment)
+    shm = path.parents[1]
+    kind = file_system(shm)
+    if kind not in ("tmpfs", "ramfs"):
+        raise ConfigError(
+            f"{shm}: is {kind or 'not there'}, not tmpfs: the pool keeps chunks in memory; mount a tmpfs there, or name "
+            f"another in the variable {SHM_VARIABLE}"
+        )
+    rooms = memory_rooms(shm, own_bytes(path / VERSION))
+    budget = rooms[0].nbytes // DEFAULT_MEMORY_SHARE
+    if "memory" not in given:
+        if budget < LEAST_BYTES:
+            raise _too_much("pool", "true", LEAST_BYTES * DEFAULT_MEMORY_SHARE, rooms)
+        return Space(path, budget, chosen=False)
+    asked = _size("memory", given["memory"])
+    if asked > rooms[0].nbytes:
+        raise _too_much("pool.memory", given["memory"], asked, rooms)
+    return Space(path, asked)
+
+
+def _disk(given: Mapping[str, object]) -> Space | None:
+    if "dir" not in given:
+        if "disk" in given:
+            raise ConfigError(f"pool.disk {given['disk']!r}: needs the folder too: set pool.dir")
+        return None
+    named = given["dir"]
+    path = Path(named) if isinstance(named, str) else Path()
+    if not path.is_absolute():
+        raise ConfigError(
+            f"pool.dir {named!r}: must be the absolute path of a folder (config key pool.dir)"
+        )
+    kind = file_system(path)
+    if is_network(kind):
+        raise ConfigError(
+            f"pool.dir {named!r}: lies on a network file system ({kind}), on which locks and renames cannot be trusted, and "
+            "other hosts may write: name a folder of a local disk (config key pool.dir)"
+        )
+    os.close(private_folder(path, "pool.dir"))
+    left = os.statvfs(path)
+    free = left.f_bavail * left.f_frsize + own_bytes(path / VERSION)
+    room = Room(
+        free, f"the file system of {path}", "free some of it, or name another folder in pool.dir"
+    )
+    budget = free // DEFAULT_DISK_SHARE
+    if "disk" not in given:
+        if budget < LEAST_BYTES:
+            raise _too_much("pool.dir", named, LEAST_BYTES * DEFAULT_DISK_SHARE, [room])
+        return Space(path, budget, chosen=False)
+    asked = _size("disk", given["disk"])
+    if asked > free:
+        raise _too_much("pool.disk", given["disk"], asked, [room])
+    return Space(path, asked)
+
+
+def _size(name: str, value: object) -> int:
+    """Bytes of a size such as `16GiB`. Raises ConfigError."""
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(
+            f'pool.{name} {value!r}: must be a size such as "16GiB" or "500GB" (config key pool.{name})'
+        )
+    number, unit, binary = found.groups()
+    power = _UNITS[unit.upper()]
+    nbytes = int(float(number) * (1 << power if binary else 1000 ** (power // 10)))
+    if nbytes < LEAST_BYTES:
+        raise ConfigError(
+            f"pool.{name} {value!r}: must be {text_of(LEAST_BYTES)} or more, a chunk can have tens of MiB (config key pool.{name})"
+        )
+    return nbytes
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"pool.{name} {value!r}: must be true or false (config key pool.{name})")
+    return value
+
+
+def _too_much(key: str, value: object, wanted: int, rooms: list[Room]) -> ConfigError:
+    short = [room for room in rooms if room.nbytes < wanted]
+    found = ", and ".join(f"{room.what} leaves {text_of(room.nbytes)}" for room in short)
+    remedies = "; ".join(room.remedy for room in short)
+    return ConfigError(
+        f"{key} {value}: {text_of(wanted)} is wanted. {found}. Ask for less, or: {remedies} (config key {key})"
+    )
+
+
+def text_of(nbytes: int) -> str:
+    """A size for people."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        size = 1 << _UNITS[unit[0]]
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}".replace(".0 ", " ")
+    return f"{nbytes} bytes"

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which processes use a store: each holds a lock on a file of its own, which the kernel frees when it dies.
+
+Process ids would say nothing to a container with ids of its own. A process that was stopped still holds its lock.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.store.folder import Folder, private_folder
+
+_TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+
+
+class Alive:
+    """This process's own lock, and a look at those of others.
+
+    Attributes:
+        name: of this process, in names of files and in the books.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._path = folder.path / "writers"
+        self._folder = private_folder(self._path, "pool")
+        self.name, self._lock = "", -1
+        while self._lock < 0:
+            self.name = f"{os.getpid():x}x{secrets.token_hex(4)}"
+            self._lock = self._taken(self.name)
+        _of_this_process.add(self)
+
+    def _taken(self, name: str) -> int:
+        """A descriptor that holds the lock of this name; -1 if a process that looks for dead ones was faster."""
+        lock = os.open(name, _FLAGS, 0o600, dir_fd=self._folder)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, _TAKE)
+            if os.fstat(lock).st_nlink:
+                return lock
+        os.close(lock)
+        return -1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds its lock: not after `close`, and not in a child of the process that took it."""
+        return self._lock >= 0
+
+    def renew(self) -> None:
+        """Take the lock anew, in a folder that was made anew."""
+        fresh = private_folder(self._path, "pool")
+        os.dup2(fresh, self._folder, inheritable=False)
+        os.close(fresh)
+        if (lock := self._taken(self.name)) >= 0:
+            os.dup2(lock, self._lock, inheritable=False)
+            os.close(lock)
+
+    def names(self) -> list[str]:
+        """All processes, alive or dead."""
+        with contextlib.suppress(OSError):
+            return os.listdir(self._folder)
+        return []
+
+    def is_alive(self, name: str) -> bool:
+        """Whether the process of this name has not ended."""
+        try:
+            lock = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._folder)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, _TAKE)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    @contextlib.contextmanager
+    def dead(self) -> Iterator[list[str]]:
+        """Processes that have ended. They are forgotten when the block ends without an exception."""
+        found: list[str] = []
+        with contextlib.ExitStack() as held:
+            for name in self.names():
+                if name == self.name:
+                    continue
+                with contextlib.suppress(OSError):
+                    lock = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._folder)
+                    held.callback(os.close, lock)
+                    fcntl.flock(lock, _TAKE)
+                    found.append(name)
+            yield found
+            for name in found:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._folder)
+
+    def close(self) -> None:
+        """This process no longer uses the store."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(self.name, dir_fd=self._folder)
+        os.close(self._lock)
+        os.close(self._folder)
+        self._lock = -1
+
+    def forget_in_child(self) -> None:
+        """A child of this process does not use the store, and must not keep its parent's lock when the parent dies."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def claim(disk: Folder, memory: Folder) -> int:
+    """Hold a disk folder for the pool of a memory folder; returns a descriptor that holds it.
+
+    Containers with a /dev/shm of their own have books of their own, which would not know of each other's chunks.
+
+    Raises:
+        ConfigError: another pool uses the folder.
+    """
+    found = os.fstat(memory.root)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    name = f"{boot} {found.st_dev} {found.st_ino}".encode()
+    lock = os.open("pool", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=disk.root)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, _TAKE)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, name, 0)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.pread(lock, 256, 0) != name:
+            raise OSError("another name")
+    except OSError:
+        os.close(lock)
+        raise ConfigError(
+            f"{disk.path.parent}: another pool uses this folder, that of a container with its own /dev/shm: let the "
+            "containers share one (Docker: --ipc), or name a folder for each (config key pool.dir)"
+        ) from None
+    return lock
+
+
+_of_this_process: "weakref.WeakSet[Alive]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for alive in list(_of_this_process):
+        alive.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between the pool and what keeps its chunks.
+
+A chunk is a set of parts, one from each rank of its writer, under one key. A store takes parts as opaque bytes: it knows their
+names and lengths, and neither header nor record. A chunk exists when all its parts are published; before that nobody finds it.
+
+Looking up  `find`, `pin`, `unpin`, `was_stored`
+Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
+Loading     `read` -> `Reading`: `take`, `into`, `close`
+Keeping     `remove`, `journal`, `status`, `close`
+
+Every method may be called from any thread. Those of `Store` block for milliseconds at most, those of `Writing` and `Reading`
+as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any instruction, costs
+others saves, never look-ups or loads.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import StrEnum
+from types import TracebackType
+from typing import NamedTuple, Self
+
+MEMORY, DISK = "memory", "disk"
+"""Names of tiers."""
+
+
+class Found(NamedTuple):
+    """A chunk that is there."""
+
+    tier: str
+    parts: tuple[str, ...]
+    """Names of its parts, in the order of their names."""
+    nbytes: int
+    """Of all parts together."""
+
+
+class Why(StrEnum):
+    """Why a part is not taken. The value is a label of metrics."""
+
+    EXISTS = "exists"  # the chunk is there already
+    BEING_WRITTEN = (
+        "being_written"  # another engine is writing the chunk, or this part is being written
+    )
+    FULL = "full"  # nothing can be evicted, or the file system has no room
+    QUOTA = "quota"  # room could only come from tenants within their quota
+    UNWELL = "unwell"  # the books are held by a stopped process, are being made anew, or are gone
+
+
+class Refusal(NamedTuple):
+    """The answer of `begin` to a part that is not taken."""
+
+    why: Why
+    text: str
+    """What was found, for a log."""
+
+
+class Event(NamedTuple):
+    """A change of where a chunk is. Only the latest one of each key is kept."""
+
+    number: int
+    key: bytes
+    tier: str
+    """The fastest tier that has the chunk from now on; empty if none has it."""
+
+
+class Journal(NamedTuple):
+    """A page of the journal."""
+
+    events: list[Event]
+    next: int
+    """What to pass to `journal` for what follows."""
+    whole: bool
+    """The page begins the whole journal: what the caller knew before no longer counts."""
+    more: bool
+    """More is there already."""
+
+
+class TierStatus(NamedTuple):
+    """What a tier holds. Bytes include what the file system needs beside the parts."""
+
+    name: str
+    path: str
+    budget: int
+    nbytes: int
+    chunks: int
+    tenants: dict[str, int]
+    """Bytes by tenant."""
+
+
+class StoreStatus(NamedTuple):
+    """What a store holds."""
+
+    tiers: list[TierStatus]
+    writing: int
+    """Parts that are being written, or wait for the other parts of their chunk."""
+    pinned: int
+    """Chunks with a pin."""
+    engines: int
+    """Processes that use the store, this one included."""
+    problem: str
+    """Why nothing is saved at the moment; empty if all is well."""
+
+
+class Writing(ABC):
+    """Room for one part, reserved in full. It ends by `publish` or `cancel`; leaving the `with` block cancels what is not
+    published. If the process dies before, the room is freed by others."""
+
+    nbytes: int
+
+    @abstractmethod
+    def write(self, offset: int, data: memoryview) -> None:
+        """Put bytes at `offset` of the part. Bytes that are never put are zeros.
+
+        Raises:
+            PoolError: REFUSED, the file system takes no more. The writing is cancelled then.
+            ValueError: beyond the reserved length.
+        """
+
+    @abstractmethod
+    def publish(self) -> bool:
+        """The part is whole. With the last part of its chunk, the chunk is found from now on, and survives the death of
+        every process.
+
+        Returns:
+            False if the part was not kept: the books are held by a stopped process, or were made anew meanwhile.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Free the room. Nothing if the writing has ended already."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+
+class Reading(ABC):
+    """One part, open. Its bytes stay readable until `close`, even if the chunk is evicted meanwhile."""
+
+    nbytes: int
+    tier: str
+
+    @abstractmethod
+    def into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes of the part from `offset` on.
+
+        Raises:
+            PoolError: DAMAGED, the file ends before, or cannot be read.
+        """
+
+    def take(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the part: a header, then a record. Raises PoolError as `into` does."""
+        data = bytearray(nbytes)
+        self.into(memoryview(data), offset)
+        return bytes(data)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the reading."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Store(ABC):
+    """Keeps chunks. Keys are at most 64 bytes, mostly 32."""
+
+    @abstractmethod
+    def find(self, keys: Sequence[bytes]) -> list[Found | None]:
+        """Which chunks of a chain are there, as many as keys.
+
+        The chunks found count as used now. Takes about 2 us a key, and waits for nobody. Files are not opened: `pin` does.
+
+        Args:
+            keys: of one chain, the first chunk first. After the first that is missing, all are None, found or not.
+        """
+
+    @abstractmethod
+    def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "") -> int:
+        """Keep chunks from being evicted, for a load, or because a client asked for it.
+
+        Args:
+            for_s: after which the pins end by themselves, on the machine's monotonic clock.
+            holder: whose pins these are. By default this store's: they end with its process. Pins with a name outlive it;
+                these may hold half of each tier at most.
+
+        Returns:
+            How many of the first keys are there with whole files: a load of these may begin. Chunks with a missing,
+            short or foreign file are removed. If the books cannot be written, chunks count but are not pinned: a load must
+            always cope with a chunk that goes.
+        """
+
+    @abstractmethod
+    def unpin(self, keys: Sequence[bytes], holder: str = "") -> None:
+        """End the pins of this holder."""
+
+    @abstractmethod
+    def was_stored(self, key: bytes) -> bool:
+        """Whether a missing chunk has been there before, as far as the journal remembers."""
+
+    @abstractmethod
+    def begin(
+        self,
+        key: bytes,
+        *,
+        parent: bytes,
+        part: str,
+        parts: int,
+        nbytes: int,
+        tenant: str = "",
+        writer: str = "",
+    ) -> Writing | Refusal:
+        """Reserve room for a part. Evicts by LRU, the deepest chunk of a chain first.
+
+        Args:
+            parent: key of the chunk before it; empty for the first of a chain.
+            part: name of the part, unique within its chunk: letters, digits, `.`, `_` and `-`, 32 at most.
+            parts: of the chunk, from 1 to 256.
+            nbytes: of the part.
+            tenant: whose quota counts. Tenants share the budget alike: as long as a tenant holds no more than the budget
+                divided by the tenants, no other tenant's chunk takes its place.
+            writer: the engine, the same name for all its ranks. Only parts of one writer make a chunk.
+
+        Raises:
+            ValueError: an argument that no caller may pass.
+        """
+
+    @abstractmethod
+    def read(self, key: bytes, part: str) -> Reading:
+        """Open a part of a chunk.
+
+        Raises:
+            PoolError: EVICTED, the chunk or the part is not there; DAMAGED, its file is missing, short, or not of this user.
+                A damaged chunk is removed.
+        """
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove chunks from all tiers, pinned or not; returns how many were there. Open readings go on."""
+
+    @abstractmethod
+    def journal(self, after: int) -> Journal:
+        """What has changed since an earlier page, the same for every process of the host.
+
+        Args:
+            after: `next` of the page before, 0 for the whole. If the journal no longer reaches back to it, or was made
+                anew, the whole begins again.
+
+        Raises:
+            PoolError: REFUSED, the books cannot be read at the moment.
+        """
+
+    @abstractmethod
+    def status(self) -> StoreStatus:
+        """What is held, by tier and tenant. Never raises because of the state of the books."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads of the store, and the pins without a name. Chunks stay."""

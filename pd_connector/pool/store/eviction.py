@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gives way to whom: reservations, pins, quotas. Each function runs within a transaction and touches no file.
+
+The chunk that was used longest ago goes first, the end of a chain before what it follows: without its parent, nobody would
+find it. A tenant's quota is the budget divided by the tenants that have anything in the tier.
+"""
+
+import sqlite3
+from collections.abc import Iterable
+
+from pd_connector.pool.store.base import Refusal, Why
+from pd_connector.pool.store.folder import charge_of
+from pd_connector.pool.store.ledger import (
+    CHUNK,
+    MEMORY_TIER,
+    Evicted,
+    Part,
+    RefusedError,
+    clock,
+    now_s,
+    one,
+    write_leaving,
+)
+
+_LOOKED_AT = 64
+"""Chunks that are looked at, from the one that was used longest ago, for one that may be evicted."""
+_CANDIDATES = 8
+"""Chains that are looked at for what is to be copied next: other processes may be copying the first ones."""
+_CLIMBED = 256
+
+
+_USAGE = "SELECT bytes FROM usage WHERE tier = ? AND tenant = ?"
+_ENDS = "SELECT key, entry, bytes, tenant, copied FROM chunks WHERE tier = ? AND children = 0"
+
+
+def reserve(books: sqlite3.Connection, part: Part) -> list[Evicted]:
+    """Write down a part that is to be written; returns the chunks that make room for it.
+
+    Raises:
+        RefusedError: the transaction must be undone.
+    """
+    if books.execute(CHUNK, (part.tier, part.key)).fetchone():
+        raise RefusedError(Refusal(Why.EXISTS, "the chunk is there"))
+    for writer, name, parts in books.execute(
+        "SELECT writer, part, parts FROM files WHERE tier = ? AND key = ?", (part.tier, part.key)
+    ):
+        if (writer, parts) != (part.writer, part.parts) or name == part.part:
+            text = f"part {name} of {parts} is being written by {writer!r}"
+            raise RefusedError(Refusal(Why.BEING_WRITTEN, text))
+    need = charge_of(part.nbytes)
+    evicted = make_room(books, part.tier, need, part.tenant)
+    books.execute(
+        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
+        (part.tier, part.name, part.key, part.part, part.parts, part.writer, part.tenant, need, part.nbytes, part.owner, now_s()),
+    )  # fmt: skip
+    write_leaving(books, evicted, part.owner)
+    return evicted
+
+
+def make_room(
+    books: sqlite3.Connection,
+    tier: int,
+    need: int,
+    tenant: str | None,
+    *,
+    full: bool = False,
+    most: int = 1024,
+) -> list[Evicted]:
+    """Take chunks out of the books until a tier has `need` bytes within its budget.
+
+    Args:
+        tenant: for whom; None for nobody, to meet a smaller budget.
+        full: the file system has no more room, whatever the budget.
+        most: chunks that are taken at most.
+
+    Raises:
+        RefusedError: what may be evicted does not suffice. The transaction must be undone.
+    """
+    budget, used = books.execute(
+        "SELECT budget, bytes FROM tiers WHERE tier = ?", (tier,)
+    ).fetchone()
+    if need > budget:
+        raise RefusedError(Refusal(Why.FULL, f"{need} bytes are more than the tier's {budget}"))
+    budget = min(budget, used) if full else budget
+    if used + need <= budget:
+        return []
+    evicted: list[Evicted] = []
+    books.execute("DELETE FROM pins WHERE until <= ?", (now_s(),))
+    pinned = {key for (key,) in books.execute("SELECT key FROM pins")}
+    while used + need > budget and len(evicted) < most:
+        key, text, nbytes = _victim(books, tier, budget, tenant, pinned)
+        books.execute("DELETE FROM chunks WHERE tier = ? AND key = ?", (tier, key))
+        evicted.append(Evicted(tier, key, text))
+        used -= nbytes
+    return evicted
+
+
+def _victim(
+    books: sqlite3.Connection, tier: int, budget: int, tenant: str | None, pinned: set[bytes]
+) -> tuple[bytes, str, int]:
+    """The chunk that was used longest ago among those that nothing follows, that no pin keeps and no quota protects.
+
+    Chunks that the disk has as well go before those that would be lost.
+    """
+    tenants = one(books, "SELECT count(*) FROM usage WHERE tier = ?", tier)
+    if tenant is not None and not books.execute(_USAGE, (tier, tenant)).fetchone():
+        tenants += 1
+    quota = budget // max(1, tenants)
+    copies = tier == MEMORY_TIER and one(books, "SELECT count(*) FROM tiers") > 1
+    passed: set[bytes] = set()
+    while True:
+        oldest = books.execute(f"{_ENDS} ORDER BY used LIMIT {_LOOKED_AT}", (tier,)).fetchall()
+        allowed = []
+        for key, text, nbytes, whose, copied in oldest:
+            if key in pinned:
+                _use_now(books, tier, key)
+            elif (
+                whose == tenant
+                or tenant is None
+                or one(books, _USAGE, tier, whose) - nbytes >= quota
+            ):
+                allowed.append((not copied if copies else False, key, text, nbytes))
+        if allowed:
+            _, key, text, nbytes = min(allowed, key=lambda chunk: chunk[0])
+            return key, text, nbytes
+        looked_at = {key for key, *_ in oldest}
+        if not looked_at <= pinned:
+            return _victim_of_largest(books, tier, quota, tenant, pinned)
+        if looked_at <= passed:
+            raise RefusedError(Refusal(Why.FULL, "every chunk is pinned, or being written"))
+        passed |= looked_at
+
+
+def _victim_of_largest(
+    books: sqlite3.Connection, tier: int, quota: int, tenant: str | None, pinned: set[bytes]
+) -> tuple[bytes, str, int]:
+    """The oldest chunks are those of tenants within their quota. Others have more than theirs, or this one has."""
+    largest, most = books.execute(
+        "SELECT tenant, bytes FROM usage WHERE tier = ? ORDER BY bytes DESC LIMIT 1", (tier,)
+    ).fetchone()
+    for whose in (tenant, largest):
+        for key, text, nbytes, _, _ in books.execute(
+            f"{_ENDS} AND tenant = ? ORDER BY used LIMIT {_LOOKED_AT}", (tier, whose)
+        ).fetchall():
+            if key not in pinned and (whose == tenant or most - nbytes >= quota):
+                return key, text, nbytes
+    text = f"all room belongs to tenants within their quota of {quota} bytes"
+    raise RefusedError(Refusal(Why.QUOTA, text))
+
+
+def next_uncopied(books: sqlite3.Connection) -> list[bytes]:
+    """Chunks that the disk lacks, in the order in which the memory evicts them: from the end of the chain that was used
+    longest ago upwards, then the next chain."""
+    found: dict[bytes, None] = {}
+    ends = f"{_ENDS} ORDER BY used LIMIT {_CANDIDATES}"
+    for key, *_ in books.execute(ends, (MEMORY_TIER,)).fetchall():
+        for _ in range(_CLIMBED):
+            row = books.execute(
+                "SELECT parent, copied FROM chunks WHERE tier = ? AND key = ?", (MEMORY_TIER, key)
+            ).fetchone()
+            if row is None:
+                break
+            if not row[1]:
+                found[key] = None
+                break
+            key = row[0]
+    if found:
+        return list(found)
+    rest = "SELECT key FROM chunks WHERE tier = 0 AND copied = 0 ORDER BY used LIMIT ?"
+    return [key for (key,) in books.execute(rest, (_CANDIDATES,))]
+
+
+def _use_now(books: sqlite3.Connection, tier: int, key: bytes) -> None:
+    """A pinned chunk is not looked at again until all others were."""
+    books.execute(
+        "UPDATE chunks SET used = ? WHERE tier = ? AND key = ?", (clock(books), tier, key)
+    )
+
+
+def pin(
+    books: sqlite3.Connection,
+    rows: Iterable[tuple[bytes, int]],
+    until: float,
+    holder: str,
+    named: bool,
+) -> None:
+    """Pin chunks, the first ones first. Pins that outlive their process hold half of the memory tier at most.
+
+    Args:
+        rows: a key, and the bytes that its pin keeps: those of the chunk, and of the chunks before it.
+    """
+    room = one(books, "SELECT budget / 2 FROM tiers WHERE tier = 0")
+    held = "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named AND until > ?"
+    room -= one(books, held, now_s()) if named else 0
+    for key, nbytes in rows:
+        room -= nbytes if named else 0
+        if room < 0:
+            return
+        books.execute(
+            "INSERT INTO pins VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
+            (key, holder, named, until, nbytes),
+        )

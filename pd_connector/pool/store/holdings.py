@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folders and books of a store, and what is done with both: how chunks come in, and how they go.
+
+The order of steps makes it safe to stop between any two. Coming in: the row in the books, the file, its bytes, the file among
+the whole ones, the chunk's row, its entry. Going: the row, the entry, the files, the note that they go.
+"""
+
+import contextlib
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from pd_connector.pool.store.alive import Alive, claim
+from pd_connector.pool.store.base import DISK, MEMORY, Refusal, Why
+from pd_connector.pool.store.books import Books, BooksError
+from pd_connector.pool.store.entry import Entry, entry_of, file_name
+from pd_connector.pool.store.eviction import make_room, reserve
+from pd_connector.pool.store.folder import Folder
+from pd_connector.pool.store.ledger import (
+    Evicted,
+    Part,
+    RefusedError,
+    complete,
+    insert_if_missing,
+    removed,
+    touch,
+    write_leaving,
+)
+from pd_connector.pool.store.parts import LocalWriting
+
+_PUBLISHES_S = 0.5
+"""How long a part that is whole waits for the books."""
+_TOUCHED_AT_ONCE = 256
+"""Chunks whose use is written down in one transaction, which takes 4 us for each."""
+_MOST_UNTOLD = 4096
+"""Look-ups whose use is still to be written down. Of more, the oldest are forgotten."""
+
+
+class Space(NamedTuple):
+    """A tier that is to be used."""
+
+    path: Path
+    budget: int
+    """Bytes, for all processes of the host together."""
+    chosen: bool = True
+    """Whether the budget was set, and not found by default. What was set holds against defaults of other engines."""
+
+
+class Holdings:
+    """What the processes of a host have in common, opened by one of them.
+
+    Attributes:
+        spaces: the tiers, the fastest first.
+        folders: of the tiers.
+        used: keys of look-ups whose use is still to be written down.
+        wake: set when there may be something to copy to another tier.
+
+    Raises:
+        ConfigError: a folder cannot be used.
+    """
+
+    def __init__(self, memory: Space, disk: Space | None) -> None:
+        with contextlib.ExitStack() as undo:
+            self.spaces = [memory] if disk is None else [memory, disk]
+            self.folders = [Folder(MEMORY, memory.path, "pool.memory")]
+            undo.callback(self.folders[0].close)
+            if disk is not None:
+                self.folders.append(Folder(DISK, disk.path, "pool.dir"))
+                undo.callback(self.folders[1].close)
+                undo.callback(os.close, claim(self.folders[1], self.folders[0]))
+            self.alive = Alive(self.folders[0])
+            undo.callback(self.alive.close)
+            self.books = Books(self.folders[0])
+            undo.callback(self.books.close)
+            self.used: deque[Sequence[bytes]] = deque(maxlen=_MOST_UNTOLD)
+            self._owed: deque[Part | Evicted] = deque()
+            self._flushing = threading.Lock()
+            self.wake = threading.Event()
+            self._stamps = itertools.count()
+            self._closing = undo.pop_all()
+
+    def close(self) -> None:
+        self.flush()
+        self._closing.close()
+
+    def begin_in(
+        self,
+        tier: int,
+        key: bytes,
+        parent: bytes,
+        part: str,
+        parts: int,
+        nbytes: int,
+        tenant: str,
+        writer: str,
+    ) -> LocalWriting | Refusal:
+        """Reserve room for a part in one tier, whatever the other has."""
+        name = file_name(key, part, self.stamp())
+        what = Part(tier, key, parent, part, parts, nbytes, tenant, writer, self.alive.name, name)
+        self.flush()
+        try:
+            self._reserve(what)
+            descriptor = self._created(what)
+        except BooksError as error:
+            return Refusal(Why.UNWELL, str(error))
+        except RefusedError as refused:
+            return refused.refusal
+        return LocalWriting(
+            descriptor, nbytes, partial(self._publish, what), partial(self._cancel, what)
+        )
+
+    def stamp(self) -> str:
+        """A part of a file's name that no other file has."""
+        return f"{self.alive.name}-{next(self._stamps):x}"
+
+    def _reserve(self, part: Part) -> None:
+        """Raises BooksError or RefusedError."""
+        if not self.alive.is_held:
+            raise BooksError("this process was forked from that which opened the store")
+        try:
+            with self.books.transaction() as books:
+                evicted = reserve(books, part)
+        except RefusedError as refused:
+            if refused.refusal.why is not Why.EXISTS or self.mend(part.tier, part.key):
+                raise
+            with self.books.transaction() as books:
+                evicted = reserve(books, part)
+        self.erase(evicted)
+
+    def _created(self, part: Part) -> int:
+        """The staged file. If the file system is full before the budget is, older chunks make room once."""
+        folder = self.folders[part.tier]
+        try:
+            return folder.create(part.name, part.nbytes)
+        except OSError:
+            pass
+        try:
+            with self.books.transaction() as books:
+                evicted = make_room(books, part.tier, part.nbytes, part.tenant, full=True)
+                write_leaving(books, evicted, part.owner)
+            self.erase(evicted)
+            return folder.create(part.name, part.nbytes)
+        except OSError as error:
+            self._cancel(part)
+            text = f"{folder.path}: {error.strerror}"
+            raise RefusedError(Refusal(Why.FULL, text)) from error
+        except BaseException:
+            self._cancel(part)
+            raise
+
+    def mend(self, tier: int, key: bytes) -> bool:
+        """Whether a chunk of the books is there. Someone may have ended between writing it down and making its entry, or
+        between removing its files and writing that down."""
+        with self.books.transaction(reading=True) as books:
+            row = books.execute(
+                "SELECT entry FROM chunks WHERE tier = ? AND key = ?", (tier, key)
+            ).fetchone()
+        if row is None:
+            return False
+        folder, text = self.folders[tier], row[0]
+        if folder.text(key) == text:
+            return True
+        if (entry := entry_of(text)) and folder.is_whole(key, entry):
+            folder.enter(key, entry, self.stamp())
+            return True
+        self.forget(folder, key, text)
+        return False
+
+    def _publish(self, part: Part) -> bool:
+        folder = self.folders[part.tier]
+        try:
+            folder.settle(part.name)
+            with self.books.transaction(wait_s=_PUBLISHES_S) as books:
+                entry, name = complete(books, part), self.books.name
+            if isinstance(entry, Entry):
+                folder.enter(part.key, entry, self.stamp())
+                if self.books.name != name:  # others were made before they could tell of this chunk
+                    self.adopt(part.tier, part.key)
+                self.wake.set()
+        except (OSError, BooksError):
+            return False
+        return bool(entry)
+
+    def _cancel(self, part: Part) -> None:
+        self.folders[part.tier].discard(part.name)
+        self._owed.append(part)
+        self.flush()
+
+    def forget(self, folder: Folder, key: bytes, text: str) -> None:
+        """Remove a chunk from a folder, then from the books."""
+        gone = Evicted(self.folders.index(folder), key, text)
+        if gone.entry is None:
+            folder.leave(key, text)
+        else:
+            folder.erase(key, gone.entry)
+        self._owed.append(gone)
+        self.flush()
+
+    def adopt(self, tier: int, key: bytes) -> None:
+        """Write down a chunk that a folder has and the books lack. One that is not whole is removed."""
+        folder = self.folders[tier]
+        text = folder.text(key)
+        entry = entry_of(text)
+        if entry is None or not folder.is_whole(key, entry):
+            self.forget(folder, key, text)
+        else:
+            with contextlib.suppress(BooksError), self.books.transaction() as books:
+                insert_if_missing(books, tier, key, entry)
+
+    def erase(self, evicted: Iterable[Evicted]) -> None:
+        """Remove the files of chunks that the books no longer have."""
+        for gone in evicted:
+            if gone.tier < len(self.folders) and gone.entry is not None:
+                self.folders[gone.tier].erase(gone.key, gone.entry)
+                self._owed.append(gone)
+
+    def flush(self) -> None:
+        """Write down what was used, and what is gone. If the books cannot be written, later."""
+        if (not self._owed and not self.used) or not self._flushing.acquire(blocking=False):
+            return
+        try:
+            owed, used = list(self._owed), self._take_used()
+            with self.books.transaction() as books:
+                removed(books, owed)
+                for keys in used:
+                    touch(books, keys)
+            for _ in owed:
+                self._owed.popleft()
+        except BooksError:
+            pass
+        finally:
+            self._flushing.release()
+
+    def _take_used(self) -> list[Sequence[bytes]]:
+        taken: list[Sequence[bytes]] = []
+        with contextlib.suppress(IndexError):
+            while sum(map(len, taken)) < _TOUCHED_AT_ONCE:
+                taken.append(self.used.popleft())
+        return taken

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written into the books, one function a step. Each runs within a transaction and touches no file."""
+
+import sqlite3
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pd_connector.pool.store.base import Refusal
+from pd_connector.pool.store.entry import Entry, entry_of
+from pd_connector.pool.store.folder import charge_of
+
+MEMORY_TIER, DISK_TIER = 0, 1
+STALE_S = 60.0
+"""A part that is whole waits this long for the others of its chunk."""
+CHUNK = "SELECT used FROM chunks WHERE tier = ? AND key = ?"
+
+
+class RefusedError(Exception):
+    """A part is not taken."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
+class Part(NamedTuple):
+    """A part that is to be written."""
+
+    tier: int
+    key: bytes
+    parent: bytes
+    part: str
+    parts: int
+    nbytes: int
+    tenant: str
+    writer: str
+    owner: str
+    """The process that writes it (`alive.py`)."""
+    name: str
+    """Of its file."""
+
+
+class Evicted(NamedTuple):
+    """A chunk whose files are to be removed."""
+
+    tier: int
+    key: bytes
+    text: str
+    """Of its entry."""
+
+    @property
+    def entry(self) -> Entry | None:
+        return entry_of(self.text)
+
+
+def now_s() -> float:
+    """Seconds since the machine's start, the same in every process, whatever its clock says."""
+    return time.monotonic()
+
+
+def clock(books: sqlite3.Connection) -> int:
+    """The next value of the clock of uses."""
+    books.execute("UPDATE counters SET value = value + 1 WHERE name = 'clock'")
+    return one(books, "SELECT value FROM counters WHERE name = 'clock'")
+
+
+def touch(books: sqlite3.Connection, keys: Iterable[bytes]) -> None:
+    """These chunks were used now, together."""
+    used = clock(books)
+    rows = [(used, tier, key) for key in keys for tier in (MEMORY_TIER, DISK_TIER)]
+    books.executemany("UPDATE chunks SET used = ? WHERE tier = ? AND key = ?", rows)
+
+
+def write_leaving(books: sqlite3.Connection, evicted: Iterable[Evicted], owner: str) -> None:
+    """Write down chunks whose files are to be removed by a process."""
+    rows = [(*chunk, owner, now_s()) for chunk in evicted]
+    books.executemany("INSERT OR REPLACE INTO leaving VALUES (?, ?, ?, ?, ?)", rows)
+
+
+def complete(books: sqlite3.Connection, part: Part) -> Entry | str:
+    """A part is whole; returns the entry of its chunk if that is whole now.
+
+    Returns:
+        Otherwise "waiting", if other parts are still missing, or "" if the books no longer know the part.
+    """
+    place = (part.tier, part.key)
+    told = books.execute(
+        "UPDATE files SET whole = 1, since = ?, writer = ? WHERE tier = ? AND name = ?",
+        (now_s(), part.writer, part.tier, part.name),
+    )
+    if not told.rowcount or books.execute(CHUNK, place).fetchone():
+        return ""
+    # Rows without a writer are those of parts that were found when the books were made anew.
+    rows = books.execute(
+        "SELECT part, name, size, bytes FROM files WHERE tier = ? AND key = ? AND whole = 1 "
+        "AND writer IN (?, '') ORDER BY part",
+        (*place, part.writer),
+    ).fetchall()
+    if len(rows) < part.parts:
+        return "waiting"
+    names, files, sizes, charges = zip(*rows, strict=True)
+    stamps = tuple(file.rpartition(".")[2] for file in files)
+    entry = Entry(part.parent, part.tenant, names, stamps, sizes)
+    books.execute("DELETE FROM files WHERE tier = ? AND key = ?", (part.tier, part.key))
+    insert(
+        books,
+        part.tier,
+        part.key,
+        entry,
+        sum(charges),
+        _used_elsewhere(books, part) or clock(books),
+    )
+    return entry
+
+
+def _used_elsewhere(books: sqlite3.Connection, part: Part) -> int:
+    """When the same chunk was used in the other tier; 0 if it is not there."""
+    found = books.execute(CHUNK, (1 - part.tier, part.key))
+    return int((found.fetchone() or (0,))[0])
+
+
+def insert(
+    books: sqlite3.Connection, tier: int, key: bytes, entry: Entry, charge: int, used: int
+) -> None:
+    """Write down a whole chunk."""
+    books.execute(
+        "INSERT INTO chunks VALUES (?1, ?2, ?3, ?4, ?5, ?6, (SELECT count(*) FROM chunks WHERE tier = ?1 AND parent = ?2), "
+        "?1 = 0 AND EXISTS (SELECT 1 FROM chunks WHERE tier = 1 AND key = ?2), ?7)",
+        (tier, key, entry.parent, entry.tenant, charge, used, entry.text()),
+    )
+
+
+def insert_if_missing(books: sqlite3.Connection, tier: int, key: bytes, entry: Entry) -> None:
+    """Write down a whole chunk, unless it is there, or is being removed."""
+    place = (tier, key)
+    leaves = books.execute(
+        "SELECT 1 FROM leaving WHERE tier = ? AND key = ? AND entry = ?", (*place, entry.text())
+    ).fetchone()
+    if leaves or books.execute(CHUNK, place).fetchone():
+        return
+    # New books may have found its files before its entry.
+    rows = [(tier, name) for name in entry.files(key)]
+    books.executemany("DELETE FROM files WHERE tier = ? AND name = ?", rows)
+    insert(books, tier, key, entry, sum(map(charge_of, entry.sizes)), 0)
+
+
+def removed(books: sqlite3.Connection, gone: Iterable[Part | Evicted]) -> None:
+    """These files are removed."""
+    for what in gone:
+        if isinstance(what, Part):
+            books.execute("DELETE FROM files WHERE tier = ? AND name = ?", (what.tier, what.name))
+        else:
+            for table in ("chunks", "leaving"):
+                books.execute(f"DELETE FROM {table} WHERE tier = ? AND key = ? AND entry = ?", what)
+
+
+def one(books: sqlite3.Connection, query: str, *values: object) -> int:
+    """The first number of the answer."""
+    return int(books.execute(query, values).fetchone()[0])

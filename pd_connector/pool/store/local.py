@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store in folders of this host: memory (a tmpfs), and below it, if set, a disk.
+
+All processes of one user that name the same folders share what is there, its budgets and its books. The folders say what is
+there (`folder.py`), the books plan (`books.py`, `ledger.py`, `eviction.py`), and a thread of each process copies between the
+tiers and removes what dead processes left (`keeper.py`).
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from pd_connector.errors import Miss, PoolError
+from pd_connector.pool.store.base import DISK, Found, Journal, Refusal, Store, StoreStatus, Why
+from pd_connector.pool.store.books import BooksError
+from pd_connector.pool.store.entry import check_part, entry_of, head_of
+from pd_connector.pool.store.eviction import pin
+from pd_connector.pool.store.folder import Folder, charge_of
+from pd_connector.pool.store.holdings import Holdings, Space
+from pd_connector.pool.store.keeper import Keeper
+from pd_connector.pool.store.ledger import DISK_TIER, MEMORY_TIER, now_s
+from pd_connector.pool.store.parts import LocalReading, LocalWriting
+from pd_connector.pool.store.reports import page_of, status_of
+
+
+class Chunk(NamedTuple):
+    """A chunk of a tier, for those who list what is there."""
+
+    key: bytes
+    tier: str
+    parent: bytes
+    tenant: str
+    parts: tuple[str, ...]
+    nbytes: int
+
+
+class LocalStore(Store):
+    """Chunks in folders of this host. Make it after the last fork: a child of its process cannot save.
+
+    Args:
+        memory: a folder in a tmpfs.
+        disk: a folder for what does not fit into memory.
+        visits: only look, read and remove, as commands do: the budgets that engines have set stay, and no thread starts.
+
+    Raises:
+        ConfigError: a folder cannot be used.
+    """
+
+    def __init__(self, memory: Space, disk: Space | None = None, *, visits: bool = False) -> None:
+        self._holdings = Holdings(memory, disk)
+        self._folders, self._books = self._holdings.folders, self._holdings.books
+        self.keeper = Keeper(self._holdings)
+        if not visits:
+            self.keeper.start()
+
+    # Looking up
+
+    def find(self, keys: Sequence[bytes]) -> list[Found | None]:
+        found: list[Found | None] = []
+        for key in keys:
+            for folder in self._folders:
+                if (text := folder.text(key)) and (head := head_of(text)):
+                    found.append(Found(folder.name, head.parts, head.nbytes))
+                    break
+            else:
+                break
+        if found:
+            self._holdings.used.append(keys[: len(found)])
+        return found + [None] * (len(keys) - len(found))
+
+    def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "") -> int:
+        ends: list[
+            tuple[bytes, int]
+        ] = []  # a chunk keeps those before it in its tier from being evicted
+        there, nbytes, last = 0, 0, ""
+        for key in keys:
+            if not (found := self._whole(key)):
+                break
+            if ends and found.tier == last:
+                ends.pop()
+            else:
+                nbytes = 0
+            nbytes += found.nbytes
+            ends.append((key, nbytes))
+            there, last = there + 1, found.tier
+        with contextlib.suppress(BooksError), self._books.transaction() as books:
+            pin(books, ends, now_s() + for_s, holder or self._holdings.alive.name, bool(holder))
+        return there
+
+    def _whole(self, key: bytes) -> Found | None:
+        """A chunk with all its files."""
+        for folder in self._folders:
+            if text := folder.text(key):
+                entry = entry_of(text)
+                if entry is not None and folder.is_whole(key, entry):
+                    return Found(folder.name, entry.parts, sum(map(charge_of, entry.sizes)))
+                self._holdings.forget(folder, key, text)
+        return None
+
+    def unpin(self, keys: Sequence[bytes], holder: str = "") -> None:
+        rows = [(key, holder or self._holdings.alive.name) for key in keys]
+        with contextlib.suppress(BooksError), self._books.transaction() as books:
+            books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
+
+    def was_stored(self, key: bytes) -> bool:
+        with contextlib.suppress(BooksError), self._books.transaction(reading=True) as books:
+            found = books.execute("SELECT 1 FROM journal WHERE key = ? AND tier = -1", (key,))
+            return found.fetchone() is not None
+        return False
+
+    # Saving
+
+    def begin(
+        self,
+        key: bytes,
+        *,
+        parent: bytes,
+        part: str,
+        parts: int,
+        nbytes: int,
+        tenant: str = "",
+        writer: str = "",
+    ) -> LocalWriting | Refusal:
+        check_part(key, part, parts, nbytes, tenant)
+        if len(self._folders) > 1 and self._folders[DISK_TIER].text(key):
+            return Refusal(Why.EXISTS, "the chunk is on the disk")
+        return self._holdings.begin_in(
+            MEMORY_TIER, key, parent, part, parts, nbytes, tenant, writer
+        )
+
+    # Loading
+
+    def read(self, key: bytes, part: str) -> LocalReading:
+        problem = PoolError(Miss.EVICTED, f"chunk {key.hex()} is not there")
+        for folder in self._folders:
+            for _ in range(
+                2
+            ):  # it may be evicted and stored anew between the look at the entry and the file
+                text = folder.text(key)
+                entry = entry_of(text)
+                if entry is None or part not in entry.parts:
+                    break
+                try:
+                    descriptor = folder.open_part(key, entry, part)
+                except PoolError as error:
+                    if folder.text(key) == text:
+                        self._holdings.forget(folder, key, text)
+                        problem = error
+                    continue
+                size = entry.sizes[entry.parts.index(part)]
+                return LocalReading(
+                    descriptor, size, folder.name, partial(self._was_read, folder, key)
+                )
+        raise problem
+
+    def _was_read(self, folder: Folder, key: bytes) -> None:
+        if folder.name == DISK:
+            self.keeper.promote(key)
+
+    # Keeping
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        there = 0
+        for key in keys:
+            texts = [(folder, text) for folder in self._folders if (text := folder.text(key))]
+            for folder, text in texts:
+                self._holdings.forget(folder, key, text)
+            there += bool(texts)
+        return there
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks, tier by tier, the one that was stored first first. One that goes meanwhile is left out."""
+        for folder in self._folders:
+            for key in folder.entered():
+                if entry := folder.entry(key):
+                    yield Chunk(
+                        key, folder.name, entry.parent, entry.tenant, entry.parts, sum(entry.sizes)
+                    )
+
+    def journal(self, after: int) -> Journal:
+        try:
+            with self._books.transaction(reading=True) as books:
+                return page_of(books, after)
+        except BooksError as error:
+            raise PoolError(Miss.REFUSED, f"the journal cannot be read: {error}") from error
+
+    def status(self) -> StoreStatus:
+        alive = self._holdings.alive
+        engines = 1 + sum(alive.is_alive(name) for name in alive.names() if name != alive.name)
+        return status_of(
+            self._books, self._folders, [space.budget for space in self._holdings.spaces], engines
+        )
+
+    def close(self) -> None:
+        self.keeper.stop()
+        with contextlib.suppress(BooksError), self._books.transaction() as books:
+            books.execute("DELETE FROM pins WHERE holder = ?", (self._holdings.alive.name,))
+        self._holdings.close()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the books tell about a store: its journal and its status."""
+
+import sqlite3
+from collections.abc import Sequence
+
+from pd_connector.pool.store.base import DISK, MEMORY, Event, Journal, StoreStatus, TierStatus
+from pd_connector.pool.store.books import Books, BooksError
+from pd_connector.pool.store.folder import Folder
+from pd_connector.pool.store.ledger import now_s
+
+PAGE_EVENTS = 8192
+MOST_GONE = 1 << 16
+"""Chunks that are gone and still in the journal. Of more, the oldest half is forgotten."""
+_NAMES = (MEMORY, DISK, "")
+"""Of tiers; -1 is none."""
+
+
+def page_of(books: sqlite3.Connection, after: int) -> Journal:
+    """A page of the journal. While a caller reads the whole, `next` is negative: what it has not seen yet cannot be missed."""
+    (floor,) = books.execute("SELECT value FROM counters WHERE name = 'journal_floor'").fetchone()
+    (last,) = books.execute("SELECT seq FROM sqlite_sequence WHERE name = 'journal'").fetchone()
+    reading_whole = after <= 0 or not floor <= after <= last
+    start = -after if after <= 0 else 0 if reading_whole else after
+    whole = reading_whole and not floor < start <= last
+    rows = books.execute(
+        "SELECT number, key, tier FROM journal WHERE number > ? ORDER BY number LIMIT ?",
+        (0 if whole else start, PAGE_EVENTS),
+    ).fetchall()
+    more = len(rows) == PAGE_EVENTS
+    reached = rows[-1][0] if rows else last
+    events = [Event(number, key, _NAMES[tier]) for number, key, tier in rows]
+    return Journal(events, -reached if reading_whole and more else reached, whole, more)
+
+
+def trim(books: sqlite3.Connection) -> None:
+    """Forget chunks that have been gone longest."""
+    (gone,) = books.execute("SELECT count(*) FROM journal WHERE tier = -1").fetchone()
+    if gone > MOST_GONE:
+        (floor,) = books.execute(
+            "SELECT number FROM journal WHERE tier = -1 ORDER BY number LIMIT 1 OFFSET ?",
+            (gone // 2,),
+        ).fetchone()
+        books.execute("DELETE FROM journal WHERE tier = -1 AND number <= ?", (floor,))
+        books.execute("UPDATE counters SET value = ? WHERE name = 'journal_floor'", (floor,))
+
+
+def status_of(
+    books: Books, folders: Sequence[Folder], budgets: Sequence[int], engines: int
+) -> StoreStatus:
+    """What is held: by the books, or without the tenants by the folders alone, if the books cannot be read."""
+    try:
+        with books.transaction(reading=True) as connection:
+            return _told(connection, engines, books.problem)
+    except BooksError as error:
+        tiers = []
+        for folder, budget in zip(folders, budgets, strict=True):
+            entries = [entry for key in folder.entered() if (entry := folder.entry(key))]
+            held = sum(sum(entry.sizes) for entry in entries)
+            tiers.append(
+                TierStatus(folder.name, str(folder.path.parent), budget, held, len(entries), {})
+            )
+        return StoreStatus(tiers, 0, 0, engines, str(error))
+
+
+def _told(books: sqlite3.Connection, engines: int, problem: str) -> StoreStatus:
+    tiers = [
+        TierStatus(_NAMES[tier], path, budget, nbytes, chunks, dict(
+            books.execute("SELECT tenant, bytes FROM usage WHERE tier = ? ORDER BY bytes DESC", (tier,))
+        ))
+        for tier, path, budget, nbytes, chunks in books.execute(
+            "SELECT tier, path, budget, bytes, chunks FROM tiers ORDER BY tier"
+        ).fetchall()
+    ]  # fmt: skip
+    (writing,) = books.execute("SELECT count(*) FROM files").fetchone()
+    (pinned,) = books.execute(
+        "SELECT count(DISTINCT key) FROM pins WHERE until > ?", (now_s(),)
+    ).fetchone()
+    return StoreStatus(tiers, writing, pinned, engines, problem)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the books with the folders, or makes new books from them. What the folders say holds."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pd_connector.pool.store.entry import LINK, Entry, entry_of, file_of
+from pd_connector.pool.store.folder import Folder, charge_of
+from pd_connector.pool.store.ledger import now_s
+
+if TYPE_CHECKING:
+    from pd_connector.pool.store.holdings import Holdings
+
+
+def fill(books: sqlite3.Connection, store: Holdings) -> None:
+    """Write all that the folders hold into empty books."""
+    for tier, (folder, space) in enumerate(zip(store.folders, store.spaces, strict=True)):
+        books.execute(
+            "INSERT INTO tiers (tier, path, budget, chosen) VALUES (?, ?, ?, ?)",
+            (tier, str(folder.path.parent), space.budget, space.chosen),
+        )
+    books.execute("INSERT INTO counters VALUES (?, ?)", (stocktaking_of(store), int(now_s())))
+    for tier, folder in enumerate(store.folders):
+        unclaimed = set(folder.names(folder.data, folder.staged))
+        rows = []
+        for rank, (key, entry) in enumerate(_whole_chunks(folder)):
+            charge = sum(map(charge_of, entry.sizes))
+            rows.append((tier, key, entry.parent, entry.tenant, charge, rank, 0, 0, entry.text()))
+            unclaimed.difference_update(entry.files(key))
+        books.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        books.execute(
+            "UPDATE counters SET value = max(value, ?) WHERE name = 'clock'", (len(rows) + 1,)
+        )
+        for name in unclaimed:
+            _write_or_discard(books, tier, folder, name, store)
+
+
+def stocktaking_of(store: Holdings) -> str:
+    """The counter that says when stock was taken last: in seconds since the machine's start, of stores with these tiers."""
+    return f"stock_taken_s.{len(store.folders)}"
+
+
+def _whole_chunks(folder: Folder) -> Iterator[tuple[bytes, Entry]]:
+    """Chunks of a folder, the oldest first. What is not whole is removed."""
+    for key in folder.entered():
+        text = folder.text(key)
+        entry = entry_of(text)
+        if entry is None:
+            folder.leave(key, text)
+        elif not folder.is_whole(key, entry):
+            folder.erase(key, entry)
+        else:
+            yield key, entry
+
+
+def _write_or_discard(
+    books: sqlite3.Connection, tier: int, folder: Folder, name: str, store: Holdings
+) -> None:
+    """A file that no entry names: one that a living process writes counts, others are removed."""
+    file, size = file_of(name), folder.size(name)
+    if file is None or size < 0:
+        return
+    if not store.alive.is_alive(file.owner):
+        folder.discard(name)
+        return
+    if file.part == LINK:
+        return
+    books.execute(
+        "INSERT INTO files VALUES (?, ?, ?, ?, 0, '', '', ?, ?, ?, ?, ?)",
+        (
+            tier,
+            name,
+            file.key,
+            file.part,
+            charge_of(size),
+            size,
+            file.owner,
+            folder.is_settled(name),
+            now_s(),
+        ),
+    )
+
+
+def take_stock(store: Holdings) -> None:
+    """Remove files that nothing knows, enter chunks that lack their entry, write down those that the books lack."""
+    for tier, folder in enumerate(store.folders):
+        # First the names: a row is written before its file is made, and goes after it.
+        names = list(folder.names(folder.data, folder.staged))
+        keys = folder.entered()
+        with store.books.transaction(reading=True) as books:
+            rows = books.execute("SELECT key, entry FROM chunks WHERE tier = ?", (tier,)).fetchall()
+            left = books.execute(
+                "SELECT key, entry FROM leaving WHERE tier = ?", (tier,)
+            ).fetchall()
+            files = books.execute("SELECT name FROM files WHERE tier = ?", (tier,)).fetchall()
+        known = {name for (name,) in files}
+        for key, text in [*rows, *left]:
+            if entry := entry_of(text):
+                known.update(entry.files(key))
+        told, entered = dict(rows), set(keys)
+        for key in told:
+            if key not in entered:
+                store.mend(tier, key)
+        for key in keys:
+            if key not in told and (key, folder.text(key)) not in left:
+                store.adopt(tier, key)
+                if entry := folder.entry(key):
+                    known.update(entry.files(key))
+        for name in names:
+            file = file_of(name)
+            if (
+                file
+                and name not in known
+                and not (file.part == LINK and store.alive.is_alive(file.owner))
+            ):
+                folder.discard(name)
+
+
+def sums_differ(books: sqlite3.Connection) -> bool:
+    """Whether the sums that triggers keep are not those of the rows."""
+    return (
+        books.execute(
+            "SELECT 1 FROM tiers t WHERE bytes != (SELECT coalesce(sum(bytes), 0) FROM chunks WHERE tier = t.tier) "
+            "+ (SELECT coalesce(sum(bytes), 0) FROM files WHERE tier = t.tier) "
+            "OR uncopied != (SELECT coalesce(sum(bytes), 0) FROM chunks WHERE tier = t.tier AND NOT copied) "
+            "OR bytes != (SELECT coalesce(sum(bytes), 0) FROM usage WHERE tier = t.tier)"
+        ).fetchone()
+        is not None
+    )

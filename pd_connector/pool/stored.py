@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves chunks between a rank's cache and their bytes at rest. The agent's thread calls it; `plans.py` says what moves where."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from pd_connector.codec import DTYPES
+from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
+from pd_connector.kv.geometry import Geometry, Group
+from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.plan.route import Route
+from pd_connector.pool.form import (
+    Form,
+    Plane,
+    Run,
+    View,
+    at_rest,
+    form_problem,
+    kept_layers,
+    plane_bytes,
+    wire_run,
+)
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.plans import LoadPiece, Need, SavePiece
+from pd_connector.protocol.consuming.audit import Distance
+
+Buffer = memoryview
+
+
+def describe(cache: PagedCache) -> Form:
+    """What this rank's part of a whole chunk looks like at rest.
+
+    Raises:
+        UnsupportedGeometryError: the pool cannot keep chunks of this cache.
+    """
+    geometry = cache.geometry
+    form: list[Run] = []
+    for group in geometry.groups:
+        if group.kind == "recurrent":
+            raise UnsupportedGeometryError(
+                f"layers {group.layers[0]}-{group.layers[-1]} have recurrent state, which has no chunks: "
+                "the pool cannot keep it; serve this model without `pool`"
+            )
+        alike: dict[Run | None, list[int]] = {}
+        for layer in kept_layers(geometry.shard, group):
+            run = _pages_run(cache.layer(layer), group, geometry)
+            alike.setdefault(run, []).append(layer)
+        for run, layers in alike.items():
+            if run is None:
+                form.append(wire_run(tuple(layers), group, len(geometry.heads(group))))
+            else:
+                form.append(msgspec.structs.replace(run, layers=tuple(layers)))
+    if not form:
+        shard = geometry.shard
+        raise UnsupportedGeometryError(
+            f"rank {shard.tp_rank} of {shard.tp_size} has nothing to write to the pool: {shard.tp_size} ranks share "
+            f"the heads of {shard.stop_layer - shard.first_layer} layers; use fewer tensor-parallel ranks"
+        )
+    return tuple(form)
+
+
+def _pages_run(pages: LayerPages, group: Group, geometry: Geometry) -> Run | None:
+    """One layer's pages as they are; None if they are not dense, or a chunk is no whole number of them."""
+    if not pages.planes or CHUNK_TOKENS % group.page_size:
+        return None
+    key = _view(pages.key, pages.planes, 0)
+    value = None if pages.value is None else _view(pages.value, pages.planes, len(pages.planes) - 1)
+    if key is None or (pages.value is not None and value is None):
+        return None
+    planes = tuple(Plane(plane.shape[1], plane.shape[2]) for plane in pages.planes)
+    run = Run(group.layers[:1], group.page_size, 0, planes, key, value)
+    return None if form_problem((run,), geometry) else run
+
+
+def _view(view: torch.Tensor, planes: Sequence[torch.Tensor], plane: int) -> View | None:
+    """A view of pages that lie one after another as rows of the plane; None if it is not of the plane's pages."""
+    rows, size = planes[plane], view.element_size()
+    _, heads, row = rows.shape
+    offset = view.data_ptr() - rows.data_ptr()
+    by_head = view.stride(1)
+    if view.stride(0) * size != rows.stride(0) or offset % size or offset < 0 or row % size:
+        return None
+    if heads > 1:
+        if by_head * size != rows.stride(1):
+            return None
+        by_head = row // size
+    strides = (heads * row // size, by_head, *view.stride()[2:])
+    return View(plane, tuple(view.shape[1:]), strides, offset // size)
+
+
+def gather_piece(
+    cache: PagedCache, piece: SavePiece, payload: Buffer, fence: torch.cuda.Event | None = None
+) -> None:
+    """Write a piece of a `SavePlan` into the payload; see `PagedCache.gather`.
+
+    Args:
+        payload: `SavePlan.nbytes` bytes in host memory.
+    """
+    room = payload[piece.offset : piece.offset + piece.nbytes]
+    cache.gather(piece.route, piece.chunk, piece.pages, room, fence)
+
+
+class ChunkLoader:
+    """Writes chunks into the pages of one rank. One thread uses it; it keeps memory for payloads that must be gathered."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self._scratch = bytearray()
+
+    def payloads(
+        self, pieces: Sequence[LoadPiece], parts: Sequence[tuple[Geometry, Need, Buffer]]
+    ) -> Iterator[tuple[LoadPiece, Buffer]]:
+        """The payload of each piece of `plan_load`, for `PagedCache.scatter` or `compare`. Each is valid until the next.
+
+        Args:
+            parts: as for `plan_load`, each with its `Need.nbytes` bytes in host memory, which are verified.
+        """
+        caches: dict[tuple[int, Run], PagedCache] = {}
+        for piece in pieces:
+            geometry, needed, buffer = parts[piece.part]
+            nbytes = piece.chunk.nbytes(piece.route)
+            if piece.offset is not None:
+                payload = buffer[piece.offset : piece.offset + nbytes]
+            else:
+                key = piece.part, piece.run
+                if key not in caches:
+                    caches[key] = open_run(piece.run, geometry, needed, buffer)
+                payload = self._gathered(caches[key], piece, nbytes)
+            yield piece, payload.toreadonly()
+
+    def scatter(
+        self,
+        pieces: Sequence[LoadPiece],
+        parts: Sequence[tuple[Geometry, Need, Buffer]],
+        fence: torch.cuda.Event | None = None,
+    ) -> None:
+        """Write pieces into pages; see `payloads` and `PagedCache.scatter`."""
+        for piece, payload in self.payloads(pieces, parts):
+            self._cache.scatter(piece.route, piece.chunk, piece.pages, payload, fence)
+
+    def compare(
+        self,
+        pieces: Sequence[LoadPiece],
+        parts: Sequence[tuple[Geometry, Need, Buffer]],
+        fence: torch.cuda.Event | None = None,
+    ) -> Iterator[tuple[Route, list[Distance]]]:
+        """The distance of each piece from what the pages hold; see `payloads` and `PagedCache.compare`."""
+        for piece, payload in self.payloads(pieces, parts):
+            where = piece.route, piece.chunk, piece.pages
+            yield piece.route, self._cache.compare(*where, payload, fence)
+
+    def _gathered(self, stored: PagedCache, piece: LoadPiece, nbytes: int) -> Buffer:
+        """The piece's payload, out of a run at rest."""
+        if len(self._scratch) < nbytes:
+            self._scratch = bytearray(nbytes)
+        room = memoryview(self._scratch)[:nbytes]
+        size = piece.route.source.page_size
+        pages = piece.chunk.pages(size)
+        start = pages.start * size // CHUNK_TOKENS * CHUNK_TOKENS + piece.run.first_token
+        stored.gather(piece.route, piece.chunk, [page - start // size for page in pages], room)
+        return room
+
+
+def open_run(run: Run, geometry: Geometry, needed: Need, buffer: Buffer) -> PagedCache:
+    """A run at rest as a cache, on the host.
+
+    Args:
+        run: of `needed.form`.
+        geometry: of the writer.
+        buffer: `needed.nbytes` bytes; not copied.
+
+    Raises:
+        PoolError: the views do not fit the geometry. `cause` is `UNLIKE`.
+    """
+    stored = at_rest(run, geometry)
+    (group,) = stored.groups
+    offsets = {place.layer: place.offset - needed.start for place in needed.places}
+    room = plane_bytes(run, group, len(stored.heads(group)))
+    data = torch.from_numpy(np.frombuffer(buffer, np.uint8))
+    layers = {}
+    for layer in run.layers:
+        planes, start = [], offsets[layer]
+        for nbytes in room:
+            planes.append(data[start : start + nbytes])
+            start += nbytes
+        key = _seen(run.key, planes, group, run.view_pages)
+        value = None if run.value is None else _seen(run.value, planes, group, run.view_pages)
+        rows = zip(run.planes, planes, strict=False)
+        dense = tuple(part.view(run.view_pages, told.heads, told.nbytes) for told, part in rows)
+        layers[layer] = LayerPages(key, value, dense)
+    try:
+        return PagedCache(layers, stored)
+    except UnsupportedGeometryError as error:
+        raise PoolError(Miss.UNLIKE, f"pages at rest: {error}") from None
+
+
+def _seen(view: View, planes: Sequence[torch.Tensor], group: Group, pages: int) -> torch.Tensor:
+    """`[page, kv head, token, dim]`, or tiled."""
+    plane = planes[view.plane]
+    elements = plane.view(DTYPES.get(group.dtype, torch.uint8))
+    first = elements.storage_offset() + view.offset
+    return elements.as_strided((pages, *view.shape), view.strides, first)

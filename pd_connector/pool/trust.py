@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which writers' chunks an engine believes: those of which it has computed one prompt itself and compared the KV.
+
+A writer is a kind of engine, dead or alive: its version, the layout and dtype of its cache, its model, and the adapter. Each rank
+keeps a book of its own, for as long as its weights stay the same.
+"""
+
+import hashlib
+
+import msgspec
+
+from pd_connector.errors import Cause
+from pd_connector.pool.keys import model_root
+from pd_connector.pool.record import Record
+
+WRITER_BYTES = 16
+
+
+def writer_of(record: Record) -> bytes:
+    """The writer of a part, as a hash. Parts of all its ranks have the same."""
+    groups = {
+        msgspec.structs.replace(group, layers=(0,), scales=(), table=0)
+        for group in record.geometry.groups
+    }
+    told = (
+        record.writer.engine,
+        record.writer.codec,
+        record.geometry.shard.tp_size,
+        sorted(msgspec.json.encode(group).decode() for group in groups),
+        (model_root(record.facts) or b"").hex(),
+        record.adapter,
+    )
+    return hashlib.blake2b(msgspec.json.encode(told), digest_size=WRITER_BYTES).digest()
+
+
+class WriterTrust:
+    """Used by the agent's thread. Outlives it.
+
+    Args:
+        own: id of this engine; what it wrote itself is believed.
+        audits: whether others must pass an audit.
+    """
+
+    def __init__(self, own: str, *, audits: bool) -> None:
+        self._own = own
+        self._audits = audits
+        self._passed: set[bytes] = set()
+        self._distrusted: dict[bytes, str] = {}
+
+    def problem(self, engine_id: str, writer: bytes) -> tuple[Cause, str] | None:
+        """Why a part must not be used; None if it may be.
+
+        Args:
+            engine_id: of the record.
+            writer: from `writer_of`.
+        """
+        if why := self._distrusted.get(writer):
+            return Cause.AUDIT, f"an earlier audit of this kind of writer found: {why}"
+        if not self._audits or engine_id == self._own or writer in self._passed:
+            return None
+        return Cause.UNAUDITED, "no chunk of this kind of writer has been compared yet"
+
+    def passed(self, writer: bytes) -> None:
+        """Everything that was compared of this writer is what this engine computes."""
+        self._passed.add(writer)
+
+    def distrust(self, writer: bytes, why: str) -> None:
+        """Something of this writer differs."""
+        self._passed.discard(writer)
+        self._distrusted[writer] = why
+
+    def forget(self) -> None:
+        """This engine serves other weights."""
+        self._passed.clear()
+        self._distrusted.clear()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads all that a store holds, and says what cannot be used."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from pd_connector.errors import Miss, PoolError
+from pd_connector.pool.record import HEADER, decode, layer_sum, read_header
+from pd_connector.pool.store.base import Reading
+from pd_connector.pool.store.local import LocalStore
+
+Check = Callable[[bytes, str, Reading], str]
+"""Key, name of the part, and the part: what is wrong with it; empty if nothing is. May raise PoolError."""
+
+
+class Checked(NamedTuple):
+    """A chunk that was read."""
+
+    key: bytes
+    nbytes: int
+    problem: str
+    """Empty if all is well."""
+
+
+def sound(key: bytes, part: str, reading: Reading) -> str:
+    """What is wrong with a part, by its header, its record and the sum of each layer. Whether an engine can use it depends on
+    the engine."""
+    header = read_header(reading.take(0, HEADER.size))
+    record = decode(reading.take(0, HEADER.size + header.record_bytes))
+    if (record.key, record.part) != (key, part):
+        return f"is {record.part} of chunk {record.key.hex()}"
+    end = header.payload_offset + header.payload_bytes
+    if end != reading.nbytes:
+        return f"has {reading.nbytes} bytes, {end} by its record"
+    for layer in record.layers:
+        data = reading.take(header.payload_offset + layer.offset, layer.nbytes)
+        if layer_sum(data) != layer.sum:
+            return f"the bytes of layer {layer.layer} differ from their sum"
+    return ""
+
+
+def verify(store: LocalStore, check: Check = sound) -> Iterator[Checked]:
+    """Read all parts of all chunks. Chunks that go meanwhile are left out; damaged ones stay, unless a file is missing."""
+    for chunk in store.chunks():
+        problems = []
+        for part in chunk.parts:
+            try:
+                with store.read(chunk.key, part) as reading:
+                    if problem := check(chunk.key, part, reading):
+                        problems.append(f"{part}: {problem}")
+            except PoolError as error:
+                if error.cause is not Miss.EVICTED:
+                    problems.append(f"{part}: {error}")
+        yield Checked(chunk.key, chunk.nbytes, "; ".join(problems))

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many chunks of a hit are loaded: as many as are loaded faster than computed, by measured speeds. Pure.
+
+What is not measured yet counts as fast, so the first hits are loaded. A tier that does not answer is left alone for a
+while. Of a tier that is too slow, one chunk is loaded now and then, so that it is used again when it has become fast.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pd_connector.pool.keys import CHUNK_TOKENS
+
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 30.0
+"""How long a tier is left alone: first for `FIRST_PAUSE_S`, then each time for twice as long, up to `LONGEST_PAUSE_S`."""
+
+_NEW = 0.5
+"""Weight of a new measurement. Two of them suffice to notice that a speed has changed."""
+
+
+@dataclass
+class _Pause:
+    """When something may be tried again that has failed."""
+
+    length_s: float = 0.0
+    until: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """It failed, perhaps again."""
+        self.length_s = min(max(FIRST_PAUSE_S, 2 * self.length_s), LONGEST_PAUSE_S)
+        self.until = now + self.length_s
+
+
+@dataclass
+class _Tier:
+    """What was measured of one tier of the store.
+
+    Attributes:
+        silent: the pause after it did not answer.
+        slow: the pause until a chunk is loaded from it although it is too slow.
+    """
+
+    latency_s: float = 0.0
+    byte_s: float = 0.0  # seconds a byte
+    measured: bool = False
+    silent: _Pause = field(default_factory=_Pause)
+    slow: _Pause = field(default_factory=_Pause)
+
+
+@dataclass
+class Worth:
+    """The speeds of an engine's prefill and of the tiers of its store, and what they make worth loading."""
+
+    _token_s: float | None = None
+    _tiers: dict[str, _Tier] = field(default_factory=dict)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A prefill computed these tokens in this time."""
+        new = seconds / tokens
+        self._token_s = new if self._token_s is None else (1 - _NEW) * self._token_s + _NEW * new
+
+    def loaded(self, tier: str, latency_s: float, nbytes: int, seconds: float) -> None:
+        """A load from one tier has ended.
+
+        Args:
+            latency_s: from the request until the first bytes were there.
+            nbytes: that were read, verified and written into pages.
+            seconds: that this took, without the latency.
+        """
+        known = self._tier(tier)
+        old = 1 - _NEW if known.measured else 0.0
+        known.latency_s = old * known.latency_s + (1 - old) * latency_s
+        known.byte_s = old * known.byte_s + (1 - old) * seconds / nbytes
+        known.measured, known.silent = True, _Pause()
+
+    def silent(self, tier: str, now: float) -> None:
+        """A tier did not answer in time."""
+        self._tier(tier).silent.begin(now)
+
+    def chunks(self, found: Sequence[tuple[str, int]], now: float) -> int:
+        """How many chunks of a hit to load, from its first one on.
+
+        Args:
+            found: tier and bytes of each chunk, in the order of the prompt.
+            now: of any steady clock, in seconds.
+        """
+        silent = (n for n, (tier, _) in enumerate(found) if now < self._tier(tier).silent.until)
+        found = found[: next(silent, len(found))]
+        best = self._best(found)
+        for tier in {tier for tier, _ in found[:best]}:
+            self._tier(tier).slow = _Pause()
+        if best < len(found):
+            slow = self._tier(found[best][0]).slow
+            if slow.length_s and now >= slow.until:
+                best += 1
+                slow.begin(now)
+            elif not slow.length_s:
+                slow.begin(now)
+        return best
+
+    def _best(self, found: Sequence[tuple[str, int]]) -> int:
+        """The number of chunks that saves most time."""
+        if self._token_s is None:
+            return len(found)
+        best, most, saved = 0, 0.0, 0.0
+        begun: set[str] = set()
+        for place, (name, nbytes) in enumerate(found):
+            tier = self._tier(name)
+            saved += CHUNK_TOKENS * self._token_s - nbytes * tier.byte_s
+            if name not in begun:
+                begun.add(name)
+                saved -= tier.latency_s
+            if saved >= most:
+                best, most = place + 1, saved
+        return best
+
+    def _tier(self, name: str) -> _Tier:
+        return self._tiers.setdefault(name, _Tier())

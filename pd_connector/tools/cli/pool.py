@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector pool`: what the KV pool of this host holds, whether it can be read, and how to empty it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.settings import SHM_VARIABLE, memory_folder, text_of
+from pd_connector.pool.store.base import DISK, StoreStatus
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.verify import verify
+from pd_connector.tools.cli.app import fail
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Show, check or empty the KV pool of this user on this host.",
+)
+
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir",
+        help="The pool's disk folder. Default: the one that the engines use.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def opened(folder: Path | None) -> Iterator[LocalStore]:
+    """The pool of this user, with its disk folder. Ends the command if there is none."""
+    memory = memory_folder()
+    if not memory.is_dir() and folder is None:
+        fail(
+            f"no pool in {memory}: no engine of this user has run with the config key `pool` since this machine started. "
+            f"If its tmpfs is another one than /dev/shm, set {SHM_VARIABLE}; if it has a disk folder, name it with --dir"
+        )
+    try:
+        memory.parent.mkdir(mode=0o700, exist_ok=True)
+        store = LocalStore(Space(memory, 0), visits=True)
+        tiers = {tier.name: tier for tier in store.status().tiers}
+        if folder is None and DISK in tiers:
+            folder = Path(tiers[DISK].path)
+        if folder is not None:
+            store.close()
+            store = LocalStore(Space(memory, 0), Space(folder, 0), visits=True)
+    except (ConfigError, OSError) as error:
+        fail(str(error))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@app.command()
+def status(folder: Folder = None, as_json: AsJson = False) -> None:
+    """Show how full the pool is, by tier and tenant."""
+    with opened(folder) as store:
+        found = store.status()
+    if as_json:
+        tiers = [tier._asdict() for tier in found.tiers]
+        print(
+            json.dumps({**found._asdict(), "tiers": tiers, "engines": found.engines - 1}, indent=2)
+        )
+    else:
+        show(found, Console())
+
+
+def show(found: StoreStatus, console: Console) -> None:
+    """Print a status as a table, and what is not as usual below it."""
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for name in ("tier", "chunks", "held", "budget", "full", "folder"):
+        table.add_column(
+            name, justify="left" if name in ("tier", "folder") else "right", overflow="fold"
+        )
+    for tier in found.tiers:
+        full = f"{tier.nbytes / tier.budget:.0%}" if tier.budget else ""
+        budget = text_of(tier.budget) if tier.budget else "not set"
+        table.add_row(tier.name, f"{tier.chunks:,}", text_of(tier.nbytes), budget, full, tier.path)
+    console.print(table)
+    for tier in found.tiers:
+        for tenant, nbytes in list(tier.tenants.items())[:20]:
+            if len(tier.tenants) > 1:
+                console.print(
+                    f"  {tier.name}, {f'tenant {tenant}' if tenant else 'no tenant'}: {text_of(nbytes)}",
+                    markup=False,
+                )
+    console.print(
+        f"{found.engines - 1} engine processes use it; {found.writing} parts are being written; {found.pinned} pins"
+    )
+    if found.problem:
+        console.print(
+            f"Nothing is saved at the moment: {found.problem}. Engines mend that by themselves; look-ups go on.",
+            style="yellow",
+            markup=False,
+        )
+
+
+@app.command()
+def ls(
+    folder: Folder = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only chunks of this tenant.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the chunks, the oldest first: key, key of the chunk before it, tier, size, parts, tenant."""
+    with opened(folder) as store:
+        for chunk in store.chunks():
+            if tenant is not None and chunk.tenant != tenant:
+                continue
+            fields = {
+                "key": chunk.key.hex(),
+                "parent": chunk.parent.hex(),
+                "tier": chunk.tier,
+                "nbytes": chunk.nbytes,
+                "parts": list(chunk.parts),
+                "tenant": chunk.tenant,
+            }
+            if as_json:
+                print(json.dumps(fields))
+            else:
+                parent = chunk.parent.hex()[:16] or "-"
+                parts = ",".join(chunk.parts)
+                print(
+                    f"{chunk.key.hex()[:16]}  {parent:16}  {chunk.tier:6}  {text_of(chunk.nbytes):>10}  {parts}  {chunk.tenant}"
+                )
+
+
+@app.command("verify")
+def verify_all(
+    folder: Folder = None,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove the chunks that are damaged.")
+    ] = False,
+) -> None:
+    """Read every chunk and check it. Ends with status 1 if one is damaged.
+
+    Engines check what they load by themselves. This finds damage earlier, such as that of a failing disk.
+    """
+    chunks = nbytes = 0
+    damaged = []
+    with opened(folder) as store:
+        for checked in verify(store):
+            chunks, nbytes = chunks + 1, nbytes + checked.nbytes
+            if checked.problem:
+                damaged.append(checked.key)
+                print(f"damaged: {checked.key.hex()}: {checked.problem}")
+        if remove:
+            store.remove(damaged)
+    print(
+        f"{chunks:,} chunks with {text_of(nbytes)} read, {len(damaged)} damaged{', removed' if damaged and remove else ''}"
+    )
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def clear(
+    folder: Folder = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove all chunks. Engines go on, and compute again what they would have loaded."""
+    with opened(folder) as store:
+        keys = list(dict.fromkeys(chunk.key for chunk in store.chunks()))
+        if keys and not yes:
+            typer.confirm(f"Remove {len(keys):,} chunks?", abort=True)
+        print(f"{store.remove(keys):,} chunks removed")

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the folders of a model say, as they were when vLLM read its config.
+
+A connector is made seconds after that, when a name may lead to another folder. So vLLM's `ModelConfig` is watched while
+it is made: the files are held open meanwhile. What they say is kept in the object, which vLLM hands to its processes.
+"""
+
+import functools
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pd_connector.kv.checkpoint import ConfigFiles, ConfigText, read_config
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_TOLD = "_pd_connector_folders"
+_WATCHED = "_pd_connector_watched"
+
+
+def watch() -> None:
+    """Watch each model's config that vLLM reads from now on. Harmless to repeat."""
+    from vllm.config.model import ModelConfig
+
+    original: Any = ModelConfig.__post_init__
+    if hasattr(original, _WATCHED):
+        return
+
+    @functools.wraps(original)
+    def post_init(model: "ModelConfig", *args: Any, **options: Any) -> None:
+        with ExitStack() as held:
+            before = _opened(model, held)
+            original(model, *args, **options)
+            setattr(model, _TOLD, _told(model, before))
+
+    setattr(post_init, _WATCHED, True)
+    ModelConfig.__post_init__ = post_init
+
+
+def folder_text(model: "ModelConfig", place: str) -> ConfigText | None:
+    """What a folder or repository of a model said when vLLM read its config.
+
+    Args:
+        place: its folder or repository (`places`).
+
+    Returns:
+        None where it is not on this disk.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a config is no JSON object, or a file was exchanged while vLLM read it.
+    """
+    told: dict[str, ConfigText | str | None] = getattr(model, _TOLD, {})
+    if place in told:
+        if isinstance(found := told[place], str):
+            raise ValueError(found)
+        return found
+    folder = folder_of(place, model.revision)  # made where vLLM was not watched
+    return None if folder is None else read_config(folder)
+
+
+def places(model: "ModelConfig") -> tuple[str, str]:
+    """Where a model's config comes from, and the model itself: mostly the same."""
+    return getattr(model, "hf_config_path", None) or model.model, model.model
+
+
+def folder_of(place: str, revision: str | None) -> Path | None:
+    """The folder of a model's files; None if it is not on this disk."""
+    return Path(place) if Path(place).is_dir() else in_cache(place, revision)
+
+
+def in_cache(repository: str, revision: str | None, download_dir: str | None = None) -> Path | None:
+    """A repository's folder in Hugging Face's cache, or in vLLM's folder in its place."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            repository, revision=revision, cache_dir=download_dir, local_files_only=True
+        )
+    except Exception as error:  # no such repository, or not a repository's name, whatever it raises
+        logger.debug("%s is not in the cache: %s", repository, error)
+        return None
+    return Path(found)
+
+
+def _opened(model: "ModelConfig", held: ExitStack) -> dict[str, tuple[Path, ConfigFiles]]:
+    found = {}
+    for place in set(places(model)):
+        try:
+            if (folder := folder_of(place, model.revision)) is not None:
+                found[place] = folder, held.enter_context(ConfigFiles(folder))
+        except Exception as error:  # must not stop vLLM
+            logger.warning("files of %s cannot be looked at: %r", place, error)
+    return found
+
+
+def _told(
+    model: "ModelConfig", before: dict[str, tuple[Path, ConfigFiles]]
+) -> dict[str, ConfigText | str | None]:
+    """What the folders say, or why it is not known what they said."""
+    found: dict[str, ConfigText | str | None] = {}
+    for place in set(places(model)):
+        try:
+            found[place] = _text(folder_of(place, model.revision), before.get(place))
+        except Exception as error:  # must not stop vLLM
+            found[place] = str(error) or repr(error)
+    return found
+
+
+def _text(folder: Path | None, before: tuple[Path, ConfigFiles] | None) -> ConfigText | None:
+    if folder is None:
+        return None
+    if before is None:  # downloaded meanwhile
+        return read_config(folder)
+    opened_folder, files = before
+    if problem := str(folder) if folder != opened_folder else files.exchanged:
+        raise ValueError(f"{problem} was exchanged while vLLM read it")
+    return files.text()

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool in the scheduler: which chunks are saved, and which are loaded instead of being computed.
+
+Look-ups: `pool_looks.py`. Pages that are kept for saves: `pool_saves.py`. Comparisons: `pool_audit.py`.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pd_connector.errors import Cause
+from pd_connector.pool.jobs import Fill, Save
+from pd_connector.pool.keys import (
+    CHUNK_TOKENS,
+)
+from pd_connector.pool.settings import PoolSettings
+from pd_connector.pool.store.base import Store
+from pd_connector.pool.worth import Worth
+from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.ignored import IgnoredParams
+from pd_connector.vllm.inputs import RequestIdentity
+from pd_connector.vllm.messages import WorkerActivity
+from pd_connector.vllm.pool_audit import PoolAudit
+from pd_connector.vllm.pool_looks import PoolLooks
+from pd_connector.vllm.pool_prompt import Loading, PoolPrompt, asked
+from pd_connector.vllm.pool_saves import PoolSaves
+from pd_connector.vllm.streaming import kept_pages, scheduled
+from pd_connector.vllm.windows import Windows
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_STARTS_S = 300.0
+"""How long steps are asked for until ranks have told their model, in seconds: they read all of its bytes first."""
+
+
+class PoolSide:
+    """Called by vLLM's scheduler only.
+
+    Args:
+        store: where chunks are.
+        settings: what this engine does with them.
+        windows: page sizes and windows of the engine's page tables.
+        identity: of requests' prompts.
+        ignored: told of requests whose wishes cannot be followed.
+        ranks: number of ranks of this engine.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: PoolSettings,
+        windows: Windows,
+        identity: RequestIdentity,
+        telemetry: Telemetry,
+        ignored: IgnoredParams,
+        ranks: int,
+    ) -> None:
+        self._store = store
+        self._ignored = ignored
+        self._windows = windows
+        self._identity = identity
+        self._telemetry = telemetry
+        self._ranks = ranks
+        self._settings = settings
+        self._worth = Worth()
+        self._saves = PoolSaves(windows, ranks)
+        self._audit = PoolAudit(windows, self._saves)
+        self._stepped: tuple[float, int] = (0.0, 0)  # when the last step was scheduled, its tokens
+        self._models: dict[int, bytes] = {}  # by rank
+        self._prompts: dict[str, PoolPrompt] = {}
+        self._began_s = time.monotonic()
+        self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
+
+    def bind(self, blocks: "BlockPool") -> None:
+        """Attach vLLM's pages."""
+        self._saves.bind(blocks)
+
+    @property
+    def model(self) -> bytes:
+        """The model that all ranks have loaded, as the pool knows it; empty where the pool cannot be used."""
+        told = set(self._models.values())
+        return told.pop() if len(self._models) == self._ranks and len(told) == 1 else b""
+
+    @property
+    def saving(self) -> bool:
+        """Whether pages are kept for saves."""
+        return bool(self._saves)
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks have something to tell: that pages of saves are copied, or, after their start, their model."""
+        return self.saving or (not self._models and time.monotonic() < self._began_s + _STARTS_S)
+
+    def reported(self, activity: WorkerActivity) -> None:
+        """What the ranks did since the last step."""
+        before = self.model
+        self._models.update(activity.models)
+        if self.model != before:
+            logger.info(
+                "pool: %s", "in use" if self.model else "not used: the weights are not known"
+            )
+            if before:
+                self.forget_all()
+        for request_id, cause in activity.causes.items():
+            if prompt := self._prompts.get(request_id):
+                self._failed(prompt, cause)
+        self._saves.answered(activity.saved)
+        self._saves.answered(Counter(report.request for report in activity.audits))
+        self._audit.reported(activity.audits)
+
+    def _failed(self, prompt: PoolPrompt, cause: Cause) -> None:
+        """A load of this prompt has failed; it is computed here."""
+        loading, prompt.failed = prompt.failed, None
+        if loading is None:
+            return
+        if cause is Cause.STALLED:
+            self._worth.silent(loading.found[0].tier, time.monotonic())
+        elif cause is Cause.UNAUDITED:
+            self._audit.begin(prompt, loading.tokens)
+        elif cause is Cause.AUDIT:
+            self._audit.refuse(loading.keys)
+
+    def forget_all(self) -> None:
+        """KV of the requests that run now must be neither saved nor compared."""
+        self._prompts.clear()
+        self._audit.forget()
+
+    def add(self, request: "Request") -> None:
+        """A request has been queued: begin to look for its chunks."""
+        if (
+            request.prompt_token_ids is None
+            or request.prompt_embeds is not None
+            or getattr(request, "resumable", False)
+        ):
+            return
+        try:
+            ask, adapter = asked(request), self._identity.adapters.content(request)
+        except OSError:
+            return  # its content is not known
+        except ValueError as error:
+            self._ignored.note(request.request_id, Cause.MALFORMED_PARAMS, str(error))
+            return
+        prompt = PoolPrompt(
+            request,
+            adapter,
+            self._identity.inputs(request),
+            None,
+            ask=ask,
+            reads=self._settings.read and ask.read,
+            writes=self._settings.write and ask.write,
+        )
+        self._prompts[request.request_id] = prompt
+        self._looks.begin(prompt, self.model)
+
+    def matched(self, request: "Request", computed: int) -> int | None:
+        """Tokens to load beyond the `computed` ones that are here; None: ask again."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            return 0
+        self._looks.begin(prompt, self.model)  # the model was not known when the request came
+        return self._looks.matched(prompt, computed)
+
+    def allocated(
+        self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
+    ) -> Fill | None:
+        """Pages have been allocated. Returns the command that fills them, if there is something to load."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or not prompt.loads or prompt.look is None:
+            return None
+        stop, prompt.loads, prompt.look = prompt.loads, 0, None
+        first = stop - external_tokens
+        if not external_tokens or not self.model:
+            return None
+        chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
+        keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
+        found = prompt.found[chunks.start : chunks.stop]
+        self._looks.pin(keys)
+        prompt.loading = Loading(keys, found, range(first, stop), time.monotonic())
+        tables = []
+        for table, size in zip(
+            kept_pages(blocks.get_block_ids()), self._windows.page_sizes, strict=True
+        ):
+            before = min(len(table), first // size)
+            tables.append([-1] * before + list(table[before:]))
+        return Fill(
+            request.request_id,
+            self.model,
+            tuple(prompt.chunk(number) for number in chunks),
+            first,
+            stop,
+            tuple(tables),
+        )
+
+    def load_ended(self, request_id: str, *, failed: bool) -> bool:
+        """The ranks have ended a load. Returns whether it was one from the pool."""
+        prompt = self._prompts.get(request_id)
+        if prompt is None or prompt.loading is None:
+            return False
+        loading, prompt.loading = prompt.loading, None
+        self._looks.unpin(loading.keys)
+        if failed:
+            prompt.kept = 0  # what is damaged has been removed: save it again
+            prompt.failed = loading
+            return True
+        seconds, nbytes = (
+            time.monotonic() - loading.began_s,
+            sum(one.nbytes for one in loading.found),
+        )
+        self._telemetry.count("pool_hits", len(loading.keys))
+        for tier in {one.tier for one in loading.found}:
+            self._worth.loaded(tier, 0.0, nbytes, seconds)
+        return True
+
+    def step(self, output: "SchedulerOutput") -> list[Save | Fill]:
+        """A step was scheduled. Returns saves of chunks that earlier steps have computed, and comparisons."""
+        self._measure(output)
+        if not self._prompts:
+            return []
+        for request_id in output.preempted_req_ids or ():
+            if prompt := self._prompts.get(request_id):
+                prompt.stepped = False
+        saves: list[Save | Fill] = []
+        provisional = getattr(output, "has_sync_kv_loads", False)
+        for request_id, computed in scheduled(output, self._prompts):
+            prompt = self._prompts[request_id]
+            if not prompt.stepped:
+                # Pages that it found in the cache may be filled by this very step.
+                prompt.stepped = True
+                prompt.writes &= not provisional
+                continue
+            saves += self._audit.compare(prompt, computed, prompt.pages, self.model)
+            if prompt.writes and not prompt.adapter:
+                saves += self._saves_of(prompt, computed, prompt.pages)
+        return saves
+
+    def finished(self, request: "Request", pages: Sequence[Sequence[int]]) -> list[Save | Fill]:
+        """A request has ended. Returns saves of the chunks that it has computed last, and comparisons."""
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None:
+            return []
+        if prompt.loading:
+            self._looks.unpin(prompt.loading.keys)
+            return []
+        usable = prompt.stepped and self._identity.adapters.unchanged(request)
+        commands: list[Save | Fill] = []
+        if usable:
+            computed = request.num_computed_tokens
+            commands += self._audit.compare(prompt, computed, pages, self.model)
+        self._audit.give_up(prompt)
+        if usable and prompt.writes:
+            commands += self._saves_of(prompt, request.num_computed_tokens, pages)
+        if prompt.ask.pin_s:
+            last = request.num_prompt_tokens // CHUNK_TOKENS
+            self._looks.pin_for_client(prompt.keys[1 : last + 1], prompt.ask)
+        return commands
+
+    def _measure(self, output: "SchedulerOutput") -> None:
+        """Note how long a step of a prefill took: until the next step was scheduled."""
+        now = time.monotonic()
+        began, tokens = self._stepped
+        if tokens >= CHUNK_TOKENS:
+            self._worth.computed(tokens, now - began)
+        self._stepped = now, output.total_num_scheduled_tokens
+
+    def _saves_of(
+        self, prompt: PoolPrompt, computed: int, pages: Sequence[Sequence[int]]
+    ) -> list[Save]:
+        request = prompt.request
+        # A token's KV is final once the token after it is known: drafts may be rejected.
+        stop = min(computed, request.num_tokens - 1) // CHUNK_TOKENS
+        if stop <= prompt.kept or not self.model:
+            return []
+        keys = prompt.keys or [prompt.root(self.model)]
+        known = (len(keys) - 1) * CHUNK_TOKENS
+        prompt.keys = prompt.longer(keys, request.all_token_ids[known : stop * CHUNK_TOKENS])
+        first, prompt.kept = prompt.kept, stop
+        wanted = range(first, stop)
+        there = self._store.find(prompt.keys[first + 1 : stop + 1])
+        saves = []
+        for number, found in zip(wanted, there, strict=True):
+            if found is not None:
+                continue
+            if self._saves.full:
+                self._telemetry.count("pool_misses", cause="busy")
+                break
+            saves.append(
+                self._saves.begin(self.model, prompt.chunk(number), pages, prompt.ask.tenant)
+            )
+        return saves

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request, as the pool knows it in the scheduler: its chunks, and how far they are looked up, loaded and saved."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
+
+from pd_connector.pool.jobs import PromptChunk
+from pd_connector.pool.keys import (
+    CHUNK_TOKENS,
+    Input,
+    extend,
+    inputs_digest,
+    root,
+    salt_digest,
+    token_bytes,
+)
+from pd_connector.pool.store.base import Found
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+_MOST_PIN_S = 7 * 86400.0
+
+
+class PoolAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_transfer_params.pool` of a request: what its client wants of the pool."""
+
+    read: bool = True
+    """Whether chunks of the pool may be used for it."""
+    write: bool = True
+    """Whether its chunks are saved."""
+    pin_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_PIN_S)] = 0.0
+    """How long its prompt's chunks are not evicted, in seconds."""
+    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Whose share of the pool its chunks take. By default requests of one cache salt share one."""
+
+
+def asked(request: "Request") -> PoolAsk:
+    """What the client wants of the pool.
+
+    Raises:
+        ValueError: the field cannot be followed.
+    """
+    params = request.kv_transfer_params
+    told = params.get("pool") if isinstance(params, dict) else None
+    try:
+        ask = PoolAsk() if told is None else msgspec.convert(told, PoolAsk)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"pool: {error}".replace("$.", "")) from None
+    if ask.tenant or not request.cache_salt:
+        return ask
+    return msgspec.structs.replace(ask, tenant=salt_digest(request.cache_salt).hex()[:16])
+
+
+class Look(NamedTuple):
+    """What a look-up has found."""
+
+    keys: list[bytes]  # the root, then a key for each whole chunk
+    found: list[Found]  # of the first ones, up to the first that the pool lacks
+
+
+class Loading(NamedTuple):
+    """A load under way."""
+
+    keys: list[bytes]
+    found: list[Found]
+    tokens: range
+    began_s: float
+
+
+@dataclass(slots=True)
+class PoolPrompt:
+    request: "Request"
+    adapter: str
+    inputs: tuple[Input, ...]
+    look: "Future[Look] | None"
+    ask: PoolAsk
+    reads: bool  # its look-up has yet to begin
+    writes: bool
+    pages: list[list[int]] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    stepped: bool = False  # the step that found its cached pages is over
+    kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
+    found: list[Found] = field(default_factory=list)
+    asked_s: float = 0.0  # when its look-up began
+    pays: int | None = None  # chunks from the beginning that are here or worth loading
+    loads: int = 0  # token at which a load ends; 0 without one
+    loading: "Loading | None" = None
+    failed: "Loading | None" = None  # its load, until its cause is told
+    audited: range = range(
+        0
+    )  # tokens that will be compared with the pool once they are computed here
+
+    def root(self, model: bytes) -> bytes:
+        """The parent of its first chunk."""
+        return root(model, adapter=self.adapter, salt=self.request.cache_salt or "")
+
+    def longer(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
+        """Keys of its first chunks (the root before them), and those of the chunks that `tokens` add."""
+        return keys + extend(keys[-1], tokens, self.inputs, first_chunk=len(keys) - 1)
+
+    def chunk(self, number: int) -> PromptChunk:
+        """One of its chunks, whose key is known."""
+        first, stop = number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS
+        return PromptChunk(
+            number,
+            self.keys[number + 1],
+            self.keys[number],
+            token_bytes(self.request.all_token_ids[first:stop]),
+            inputs_digest(self.inputs, number),
+            self.adapter,
+            salt_digest(self.request.cache_salt or ""),
+        )

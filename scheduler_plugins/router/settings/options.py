@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of `pd-router serve`. Defaults are those of `RouterConfig`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
+
+CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
+API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
+
+# By group, as in docs/router.md: each option's name, the word for its value, and its meaning.
+OPTIONS = {
+    "engines": (
+        ("prefill", "URL", "base URLs of the prefill engines"),
+        ("decode", "URL", "base URLs of the decode engines"),
+        ("engine", "URL", "base URLs of engines that the router asks for their side"),
+        (
+            "cpu-prefill",
+            "URL",
+            "base URLs of prefill engines without a GPU; --policy length sends them long background prompts",
+        ),
+        (
+            "kv-events",
+            "URL=EVENTS[,REPLAY]",
+            "endpoints where an engine publishes and replays its KV events (vLLM's --kv-events-config)",
+        ),
+        (
+            "tokenizer",
+            "FOLDER",
+            "folder with the model's tokenizer.json; without it, the model folder that the engines report",
+        ),
+        (
+            "profile",
+            "FILE",
+            "cost model for engines that report none; pd-connector profile writes it",
+        ),
+        (
+            "config",
+            "FILE",
+            "YAML file with engines, policies and limits; read again when it changes",
+        ),
+    ),
+    "requests": (
+        ("policy", "NAME", "policy that chooses the engines of a request"),
+        (
+            "decode-policy",
+            "NAME",
+            "rule that chooses the decode engine; without it, the rule that belongs to --policy",
+        ),
+        (
+            "front-queue",
+            "N",
+            "most requests of each class that wait at the router; 0: all wait at the engines",
+        ),
+        ("attempts", "N", "most engines that can accept one request and fail it"),
+        ("body-mib", "N", "largest request body, in MiB"),
+        ("bodies-mib", "N", "most memory of all request bodies together, in MiB"),
+    ),
+    "addresses, processes and keys": (
+        ("host", "ADDRESS", "address to listen on"),
+        ("port", "N", "port to listen on; 0: any free port"),
+        ("workers", "N", "processes that serve clients, on one port"),
+        ("connections", "N", "most client connections"),
+        (
+            "admin-port",
+            "N",
+            f"port of the admin API; the log names its token, unless {ADMIN_KEY_VARIABLE} does",
+        ),
+        ("admin-host", "ADDRESS", "address of the admin API"),
+        (
+            "exchange",
+            "ADDRESS",
+            "address to publish this router's load to other routers, such as tcp://0.0.0.0:9100",
+        ),
+        (
+            "fellows",
+            "ADDRESS",
+            f"addresses of the other routers' --exchange; all need the same {KEY_VARIABLE}",
+        ),
+        (
+            "api-key",
+            "KEY",
+            f"key for the router's own requests to the engines; better given in {API_KEY_VARIABLE}",
+        ),
+        ("tls-cert", "FILE", "file with the certificate that the router shows to clients"),
+        (
+            "tls-key",
+            "FILE",
+            "file with the key of --tls-cert; without it, the key is in the same file",
+        ),
+        ("engine-ca", "FILE", "file with the CA certificate for engines with https URLs"),
+        (
+            "allowed-origins",
+            "ORIGIN",
+            "origins of web pages that can use the router from a browser, such as https://chat.example.org; *: all",
+        ),
+        (
+            "otlp",
+            "URL",
+            "URL that spans are sent to, such as http://127.0.0.1:4318/v1/traces (extra otel)",
+        ),
+        ("log-level", None, "log level"),
+    ),
+    "times that seldom need a change": (
+        ("first-byte-timeout-s", "SECONDS", "longest wait for a stream's first byte"),
+        ("answer-timeout-s", "SECONDS", "longest wait for an answer that is not streamed"),
+        (
+            "idle-timeout-s",
+            "SECONDS",
+            "longest pause inside an answer, and longest time that a client neither sends nor reads",
+        ),
+        ("health-interval-s", "SECONDS", "pause between two health checks of one engine"),
+        ("health-timeout-s", "SECONDS", "longest wait for an answer of /health"),
+        (
+            "drain-timeout-s",
+            "SECONDS",
+            "time that an engine which refuses connections, or leaves, has to finish its requests",
+        ),
+        (
+            "shutdown-timeout-s",
+            "SECONDS",
+            "time that running requests have to finish after SIGTERM",
+        ),
+    ),
+}
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names a default only if there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_one = action.default not in (None, "", [])
+        return super()._get_help_string(action) if has_one else action.help
+
+
+def parser(config: type) -> argparse.ArgumentParser:
+    """The parser of the options. `config`: `RouterConfig`, whose import takes the time of all policies."""
+    made = argparse.ArgumentParser(
+        prog="pd-router serve",
+        description="One OpenAI API in front of prefill and decode engines.",
+        epilog=f"Secrets are read from variables: {CLIENT_KEY_VARIABLE} (the key that clients must send), "
+        f"{API_KEY_VARIABLE} (--api-key), {ADMIN_KEY_VARIABLE} (the token of the admin API) and {KEY_VARIABLE} "
+        "(shared by routers and engines).",
+        formatter_class=_Help,
+    )
+    defaults = {one.name: one.default for one in dataclasses.fields(config)}
+    for title, options in OPTIONS.items():
+        group = made.add_argument_group(title)
+        for name, metavar, meaning in options:
+            how = _SPECIAL.get(name) or _by_default(defaults[name.replace("-", "_")])
+            if metavar is not None:
+                how = {**how, "metavar": metavar}
+            group.add_argument(f"--{name}", help=meaning, **how)
+    return made
+
+
+def _by_default(default: object) -> dict[str, Any]:
+    """How an option is parsed, by its default in `RouterConfig`."""
+    if isinstance(default, tuple):
+        return {"nargs": "+", "action": "extend"}
+    return {"type": type(default), "default": default}
+
+
+def _kv_events(text: str) -> tuple[str, tuple[str, str | None]]:
+    """Parse `http://host:8100=tcp://host:5557,tcp://host:5558`: an engine's URL, and the endpoints of its events."""
+    url, separator, addresses = text.partition("=")
+    events, _, replay = addresses.partition(",")
+    if not separator or not events:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must look like http://host:8100=tcp://host:5557,tcp://host:5558"
+        )
+    return url, (events, replay or None)
+
+
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "kv-events": {"nargs": "+", "action": "extend", "default": [], "type": _kv_events},
+    "config": {"type": Path},
+    "admin-port": {"type": int},
+    "api-key": {"default": argparse.SUPPRESS},  # otherwise the help would show the variable's value
+    "log-level": {"default": "INFO", "choices": ["DEBUG", "INFO", "WARNING", "ERROR"]},
+}

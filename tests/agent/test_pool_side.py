@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two agents and one store: what one rank saved, another rank loads; what is wrong with it ends the load."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support.agents import MODEL, SHORT, Rank, Ranks, geometry_of, ranks
+from support.waits import until
+
+from pd_connector.agent import pool_loads
+from pd_connector.errors import Cause
+from pd_connector.kv.geometry import Shard, page_span
+from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
+from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.protocol.consuming.incoming import Finished
+
+__all__ = ["ranks"]
+
+FACTS = msgspec.structs.replace(MODEL, weights_full=b"all bytes")
+ROOT = model_root(FACTS)
+PAGE, OTHER_PAGE = 16, 32
+CHUNKS = 2
+TOKENS = list(range(CHUNKS * CHUNK_TOKENS))
+
+
+@pytest.fixture
+def store() -> Iterator[LocalStore]:
+    folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
+    found = LocalStore(Space(folder / "pool", 64 << 20))
+    yield found
+    found.close()
+    shutil.rmtree(folder)
+
+
+Make = Callable[..., Rank]
+
+
+@pytest.fixture
+def rank(ranks: Ranks, store: LocalStore) -> Make:
+    """Makes a rank by page size and name."""
+
+    def make(page_size: int, name: str, **options: Any) -> Rank:
+        geometry = geometry_of(Shard(0, 2, 0, 1), page_size=page_size)
+        told = {"facts": FACTS, "seed": len(name), "engine_id": name, **options}
+        return ranks(SHORT, geometry=geometry, store=store, **told)
+
+    return make
+
+
+def chunks() -> list[PromptChunk]:
+    assert ROOT is not None
+    first = root(ROOT)
+    keys = [first, *extend(first, TOKENS)]
+    return [
+        PromptChunk(
+            number,
+            keys[number + 1],
+            keys[number],
+            token_bytes(TOKENS[number * CHUNK_TOKENS : (number + 1) * CHUNK_TOKENS]),
+            b"",
+            "",
+            salt_digest(""),
+        )
+        for number in range(CHUNKS)
+    ]
+
+
+def save(writer: Rank, store: LocalStore) -> list[int]:
+    """Save both chunks from the writer's pages, in an order of their own; returns the pages."""
+    pages = list(range(len(TOKENS) // PAGE))[::-1]
+    tried = itertools.count()
+    for chunk in chunks():
+        span = page_span(chunk.first_token, chunk.stop_token, PAGE)
+
+        def there(chunk: PromptChunk = chunk, span: range = span) -> bool:
+            """A store on a busy machine may turn a part away."""
+            name = f"save {next(tried)}"
+            writer.agent.submit(Save(name, ROOT or b"", chunk, (pages[span.start : span.stop],)))
+            assert isinstance(writer.end_of(name), Saved)
+            with contextlib.suppress(TimeoutError, AssertionError):
+                until(lambda: store.find([chunk.key])[0] is not None, "the chunk", 2.0)
+                return True
+            return False
+
+        until(there, "a chunk in the store", 60.0)
+    return pages
+
+
+def fill(reader: Rank, name: str = "request", **changes: Any) -> Finished:
+    pages = list(range(len(TOKENS) // OTHER_PAGE))
+    job = Fill(name, ROOT or b"", tuple(chunks()), 0, len(TOKENS), (pages,))._replace(**changes)
+    reader.agent.submit(job)
+    found = reader.end_of(name)
+    assert isinstance(found, Finished)
+    return found
+
+
+def kv(of: Rank, pages: list[int], page_size: int) -> torch.Tensor:
+    """`[layer, token, head, K and V]`, as bits."""
+    found = []
+    for layer in of.layers.values():
+        keys = layer[..., : page_size * 6].unflatten(2, (page_size, 6))
+        values = layer[..., page_size * 6 :].unflatten(2, (page_size, 4))
+        both = torch.cat([keys, values], 3)[pages].transpose(1, 2).flatten(0, 1)
+        found.append(both.reshape(len(pages) * page_size, -1))
+    return torch.stack(found).view(torch.int16)
+
+
+def files(store: LocalStore) -> list[Path]:
+    return sorted(Path(store.status().tiers[0].path).rglob("data/*"))
+
+
+def test_another_engine_with_other_pages_loads_what_one_has_saved(
+    store: LocalStore, rank: Make
+) -> None:
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other")
+    saved = save(writer, store)
+    assert fill(reader).cause is None
+    loaded = list(range(len(TOKENS) // OTHER_PAGE))
+    assert torch.equal(kv(reader, loaded, OTHER_PAGE), kv(writer, saved, PAGE))
+
+
+def test_a_flipped_byte_ends_the_load_and_the_chunk(store: LocalStore, rank: Make) -> None:
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other")
+    save(writer, store)
+    data = bytearray(files(store)[0].read_bytes())
+    data[-1] ^= 1
+    files(store)[0].write_bytes(data)
+    found = fill(reader)
+    assert found.cause is Cause.POOL
+    assert "differ from their sum" in found.detail
+    assert None in store.find([chunk.key for chunk in chunks()]), "it is not asked for again"
+
+
+def test_kv_of_other_weights_is_not_loaded(store: LocalStore, rank: Make) -> None:
+    other = msgspec.structs.replace(FACTS, weights_full=b"others")
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "b", facts=other)
+    save(writer, store)
+    assert fill(reader).cause is Cause.MODEL
+    found = fill(reader, "again", model=model_root(other))
+    assert found.cause is Cause.POOL, "a key that is found says nothing yet"
+
+
+def test_a_save_of_other_weights_writes_nothing(store: LocalStore, rank: Make) -> None:
+    writer = rank(PAGE, "a")
+    pages = tuple(range(CHUNK_TOKENS // PAGE))
+    writer.agent.submit(Save("save", b"n" * 32, chunks()[0], (pages,)))
+    assert isinstance(writer.end_of("save"), Saved), "its pages come free all the same"
+    assert files(store) == []
+
+
+def ones(*ranks: Rank) -> None:
+    """Give all pages the same KV, so that pages of any size are alike."""
+    for of in ranks:
+        for layer in of.layers.values():
+            layer.fill_(1.0)
+
+
+def test_a_writer_is_believed_after_one_comparison(store: LocalStore, rank: Make) -> None:
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other", audits=True)
+    ones(writer, reader)
+    save(writer, store)
+    assert fill(reader).cause is Cause.UNAUDITED
+    assert fill(reader, "compare", compares=True).cause is None
+    assert fill(reader, "again").cause is None
+
+
+def test_a_writer_whose_kv_differs_is_not_believed_any_more(store: LocalStore, rank: Make) -> None:
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other", audits=True)
+    ones(writer, reader)
+    save(writer, store)
+    reader.layers[1][3] = 7.0  # one page of one layer
+    assert fill(reader, "compare", compares=True).cause is Cause.AUDIT
+    assert reader.layers[1][3].eq(7.0).all(), "a comparison writes nothing"
+    assert fill(reader, "again").cause is Cause.AUDIT
+
+
+def test_what_an_engine_wrote_itself_needs_no_audit(store: LocalStore, rank: Make) -> None:
+    writer = rank(PAGE, "a", audits=True)
+    pages = save(writer, store)
+    assert fill(writer, pages=(pages,)).cause is None
+
+
+def test_a_store_that_does_not_answer_ends_the_load_and_what_comes_later_is_dropped(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, read = threading.Event(), pool_loads.Loader.read
+
+    def hangs(*args: Any) -> Any:
+        released.wait(30)
+        return read(*args)
+
+    monkeypatch.setattr(pool_loads, "_STALL_S", 0.2)
+    monkeypatch.setattr(pool_loads.Loader, "read", hangs)
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other")
+    save(writer, store)
+    pages = list(range(len(TOKENS) // OTHER_PAGE))
+    before = kv(reader, pages, OTHER_PAGE).clone()
+    assert fill(reader).cause is Cause.STALLED
+    released.set()
+    elsewhere = [page + len(pages) for page in pages]
+    monkeypatch.setattr(pool_loads, "_STALL_S", 30.0)
+    assert fill(reader, "again", pages=(elsewhere,)).cause is None
+    assert torch.equal(kv(reader, pages, OTHER_PAGE), before), "its pages may be others' by now"

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Books that are held, damaged or gone, file systems without room, folders removed by hand: saves may fail, look-ups do not."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from chunks import begin, chain, loads, save, there
+from whole import problems
+
+from pd_connector.errors import ConfigError, PoolError
+from pd_connector.pool.store.base import Refusal, Why
+from pd_connector.pool.store.folder import charge_of
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+
+CHARGE = charge_of(10_000)
+Open = Callable[..., LocalStore]
+HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+store = LocalStore(Space(Path(sys.argv[1]), 1 << 26))
+with store._books.transaction(reading=sys.argv[2] == "reads", wait_s=10):
+    store._books._connection.execute("SELECT * FROM chunks").fetchall()
+    print("holds", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 30
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture(params=["writes", "reads"])
+def holder(
+    request: pytest.FixtureRequest, folder: Path
+) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts a process that is stopped within a transaction."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-c", HOLDER, str(folder / "pool"), request.param]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holds\n"
+        assert eventually(lambda: "T (stopped)" in Path(f"/proc/{process.pid}/status").read_text())
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_process_stopped_within_a_transaction_costs_saves_only(
+    open_store: Open, holder: Callable[[], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd_connector.pool.store.books.PATIENCE_S", 3600.0)
+    store = open_store()
+    keys = chain("a", 3)
+    save(store, keys)
+    process = holder()
+    refused = begin(store, *chain("b", 1))
+    assert isinstance(refused, Refusal)
+    assert refused.why is Why.UNWELL
+    assert there(store, keys) == 3
+    assert store.pin(keys, for_s=1) == 3
+    assert all(loads(store, key) for key in keys)
+    assert store.status().tiers[0].chunks == 3
+    process.send_signal(signal.SIGCONT)
+    process.wait(30)
+    assert save(store, chain("b", 1)) == 1
+
+
+def test_after_a_while_the_others_make_books_of_their_own(
+    open_store: Open, holder: Callable[[], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd_connector.pool.store.books.PATIENCE_S", 0.2)
+    store = open_store()
+    keys = chain("a", 3)
+    save(store, keys)
+    process = holder()
+    assert save(store, chain("b", 2), patience_s=30) == 2
+    assert there(store, keys) == 3
+    process.send_signal(signal.SIGCONT)
+    process.wait(30)
+    assert there(store, keys) == 3
+    assert store.status().tiers[0].chunks == 5
+    store.keeper.sweep()
+    assert problems(store) == []
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def overwrite(file: Path) -> None:
+    file.write_bytes(os.urandom(file.stat().st_size))
+
+
+def half(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def alter_rows(file: Path) -> None:
+    """Flip bytes in the pages of tables."""
+    data = bytearray(file.read_bytes())
+    for place in range(5000, len(data), 501):
+        data[place] ^= 0xFF
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [empty, overwrite, half, alter_rows, Path.unlink])
+def test_damaged_books_are_made_anew_from_the_files(
+    harm: Callable[[Path], None], open_store: Open, folder: Path
+) -> None:
+    store = open_store(20 * CHARGE)
+    keys = chain("a", 10)
+    save(store, keys)
+    root = folder / "pool" / "v1"
+    harm(root / os.readlink(root / "books"))
+    assert there(store, keys) == 10
+    assert all(loads(store, key) for key in keys)
+    for number in range(30):
+        assert save(store, chain(f"{number}", 1), patience_s=30) == 1
+    store.keeper.sweep()
+    assert store.status().tiers[0].nbytes <= 20 * CHARGE
+    assert len(list((root / "data").iterdir())) <= 20
+
+
+def test_books_of_nobody_knows_what_are_not_followed(open_store: Open, folder: Path) -> None:
+    store = open_store()
+    save(store, chain("a", 1))
+    link = folder / "pool" / "v1" / "books"
+    link.unlink()
+    link.symlink_to("/etc/passwd")
+    assert save(store, chain("b", 1), patience_s=30) == 1
+    assert there(store, chain("a", 1)) == 1
+
+
+def test_a_pool_removed_by_hand_begins_anew(open_store: Open, folder: Path) -> None:
+    store = open_store()
+    save(store, chain("a", 2))
+    shutil.rmtree(folder / "pool")
+    assert there(store, chain("a", 2)) == 0
+    assert save(store, chain("b", 2), patience_s=30) == 2
+    assert there(store, chain("b", 2)) == 2
+    assert problems(store) == []
+
+
+def test_a_forked_child_keeps_nothing_of_its_dead_parent(open_store: Open, folder: Path) -> None:
+    """Such as a worker that an engine has forked and that outlives it."""
+    script = (
+        "import os, sys, time; sys.path[:0] = sys.argv[2:]; from pathlib import Path\n"
+        "from chunks import begin, chain\n"
+        "from pd_connector.pool.store.local import LocalStore, Space\n"
+        "store = LocalStore(Space(Path(sys.argv[1]), 1 << 26))\n"
+        "writing = begin(store, *chain('a', 1))\n"
+        "pid = os.fork()\n"
+        "if not pid: time.sleep(600)\n"
+        "print(pid, flush=True); os._exit(0)\n"
+    )
+    arguments = [sys.executable, "-c", script, str(folder / "pool"), str(Path(__file__).parent)]
+    store = open_store()
+    parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.wait(30)
+    try:
+        store.keeper.sweep()
+        assert store.status().writing == 0
+        assert save(store, chain("a", 1)) == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+
+
+def test_a_child_of_the_process_cannot_save(open_store: Open) -> None:
+    store = open_store()
+    save(store, chain("a", 1))
+    pid = os.fork()
+    if not pid:
+        answer = begin(store, *chain("b", 1))
+        os._exit(0 if isinstance(answer, Refusal) and there(store, chain("a", 1)) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert save(store, chain("b", 1)) == 1
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    path = tmp_path / "small"
+    path.mkdir(mode=0o700)
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "none", path], check=False
+    ).returncode:
+        pytest.skip("needs root, to mount a small file system")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_memory_takes_new_chunks_in_the_place_of_old_ones(small: Path) -> None:
+    """Others use the same tmpfs, so it can be full long before the budget is."""
+    store = LocalStore(Space(small / "pool", 1 << 30))
+    try:
+        saved = [save(store, chain(f"{number}", 1), nbytes=100_000) for number in range(30)]
+        assert saved == [1] * 30
+        assert there(store, chain("29", 1)) == 1
+        assert loads(store, *chain("29", 1))
+        assert problems(store) == []
+    finally:
+        store.close()
+
+
+def test_a_memory_full_of_others_bytes_refuses_and_recovers(small: Path) -> None:
+    store = LocalStore(Space(small / "pool", 1 << 30))
+    try:
+        save(store, chain("a", 1))
+        left = os.statvfs(small)
+        with (small / "other").open("wb") as other:
+            os.posix_fallocate(other.fileno(), 0, left.f_bavail * left.f_frsize)
+        refused = begin(store, *chain("b", 1), nbytes=200_000)
+        assert isinstance(refused, Refusal)
+        assert there(store, chain("c", 1)) == 0
+        (small / "other").unlink()
+        assert save(store, chain("b", 1), nbytes=200_000, patience_s=30) == 1
+        assert problems(store) == []
+    finally:
+        store.close()
+
+
+def test_a_full_disk_loses_what_leaves_memory_and_nothing_else(folder: Path, small: Path) -> None:
+    store = LocalStore(Space(folder / "pool", 20 * CHARGE), Space(small / "kv", 1 << 30))
+    try:
+        for number in range(200):
+            assert save(store, chain(f"{number}", 1)) == 1
+        assert there(store, chain("199", 1)) == 1
+        found = [chain(f"{number}", 1)[0] for number in range(200)]
+        assert all(loads(store, key) for key in found if store.find([key])[0])
+        assert problems(store) == []
+    finally:
+        store.close()
+
+
+def test_a_write_that_fails_frees_its_room(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    writing = begin(store, *chain("a", 1))
+    assert not isinstance(writing, Refusal)
+
+    def fails(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fails)
+        with pytest.raises(PoolError, match="No space left"):
+            writing.write(0, memoryview(b"x"))
+    assert not writing.publish()
+    assert problems(store) == []
+    assert store.status().tiers[0].nbytes == 0
+
+
+def test_two_pools_do_not_share_a_disk(folder: Path, tmp_path: Path) -> None:
+    """Two containers with a /dev/shm of their own each, and one disk."""
+    one = LocalStore(Space(folder / "one", 1 << 26), Space(tmp_path / "disk", 1 << 26))
+    with pytest.raises(ConfigError, match="another pool uses this folder"):
+        LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26))
+    one.close()
+    LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26)).close()
+
+
+def test_what_a_reboot_leaves_on_the_disk_is_found_at_once(folder: Path, tmp_path: Path) -> None:
+    disk = Space(tmp_path / "disk", 1 << 26)
+    store = LocalStore(Space(folder / "pool", 1 << 26), disk)
+    keys = chain("a", 3)
+    save(store, keys)
+    assert all(store.keeper.copy(key, 1) for key in keys)
+    store.close()
+    shutil.rmtree(folder / "pool")
+    store = LocalStore(Space(folder / "pool", 1 << 26), disk)
+    assert there(store, keys) == 3
+    assert all(loads(store, key) for key in keys)
+    assert store.status().tiers[1].chunks == 3
+    store.close()
+
+
+def test_files_and_folders_are_this_users_alone(open_store: Open, folder: Path) -> None:
+    old = os.umask(0)
+    try:
+        store = open_store()
+        save(store, chain("a", 2))
+    finally:
+        os.umask(old)
+    for path in [folder / "pool", *(folder / "pool").rglob("*")]:
+        if not path.is_symlink():
+            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether books and folders of a store agree, and nothing is left that nobody uses."""
+
+import os
+import time
+
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.stocktaking import sums_differ
+
+
+def problems(store: LocalStore, writing: int = 0) -> list[str]:
+    """What is wrong while no other process uses the store; empty if all is well. The store's own thread may still be at work."""
+    until = time.monotonic() + 20
+    while (found := _problems(store, writing)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def _problems(store: LocalStore, writing: int) -> list[str]:
+    holdings, found = store._holdings, []
+    holdings.flush()
+    for tier, part in enumerate(holdings.folders):
+        staged = os.listdir(part.staged)
+        if len(staged) > writing:
+            found.append(f"{part.name}: staged {staged}")
+        entries = {key: part.entry(key) for key in part.entered()}
+        files = {name for key, entry in entries.items() if entry for name in entry.files(key)}
+        for key, entry in entries.items():
+            if entry is None or not part.is_whole(key, entry):
+                found.append(f"{part.name}: {key.hex()} is not whole")
+        data = set(os.listdir(part.data))
+        if data != files:
+            found.append(
+                f"{part.name}: data without entries {data - files}, missing {files - data}"
+            )
+        with holdings.books.transaction() as books:
+            rows = {
+                key for (key,) in books.execute("SELECT key FROM chunks WHERE tier = ?", (tier,))
+            }
+            rest = books.execute("SELECT * FROM files WHERE tier = ?", (tier,)).fetchall()
+            leaving = books.execute("SELECT * FROM leaving WHERE tier = ?", (tier,)).fetchall()
+            pins = books.execute("SELECT * FROM pins WHERE NOT named").fetchall()
+            (budget, nbytes) = books.execute(
+                "SELECT budget, bytes FROM tiers WHERE tier = ?", (tier,)
+            ).fetchone()
+        if rows != set(entries):
+            lost, unknown = rows - set(entries), set(entries) - rows
+            found.append(
+                f"{part.name}: rows without entries {lost}, entries without rows {unknown}"
+            )
+        if len(rest) > writing or leaving or pins:
+            found.append(f"{part.name}: left in the books: {rest} {leaving} {pins}")
+        size = sum(file.stat().st_blocks * 512 for file in (part.path / "data").iterdir())
+        if size > budget or nbytes > budget:
+            found.append(f"{part.name}: {size} bytes, {nbytes} in the books, budget {budget}")
+    with holdings.books.transaction() as books:
+        if sums_differ(books):
+            found.append("sums differ")
+    return found

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool is never much slower than no pool: chunks are loaded only as far as that is faster than computing them."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.worth import FIRST_PAUSE_S, LONGEST_PAUSE_S, Worth
+
+CHUNK = 4 << 20
+_speeds = st.tuples(st.floats(0, 0.5), st.floats(1e6, 1e10))
+
+
+def worth(token_s: float = 1e-3, **tiers: tuple[float, float]) -> Worth:
+    """Tiers by name: latency in seconds, and bytes a second."""
+    found = Worth()
+    found.computed(1000, 1000 * token_s)
+    for name, (latency_s, bytes_per_s) in tiers.items():
+        found.loaded(name, latency_s, CHUNK, CHUNK / bytes_per_s)
+    return found
+
+
+def hit(chunks: int, tier: str = "memory") -> list[tuple[str, int]]:
+    return [(tier, CHUNK)] * chunks
+
+
+@given(
+    st.floats(1e-6, 1e-2),
+    _speeds,
+    _speeds,
+    st.lists(st.sampled_from(["memory", "disk"]), max_size=12),
+)
+def test_as_many_chunks_are_loaded_as_save_most_time(
+    token_s: float, memory: tuple[float, float], disk: tuple[float, float], tiers: list[str]
+) -> None:
+    speeds = {"memory": memory, "disk": disk}
+    found = [(tier, CHUNK) for tier in tiers]
+
+    def seconds(loaded: int) -> float:
+        """Until the whole hit is in the cache, in one way or the other."""
+        waits = sum(speeds[tier][0] for tier in set(tiers[:loaded]))
+        moved = sum(CHUNK / speeds[tier][1] for tier in tiers[:loaded])
+        return waits + moved + (len(tiers) - loaded) * CHUNK_TOKENS * token_s
+
+    chosen = seconds(worth(token_s, **speeds).chunks(found, 0.0))
+    assert chosen <= min(map(seconds, range(len(tiers) + 1))) * (1 + 1e-9) + 1e-9
+
+
+def test_what_was_not_measured_is_loaded() -> None:
+    assert Worth().chunks(hit(9), 0.0) == 9
+    assert worth().chunks(hit(9), 0.0) == 9
+
+
+def test_one_load_from_a_slow_store_suffices_to_leave_it() -> None:
+    for speeds in ((0.0, 20e6), (0.5, 1e9)):
+        slow = worth(token_s=1e-3, memory=speeds)
+        assert slow.chunks(hit(3), 0.0) == 0
+    assert worth(token_s=1e-3, memory=(0.5, 1e9)).chunks(hit(10), 0.0) == 10, (
+        "ten chunks are worth waiting for"
+    )
+
+
+def test_a_fast_tier_is_used_up_to_the_first_chunk_of_a_slow_one() -> None:
+    both = worth(memory=(0.0, 1e10), disk=(0.0, 20e6))
+    assert both.chunks([*hit(3), *hit(4, "disk"), *hit(1)], 0.0) == 3
+    assert both.chunks([*hit(3), *hit(1, "disk"), *hit(9)], 0.0) == 13, (
+        "one slow chunk before many fast ones"
+    )
+
+
+def test_of_a_slow_store_a_chunk_is_loaded_now_and_then() -> None:
+    slow = worth(memory=(0.5, 1e9))
+    tried = []
+    for now in range(300):
+        if slow.chunks(hit(3), float(now)):
+            tried.append(now)
+            slow.loaded("memory", 0.5, CHUNK, CHUNK / 1e9)
+    assert tried[0] == FIRST_PAUSE_S
+    pauses = [b - a for a, b in itertools.pairwise(tried)]
+    assert pauses[:2] == [10, 20]
+    assert set(pauses[2:]) == {LONGEST_PAUSE_S}
+
+
+def test_a_store_that_has_become_fast_is_used_again() -> None:
+    store = worth(memory=(0.5, 1e9))
+    assert store.chunks(hit(3), 0.0) == 0
+    for now in (5.0, 15.0, 35.0, 65.0):
+        loaded = store.chunks(hit(3), now)
+        assert loaded
+        store.loaded("memory", 0.001, loaded * CHUNK, loaded * CHUNK / 1e9)
+    assert loaded == 3
+
+
+def test_a_store_that_does_not_answer_is_left_alone_for_5_to_30_seconds() -> None:
+    store = worth(memory=(0.0, 1e10))
+    now, pauses = 0.0, []
+    for _ in range(5):
+        store.silent("memory", now)
+        assert store.chunks(hit(3), now + FIRST_PAUSE_S - 0.1) == 0
+        waited = next(s for s in range(100) if store.chunks(hit(3), now + s))
+        pauses.append(waited)
+        now += waited
+    assert pauses == [5, 10, 20, 30, 30]
+    store.loaded("memory", 0.0, CHUNK, CHUNK / 1e10)
+    store.silent("memory", now)
+    assert store.chunks(hit(3), now + 5) == 3, "it has answered since"
+
+
+def test_chunks_behind_one_in_a_silent_tier_are_not_loaded() -> None:
+    store = worth(memory=(0.0, 1e10), disk=(0.0, 1e10))
+    store.silent("disk", 0.0)
+    assert store.chunks([*hit(2), *hit(1, "disk"), *hit(2)], 1.0) == 2

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector pool`: what an operator sees of the KV pool of a host."""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.pool_records import record
+from typer.testing import CliRunner, Result
+
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.record import Record, encode, sealed
+from pd_connector.pool.settings import SHM_VARIABLE, PoolSettings, load
+from pd_connector.pool.store.base import Refusal
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.tools.cli.pool import app
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolSettings]:
+    """A pool of this test alone."""
+    shm = tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm")
+    monkeypatch.setenv(SHM_VARIABLE, shm)
+    found = load({"memory": "64MiB", "dir": str(tmp_path / "kv"), "disk": "128MiB"})
+    assert found is not None
+    yield found
+    shutil.rmtree(shm)
+
+
+def part_of(first_token: int) -> tuple[bytes, Record]:
+    """The bytes of a part, and its record."""
+    tokens = range(first_token, first_token + CHUNK_TOKENS)
+    empty = record(tokens, parts=1)
+    payload = random.Random(first_token).randbytes(empty.payload_bytes)
+    layers = sealed(empty.form, empty.geometry, memoryview(payload))
+    whole = msgspec.structs.replace(empty, layers=layers)
+    return encode(whole) + payload, whole
+
+
+PARTS = [part_of(number * CHUNK_TOKENS) for number in range(3)]
+KEYS = [one.key for _, one in PARTS]
+NBYTES = len(PARTS[0][0])
+
+
+@pytest.fixture
+def store(settings: PoolSettings) -> Iterator[LocalStore]:
+    """The store of an engine, with three chunks."""
+    opened = settings.open()
+    for number, (data, told) in enumerate(PARTS):
+        writing = opened.begin(
+            told.key,
+            parent=told.parent,
+            part=told.part,
+            parts=1,
+            nbytes=len(data),
+            tenant=f"team {number % 2}",
+        )
+        assert not isinstance(writing, Refusal)
+        writing.write(0, memoryview(data))
+        assert writing.publish()
+    yield opened
+    opened.close()
+
+
+def call(*arguments: str, answer: str | None = None) -> Result:
+    return CliRunner().invoke(app, arguments, input=answer)
+
+
+def test_without_a_pool_it_says_how_one_comes_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHM_VARIABLE, str(tmp_path))
+    for command in ("status", "ls", "verify", "clear"):
+        result = call(command)
+        assert result.exit_code == 1
+        assert "config key `pool`" in result.output
+        assert SHM_VARIABLE in result.output
+
+
+@pytest.mark.usefixtures("store")
+def test_status_shows_tiers_tenants_and_engines(settings: PoolSettings) -> None:
+    told = json.loads(call("status", "--json").output)
+    memory, disk = told["tiers"]
+    assert (memory["chunks"], memory["budget"], memory["path"]) == (
+        3,
+        64 << 20,
+        str(settings.memory.path),
+    )
+    assert (disk["chunks"], disk["budget"]) == (0, 128 << 20)
+    assert set(memory["tenants"]) == {"team 0", "team 1"}
+    assert told["engines"] == 1
+    shown = call("status").output
+    assert "64 MiB" in shown
+    assert "tenant team 1" in shown
+
+
+@pytest.mark.usefixtures("store")
+def test_a_command_changes_no_budget() -> None:
+    for command in ("status", "ls", "verify"):
+        assert call(command).exit_code == 0
+    assert [tier["budget"] for tier in json.loads(call("status", "--json").output)["tiers"]] == [
+        64 << 20,
+        128 << 20,
+    ]
+
+
+@pytest.mark.usefixtures("store")
+def test_ls_lists_chunks_of_all_or_one_tenant() -> None:
+    assert len(call("ls").output.splitlines()) == 3
+    (line,) = call("ls", "--tenant", "team 1", "--json").output.splitlines()
+    chunk = json.loads(line)
+    assert (chunk["key"], chunk["nbytes"], chunk["parts"]) == (
+        KEYS[1].hex(),
+        NBYTES,
+        [PARTS[1][1].part],
+    )
+
+
+def flip(file: Path, place: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ 1]))
+
+
+def swap(file: Path, place: int) -> None:
+    """Put the file of another chunk in its place."""
+    (other,) = file.parent.glob(f"{KEYS[2].hex()}.*")
+    other.replace(file)
+
+
+@pytest.mark.parametrize(
+    ("harm", "place", "said"),
+    [
+        (os.truncate, 5, "has 5 bytes"),
+        (flip, 0, "no file of the pool"),
+        (flip, 100, "record differs from its sum"),
+        (flip, NBYTES - 1, "the bytes of layer 1 differ from their sum"),
+        (swap, 0, f"of chunk {KEYS[2].hex()}"),
+    ],
+    ids=["cut", "magic", "record", "payload", "swapped"],
+)
+def test_verify_finds_damage_and_removes_it_when_told_to(
+    harm: Callable[[Path, int], object],
+    place: int,
+    said: str,
+    store: LocalStore,
+    settings: PoolSettings,
+) -> None:
+    assert "3 chunks with" in call("verify").output
+    (file,) = (settings.memory.path / "v1" / "data").glob(f"{KEYS[1].hex()}.*")
+    harm(file, place)
+    result = call("verify", "--remove")
+    assert result.exit_code == 1
+    assert f"damaged: {KEYS[1].hex()}" in result.output
+    assert said in result.output
+    assert call("verify").exit_code == 0
+    assert store.find([KEYS[1]]) == [None]
+    assert store.find([KEYS[0]])[0]
+
+
+def test_verify_alone_removes_nothing(store: LocalStore, settings: PoolSettings) -> None:
+    (file,) = (settings.memory.path / "v1" / "data").glob(f"{KEYS[1].hex()}.*")
+    flip(file, NBYTES - 1)
+    assert call("verify").exit_code == 1
+    assert store.find([KEYS[1]])[0]
+
+
+def test_clear_asks_and_removes_all_while_an_engine_uses_the_pool(store: LocalStore) -> None:
+    assert call("clear", answer="n\n").exit_code == 1
+    assert store.find([KEYS[0]])[0]
+    assert "3 chunks removed" in call("clear", "--yes").output
+    assert not store.find([KEYS[0]])[0]
+    assert "0 chunks removed" in call("clear").output
+
+
+def test_what_is_left_on_the_disk_after_a_reboot_is_shown(
+    store: LocalStore, settings: PoolSettings
+) -> None:
+    assert settings.disk is not None
+    assert store.keeper.copy(KEYS[0], 1)
+    store.close()
+    shutil.rmtree(settings.memory.path.parent)
+    assert call("ls").exit_code == 1
+    (line,) = call("ls", "--dir", str(settings.disk.path)).output.splitlines()
+    assert "disk" in line
