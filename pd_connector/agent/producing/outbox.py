@@ -17,7 +17,7 @@ from pd_connector.memory.slab import Slab
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.producing.outgoing import SendChunk
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.header import encode_header, header_of
+from pd_connector.protocol.wire.header import encode_header
 from pd_connector.transport.base import LEAST_PIECE_BYTES
 from pd_kernels.checksum import checksum_of
 
@@ -294,13 +294,4 @@ class Outbox:
         return InFlight(send.session, send.transfer, send_slot, nbytes, deadline)
 
     def _header(self, send: SendChunk, nbytes: int, checksum: bytes) -> bytes:
-        header = header_of(
-            send.chunk,
-            transfer=send.transfer,
-            epoch=self._epoch,
-            identity=send.identity,
-            codec=send.route.codec,
-            nbytes=nbytes,
-            checksum=checksum,
-        )
-        return encode_header(header)
+        return encode_header(send.header(self._epoch, nbytes, checksum))

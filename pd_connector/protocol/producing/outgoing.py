@@ -8,6 +8,7 @@ from pd_connector.errors import Cause
 from pd_connector.plan.chunks import Chunk, least_chunk_limit
 from pd_connector.plan.route import Route
 from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import ChunkHeader, header_of
 from pd_connector.protocol.wire.last_words import LastWords
 
 SessionId = bytes
@@ -82,6 +83,18 @@ class SendChunk(NamedTuple):
         """Whether the engine still has all of these pages."""
         wanted = len(self.chunk.pages(self.route.source.page_size))
         return len(self.pages) == wanted and min(self.pages) >= 0
+
+    def header(self, epoch: int, nbytes: int, checksum: bytes) -> ChunkHeader:
+        """What this producer says of the chunk."""
+        return header_of(
+            self.chunk,
+            transfer=self.transfer,
+            epoch=epoch,
+            identity=self.identity,
+            codec=self.route.codec,
+            nbytes=nbytes,
+            checksum=checksum,
+        )
 
 
 Action = Reply | Free
