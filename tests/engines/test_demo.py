@@ -2,6 +2,7 @@
 """`pd-connector demo` as a user runs it: it ends by itself, and nothing is left however it ends."""
 
 import os
+import shutil
 import signal
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from harness import (
     wait_until,
 )
+from support.wheels import build, copy_source, installed
 
 from pd_connector.tools.launch import Family
 
@@ -23,8 +25,21 @@ def demo(tmp_path):
         yield family, log
 
 
-def test_every_answer_equals_one_engines_and_no_process_is_left(demo):
-    family, log = demo
+@pytest.fixture
+def wheel_s_demo(tmp_path, monkeypatch):
+    """The command of a wheel that is installed beside vLLM. The clone is out of reach."""
+    commands = installed(build(copy_source(tmp_path)), tmp_path / "environment")
+    shutil.rmtree(tmp_path / "source")
+    log = tmp_path / "output"
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with Family([str(commands / "pd-connector"), "demo"], env={"COLUMNS": "120"}, log=log) as it:
+        yield it, log
+
+
+def test_two_engines_and_a_router_of_a_wheel_answer_as_one_engine(wheel_s_demo):
+    """Also: no process is left."""
+    family, log = wheel_s_demo
     wait_until(lambda: family.returncode is not None, log.read_text, deadline_s=600)
     said = log.read_text()
     assert family.returncode == 0, said
