@@ -31,5 +31,10 @@ def load_config(text: str) -> Config:
             f"audit {audit!r}: a decode engine of SGLang computes no prompt, so it has nothing to compare KV "
             "with; leave `audit` out (config key audit)"
         )
+    if found.get("pool"):
+        raise ConfigError(
+            "pool: only vLLM's engines have a KV pool in this version; leave `pool` out, and see "
+            "HiCache for SGLang's own (config key pool)"
+        )
     # A request names its prefill engine by an address without a seal.
     return Config.load({"peers": LOOPBACK, **found}, host_variable=HOST_VARIABLE)

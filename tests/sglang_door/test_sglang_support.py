@@ -143,6 +143,13 @@ def test_an_audit_that_is_asked_for_is_refused_because_nothing_is_computed(audit
     assert load_config('{"audit": "off"}').audit == "off"
 
 
+@pytest.mark.parametrize("pool", ["true", '{"memory": "1GiB"}'])
+def test_a_pool_that_is_asked_for_is_refused_and_not_left_out_in_silence(pool: str) -> None:
+    with pytest.raises(ConfigError, match="only vLLM's engines have a KV pool"):
+        load_config(f'{{"pool": {pool}}}')
+    assert load_config('{"pool": false}').pool is False
+
+
 def test_the_backend_is_registered_and_its_classes_are_ours() -> None:
     plugin.register()
     plugin.register()  # harmless to repeat
