@@ -21,6 +21,7 @@ from pd_connector.pool import host
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
+from pd_connector.pool.told import find_engine
 from pd_connector.vllm import pool
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
 
@@ -275,3 +276,23 @@ def test_an_engine_can_only_read_or_only_write(key: str, found: Any) -> None:
 def settle(of: SteppedEngine) -> None:
     """Wait until all look-ups have ended."""
     of.side.pool._looks.submit(lambda: None).result()
+
+
+def test_what_routers_want_to_know_is_told_while_the_weights_are_known() -> None:
+    of = engine()
+    store = of.side.pool._store
+
+    def told() -> Any:
+        return find_engine(store.told(), of.side.offers.address.engine_id)
+
+    assert told().model == MODEL.hex()
+    assert told().bytes_per_s == {}
+    stored(of, 2)
+    of.add("a", 2 * CHUNK_TOKENS + 50, max_tokens=2)
+    settle(of)
+    of.step()
+    of.step(finished_recving={"a"})
+    assert told().bytes_per_s["memory"] > 0
+    assert told().chunk_bytes == 100
+    of.step(WorkerActivity(models={0: b""}))
+    assert told() is None
