@@ -9,11 +9,19 @@ from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
+from pd_connector.pool.keys import CHUNK_TOKENS
 from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.events import Batch
 from scheduler_plugins.router.index.hashes import Hashes, block_hashes, text_hashes
 from scheduler_plugins.router.index.held import HeldBlocks
 from scheduler_plugins.router.index.recent import ASSUMED_BLOCKS, RecentBlocks
+from scheduler_plugins.router.index.stored import (
+    InStore,
+    StoredChunks,
+    StorePlace,
+    chunk_hashes,
+    part_names,
+)
 from scheduler_plugins.router.index.table import Memory
 
 NO_HASHES: Hashes = np.empty(0, np.uint64)
@@ -26,7 +34,11 @@ class PromptKeys(Sequence[bytes]):
     """
 
     def __init__(
-        self, text: Iterable[bytes], tokens: bytes | None = None, extras: Sequence[bytes] = ()
+        self,
+        text: Iterable[bytes],
+        tokens: bytes | None = None,
+        extras: Sequence[bytes] = (),
+        salt: str | None = None,
     ) -> None:
         """Hash nothing yet.
 
@@ -35,11 +47,15 @@ class PromptKeys(Sequence[bytes]):
                 use, which is rare if the tokens are known.
             tokens: its token ids (`hashes.token_bytes`); None: it is not tokenized.
             extras: for its first blocks, further data that KV depends on (`hashes.prompt_extras`).
+            salt: the request's cache salt, empty for none; None: nothing of it is in a KV pool, as its adapter is known
+                by its name only.
         """
         self.tokens = tokens
+        self.salt = salt
         self.extras = tuple(extras)
         self._text = text
         self._by_size: dict[int, Hashes] = {}
+        self._by_model: dict[str, Hashes] = {}
 
     @cached_property
     def _digests(self) -> tuple[bytes, ...]:
@@ -68,6 +84,16 @@ class PromptKeys(Sequence[bytes]):
         if found is None:
             found = block_hashes(self.tokens, block_tokens, self.extras)
             self._by_size[block_tokens] = found
+        return found
+
+    def chunks(self, place: StorePlace) -> Hashes:
+        """Hashes of the prompt's chunks in a store; empty if it cannot be there, or its tokens are not known."""
+        if self.tokens is None or self.salt is None or place.chunk_tokens != CHUNK_TOKENS:
+            return NO_HASHES
+        found = self._by_model.get(place.model)
+        if found is None:
+            found = chunk_hashes(bytes.fromhex(place.model), self.tokens, self.salt)
+            self._by_model[place.model] = found
         return found
 
 
@@ -127,6 +153,10 @@ class PrefixReader:
                 found[n] = max(found[n], blocks)
         return found
 
+    def in_store(self, prompt: PromptKeys, place: StorePlace) -> InStore:
+        """How much of a prompt the store of a host has, for the model of this place in it."""
+        return InStore(*self._held_blocks.match(prompt.chunks(place), part_names(place.store)))
+
     def rank_with_most(
         self, prompt: PromptKeys, engine: EngineKeys, least_tokens: int
     ) -> int | None:
@@ -183,6 +213,7 @@ class Prefixes(PrefixReader):
         self._held_index, self._recent_index = BlockIndex(held_memory), BlockIndex(recent_memory)
         self._held: dict[str, dict[int, HeldBlocks]] = {}
         self._recent: dict[str, RecentBlocks] = {}
+        self._stores: dict[str, StoredChunks] = {}
         super().__init__(self._held_index, self._recent_index, self._held)
 
     @property
@@ -209,6 +240,21 @@ class Prefixes(PrefixReader):
         if held is None:
             held = parts[rank] = HeldBlocks(self._held_index, part_name(engine, rank))
         held.apply(batch)
+
+    def store_told(self, store: str, changes: Iterable[tuple[str, str]], *, whole: bool) -> None:
+        """Apply a page of a store's journal; see `StoredChunks.apply`."""
+        if store not in self._stores:
+            self._stores[store] = StoredChunks(self._held_index, store)
+        self._stores[store].apply(changes, whole=whole)
+
+    def store_chunks(self, store: str) -> int:
+        """Number of known chunks of a store."""
+        return self._stores[store].chunks if store in self._stores else 0
+
+    def forget_store(self, store: str) -> None:
+        """No engine uses the store any more."""
+        if found := self._stores.pop(store, None):
+            found.drop()
 
     def prefilled(self, engine: EngineKeys, prompt: PromptKeys, now_s: float) -> None:
         """Note that the engine has computed a prompt. Events take precedence over this guess."""

@@ -98,9 +98,11 @@ class Asked:
         if "messages" in rest:
             return
         self.body, self.path, self.ids, self._in_tokens = rest, COMPLETIONS, None, None
+        before = self.request.hashes
+        salt = before.salt if isinstance(before, PromptKeys) else None
         self.request = self.request._replace(
             tokens=len(rest["prompt"]),
-            hashes=PromptKeys((), token_bytes(rest["prompt"])),
+            hashes=PromptKeys((), token_bytes(rest["prompt"]), salt=salt),
             max_tokens=min(rest["max_tokens"], self.request.max_tokens),
         )
 
