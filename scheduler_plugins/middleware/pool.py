@@ -61,7 +61,8 @@ class PoolMiddleware:
             )
         try:
             async with self._opening:
-                store = self._store = self._store or await asyncio.to_thread(_opened)
+                store = self._store or await asyncio.to_thread(_opened)
+                self._store = store
             return await asyncio.to_thread(_report, store, engine, after)
         except (ConfigError, PoolError, OSError) as error:
             return _refusal(503, f"the pool cannot be read: {error}")
