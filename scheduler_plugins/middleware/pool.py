@@ -61,8 +61,9 @@ class PoolMiddleware:
             )
         try:
             async with self._opening:
-                store = self._store or await asyncio.to_thread(_opened)
-                self._store = store
+                if self._store is None:
+                    self._store = await asyncio.to_thread(_opened)
+            store = self._store
             return await asyncio.to_thread(_report, store, engine, after)
         except (ConfigError, PoolError, OSError) as error:
             return _refusal(503, f"the pool cannot be read: {error}")

@@ -179,5 +179,5 @@ def test_an_engine_tells_a_router_which_chunks_its_host_has(start: Start, shm: P
 
 
 def told(engine: VllmEngine, query: str = "") -> PoolReport:
-    with urlopen(f"{engine.url}{PATH}{query}", timeout=60) as answer:
+    with urlopen(f"{engine.base_url}{PATH}{query}", timeout=60) as answer:
         return decode(answer.read())
