@@ -24,7 +24,9 @@ from scheduler_plugins.middleware.api_key import may_enter
 from scheduler_plugins.middleware.asgi import App, Receive, Scope, Send
 from scheduler_plugins.middleware.engine_config import pool_engine
 
-_NUMBER = re.compile(r"-?\d{1,18}")
+_NUMBER = re.compile(r"-?[0-9]{1,19}")
+_MOST = (1 << 63) - 1
+"""Largest number of a journal, which grows by 2^40 with each generation of the books."""
 
 
 class PoolMiddleware:
@@ -51,7 +53,7 @@ class PoolMiddleware:
         if not may_enter(scope):
             return _refusal(401, "wrong or no API key")
         after = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("after", [""])[-1]
-        if after and not _NUMBER.fullmatch(after):
+        if after and not (_NUMBER.fullmatch(after) and abs(int(after)) <= _MOST):
             return _refusal(400, f"after {after[:32]!r}: must be `next` of the page before, or 0")
         config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
         engine = pool_engine(config)

@@ -209,7 +209,17 @@ def test_nobody_without_the_servers_key_learns_what_is_stored(store: LocalStore)
     assert server.get("after=0", key="secret")[0] == 200
 
 
-@pytest.mark.parametrize("after", ["x", "1e3", "9" * 40, "-"])
+@pytest.mark.parametrize("after", [(1 << 63) - 1, 1 - (1 << 63)])
+def test_each_number_that_a_journal_can_have_is_taken(store: LocalStore, after: int) -> None:
+    told(store)
+    keys = chain("a", 2)
+    save(store, keys)
+    page = Server().page(after)
+    assert page.whole, "no journal reaches so far"
+    assert len(page.events) == 2
+
+
+@pytest.mark.parametrize("after", ["x", "1e3", "9" * 40, "-", f"{1 << 63}", "٣"])
 def test_a_number_that_is_none_is_refused_by_name(store: LocalStore, after: str) -> None:
     told(store)
     status, message = Server().refusal(f"after={after}")
