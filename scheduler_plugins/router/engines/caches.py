@@ -12,7 +12,8 @@ import zmq.asyncio
 
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.follower import EventFollower
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import BlockHash
 
 _MOST_SOCKETS = 4096

@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduler_plugins.admission.prompt import CHUNK_BYTES, PromptMemory, prompt_of
 from scheduler_plugins.router.index.hashes import TOKEN_BYTES, prompt_extras
-from scheduler_plugins.router.index.prefixes import PromptKeys
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.prompt.body import BadRequestError
 

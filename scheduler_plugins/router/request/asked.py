@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import REQUEST_ID
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
-from scheduler_plugins.router.index.prefixes import PromptKeys
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.prompt.body import (
     COMPLETIONS,

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil, inf
 
-from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
+from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import MEMORY, StorePlace
 
 

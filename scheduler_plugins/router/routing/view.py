@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
+from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS

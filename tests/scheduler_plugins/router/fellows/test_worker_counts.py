@@ -13,7 +13,8 @@ from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
 from scheduler_plugins.router.fellows.memory import SharedWords, attach
 from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.hashes import token_bytes
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import InStore, StorePlace
 from scheduler_plugins.router.index.table import HashTable
 from scheduler_plugins.router.metrics import Metrics

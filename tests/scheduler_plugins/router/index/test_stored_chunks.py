@@ -8,7 +8,8 @@ import pytest
 from pd_connector.pool.keys import chain
 from scheduler_plugins.router.index import stored
 from scheduler_plugins.router.index.hashes import token_bytes
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import InStore, StorePlace
 
 MODEL = b"m" * 32

@@ -9,7 +9,8 @@ from policy_engines import Known
 
 from pd_connector.pool.keys import chain
 from scheduler_plugins.router.index.hashes import token_bytes
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.routing.view import LiveView
