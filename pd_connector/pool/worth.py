@@ -73,6 +73,11 @@ class Worth:
         known.byte_s = old * known.byte_s + (1 - old) * seconds / nbytes
         known.measured, known.silent = True, _Pause()
 
+    def bytes_per_s(self) -> dict[str, float]:
+        """The measured speed of each tier that something was loaded from."""
+        known = ((name, tier) for name, tier in self._tiers.items() if tier.byte_s > 0)
+        return {name: 1 / tier.byte_s for name, tier in known}
+
     def silent(self, tier: str, now: float) -> None:
         """A tier did not answer in time."""
         self._tier(tier).silent.begin(now)

@@ -17,6 +17,7 @@ from pd_connector.pool.keys import (
 )
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import Store
+from pd_connector.pool.told import EngineInPool
 from pd_connector.pool.worth import Worth
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.ignored import IgnoredParams
@@ -51,6 +52,7 @@ class PoolSide:
         identity: of requests' prompts.
         ignored: told of requests whose wishes cannot be followed.
         ranks: number of ranks of this engine.
+        engine_id: as the engine's API server knows it.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class PoolSide:
         telemetry: Telemetry,
         ignored: IgnoredParams,
         ranks: int,
+        engine_id: str = "",
     ) -> None:
         self._store = store
+        self._engine_id = engine_id
         self._ignored = ignored
         self._windows = windows
         self._identity = identity
@@ -113,12 +117,24 @@ class PoolSide:
             )
             if before:
                 self.forget_all()
+            self._tell()
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
                 self._failed(prompt, cause)
         self._saves.answered(activity.saved)
         self._saves.answered(Counter(report.request for report in activity.audits))
         self._audit.reported(activity.audits)
+
+    def _tell(self, chunk_bytes: int = 0) -> None:
+        """Let the engine's API server know what a router wants to know."""
+        speeds = self._worth.bytes_per_s()
+        told = EngineInPool(
+            engine=self._engine_id,
+            model=self.model.hex(),
+            chunk_bytes=chunk_bytes,
+            bytes_per_s=speeds,
+        )
+        self._store.tell(told.encode())
 
     def _failed(self, prompt: PoolPrompt, cause: Cause) -> None:
         """A load of this prompt has failed; it is computed here."""
@@ -222,6 +238,7 @@ class PoolSide:
         tiers = {one.tier for one in loading.found}
         if len(tiers) == 1:
             self._worth.loaded(tiers.pop(), 0.0, nbytes, seconds)
+        self._tell(nbytes // len(loading.found))
         return True
 
     def step(self, output: "SchedulerOutput") -> list[Save | Fill]:

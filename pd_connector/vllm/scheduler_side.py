@@ -86,7 +86,7 @@ class SchedulerSide:
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
             self.pool = PoolSide(
-                *opened, windows, self.identity, self.telemetry, self._ignored, ranks
+                *opened, windows, self.identity, self.telemetry, self._ignored, ranks, engine_id
             )
         self._commands: list[Command] = []
         self._gauges = RankGauges()

@@ -28,6 +28,24 @@ def is_half_of_a_pair(config: Any) -> bool:
     )
 
 
+def pool_engine(config: Any) -> str | None:
+    """The `engine_id` of an engine that uses the KV pool of its host; None for any other engine."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    extra = getattr(transfer, "kv_connector_extra_config", None)
+    if not isinstance(extra, dict):
+        return None
+    own = str(getattr(transfer, "engine_id", ""))
+    if getattr(transfer, "kv_connector", None) == "PDConnector":
+        return own if extra.get("pool") else None
+    inner = extra.get("connectors")  # of `MultiConnector`
+    for one in inner if isinstance(inner, list) else ():
+        if isinstance(one, dict) and one.get("kv_connector") == "PDConnector":
+            settings = one.get("kv_connector_extra_config")
+            if isinstance(settings, dict) and settings.get("pool"):
+                return str(one.get("engine_id") or own)
+    return None
+
+
 def with_cache(told: EngineReport, config: Any) -> EngineReport:
     """Add the fields with which a router can follow the engine's cache."""
     if config is None:

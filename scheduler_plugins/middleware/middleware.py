@@ -38,6 +38,7 @@ from scheduler_plugins.middleware.body import (
 )
 from scheduler_plugins.middleware.engine_config import cache_tokens, is_half_of_a_pair, with_cache
 from scheduler_plugins.middleware.garbage_collector import collect_less
+from scheduler_plugins.middleware.pool import PoolMiddleware
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.request_id import with_class, without_class
 from scheduler_plugins.qos.settings import QOS_KEY, settings_path
@@ -76,7 +77,7 @@ class AdmissionMiddleware:
         Args:
             gate: by default, made from the engine's configuration when the server knows it.
         """
-        self._app = app
+        self._app = PoolMiddleware(app)
         self._gate = gate
         self._half = False
         self._loads = True

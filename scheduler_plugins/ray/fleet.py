@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import (
     Defer,
     Policy,

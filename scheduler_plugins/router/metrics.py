@@ -49,6 +49,12 @@ class Metrics:
             ["flow", "cause"],
             registry=self.registry,
         )
+        self.pool_requests = Counter(
+            "pd_router:pool_requests",
+            "Attempts whose prefill engine was expected to load the beginning of the prompt from the KV pool of its host.",
+            ["pool"],
+            registry=self.registry,
+        )
         self.handoffs = Counter(
             "pd_router:handoffs",
             "Requests by the outcome of their KV, as decode engines report: handed_over, audited, unaudited, cached, aborted, "

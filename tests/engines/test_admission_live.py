@@ -31,7 +31,8 @@ from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_reports import Told, from_report
 from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.prompt.body import CHAT
 from scheduler_plugins.router.request.resume import StreamRecord

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from harness import Answer, assert_same_logprobs, completion, fresh_salt, two_step, wait_until
@@ -24,8 +25,10 @@ from recipes import (
 )
 from tools import TOLERANCE
 
+from pd_connector.pool.keys import chain
 from pd_connector.pool.settings import SHM_VARIABLE
 from pd_connector.tools.launch import VllmEngine
+from scheduler_plugins.admission.pool_report import PATH, PoolReport, decode
 
 Start = Callable[..., VllmEngine]
 CHUNKS = 5
@@ -156,3 +159,25 @@ def test_a_pair_hands_over_with_a_pool_on_both_sides(start: Start, shm: Path) ->
         found = two_step(prefill, decode, PROMPT, cache_salt=salt)
         assert_same_logprobs(found, wanted, TOLERANCE)
     assert counted(decode, "received_transfers") >= 1
+
+
+def test_an_engine_tells_a_router_which_chunks_its_host_has(start: Start, shm: Path) -> None:
+    flag = ("--middleware", "scheduler_plugins.vllm.PoolMiddleware")
+    first, second = start(32, *flag), start(64, *flag)
+    salt = fresh_salt()
+    computed(first, shm, salt)
+    reports = [told(engine, "?after=0") for engine in (first, second)]
+    assert reports[0].store == reports[1].store
+    assert reports[0].model == reports[1].model
+    keys = chain(bytes.fromhex(reports[0].model), PROMPT, salt=salt)
+    for report in reports:
+        assert {event.key for event in report.events} >= {key.hex() for key in keys[:CHUNKS]}
+    completion(second, PROMPT, 4, cache_salt=salt)
+    assert hits(second) == CHUNKS
+    assert told(second).bytes_per_s["memory"] > 0
+    assert told(second).chunk_bytes > 0
+
+
+def told(engine: VllmEngine, query: str = "") -> PoolReport:
+    with urlopen(f"{engine.base_url}{PATH}{query}", timeout=60) as answer:
+        return decode(answer.read())

@@ -21,6 +21,7 @@ from pd_connector.pool import host
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
+from pd_connector.pool.told import find_engine
 from pd_connector.vllm import pool_looks
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
 
@@ -300,3 +301,23 @@ def add(of: SteppedEngine, *request: Any, **more: Any) -> None:
 def settle(of: SteppedEngine) -> None:
     """Wait until all look-ups have ended."""
     of.side.pool._looks._thread.submit(lambda: None).result()
+
+
+def test_what_routers_want_to_know_is_told_while_the_weights_are_known() -> None:
+    of = engine()
+    store = of.side.pool._store
+
+    def told() -> Any:
+        return find_engine(store.told(), of.side.offers.address.engine_id)
+
+    assert told().model == MODEL.hex()
+    assert told().bytes_per_s == {}
+    stored(of, 2)
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    of.step(finished_recving={"a"})
+    settle(of)
+    assert told().bytes_per_s["memory"] > 0
+    assert told().chunk_bytes == 100
+    of.step(WorkerActivity(models={0: b""}))
+    assert told() is None

@@ -17,6 +17,8 @@ from pd_connector.pool.store.folder import Folder, private_folder
 
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+TOLD_BYTES = 4096
+"""Of what a process tells others."""
 
 
 class Alive:
@@ -29,7 +31,7 @@ class Alive:
     def __init__(self, folder: Folder) -> None:
         self._path = folder.path / "writers"
         self._folder = private_folder(self._path, "pool")
-        self.name, self._lock = "", -1
+        self.name, self._lock, self._told = "", -1, b""
         while self._lock < 0:
             self.name = f"{os.getpid():x}x{secrets.token_hex(4)}"
             self._lock = self._taken(self.name)
@@ -58,6 +60,28 @@ class Alive:
         if (lock := self._taken(self.name)) >= 0:
             os.dup2(lock, self._lock, inheritable=False)
             os.close(lock)
+            self.tell(self._told)
+
+    def tell(self, about: bytes) -> None:
+        """Let other processes read this about the process, while it lives. Always as long, so that no reader finds the end of
+        what was told before."""
+        self._told = about
+        if about and len(about) <= TOLD_BYTES and self._lock >= 0:
+            with contextlib.suppress(OSError):  # the file system is full
+                os.pwrite(self._lock, about.ljust(TOLD_BYTES), 0)
+
+    def told(self) -> list[bytes]:
+        """What living processes tell of themselves."""
+        found = []
+        for name in self.names():
+            with contextlib.suppress(OSError):
+                lock = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._folder)
+                try:
+                    if (about := os.read(lock, TOLD_BYTES).strip()) and self.is_alive(name):
+                        found.append(about)
+                finally:
+                    os.close(lock)
+        return found
 
     def names(self) -> list[str]:
         """All processes, alive or dead."""
@@ -114,6 +138,13 @@ class Alive:
             self._lock = -1
 
 
+def identity_of(memory: Folder) -> str:
+    """What tells this memory folder from those of other hosts, and of containers with a /dev/shm of their own."""
+    found = os.fstat(memory.root)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {found.st_dev} {found.st_ino}"
+
+
 def claim(disk: Folder, memory: Folder) -> int:
     """Hold a disk folder for the pool of a memory folder; returns a descriptor that holds it.
 
@@ -122,9 +153,7 @@ def claim(disk: Folder, memory: Folder) -> int:
     Raises:
         ConfigError: another pool uses the folder.
     """
-    found = os.fstat(memory.root)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    name = f"{boot} {found.st_dev} {found.st_ino}".encode()
+    name = identity_of(memory).encode()
     lock = os.open("pool", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=disk.root)
     try:
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
 Loading     `read` -> `Reading`: `take`, `into`, `close`
 Keeping     `remove`, `journal`, `status`, `close`
+Knowing     `id`, `tell`, `told`
 
 Every method may be called from any thread. Those of `Store` block for milliseconds at most, those of `Writing` and `Reading`
 as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any instruction, costs
@@ -264,6 +265,19 @@ class Store(ABC):
         Raises:
             PoolError: REFUSED, the books cannot be read at the moment.
         """
+
+    @property
+    @abstractmethod
+    def id(self) -> str:
+        """The same for all processes that share the store, and for no others: 32 hexadecimal digits."""
+
+    @abstractmethod
+    def tell(self, about: bytes) -> None:
+        """Let the other processes read this about this process, as long as it lives; 4 KiB at most."""
+
+    @abstractmethod
+    def told(self) -> list[bytes]:
+        """What living processes tell of themselves."""
 
     @abstractmethod
     def status(self) -> StoreStatus:

@@ -7,11 +7,13 @@ tiers and removes what dead processes left (`keeper.py`).
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
+from pd_connector.pool.store.alive import identity_of
 from pd_connector.pool.store.base import DISK, Found, Journal, Refusal, Store, StoreStatus, Why
 from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.entry import check_part, entry_of, head_of
@@ -184,6 +186,17 @@ class LocalStore(Store):
                 return page_of(books, after)
         except BooksError as error:
             raise PoolError(Miss.REFUSED, f"the journal cannot be read: {error}") from error
+
+    @property
+    def id(self) -> str:
+        name = identity_of(self._folders[MEMORY_TIER])
+        return hashlib.blake2b(name.encode(), digest_size=16, person=b"pd-pool-store").hexdigest()
+
+    def tell(self, about: bytes) -> None:
+        self._holdings.alive.tell(about)
+
+    def told(self) -> list[bytes]:
+        return self._holdings.alive.told()
 
     def status(self) -> StoreStatus:
         alive = self._holdings.alive

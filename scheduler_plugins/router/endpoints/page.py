@@ -84,6 +84,8 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
                 "context": engine.context,
                 "cached_blocks": known.get("cache", {}).get("blocks", 0),
                 "cache_known_by": known.get("cache", {}).get("source", ""),
+                "pool": known.get("cache", {}).get("pool", ""),
+                "pool_chunks": known.get("cache", {}).get("pool_chunks", 0),
             }
         )
     return {

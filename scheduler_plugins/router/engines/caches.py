@@ -12,7 +12,8 @@ import zmq.asyncio
 
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.follower import EventFollower
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import BlockHash
 
 _MOST_SOCKETS = 4096
@@ -131,9 +132,14 @@ class EngineCaches:
     def describe(self, engine: BackendEngine) -> dict[str, Any]:
         """The state of the engine's cache, for `/health`."""
         if (followed := self._followed.get(engine.name)) is not None:
-            return followed.describe()
-        state = self.prefixes.state(engine.name)
-        return {"source": state.source, "blocks": state.blocks}
+            told = followed.describe()
+        else:
+            state = self.prefixes.state(engine.name)
+            told = {"source": state.source, "blocks": state.blocks}
+        if engine.store is not None:
+            chunks = self.prefixes.store_chunks(engine.store.store)
+            told |= {"pool": engine.store.name, "pool_chunks": chunks}
+        return told
 
     def lag_s(self, engine: BackendEngine) -> float | None:
         """Age of the engine's last batch of events when it was applied; None: no batch came."""

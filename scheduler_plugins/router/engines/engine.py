@@ -15,6 +15,7 @@ from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.engines.circuit import Circuit
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.metrics import OUTCOMES, Metrics
 from scheduler_plugins.router.policies.base import Role as Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
@@ -96,6 +97,8 @@ class BackendEngine(Loaded):
     pull_prefix: bool = False
     follower: Follower | None = field(default=None, repr=False)
     """Receives the engine's KV events; None: no events are known."""
+    store: StorePlace | None = None
+    """Its place in the KV pool of its host, by its last report; None: it uses none, or does not tell."""
 
     @property
     def name(self) -> str:

@@ -9,10 +9,12 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.remedies import handoffs_in, outage_in
-from scheduler_plugins.admission import report
+from scheduler_plugins.admission import pool_report, report
+from scheduler_plugins.admission.pool_report import PoolReport
 from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
 from scheduler_plugins.router.engines.exchange import (
@@ -89,6 +91,22 @@ class Inquiry:
         raw = await self._ask(EngineCall("GET", report.PATH, self._headers()), BRIEF_S)
         return from_report(raw, urlsplit(self._url).hostname or "")
 
+    async def store(self, after: int | None = None) -> PoolReport | None:
+        """The engine's place in the KV pool of its host; None if it uses none.
+
+        Args:
+            after: `next` of the page before, to get a page of the store's journal; 0: its first page.
+        """
+        query = "" if after is None else f"?after={after}"
+        call = EngineCall("GET", pool_report.PATH + query, self._headers())
+        status, raw = await self._answer(call, BRIEF_S, pool_report.MOST_BYTES)
+        if status == 404:
+            return None
+        try:
+            return pool_report.decode(_good(call, status, raw))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineFailedError("malformed", f"{pool_report.PATH}: {error}") from None
+
     async def load_by_metrics(self) -> Told | None:
         """Load by the engine's metrics; None if the metrics have none."""
         return from_metrics(await self._ask(EngineCall("GET", "/metrics", {}), BRIEF_S))
@@ -135,7 +153,12 @@ class Inquiry:
 
     async def _ask(self, call: EngineCall, limit_s: float | None = None) -> bytes:
         """The body of an answer 200. Without a limit, `PROBE_S` holds."""
-        limit_s = PROBE_S if limit_s is None else limit_s
+        return _good(call, *await self._answer(call, PROBE_S if limit_s is None else limit_s))
+
+    async def _answer(
+        self, call: EngineCall, limit_s: float, most_bytes: int | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body of any answer."""
         try:
             async with (
                 asyncio.timeout(limit_s),
@@ -146,17 +169,26 @@ class Inquiry:
                     data=b"".join(call.body) if call.body else None,
                 ) as response,
             ):
-                raw = await response.read()
+                raw = bytearray()
+                async for piece in response.content.iter_any():
+                    raw += piece
+                    if most_bytes is not None and len(raw) > most_bytes:
+                        raise EngineFailedError(
+                            "malformed", f"{call.path} answered more than {most_bytes} bytes"
+                        )
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise EngineFailedError("timeout", f"no answer within {limit_s:g} s") from None
             raise failure_of(error) from None
-        if response.status != 200:
-            said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-            raise EngineFailedError(
-                "status", f"{call.path} answered {response.status}: {said or '-'}"
-            )
-        return raw
+        return response.status, bytes(raw)
+
+
+def _good(call: EngineCall, status: int, raw: bytes) -> bytes:
+    """The body, if the status is 200. Raises EngineFailedError."""
+    if status != 200:
+        said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
+        raise EngineFailedError("status", f"{call.path} answered {status}: {said or '-'}")
+    return raw
 
 
 def _context_tokens(listed: object) -> int:

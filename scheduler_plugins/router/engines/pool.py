@@ -22,6 +22,7 @@ from scheduler_plugins.router.engines.exchange import (
     UnreachableError,
 )
 from scheduler_plugins.router.engines.pair_audits import PairAudits
+from scheduler_plugins.router.engines.stores import StoreReaders
 from scheduler_plugins.router.engines.watch import EngineWatch
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.metrics import Metrics
@@ -69,6 +70,12 @@ class EnginePool(Pool):
         self._following: asyncio.Task[None] | None = None
         self._audits = PairAudits(lambda: self.engines, lambda: self._config, session)
         self._auditing: asyncio.Task[None] | None = None
+        self._stores = StoreReaders(
+            self.caches.prefixes,
+            lambda: self._watches,
+            lambda engine, after: self._watches[engine].ask.store(after),
+            lambda: self._config.health_interval_s,
+        )
 
     @property
     def config(self) -> RouterConfig:
@@ -216,6 +223,7 @@ class EnginePool(Pool):
             self.caches.removed(engine)
         engine.set_down(loop.time(), "removed", refusing=False)
         engine.forget_metrics()
+        self._stores.update()
         self._on_change()
         logger.info("%s (%s) has left", engine.url, engine.role)
 
@@ -246,6 +254,7 @@ class EnginePool(Pool):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._stores.close()
         await self.caches.close()
 
     def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
@@ -258,6 +267,8 @@ class EnginePool(Pool):
     def _looked_at(self, engine: BackendEngine) -> None:
         """An engine's state may have changed."""
         assume_costs(engine, self._watches)
+        if engine in self._watches:
+            self._stores.update()
         self._on_change()
 
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:

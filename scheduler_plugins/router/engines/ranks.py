@@ -12,7 +12,8 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import EngineCall
 from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.index.prefixes import PrefixReader, PromptKeys
+from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 
 HEADER = "X-data-parallel-rank"

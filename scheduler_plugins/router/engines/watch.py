@@ -15,6 +15,7 @@ from scheduler_plugins.router.engines.engine_reports import apply
 from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
 from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
+from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -27,6 +28,8 @@ PROBE_RETRY_S = 30.0
 probe costs it a prefill."""
 MODELS_LOOK_S = 10.0
 """Pause between two queries of an engine's models and adapters."""
+STORE_LOOK_S = 10.0
+"""Pause between two queries of an engine's place in the KV pool of its host."""
 OUTAGE_LOOK_S = 15.0
 """Pause between two queries of a decode engine's metrics, in seconds."""
 
@@ -59,8 +62,10 @@ class EngineWatch:
         self.look_at = 0.0
         self.models_at = 0.0
         self.reports = True  # whether the engine may answer `GET /pd/load`
+        self.store_at = 0.0
+        """When to ask the engine for its place in a KV pool; infinite: it uses none until it is started anew."""
         self._config = config
-        self._ask = Inquiry(engine.url, config, session)
+        self.ask = self._ask = Inquiry(engine.url, config, session)
         self._caches = caches
         self._on_change = on_change
 
@@ -95,13 +100,14 @@ class EngineWatch:
             return
         self.misses = 0
         if not engine.up:
-            self.probe_at, self.models_at, self.reports = 0.0, 0.0, True
+            self.probe_at, self.models_at, self.store_at, self.reports = 0.0, 0.0, 0.0, True
         if engine.kind is None and not await self._identify():
             return
         await self._list_models()
         if not engine.up and engine.refusing:
             self._caches.lost(engine)
         await self._hear()
+        await self._look_for_store()
         if moved := self._have_ranks_changed():
             self.probe_at = 0.0
         if engine.hands_over and (moved or engine.address is None):
@@ -139,6 +145,32 @@ class EngineWatch:
             self._caches.follow(engine, *given, ranks=engine.ranks, first=engine.ranks[0])
         elif told.kv_events is not None:
             self._caches.follow(engine, *told.kv_events, ranks=engine.ranks)
+
+    async def _look_for_store(self) -> None:
+        """Ask a vLLM engine for its place in the KV pool of its host."""
+        now = asyncio.get_running_loop().time()
+        if now < self.store_at or self.engine.kind is not Kind.VLLM:
+            return
+        self.store_at = now + STORE_LOOK_S
+        engine = self.engine
+        try:
+            told = await self._ask.store()
+        except EngineFailedError as failure:
+            logger.debug("%s does not tell of its KV pool: %s", engine.url, failure)
+            if failure.cause != "timeout":  # a busy engine may be late
+                engine.store = None
+            return
+        if told is None:
+            self.store_at, engine.store = math.inf, None
+            return
+        before, engine.store = (
+            engine.store,
+            StorePlace(
+                told.store, told.model, told.chunk_tokens, told.chunk_bytes, told.bytes_per_s
+            ),
+        )
+        if before is None or before.store != told.store:
+            logger.info("%s uses %s", engine.url, engine.store.name)
 
     async def _identify(self) -> bool:
         """Find out the kind of engine. Returns False if the engine does not answer."""

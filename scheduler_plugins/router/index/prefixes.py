@@ -4,71 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import NamedTuple, Protocol, overload
-
-import numpy as np
+from typing import NamedTuple, Protocol
 
 from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.events import Batch
-from scheduler_plugins.router.index.hashes import Hashes, block_hashes, text_hashes
+from scheduler_plugins.router.index.hashes import Hashes
 from scheduler_plugins.router.index.held import HeldBlocks
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.recent import ASSUMED_BLOCKS, RecentBlocks
+from scheduler_plugins.router.index.stored import (
+    InStore,
+    StoredChunks,
+    StorePlace,
+    part_names,
+)
 from scheduler_plugins.router.index.table import Memory
-
-NO_HASHES: Hashes = np.empty(0, np.uint64)
-
-
-class PromptKeys(Sequence[bytes]):
-    """The block hashes of one prompt, for each block size that an engine uses.
-
-    Policies see a sequence of text hashes, and pass it to the index unread.
-    """
-
-    def __init__(
-        self, text: Iterable[bytes], tokens: bytes | None = None, extras: Sequence[bytes] = ()
-    ) -> None:
-        """Hash nothing yet.
-
-        Args:
-            text: digests of its text, 16 bytes each (`admission.prompt.Prompt.chunks`). They are computed on first
-                use, which is rare if the tokens are known.
-            tokens: its token ids (`hashes.token_bytes`); None: it is not tokenized.
-            extras: for its first blocks, further data that KV depends on (`hashes.prompt_extras`).
-        """
-        self.tokens = tokens
-        self.extras = tuple(extras)
-        self._text = text
-        self._by_size: dict[int, Hashes] = {}
-
-    @cached_property
-    def _digests(self) -> tuple[bytes, ...]:
-        return tuple(self._text)
-
-    def __len__(self) -> int:
-        return len(self._digests)
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[bytes, ...]: ...
-    def __getitem__(self, index: int | slice) -> bytes | tuple[bytes, ...]:
-        return self._digests[index]
-
-    @cached_property
-    def text(self) -> Hashes:
-        """Hashes of the prompt's text."""
-        return text_hashes(self._digests)
-
-    def blocks(self, block_tokens: int) -> Hashes:
-        """Hashes of the prompt's blocks of this many tokens; empty if its tokens are not known."""
-        if self.tokens is None or block_tokens < 1:
-            return NO_HASHES
-        found = self._by_size.get(block_tokens)
-        if found is None:
-            found = block_hashes(self.tokens, block_tokens, self.extras)
-            self._by_size[block_tokens] = found
-        return found
 
 
 class EngineKeys(Protocol):
@@ -127,6 +77,10 @@ class PrefixReader:
                 found[n] = max(found[n], blocks)
         return found
 
+    def in_store(self, prompt: PromptKeys, place: StorePlace) -> InStore:
+        """How much of a prompt the store of a host has, for the model of this place in it."""
+        return InStore(*self._held_blocks.match(prompt.chunks(place), part_names(place.store)))
+
     def rank_with_most(
         self, prompt: PromptKeys, engine: EngineKeys, least_tokens: int
     ) -> int | None:
@@ -183,6 +137,7 @@ class Prefixes(PrefixReader):
         self._held_index, self._recent_index = BlockIndex(held_memory), BlockIndex(recent_memory)
         self._held: dict[str, dict[int, HeldBlocks]] = {}
         self._recent: dict[str, RecentBlocks] = {}
+        self._stores: dict[str, StoredChunks] = {}
         super().__init__(self._held_index, self._recent_index, self._held)
 
     @property
@@ -209,6 +164,21 @@ class Prefixes(PrefixReader):
         if held is None:
             held = parts[rank] = HeldBlocks(self._held_index, part_name(engine, rank))
         held.apply(batch)
+
+    def store_told(self, store: str, changes: Iterable[tuple[str, str]], *, whole: bool) -> None:
+        """Apply a page of a store's journal; see `StoredChunks.apply`."""
+        if store not in self._stores:
+            self._stores[store] = StoredChunks(self._held_index, store)
+        self._stores[store].apply(changes, whole=whole)
+
+    def store_chunks(self, store: str) -> int:
+        """Number of known chunks of a store."""
+        return self._stores[store].chunks if store in self._stores else 0
+
+    def forget_store(self, store: str) -> None:
+        """No engine uses the store any more."""
+        if found := self._stores.pop(store, None):
+            found.drop()
 
     def prefilled(self, engine: EngineKeys, prompt: PromptKeys, now_s: float) -> None:
         """Note that the engine has computed a prompt. Events take precedence over this guess."""

@@ -105,8 +105,8 @@ class Conductor(Rule):
             pull_from: PrefixSource | None = None
             others = [(owner, best), *pooled] if engine.pull_prefix else pooled
             for other, there in others:
-                if blocks * self._threshold < there:
-                    most = cached_tokens(request, other, there)
+                most = cached_tokens(request, other, there)
+                if own * self._threshold < most:  # in tokens: a pool has blocks of another size
                     pulled_s = view.transfer_s(other, engine, most - own)
                     pulled_s += engine.costs.prefill_s(request.tokens, most)
                     if pulled_s < prefill_s:

@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduler_plugins.admission.prompt import CHUNK_BYTES, PromptMemory, prompt_of
 from scheduler_plugins.router.index.hashes import TOKEN_BYTES, prompt_extras
-from scheduler_plugins.router.index.prefixes import PromptKeys
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.prompt.body import BadRequestError
 
@@ -64,7 +64,12 @@ def describe(
     return Request(
         id=request_id,
         tokens=lengths.tokens(prompt) if tokens is None else max(1, len(tokens) // TOKEN_BYTES),
-        hashes=PromptKeys(prompt.chunks(), tokens, extras),
+        hashes=PromptKeys(
+            prompt.chunks(),
+            tokens,
+            extras,
+            None if adapter else salt if isinstance(salt, str) else "",
+        ),
         max_tokens=max(1, min(most, _MOST_TOKENS)),
         arrival_s=arrival_s,
         deadline_s=arrival_s + timeout_s(headers),

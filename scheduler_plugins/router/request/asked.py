@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import REQUEST_ID
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
-from scheduler_plugins.router.index.prefixes import PromptKeys
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.prompt.body import (
     COMPLETIONS,
@@ -98,9 +98,11 @@ class Asked:
         if "messages" in rest:
             return
         self.body, self.path, self.ids, self._in_tokens = rest, COMPLETIONS, None, None
+        before = self.request.hashes
+        salt = before.salt if isinstance(before, PromptKeys) else None
         self.request = self.request._replace(
             tokens=len(rest["prompt"]),
-            hashes=PromptKeys((), token_bytes(rest["prompt"])),
+            hashes=PromptKeys((), token_bytes(rest["prompt"]), salt=salt),
             max_tokens=min(rest["max_tokens"], self.request.max_tokens),
         )
 

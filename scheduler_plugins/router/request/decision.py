@@ -39,7 +39,9 @@ async def next_attempt(
             Role.DECODE: engines.decode,
             Role.CPU_PREFILL: engines.cpu_prefill,
         }
-        view = LiveView(by_role, shared.pool.prefixes, now)
+        able = (*engines.prefill, *engines.cpu_prefill)
+        places = {one.name: one.store for one in able if one.store}
+        view = LiveView(by_role, shared.pool.prefixes, now, places)
         margin = shared.margins.of(request.qos)
         asked = _asked(request, engines.prefill, engines.decode, now - arrived, margin, begun)
         decision = shared.policy.decide(asked, view, now, shared.random)
@@ -55,19 +57,25 @@ async def next_attempt(
         if p is None and (answering.computes_prompts or not others):
             return Attempt(answering, None, engines.cause or "policy")
         # An engine that computes no prompts gets the least busy prefill engine.
-        able = (*engines.prefill, *engines.cpu_prefill)
         prefill = (
             least(others, lambda one: one.open_requests, shared.random)
             if p is None
             else next(one for one in able if one.name == p)
         )
         (blocks,) = view.match(request.hashes, [prefill])
-        cached = cached_tokens(request, prefill, blocks)
+        cached, loaded_s = cached_tokens(request, prefill, blocks), 0.0
+        pool = next((one for one in view.pools() if one.name == decision.pull_from), None)
+        if pool is not None:
+            (chunks,) = view.match(request.hashes, [pool])
+            stored = max(cached, cached_tokens(request, pool, chunks))
+            loaded_s = view.transfer_s(pool, prefill, stored - cached)
+            cached = stored
         expected_s = None
         if prefill.costs.known:
-            own_s = prefill.costs.prefill_s(request.tokens, cached)
+            own_s = loaded_s + prefill.costs.prefill_s(request.tokens, cached)
             expected_s = now - arrived + prefill.queued_s(now) + own_s
-        return Attempt(answering, prefill, "", request.tokens - cached, expected_s)
+        name = "" if pool is None else pool.name
+        return Attempt(answering, prefill, "", request.tokens - cached, expected_s, name)
     return None
 
 

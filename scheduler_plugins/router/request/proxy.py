@@ -105,6 +105,9 @@ class ClientRequest:
     async def _served(self) -> tuple[web.StreamResponse, str]:
         while (attempt := await self._next_attempt()) is not None:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
+            if attempt.pool:
+                self._shared.metrics.pool_requests.labels(attempt.pool).inc()
+            logger.debug("request %s: %s", self._asked.id, attempt)
             if attempt.prefill is None:
                 self._shared.metrics.handoffs.labels("alone", attempt.cause).inc()
             try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizes prompts, where that is possible.
 
-KV events name blocks by tokens, so prompts for engines with events are tokenized here. The model's own tokenizer does
+KV events and KV pools name blocks by tokens, so prompts for engines with either are tokenized here. The model's own tokenizer does
 it in worker processes, else an engine's `/tokenize`. If neither can, prompts are known by their text.
 """
 
@@ -98,7 +98,9 @@ class PromptTokens:
         self._verdicts: dict[tuple[BackendEngine, int, str], str] = {}
         """The difference in tokens, by engine, its number of starts, and the digest of the model's files; empty:
         none."""
-        self._why_text = "no engine publishes KV events, so prompts are not tokenized here"
+        self._why_text = (
+            "no engine publishes KV events or has a KV pool, so prompts are not tokenized here"
+        )
         self._learning: asyncio.Task[None] | None = None
         self._learn_at_s = 0.0
         self._ask_at_s = 0.0
@@ -120,7 +122,7 @@ class PromptTokens:
     async def of(self, body: Mapping[str, Any]) -> Tokenized:
         """The tokens of a request's prompt."""
         engines = self._engines()
-        if not any(engine.follower is not None for engine in engines):
+        if not any(engine.follower is not None or engine.store for engine in engines):
             return NOT_TOKENIZED
         known = self._learnt_of.issuperset((one, one.starts) for one in engines)
         self._learn_if_due(known=known)

@@ -22,7 +22,8 @@ from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
 from scheduler_plugins.router.fellows.exchange_of_load import exchanging
 from scheduler_plugins.router.fellows.memory import SharedWords
 from scheduler_plugins.router.fellows.slots import EngineSlots
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.reload import reloading
 from scheduler_plugins.router.server import AdminServer, on_signals, say_running

@@ -12,6 +12,7 @@ from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.router.engines.counted_load import Correction
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.fellows.memory import MemoryRef
+from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -53,6 +54,7 @@ class EngineState(msgspec.Struct, frozen=True):
     cache: dict[str, Any]
     """The state of the engine's cache, for `/health`."""
     handoffs: dict[str, int]
+    store: StorePlace | None
 
 
 class TableState(msgspec.Struct, frozen=True):

@@ -47,6 +47,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.ranks,
         cache,
         engine.handoffs,
+        engine.store,
     )
 
 
@@ -74,5 +75,6 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.told_block_tokens, engine.ranks = state.told_block_tokens, state.ranks
     engine.load.correction = state.correction
     engine.handoffs = state.handoffs
+    engine.store = state.store
     followed = state.event_block_tokens
     engine.follower = None if followed is None else FollowedElsewhere(followed)

@@ -182,11 +182,14 @@ class FakeEngine:
         self.hung = False
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[CIMultiDictProxy[str]] = []
+        self.pool_asked: list[str | None] = []
         self.probes = 0
         self.health_checks = 0
         self.metrics = ""
         self.report: bytes | None = None
         """What it answers to `GET /pd/load`; None: it has no such endpoint."""
+        self.pool: Callable[[str | None], web.Response] | None = None
+        """What it answers to `GET /pd/pool`, by the value of `after`; None: it has no such endpoint."""
         self.model_root = ""
         self.model = "m"
         """The name of its model; it serves an adapter, too."""
@@ -231,6 +234,7 @@ class FakeEngine:
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/pd/load", self._load)
+        app.router.add_get("/pd/pool", self._pool)
         app.router.add_get("/is_paused", self._is_paused)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
@@ -278,6 +282,10 @@ class FakeEngine:
         if self.report is None:
             return web.Response(status=404)
         return web.Response(body=self.report, content_type="application/json")
+
+    async def _pool(self, request: web.Request) -> web.StreamResponse:
+        self.pool_asked.append(request.query.get("after"))
+        return web.Response(status=404) if self.pool is None else self.pool(self.pool_asked[-1])
 
     async def _is_paused(self, request: web.Request) -> web.StreamResponse:
         if self.is_paused is None:

@@ -17,7 +17,8 @@ from scheduler_plugins.router.engines.counted_load import EngineLoad
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.events import Batch, Stored
 from scheduler_plugins.router.index.hashes import token_bytes
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import (
     BlockHash,

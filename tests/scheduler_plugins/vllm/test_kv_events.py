@@ -20,7 +20,8 @@ from scheduler_plugins.router.engines.caches import EngineCaches  # noqa: E402
 from scheduler_plugins.router.engines.engine import BackendEngine, Role  # noqa: E402
 from scheduler_plugins.router.index.follower import EventFollower  # noqa: E402
 from scheduler_plugins.router.index.hashes import token_bytes  # noqa: E402
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys  # noqa: E402
+from scheduler_plugins.router.index.prefixes import Prefixes  # noqa: E402
+from scheduler_plugins.router.index.prompt_keys import PromptKeys  # noqa: E402
 from scheduler_plugins.router.metrics import Metrics  # noqa: E402
 
 SIZE = 4

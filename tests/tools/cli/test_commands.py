@@ -54,7 +54,15 @@ def greeting(tmp_path: Path) -> Path:
 
 
 def test_the_help_has_the_commands_of_all_our_packages_in_their_order() -> None:
-    assert listed(run("--help").stdout) == ["demo", "doctor", "audit", "bench", "profile", "key"]
+    assert listed(run("--help").stdout) == [
+        "demo",
+        "doctor",
+        "pool",
+        "audit",
+        "bench",
+        "profile",
+        "key",
+    ]
 
 
 def test_another_package_adds_commands_behind_ours(greeting: Path) -> None:

@@ -7,14 +7,20 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pd_connector.pool.keys import chain
 from scheduler_plugins.router.engines.counted_load import EngineLoad
 from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
 from scheduler_plugins.router.fellows.memory import SharedWords, attach
 from scheduler_plugins.router.index.blocks import BlockIndex
+from scheduler_plugins.router.index.hashes import token_bytes
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
+from scheduler_plugins.router.index.stored import InStore, StorePlace
 from scheduler_plugins.router.index.table import HashTable
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.workers.merging import added, counters_only, families_of, merged
-from scheduler_plugins.router.workers.tables import SharedTable, TableMemory
+from scheduler_plugins.router.workers.messages import Engines
+from scheduler_plugins.router.workers.tables import SharedPrefixes, SharedTable, TableMemory
 
 
 def two_loads(slot: int = 3) -> tuple[EngineLoad, EngineLoad, SharedCounts]:
@@ -105,6 +111,18 @@ def test_a_worker_keeps_the_old_table_while_it_cannot_have_the_new_one() -> None
     assert another.reader.match(prompt, ["a"]) == [0]
     shared.use(late)
     assert shared.reader.match(prompt, ["a"]) == [39]
+
+
+def test_a_worker_knows_the_chunks_of_the_pools_that_the_keeper_follows() -> None:
+    held, recent = TableMemory(), TableMemory()
+    index, worker = Prefixes(held, recent), SharedPrefixes()
+    tokens, place = list(range(1000)), StorePlace("a" * 32, "6d" * 32, 128)
+    keys = [key.hex() for key in chain(bytes.fromhex(place.model), tokens)]
+    index.store_told(place.store, [(key, "memory") for key in keys[:5]], whole=True)
+    tables = index.tables
+    worker.use(Engines((), held.state(tables[0]), recent.state(tables[1]), {}))
+    prompt = PromptKeys((), token_bytes(tokens), (), "")
+    assert worker.reader.in_store(prompt, place) == InStore(5, 5)
 
 
 def sampled(text: bytes, name: str) -> float:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from scheduler_plugins.router.index.events import Batch, EventError, Removed, Stored, decode
 from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 
 SIZE = 4
 

@@ -17,7 +17,8 @@ from scheduler_plugins.router.index import held
 from scheduler_plugins.router.index.events import Batch, Stored
 from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.index.hashes import token_bytes
-from scheduler_plugins.router.index.prefixes import Prefixes, PromptKeys
+from scheduler_plugins.router.index.prefixes import Prefixes
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 
 TOKENS = list(range(100, 116))
 LARGEST = 2**64 - 1

@@ -16,7 +16,7 @@ from scheduler_plugins.admission.report import EngineReport, EventPorts, RankLoa
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.index.hashes import token_bytes
-from scheduler_plugins.router.index.prefixes import PromptKeys
+from scheduler_plugins.router.index.prompt_keys import PromptKeys
 
 LONG = "You are a helpful assistant. " * 100
 TOKENS = list(range(64))

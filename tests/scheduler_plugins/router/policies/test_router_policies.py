@@ -189,6 +189,16 @@ def test_a_prefix_is_fetched_from_a_pool_by_any_engine_if_that_is_sooner_than_fr
     assert decide(idle, warm).pull_from == "pool", "only a pool gives to every engine"
 
 
+def test_matches_in_blocks_of_unlike_sizes_are_compared_in_tokens() -> None:
+    pool = Known("pool", block_tokens=128, blocks=frozenset(range(1)))
+    engine = Known("p", blocks=frozenset(range(2)))
+    request = REQUEST._replace(tokens=256)
+    view = FixedView([engine], D, transfer_s=0.01, pools=[pool])
+    found = create("conductor").decide(request, view, 0.0, Random(0))
+    assert isinstance(found, Route)
+    assert found.pull_from == "pool", "2 blocks are 32 tokens, a chunk is 128"
+
+
 def test_a_promise_that_cannot_be_kept_is_told_at_once() -> None:
     promised = REQUEST._replace(ttft_slo_s=0.1)
     decision = create("conductor").decide(promised, FixedView([Known("p")], D), 0.0, Random(0))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--middleware scheduler_plugins.vllm.PoolMiddleware`: `GET /pd/pool` tells routers what the KV pool of this host has.
+`AdmissionMiddleware` answers it, too."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+from urllib.parse import parse_qs
+
+from msgspec.structs import replace
+
+from pd_connector.errors import ConfigError, PoolError
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.settings import memory_folder
+from pd_connector.pool.store.base import Store
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.told import find_engine
+from scheduler_plugins.admission.pool_report import PATH, PoolEvent, PoolReport
+from scheduler_plugins.middleware.answers import Refusal, respond, respond_json
+from scheduler_plugins.middleware.api_key import may_enter
+from scheduler_plugins.middleware.asgi import App, Receive, Scope, Send
+from scheduler_plugins.middleware.engine_config import pool_engine
+
+_NUMBER = re.compile(r"-?[0-9]{1,19}")
+_MOST = (1 << 63) - 1
+"""Largest number of a journal, which grows by 2^40 with each generation of the books."""
+
+
+class PoolMiddleware:
+    """A pure ASGI middleware. It reads the store as commands do: the budgets and chunks are the engines' business."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._store: Store | None = None
+        self._opening = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path != PATH or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        answer = await self._answer(scope)
+        if isinstance(answer, Refusal):
+            await respond(send, answer)
+        else:
+            await respond_json(send, 200, answer.encode())
+
+    async def _answer(self, scope: Scope) -> PoolReport | Refusal:
+        if not may_enter(scope):
+            return _refusal(401, "wrong or no API key")
+        after = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("after", [""])[-1]
+        if after and not (_NUMBER.fullmatch(after) and abs(int(after)) <= _MOST):
+            return _refusal(400, f"after {after[:32]!r}: must be `next` of the page before, or 0")
+        config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+        engine = pool_engine(config)
+        if engine is None:
+            return _refusal(
+                404, 'this engine has no KV pool: set "pool": true in kv_connector_extra_config'
+            )
+        try:
+            async with self._opening:
+                if self._store is None:
+                    self._store = await asyncio.to_thread(_opened)
+            store = self._store
+            return await asyncio.to_thread(_report, store, engine, after)
+        except (ConfigError, PoolError, OSError) as error:
+            return _refusal(503, f"the pool cannot be read: {error}")
+
+
+def _opened() -> Store:
+    return LocalStore(Space(memory_folder(), 0), visits=True)
+
+
+def _report(store: Store, engine: str, after: str) -> PoolReport | Refusal:
+    """In a thread: the store's files are read."""
+    told = find_engine(store.told(), engine)
+    if told is None:
+        return _refusal(
+            503,
+            "this engine has not told its model yet, or its weights have changed: the pool is not used",
+        )
+    report = PoolReport(
+        store=store.id,
+        model=told.model,
+        chunk_tokens=CHUNK_TOKENS,
+        chunk_bytes=told.chunk_bytes,
+        bytes_per_s=told.bytes_per_s,
+    )
+    if not after:
+        return report
+    page = store.journal(int(after))
+    events = tuple(PoolEvent(one.number, one.key.hex(), one.tier) for one in page.events)
+    return replace(report, events=events, next=page.next, whole=page.whole, more=page.more)
+
+
+def _refusal(status: int, message: str) -> Refusal:
+    error: dict[str, Any] = {"message": message, "code": status}
+    return Refusal(status, {}, error)

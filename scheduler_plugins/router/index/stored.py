@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of KV in the stores of hosts (`pd_connector.pool`), by the journals that engines tell."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pd_connector.pool.keys import chain
+from scheduler_plugins.router.index.blocks import BlockIndex
+from scheduler_plugins.router.index.hashes import Hashes
+
+MEMORY = "memory"
+"""Name of the fastest tier. All others are about as slow as a disk."""
+MOST_CHUNKS = 1 << 20
+"""Chunks of a store that are noted, in some 70 MB. Of more, those that come later are not."""
+_NAME_DIGITS = 12
+
+
+class StorePlace(msgspec.Struct, frozen=True):
+    """An engine's place in a store, by its own report."""
+
+    store: str
+    """Id of the store, the same for all engines of the host."""
+    model: str
+    """The model's part of the keys, in hexadecimal digits."""
+    chunk_tokens: int
+    chunk_bytes: int = 0
+    """0: not known."""
+    bytes_per_s: dict[str, float] = {}
+    """Speed of the engine's loads by tier, as far as it is known."""
+
+    @property
+    def name(self) -> str:
+        """Name of the store, for people."""
+        return name_of(self.store)
+
+
+class InStore(NamedTuple):
+    """How much of a prompt a store has, in leading chunks."""
+
+    chunks: int
+    in_memory: int
+    """Leading chunks that the fastest tier has."""
+
+
+class StoredChunks:
+    """One store's part of the index."""
+
+    def __init__(self, index: BlockIndex, store: str) -> None:
+        self._index = index
+        self._all, self._fast = part_names(store)
+        index.add(self._all)
+        index.add(self._fast)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return self._index.blocks(self._all)
+
+    def apply(self, changes: Iterable[tuple[str, str]], *, whole: bool) -> None:
+        """Apply a page of the journal.
+
+        Args:
+            changes: key in hexadecimal digits, and the fastest tier that has the chunk (empty: none), in their order.
+            whole: the page begins the whole journal.
+        """
+        if whole:
+            self._index.clear(self._all)
+            self._index.clear(self._fast)
+        latest = dict(changes)
+        gone = [key for key, tier in latest.items() if not tier]
+        self._index.remove(self._all, _hashes(gone))
+        there = [key for key, tier in latest.items() if tier]
+        there = there[: max(0, MOST_CHUNKS - self.chunks)]
+        self._index.store(self._all, _hashes(there))
+        fast = [key for key in there if latest[key] == MEMORY]
+        self._index.remove(self._fast, _hashes([key for key in latest if latest[key] != MEMORY]))
+        self._index.store(self._fast, _hashes(fast))
+
+    def drop(self) -> None:
+        """Forget the store."""
+        self._index.drop(self._all)
+        self._index.drop(self._fast)
+
+
+def part_names(store: str) -> tuple[str, str]:
+    """The index's names for all chunks of a store, and for those in memory. No engine has such a name."""
+    return f"pool {store}", f"pool {store} {MEMORY}"
+
+
+def name_of(store: str) -> str:
+    """A store's name in decisions, on the page and in metrics."""
+    return f"pool {store[:_NAME_DIGITS]}"
+
+
+def chunk_hashes(model: bytes, tokens: bytes, salt: str) -> Hashes:
+    """Hashes of a prompt's whole chunks: 64 bits of each key.
+
+    Args:
+        tokens: token ids, as `hashes.token_bytes` gives them.
+    """
+    words = array("i")
+    words.frombytes(tokens)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return _shortened(b"".join(key[:8] for key in chain(model, words, salt=salt)))
+
+
+def _hashes(keys: list[str]) -> Hashes:
+    return _shortened(b"".join(bytes.fromhex(key[:16]) for key in keys))
+
+
+def _shortened(heads: bytes) -> Hashes:
+    found = np.frombuffer(heads, "<u8").astype(np.uint64)
+    found[found == 0] = 1
+    return found

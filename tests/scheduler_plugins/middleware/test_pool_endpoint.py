@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GET /pd/pool`: what an engine's API server tells a router of the KV pool of its host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from chunks import chain, save
+
+from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
+from pd_connector.pool.store import reports
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.told import EngineInPool
+from scheduler_plugins.admission.pool_report import PATH, PoolReport, decode
+from scheduler_plugins.middleware.middleware import AdmissionMiddleware
+from scheduler_plugins.middleware.pool import PoolMiddleware
+
+ENGINE, MODEL = "7b0e-engine", "ab" * 32
+ANSWERED_BY_VLLM = 418
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+    """The store as an engine of this host has opened it."""
+    folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
+    monkeypatch.setenv(SHM_VARIABLE, str(folder))
+    memory_folder().mkdir(parents=True, mode=0o700)
+    opened = LocalStore(Space(memory_folder(), 64 << 20))
+    yield opened
+    opened.close()
+    shutil.rmtree(folder)
+
+
+def told(store: LocalStore, engine: str = ENGINE, model: str = MODEL) -> None:
+    """The engine's scheduler knows its model."""
+    speeds = {"memory": 2e9}
+    about = EngineInPool(engine=engine, model=model, chunk_bytes=4096, bytes_per_s=speeds)
+    store.tell(about.encode())
+
+
+class Server:
+    """An API server of vLLM with a middleware."""
+
+    def __init__(self, pool: object = True, kind: type = PoolMiddleware, **transfer: Any) -> None:
+        self.transfer = {
+            "engine_id": ENGINE,
+            "kv_connector": "PDConnector",
+            "kv_connector_extra_config": {"pool": pool},
+            **transfer,
+        }
+        self.keys: tuple[str, ...] = ()
+        self.middleware = kind(self._app)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": ANSWERED_BY_VLLM, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def get(self, query: str = "", key: str = "", path: str = PATH) -> tuple[int, bytes]:
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(**self.transfer))
+        state = SimpleNamespace(args=SimpleNamespace(api_key=list(self.keys)), vllm_config=config)
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": path,
+            "query_string": query.encode(),
+            "headers": [(b"authorization", f"Bearer {key}".encode())] if key else [],
+            "app": SimpleNamespace(state=state),
+        }
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        asyncio.run(self.middleware(scope, receive, send))
+        return sent[0]["status"], b"".join(one.get("body", b"") for one in sent[1:])
+
+    def page(self, after: int | None = None) -> PoolReport:
+        status, body = self.get("" if after is None else f"after={after}")
+        assert status == 200, body
+        return decode(body)
+
+    def refusal(self, query: str = "") -> tuple[int, str]:
+        status, body = self.get(query)
+        return status, json.loads(body)["error"]["message"]
+
+
+def test_a_journal_is_told_from_its_beginning_and_then_what_follows(store: LocalStore) -> None:
+    told(store)
+    server, keys = Server(), chain("a", 3)
+    save(store, keys[:2])
+    first = server.page(0)
+    assert (first.whole, first.more) == (True, False)
+    assert [(one.key, one.tier) for one in first.events] == [(k.hex(), "memory") for k in keys[:2]]
+    save(store, keys[2:])
+    store.remove(keys[:1])
+    further = server.page(first.next)
+    assert not further.whole
+    assert {one.key: one.tier for one in further.events} == {
+        keys[2].hex(): "memory",
+        keys[0].hex(): "",
+    }
+    assert server.page(further.next).events == ()
+
+
+def test_a_long_journal_comes_in_pages(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "PAGE_EVENTS", 4)
+    told(store)
+    keys = chain("a", 10)
+    save(store, keys)
+    server, found, after, begun = Server(), [], 0, []
+    while True:
+        page = server.page(after)
+        begun.append(page.whole)
+        found += [one.key for one in page.events]
+        after = page.next
+        if not page.more:
+            break
+    assert found == [key.hex() for key in keys]
+    assert begun == [True, False, False]
+
+
+def test_an_engine_tells_its_model_and_its_speed_without_the_journal(store: LocalStore) -> None:
+    told(store)
+    save(store, chain("a", 2))
+    report = Server().page()
+    assert (report.model, report.chunk_tokens, report.chunk_bytes) == (MODEL, 128, 4096)
+    assert report.bytes_per_s == {"memory": 2e9}
+    assert report.events == ()
+
+
+def test_all_engines_of_a_host_name_the_same_store_and_another_host_names_another(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told(store)
+    second = LocalStore(Space(memory_folder(), 64 << 20))
+    told(second, "second", "cd" * 32)
+    a, b = Server().page(), Server(engine_id="second").page()
+    assert a.store == b.store == store.id
+    assert (a.model, b.model) == (MODEL, "cd" * 32)
+    second.close()
+    monkeypatch.setenv(SHM_VARIABLE, str(tmp_path))
+    memory_folder().mkdir(parents=True, mode=0o700)
+    elsewhere = LocalStore(Space(memory_folder(), 64 << 20))
+    told(elsewhere)
+    assert Server().page().store == elsewhere.id != store.id
+    elsewhere.close()
+
+
+def test_data_parallel_ranks_tell_for_their_engine_and_no_other_engine_does(
+    store: LocalStore,
+) -> None:
+    told(store, f"{ENGINE}_dp1")
+    assert Server().page().model == MODEL
+    told(store, f"{ENGINE}0")
+    assert Server().refusal()[0] == 503
+
+
+def test_an_engine_that_does_not_know_its_weights_tells_nothing(store: LocalStore) -> None:
+    assert Server().refusal("after=0")[0] == 503, "it has told nothing yet"
+    told(store)
+    assert Server().page(0).model == MODEL
+    told(store, model="")
+    assert Server().refusal("after=0")[0] == 503, "its weights have changed"
+
+
+def test_a_dead_engine_tells_nothing(store: LocalStore) -> None:
+    dead = LocalStore(Space(memory_folder(), 64 << 20))
+    told(dead)
+    assert Server().page().model == MODEL
+    dead.keeper.stop()
+    dead._holdings.alive.forget_in_child()  # as when its process ends: the lock is free, its file stays
+    assert Server().refusal()[0] == 503
+
+
+@pytest.mark.parametrize("pool", [False, None, {}])
+def test_an_engine_without_a_pool_says_how_to_have_one(pool: object) -> None:
+    status, message = Server(pool).refusal()
+    assert status == 404
+    assert '"pool": true' in message
+    assert Server(kv_connector="NixlConnector").refusal()[0] == 404
+
+
+def test_a_connector_within_a_multi_connector_counts(store: LocalStore) -> None:
+    told(store)
+    inner = {"kv_connector": "PDConnector", "kv_connector_extra_config": {"pool": True}}
+    several = {"connectors": [{"kv_connector": "Other"}, inner]}
+    server = Server(kv_connector="MultiConnector", kv_connector_extra_config=several)
+    assert server.page().model == MODEL
+
+
+def test_nobody_without_the_servers_key_learns_what_is_stored(store: LocalStore) -> None:
+    told(store)
+    server = Server()
+    server.keys = ("secret",)
+    assert server.get("after=0")[0] == 401
+    assert server.get("after=0", key="wrong")[0] == 401
+    assert server.get("after=0", key="secret")[0] == 200
+
+
+@pytest.mark.parametrize("after", [(1 << 63) - 1, 1 - (1 << 63)])
+def test_each_number_that_a_journal_can_have_is_taken(store: LocalStore, after: int) -> None:
+    told(store)
+    keys = chain("a", 2)
+    save(store, keys)
+    page = Server().page(after)
+    assert page.whole, "no journal reaches so far"
+    assert len(page.events) == 2
+
+
+@pytest.mark.parametrize("after", ["x", "1e3", "9" * 40, "-", f"{1 << 63}", "٣"])
+def test_a_number_that_is_none_is_refused_by_name(store: LocalStore, after: str) -> None:
+    told(store)
+    status, message = Server().refusal(f"after={after}")
+    assert status == 400
+    assert "after" in message
+
+
+def test_the_admission_middleware_answers_it_too_and_passes_all_else_on(
+    store: LocalStore,
+) -> None:
+    told(store)
+    assert Server(kind=AdmissionMiddleware).page().model == MODEL
+    assert Server(kind=AdmissionMiddleware).get(path="/health")[0] == ANSWERED_BY_VLLM
+    assert Server().get(path="/pd/load")[0] == ANSWERED_BY_VLLM
