@@ -16,7 +16,7 @@ class EngineInPool(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """`keys.model_root` in hexadecimal digits; empty: its weights are not known (any more)."""
     chunk_bytes: int = 0
-    """Of a chunk of this model; 0: none was loaded yet."""
+    """Bytes of a chunk of this model; 0: none was loaded yet."""
     bytes_per_s: dict[str, float] = {}
     """The speed of loads, by tier."""
 

@@ -10,9 +10,9 @@ import msgspec
 
 PATH = "/pd/pool"
 MOST_EVENTS = 1 << 14
-"""Of a page."""
+"""The most events of a page."""
 MOST_BYTES = 2 << 20
-"""Of an answer. A page of the journal has about 0.7 MB."""
+"""The most bytes of an answer. A page of the journal has about 0.7 MB."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -37,7 +37,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """The model's part of the keys of this engine's chunks."""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     chunk_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
-    """Of a chunk of this model; 0: not known."""
+    """Bytes of a chunk of this model; 0: not known."""
     bytes_per_s: Annotated[dict[str, Speed], msgspec.Meta(max_length=8)] = {}
     """How fast this engine loads chunks, by tier."""
     events: Annotated[tuple[PoolEvent, ...], msgspec.Meta(max_length=MOST_EVENTS)] = ()

@@ -18,7 +18,7 @@ from pd_connector.pool.store.folder import Folder, private_folder
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 TOLD_BYTES = 4096
-"""Of what a process tells others."""
+"""The most bytes that a process tells others."""
 
 
 class Alive:
