@@ -23,8 +23,8 @@ def bench(*arguments: str) -> tuple[int, str]:
 def test_the_help_says_what_is_measured() -> None:
     code, said = bench("--help")
     assert code == 0
-    assert "--raw" in said
-    assert "--peer-env" in said
+    for option in ("--raw", "--lookup", "--engines", "--peer-env"):
+        assert option in said
 
 
 def test_without_mooncake_the_store_is_measured_beside_files_and_a_copy(tmp_path: Path) -> None:
@@ -57,3 +57,11 @@ def test_a_process_that_cannot_store_ends_the_benchmark(tmp_path: Path) -> None:
             pair.run(0)
     finally:
         pair.close()
+
+
+def test_look_ups_and_starts_are_held_to_their_limits(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    code, said = bench("--lookup", "--chunks", "50", "--runs", "1", "--json", str(figures))
+    assert code in (0, 1), said
+    judged = [row for row in json.loads(figures.read_text()) if row["bar"] is not None]
+    assert [row["name"] for row in judged] == ["look-up", "look-up", "store ready"]

@@ -3,5 +3,5 @@
 
 - `raw_party`, `raw`: objects of another process, without engines
 - `lookups`: how soon a look-up is ready, and how soon the store is
-- `engines`: vLLM engines with one pool, and one engine without
+- `engines`, `measure`: vLLM engines with one pool, and one engine without
 """
