@@ -18,7 +18,7 @@ from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.model import MADE_UP_WEIGHTS, write_model
+from pd_connector.tools.bench.model import write_model, write_weights
 from pd_connector.tools.launch import Client, VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 from pd_connector.tools.launch.service import log_folder
@@ -56,7 +56,7 @@ class PoolEngines:
                 "PDConnector",
                 config,
                 name=name,
-                args=[*MADE_UP_WEIGHTS, "--block-size", str(page)],
+                args=["--block-size", str(page)],
                 env={SHM_VARIABLE: str(shm), "VLLM_CPU_KVCACHE_SPACE": _CACHE_GIB},
                 log_path=logs / f"{name}.log",
             )
@@ -130,7 +130,9 @@ def running(console: Console) -> Iterator[PoolEngines]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))
         logs = log_folder()
         console.print(f"engines' logs in {logs}", highlight=False)
-        engines = PoolEngines(write_model(Path(folder)), shm, logs)
+        model = write_model(Path(folder))
+        write_weights(model)  # the pool keeps nothing of weights that are not from files
+        engines = PoolEngines(model, shm, logs)
         stack.callback(engines.close)
         for engine in engines.all:
             engine.start()

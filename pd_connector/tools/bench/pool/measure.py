@@ -82,8 +82,8 @@ class EngineMeasurement:
         def compared(
             name: str, ours: str, theirs: str, bar: float | None = None, unit: str = "ms"
         ) -> Comparison:
-            sides = (Sample(tuple(self._times[side])) for side in (ours, theirs))
-            return Comparison(name, tokens, *sides, unit, bar, unit == "tokens/s")
+            mine, other = (Sample(tuple(self._times[side])) for side in (ours, theirs))
+            return Comparison(name, tokens, mine, other, unit, bar, unit == "tokens/s")
 
         readers = ("alike", "unlike")
         first = "first token, {}"

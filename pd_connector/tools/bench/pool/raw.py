@@ -185,10 +185,10 @@ class RawBench:
         theirs: Sequence[Mapping[str, float]],
         way: str,
     ) -> Comparison:
-        sides = [Sample(tuple(run[verb] for run in side)) for side in (ours, theirs)]
+        mine, other = (Sample(tuple(run[verb] for run in side)) for side in (ours, theirs))
         params = {"MiB": OBJECT_BYTES >> 20, "objects": self.objects}
         return Comparison(
-            f"raw {verb}", params, *sides, "GB/s", BARS[verb] if way in _RIVALS else None, True
+            f"raw {verb}", params, mine, other, "GB/s", BARS[verb] if way in _RIVALS else None, True
         )
 
     def _pairs(self, stack: contextlib.ExitStack) -> Iterator[RawPair]:
