@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.model import HEAD_DIM, KV_HEADS, LAYERS, write_model, write_weights
 from pd_connector.tools.bench.pool.raw import RawPair
 from pd_connector.tools.bench.pool.raw_party import OBJECT_BYTES, Objects
 from pd_connector.tools.cli import bench as command
@@ -65,3 +66,15 @@ def test_look_ups_and_starts_are_held_to_their_limits(tmp_path: Path) -> None:
     assert code in (0, 1), said
     judged = [row for row in json.loads(figures.read_text()) if row["bar"] is not None]
     assert [row["name"] for row in judged] == ["look-up", "look-up", "store ready"]
+
+
+def test_the_weights_are_the_same_in_each_folder(tmp_path: Path) -> None:
+    files = []
+    for name in ("a", "b"):
+        write_weights(write_model(tmp_path / name))
+        files.append(tmp_path / name / "model.safetensors")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    safetensors = pytest.importorskip("safetensors")
+    with safetensors.safe_open(files[0], "pt") as weights:
+        key = weights.get_slice(f"model.layers.{LAYERS - 1}.self_attn.k_proj.weight")
+        assert key.get_shape()[0] == KV_HEADS * HEAD_DIM
