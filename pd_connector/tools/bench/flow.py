@@ -98,7 +98,8 @@ def _address(prefill: Client, body: Mapping[str, Any]) -> ProducerAddress:
 def _prefill(
     client: Client, body: Mapping[str, Any], params: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    answer = client.post(_PATH, {**body, "max_tokens": 1, "kv_transfer_params": params})
+    request = {**body, "max_tokens": 1, "kv_transfer_params": _with_own(body, params)}
+    answer = client.post(_PATH, request)
     whereabouts = answer.get("kv_transfer_params")
     if not isinstance(whereabouts, dict) or not whereabouts:
         raise BenchError(f"{client.base_url} answers without kv_transfer_params: {answer}")
@@ -106,7 +107,8 @@ def _prefill(
 
 
 def _decode(client: Client, body: Mapping[str, Any], params: Mapping[str, Any]) -> _Decoded:
-    request = {**body, "max_tokens": DECODED_TOKENS, "kv_transfer_params": params}
+    told = _with_own(body, params)
+    request = {**body, "max_tokens": DECODED_TOKENS, "kv_transfer_params": told}
     texts: list[str] = []
     first_at = 0.0
     for event in client.stream(_PATH, request):
@@ -116,3 +118,8 @@ def _decode(client: Client, body: Mapping[str, Any], params: Mapping[str, Any]) 
     if not first_at:
         raise BenchError(f"{client.base_url} ended its answer without a token")
     return _Decoded(first_at, "".join(texts))
+
+
+def _with_own(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of one step beside those of the request itself."""
+    return {**body.get("kv_transfer_params", {}), **params}

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pd_connector.tools.demo import MODEL_DIR
 
@@ -34,6 +37,46 @@ def write_model(folder: Path) -> Path:
     for name in _TOKENIZER:
         shutil.copyfile(MODEL_DIR / name, folder / name)
     return folder
+
+
+def write_weights(folder: Path) -> None:
+    """Write random weights for that config, the same each time: for what engines do only with weights from files."""
+    random, header, parts, start = np.random.default_rng(1), dict[str, Any](), list[bytes](), 0
+    for name, shape in _shapes():
+        values = np.ones(shape, np.float32)
+        if len(shape) > 1:
+            values = random.normal(0.0, 0.05, shape).astype(np.float32)
+        data = (values.view(np.uint32) >> 16).astype("<u2").tobytes()  # bfloat16
+        place = [start, start + len(data)]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": place}
+        parts.append(data)
+        start += len(data)
+    told = json.dumps(header).encode()
+    told = told.ljust(-(-len(told) // 8) * 8)
+    path = folder / "model.safetensors"
+    path.write_bytes(len(told).to_bytes(8, "little") + told + b"".join(parts))
+
+
+def _shapes() -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes of all weights."""
+    config = _config()
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    heads = KV_HEADS * HEAD_DIM
+    yield "model.embed_tokens.weight", [config["vocab_size"], width]
+    for layer in range(LAYERS):
+        for name, shape in {
+            "input_layernorm": [width],
+            "mlp.down_proj": [width, inner],
+            "mlp.gate_proj": [inner, width],
+            "mlp.up_proj": [inner, width],
+            "post_attention_layernorm": [width],
+            "self_attn.k_proj": [heads, width],
+            "self_attn.o_proj": [width, heads],
+            "self_attn.q_proj": [heads, width],
+            "self_attn.v_proj": [heads, width],
+        }.items():
+            yield f"model.layers.{layer}.{name}.weight", shape
+    yield "model.norm.weight", [width]
 
 
 def kv_bytes_per_token(folder: Path) -> int:

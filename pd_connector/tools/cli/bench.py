@@ -18,6 +18,7 @@ from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.contender import Contender, Contenders
 from pd_connector.tools.bench.handoff.measure import HandoffFindings
 from pd_connector.tools.cli.app import Benchmarks
+from pd_connector.tools.cli.bench_pool import pool
 from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
 from pd_connector.tools.cli.bench_serve import serve
 from pd_connector.tools.cli.bench_wire import wire
@@ -173,7 +174,7 @@ def handoff(
         raise typer.Exit(NOT_MEASURED)
 
 
-for _command in (serve, wire):
+for _command in (pool, serve, wire):
     app.command()(_command)
 
 

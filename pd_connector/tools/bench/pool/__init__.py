@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench pool`: the KV pool beside computing, beside the engine's own cache, and beside another store.
+
+- `raw_party`, `raw`: objects of another process, without engines
+- `lookups`: how soon a look-up is ready, and how soon the store is
+- `engines`, `measure`: vLLM engines with one pool, and one engine without
+"""

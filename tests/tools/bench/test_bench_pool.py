@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector bench pool`: what is got is looked at, and the report says what was not compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.model import HEAD_DIM, KV_HEADS, LAYERS, write_model, write_weights
+from pd_connector.tools.bench.pool.raw import RawPair
+from pd_connector.tools.bench.pool.raw_party import OBJECT_BYTES, Objects
+from pd_connector.tools.cli import bench as command
+
+
+def bench(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(command.app, ["pool", *arguments], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+def test_the_help_says_what_is_measured() -> None:
+    code, said = bench("--help")
+    assert code == 0
+    for option in ("--raw", "--lookup", "--engines", "--peer-env"):
+        assert option in said
+
+
+def test_without_mooncake_the_store_is_measured_beside_files_and_a_copy(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    missing = str(tmp_path / "nothing")
+    code, said = bench(
+        "--raw", "--objects", "2", "--runs", "1", "--peer-env", missing, "--json", str(figures)
+    )
+    assert code == 0, said
+    assert "NOT COMPARED: Mooncake is not in" in said
+    assert {row["name"] for row in json.loads(figures.read_text())} == {"raw put", "raw get"}
+
+
+def test_an_object_with_one_wrong_byte_is_found() -> None:
+    objects = Objects(2)
+    objects.fill(7)
+    objects.check(7)
+    with pytest.raises(ValueError, match="object 0 of run 8"):
+        objects.check(8)
+    objects.view[OBJECT_BYTES + 12_345] ^= 1
+    with pytest.raises(ValueError, match="object 1 of run 7"):
+        objects.check(7)
+
+
+def test_a_process_that_cannot_store_ends_the_benchmark(tmp_path: Path) -> None:
+    settings = {"folder": str(tmp_path / "nothing")}
+    pair = RawPair("files", 1, [settings] * 2).open()
+    try:
+        with pytest.raises(BenchError, match="files: FileNotFoundError"):
+            pair.run(0)
+    finally:
+        pair.close()
+
+
+def test_look_ups_and_starts_are_held_to_their_limits(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    code, said = bench("--lookup", "--chunks", "50", "--runs", "1", "--json", str(figures))
+    assert code in (0, 1), said
+    judged = [row for row in json.loads(figures.read_text()) if row["bar"] is not None]
+    assert [row["name"] for row in judged] == ["look-up", "look-up", "store ready"]
+
+
+def test_the_weights_are_the_same_in_each_folder(tmp_path: Path) -> None:
+    files = []
+    for name in ("a", "b"):
+        write_weights(write_model(tmp_path / name))
+        files.append(tmp_path / name / "model.safetensors")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    safetensors = pytest.importorskip("safetensors")
+    with safetensors.safe_open(files[0], "pt") as weights:
+        key = weights.get_slice(f"model.layers.{LAYERS - 1}.self_attn.k_proj.weight")
+        assert key.get_shape()[0] == KV_HEADS * HEAD_DIM
