@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-_STARTS_S = 300.0
+_UNKNOWN_S = 120.0
 """How long steps are asked for until ranks have told their model, in seconds: they read all of its bytes first."""
 
 
@@ -81,6 +81,7 @@ class PoolSide:
         self._models: dict[int, bytes] = {}  # by rank
         self._prompts: dict[str, PoolPrompt] = {}
         self._began_s = time.monotonic()
+        self._warned = False
         self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
 
     def bind(self, blocks: "BlockPool") -> None:
@@ -101,7 +102,7 @@ class PoolSide:
     @property
     def pending(self) -> bool:
         """Whether ranks have something to tell: that pages of saves are copied, or, after their start, their model."""
-        return self.saving or (not self._models and time.monotonic() < self._began_s + _STARTS_S)
+        return self.saving or (not self._models and time.monotonic() < self._began_s + _UNKNOWN_S)
 
     def reported(self, activity: WorkerActivity) -> None:
         """What the ranks did since the last step, which has ended."""
@@ -118,6 +119,12 @@ class PoolSide:
             if before:
                 self.forget_all()
             self._tell()
+        if not (self._models or self._warned) and time.monotonic() > self._began_s + _UNKNOWN_S:
+            self._warned = True
+            logger.warning(
+                "pool: not used so far: this engine does not know all bytes of its weights. It reads them from the "
+                "model's files; weights that are made up (--load-format dummy) or streamed have none"
+            )
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
                 self._failed(prompt, cause)

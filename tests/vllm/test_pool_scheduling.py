@@ -22,6 +22,7 @@ from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
 from pd_connector.pool.told import find_engine
+from pd_connector.vllm import pool as pool_module
 from pd_connector.vllm import pool_looks
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
 
@@ -321,3 +322,15 @@ def test_what_routers_want_to_know_is_told_while_the_weights_are_known() -> None
     assert told().chunk_bytes == 100
     of.step(WorkerActivity(models={0: b""}))
     assert told() is None
+
+
+def test_an_engine_that_does_not_learn_its_weights_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = SteppedEngine(audit="off", pool={"memory": "64MiB"})
+    assert of.side.pending_work
+    monkeypatch.setattr(pool_module, "_UNKNOWN_S", 0.0)
+    assert not of.side.pending_work, "steps are not asked for without an end"
+    for _ in range(3):
+        of.step(WorkerActivity())
+    assert caplog.text.count("does not know all bytes of its weights") == 1

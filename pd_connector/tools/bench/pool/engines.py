@@ -93,7 +93,7 @@ class PoolEngines:
         return self._store.status().tiers[0].chunks
 
     def saved(self, before: int, wanted: int) -> int:
-        """Wait until so many chunks more are in the pool, or no more come; returns how many did."""
+        """Wait until `wanted` chunks more are in the pool, or no more come; returns how many did."""
         ends = time.monotonic() + _SAVES_S
         while (there := self.chunks() - before) < wanted and time.monotonic() < ends:
             time.sleep(0.05)
