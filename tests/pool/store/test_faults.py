@@ -21,7 +21,7 @@ from whole import problems, sweep
 
 from pd_connector.pool.store.local import LocalStore, Space
 
-pytestmark = pytest.mark.usefixtures("impatient")
+pytestmark = [pytest.mark.quiet, pytest.mark.usefixtures("impatient")]  # others would take its time
 FAULTS = int(os.environ.get("PD_POOL_FAULTS", "20"))
 WORKERS = 3
 SMALL, LARGE = 2 << 20, 64 << 20

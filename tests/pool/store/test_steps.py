@@ -20,7 +20,7 @@ from whole import problems, sweep
 
 from pd_connector.pool.store.local import LocalStore
 
-pytestmark = pytest.mark.usefixtures("impatient")
+pytestmark = [pytest.mark.quiet, pytest.mark.usefixtures("impatient")]  # others would take its time
 ACTIONS = ("save", "save parts", "load", "remove", "copy", "cancel", "sweep", "make books anew")
 LINES = int(os.environ.get("PD_POOL_FAULTS", "48")) // (2 * len(ACTIONS))
 """At which children are hit, of each action."""

@@ -20,6 +20,8 @@ from pd_connector.pool.store.folder import charge_of
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 
+pytestmark = pytest.mark.quiet  # it waits for other processes, which must have their processor
+
 CHARGE = charge_of(10_000)
 Open = Callable[..., LocalStore]
 HOLDER = """
