@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from chunks import begin, chain, loads, save, there
+from support.waits import until
 from whole import problems, sweep
 
 from pd_connector.errors import ConfigError, PoolError
@@ -182,9 +183,14 @@ def test_a_forked_child_keeps_nothing_of_its_dead_parent(open_store: Open, folde
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.wait(30)
-    try:
+
+    def is_free() -> bool:
+        """The child may not have run yet since the fork."""
         sweep(store)
-        assert store.status().writing == 0
+        return store.status().writing == 0
+
+    try:
+        until(is_free, "the dead parent's room free")
         assert save(store, chain("a", 1)) == 1
     finally:
         os.kill(child, signal.SIGKILL)
