@@ -255,7 +255,7 @@ def test_a_full_disk_loses_what_leaves_memory_and_nothing_else(folder: Path, sma
     store = LocalStore(Space(folder / "pool", 20 * CHARGE), Space(small / "kv", 1 << 30))
     try:
         for number in range(200):
-            assert save(store, chain(f"{number}", 1)) == 1
+            assert save(store, chain(f"{number}", 1), patience_s=30) == 1
         assert there(store, chain("199", 1)) == 1
         found = [chain(f"{number}", 1)[0] for number in range(200)]
         assert all(loads(store, key) for key in found if store.find([key])[0])
