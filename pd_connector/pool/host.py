@@ -3,10 +3,23 @@
 
 from pathlib import Path
 
-from pd_connector.pool.settings import PoolSettings, load
+from pd_connector.pool.settings import PoolSettings, load, memory_folder
 from pd_connector.pool.store.base import Store
 
 _stores: dict[tuple[Path, Path | None], Store] = {}
+_settings: dict[tuple[str, Path], PoolSettings | None] = {}
+
+
+def settings_of(value: object) -> PoolSettings | None:
+    """The value of the config key `pool`, checked once in a process: the check looks at every file of the pool.
+
+    Raises:
+        ConfigError: the value is wrong, or a folder cannot be used.
+    """
+    asked = repr(value), memory_folder()
+    if asked not in _settings:
+        _settings[asked] = load(value)
+    return _settings[asked]
 
 
 def open_pool(value: object) -> tuple[Store, PoolSettings] | None:
@@ -15,7 +28,7 @@ def open_pool(value: object) -> tuple[Store, PoolSettings] | None:
     Raises:
         ConfigError: the value is wrong, or a folder cannot be used.
     """
-    settings = load(value)
+    settings = settings_of(value)
     if settings is None:
         return None
     named = settings.memory.path, settings.disk.path if settings.disk else None

@@ -237,10 +237,8 @@ class PoolSide:
             prompt.kept = 0  # what is damaged has been removed: save it again
             prompt.failed = loading
             return True
-        seconds, nbytes = (
-            time.monotonic() - loading.began_s,
-            sum(one.nbytes for one in loading.found),
-        )
+        seconds = time.monotonic() - loading.began_s
+        nbytes = sum(one.nbytes for one in loading.found)
         self._telemetry.count("pool_hits", len(loading.keys))
         tiers = {one.tier for one in loading.found}
         if len(tiers) == 1:

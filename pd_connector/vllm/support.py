@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
-from pd_connector.pool.settings import load as load_pool
+from pd_connector.pool.host import settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,7 +17,7 @@ HOST_VARIABLE = "VLLM_HOST_IP"
 def load_config(extra: dict[str, Any]) -> Config:
     """The config in vLLM's `kv_connector_extra_config`. Raises ConfigError."""
     config = Config.load(extra, host_variable=HOST_VARIABLE)
-    load_pool(config.pool)  # only its check
+    settings_of(config.pool)  # only its check
     return config
 
 
