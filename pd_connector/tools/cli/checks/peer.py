@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine elsewhere: whether it is up, uses PDConnector, and has a control port that is reachable from here."""
+"""An engine or a router elsewhere: whether it is up, uses PDConnector, and has a control port that is reachable from here."""
 
 import json
 import socket
@@ -12,6 +12,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.hosts import is_loopback
 from pd_connector.remedies import outage_in, staged_in
+from pd_connector.tools.cli.checks import router
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 BACKEND = "pd_connector"
@@ -35,7 +36,7 @@ class PeerError(Exception):
 def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
     """All findings about one peer. Each needs the finding before it."""
     try:
-        ask("/health", None)
+        health = ask("/health", None)
     except PeerError as error:
         return [
             Finding(
@@ -48,6 +49,8 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
             )
         ]
     reachable = Finding(url, "reachable", Status.OK, "healthy")
+    if (routing := router.told(health)) is not None:
+        return [reachable, *router.check(url, routing)]
     if (told := _sglang(ask)) is not None:
         return [reachable, *_sglang_findings(url, told, ask, connect, greet), *_transfers(url, ask)]
     findings = [reachable, _version(url, ask)]
