@@ -85,6 +85,7 @@ class ProducerAddress(NamedTuple):
     engine_id: str
     peers: tuple[Peer, ...] = ()  # all ranks; the first is the one that `remote_host` names
     seal: str = ""  # the producer's proof that the address is its own
+    data_ports: tuple[int, ...] = ()  # of its ranks, for people who open firewalls
 
     @property
     def host(self) -> str:
@@ -203,7 +204,8 @@ def response(
 
 def description(address: ProducerAddress) -> dict[str, Any]:
     """The answer to `describe_params`."""
-    return {"describe": True, **address.fields(), "pp_size": _stages(address)}
+    ports = {"data_ports": sorted(address.data_ports)} if address.data_ports else {}
+    return {"describe": True, **address.fields(), "pp_size": _stages(address), **ports}
 
 
 def _read(params: object) -> TransferParams:
