@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.adapters import watch
+from pd_connector.vllm.extension import Operated
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_connector.vllm")
 
 
-class PDConnector(KVConnectorBase_V1, SupportsHMA):
+class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     """Made once in the scheduler and once in each worker; has only the side of its role."""
 
     if CacheHitSource is not None:

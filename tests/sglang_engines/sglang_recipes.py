@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from support.engine_nursery import fork_engine
+
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch.sglang import SglangEngine, sglang_python
 
@@ -33,7 +35,7 @@ class Recipe:
         if self.role == "decode":
             env["PYTHONPATH"] = sglang_plugin(log.parent / "faulty", "faulty", _FAULTY)
             env[FAULTS] = str(log.with_suffix(""))
-        return SglangEngine(
+        engine = SglangEngine(
             MODEL_DIR,
             self.role,  # type: ignore[arg-type]
             extra_config=json.loads(self.config),
@@ -45,6 +47,8 @@ class Recipe:
             log_path=log,
             port=port,
         )
+        engine.popen = fork_engine
+        return engine
 
 
 CHUNK_TOKENS = 128
