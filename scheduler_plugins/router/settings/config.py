@@ -15,6 +15,7 @@ from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE, checked_key, class_key
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT, create
+from scheduler_plugins.router.roles.registry import create as create_roles
 from scheduler_plugins.router.settings.elastic import (
     DEFAULT_GROUP,
     MOVABLE,
@@ -278,13 +279,15 @@ class RouterConfig:
 
     def _check_roles(self) -> None:
         if (moving := self.moving) is not None:
-            roles.create(moving.policy)
+            create_roles(moving.policy)
         urls = [url for side in SIDES for url in getattr(self, side)]
         for url, place in self.places.items():
             if url not in urls:
                 raise ValueError(f"places {url}: no engine has this URL")
             if place.may and url in self.cpu_prefill:
-                raise ValueError(f"{url}: may: an engine of role cpu_prefill cannot change its role")
+                raise ValueError(
+                    f"{url}: may: an engine of role cpu_prefill cannot change its role"
+                )
         placed = self.placed(lambda url: (url,))
         names = {place.group for url, place in placed.items() if is_name(url)}
         own = [place for url, place in placed.items() if not is_name(url)]
