@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from scheduler_plugins.router.policies.base import EngineView, Role
 from scheduler_plugins.router.roles.history import History
@@ -70,6 +70,9 @@ class RolePolicy(ABC):
     The controller calls it about once a second. It hides its guards from the policy: an engine that must not move now
     has only its present role in `may`. A policy proposes; the controller checks each proposal again.
     """
+
+    route: ClassVar[str] = ""
+    """The route policy that belongs to it, used if the user names none; empty: the router's default."""
 
     @abstractmethod
     def decide(self, fleet: Fleet, now_s: float) -> list[Move]:

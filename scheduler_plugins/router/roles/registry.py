@@ -11,14 +11,25 @@ from collections.abc import Callable
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
+from scheduler_plugins.router.roles.arrow import Arrow, ArrowPaper
 from scheduler_plugins.router.roles.base import RolePolicy
 from scheduler_plugins.router.roles.fixed import Fixed
+from scheduler_plugins.router.roles.mixed import Mixed
+from scheduler_plugins.router.roles.pressure import Pressure
+from scheduler_plugins.router.roles.ratio import Ratio
+from scheduler_plugins.router.roles.tetri import Tetri
 
 GROUP = "scheduler_plugins.roles"
 """Entry points of other packages' role policies."""
 DEFAULT = "pressure"
 """The policy if the user names none. docs/roles.md says why it was chosen."""
 ROLES: dict[str, Callable[[], RolePolicy]] = {
+    "pressure": Pressure,
+    "ratio": Ratio,
+    "arrow": Arrow,
+    "arrow_paper": ArrowPaper,
+    "tetri": Tetri,
+    "mixed": Mixed,
     "fixed": Fixed,
 }
 """This package's role policies: the names of `--roles`."""
