@@ -45,11 +45,10 @@ class Pace:
 
     def note(self, events: bytes) -> None:
         """These events came now."""
-        if self._record is None:
-            self._events += events.count(b"data: {")
+        self._events += events.count(b"data: {")
         if not self._watches:
             return
-        tokens = self.tokens
+        tokens = self._events if self._record is None else self._record.tokens
         if tokens <= self._last:
             return
         self._last, self._last_s = tokens, monotonic()
@@ -61,8 +60,8 @@ class Pace:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer so far."""
-        return self._events if self._record is None else self._record.tokens
+        """Tokens of the answer so far; events of a stream whose tokens are not known."""
+        return (self._record.tokens if self._record is not None else 0) or self._events
 
     def whole(self, answer: bytes) -> None:
         """The answer came at once."""

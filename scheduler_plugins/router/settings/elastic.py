@@ -18,12 +18,12 @@ import msgspec
 
 from scheduler_plugins.qos.rules import ClassRule
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.registry import DEFAULT as DEFAULT_POLICY
 
 DEFAULT_GROUP = "default"
 """The group of engines that name none."""
 MOVABLE = frozenset((Role.PREFILL, Role.DECODE, Role.BOTH))
 """Roles that an engine can change between."""
-DEFAULT_POLICY = "pressure"
 OFF, DRY_RUN = "off", "dry-run"
 
 

@@ -21,7 +21,14 @@ from scheduler_plugins.router.settings.config import (
     base_url,
     sides_of,
 )
-from scheduler_plugins.router.settings.elastic import DEFAULT_GROUP, Bounds, Place, Route
+from scheduler_plugins.router.settings.elastic import (
+    DEFAULT_GROUP,
+    DEFAULT_POLICY,
+    OFF,
+    Bounds,
+    Place,
+    Route,
+)
 
 AT_START = (
     "body_mib",
@@ -56,7 +63,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     engines: tuple[EngineEntry, ...]
     policy: str | None = None
     decode_policy: str | None = None
-    roles: str | None = None
+    roles: str | bool | None = None
+    """As the option `--roles`. YAML reads `off` and `on` as false and true."""
     groups: dict[str, Bounds] = {}
     classes: tuple[QosClass, ...] = ONLY
     routes: tuple[Route, ...] = ()
@@ -80,6 +88,8 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
             for name in ("policy", "decode_policy", "roles")
             if (value := getattr(found, name)) is not None
         }
+        if isinstance(found.roles, bool):
+            named["roles"] = DEFAULT_POLICY if found.roles else OFF
         sides = {
             side: tuple(entry.url for entry in found.engines if side in sides_of(entry.role))
             for side in SIDES
