@@ -28,6 +28,7 @@ from scheduler_plugins.router.client.doors import (
 from scheduler_plugins.router.client.downstream import ClientGoneError
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import marking, preflight, why_refused
+from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.app_keys import (
     BACKEND,
     BODIES,
@@ -35,6 +36,7 @@ from scheduler_plugins.router.endpoints.app_keys import (
     CONNECTIONS,
     LIVE,
     METRICS,
+    MOVER,
     OPERATOR,
     SHARED,
 )
@@ -62,6 +64,7 @@ from scheduler_plugins.router.endpoints.telling import (
     ping,
     version,
 )
+from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.exchange_of_load import exchanging_alone
 from scheduler_plugins.router.metrics import Metrics
@@ -138,7 +141,9 @@ async def _engines(app: web.Application) -> AsyncIterator[None]:
             app[BACKEND].started(app[SHARED])
             await pool.start()
             if isinstance(pool, EnginePool):
-                async with exchanging_alone(config, pool, app[METRICS]):
+                app[MOVER] = Mover(pool, tracing)
+                elastic = Elastic(pool, app[MOVER], app[SHARED].waiting)
+                async with exchanging_alone(config, pool, app[METRICS]), elastic.running():
                     yield
             else:
                 yield

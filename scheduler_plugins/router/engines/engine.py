@@ -9,16 +9,20 @@ from math import inf
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from prometheus_client import Gauge
+
 from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.engines.circuit import Circuit
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.standing import Standing
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.metrics import OUTCOMES, Metrics
 from scheduler_plugins.router.policies.base import Role as Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
+from scheduler_plugins.router.settings.elastic import MOVABLE
 
 
 class Follower(Protocol):
@@ -46,14 +50,15 @@ class BackendEngine(Loaded):
     reason: str = "not checked yet"
     """Why the engine is not up, or why it has no address."""
     addresses: tuple[ProducerAddress, ...] = ()
-    """Handover address of each data-parallel rank; empty on the decode side, and for an engine without our
-    connector."""
+    """Handover address of each data-parallel rank; empty for an engine that hands nothing over."""
     warning: str = ""
     """What is wrong although the engine serves, such as KV that does not arrive."""
     handoffs: dict[str, int] = field(default_factory=dict)
     """Outcomes of requests whose prompts another engine computed, counted since its start, by its last report."""
     kind: Kind | None = None
     """Kind of engine; None until the engine has been asked."""
+    standing: Standing = field(default_factory=Standing)
+    """What is settled about its role."""
     was_vllm: bool = False
     """Whether the last answer came from vLLM. It stays while the engine is down."""
     whole: bool = False
@@ -64,6 +69,10 @@ class BackendEngine(Loaded):
     """Names of served models and adapters, by its last report; empty: not reported."""
     context_tokens: int = 0
     """Most tokens of a prompt and its answer together, by its last report; 0: not reported."""
+    asked_for_address: bool = False
+    """Whether the engine has told, since it came up, if it hands KV over."""
+    switches: bool = False
+    """Whether the engine is an SGLang engine that changes its side on request (`--enable-pd-role-switch`)."""
     bootstrap_port: int | None = None
     """Port where SGLang decode engines look up the ranks of an SGLang prefill engine."""
     down_since: float | None = None
@@ -97,6 +106,7 @@ class BackendEngine(Loaded):
     pull_prefix: bool = False
     follower: Follower | None = field(default=None, repr=False)
     """Receives the engine's KV events; None: no events are known."""
+    _gauge: Gauge | None = field(default=None, repr=False)
     store: StorePlace | None = None
     """Its place in the KV pool of its host, by its last report; None: it uses none, or does not tell."""
 
@@ -108,6 +118,13 @@ class BackendEngine(Loaded):
     def hands_over(self) -> bool:
         """Whether the router uses the engine to compute prompts for other engines."""
         return self.role in (Role.PREFILL, Role.CPU_PREFILL, Role.BOTH)
+
+    @property
+    def able(self) -> frozenset[Role]:
+        """Roles that the engine can have besides its present one, as far as it is known."""
+        if self.kind is Kind.SGLANG:
+            return frozenset((Role.PREFILL, Role.DECODE) if self.switches else ())
+        return MOVABLE if self.addresses else frozenset((Role.DECODE,))
 
     def serves(self, role: Role) -> bool:
         """Whether the engine serves this side. An engine may serve both."""
@@ -212,26 +229,39 @@ class BackendEngine(Loaded):
         if was_up or self.down_since is None:
             self.down_since = now
         self.up, self.reason, self.addresses = False, reason, ()
+        self.asked_for_address = False
         self._report()
         self.kind = None
         return was_up
 
     def set_addresses(self, addresses: tuple[ProducerAddress, ...], reason: str = "") -> None:
         """Set the handover addresses of the ranks, or the reason why there are none."""
-        self.addresses, self.reason = addresses, reason
+        self.addresses, self.reason, self.asked_for_address = addresses, reason, True
+        self._report()
+
+    def change_role(self, role: Role, now_s: float) -> None:
+        """Use the engine for this side from now on. Its metrics are those of its new side."""
+        self.forget_metrics()
+        self.role, self.standing.since_s = role, now_s
+        self._gauge = None
+        self._open_gauge().set(self.load.own_open)
         self._report()
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Count one open request."""
-        gauge = self.metrics.engine_in_flight.labels(self.url, self.role)
         self.load.opened(1)
-        gauge.inc()
+        self._open_gauge().inc()
         try:
             yield
         finally:
             self.load.opened(-1)
-            gauge.dec()
+            self._open_gauge().dec()
+
+    def _open_gauge(self) -> Gauge:
+        if self._gauge is None:
+            self._gauge = self.metrics.engine_in_flight.labels(self.url, self.role)
+        return self._gauge
 
     @contextmanager
     def decoding(self, request_id: str, tokens: int, max_tokens: int) -> Iterator[None]:
@@ -256,6 +286,7 @@ class BackendEngine(Loaded):
             state["role"] = "unknown"
         if self.hands_over:
             state["hands_over_kv"] = self.address is not None
+        state |= self.standing.describe(self.role)
         if self.handoffs:
             state["handoffs"] = self.handoffs
         if self.draining:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pd_connector.protocol.wire.params import ProducerAddress, parse_address
 
 SERVER_INFO = "/server_info"
+SWITCH_ROLE = "/pd_role_switch"
 _BACKEND = "pd_connector"
 """SGLang's name for our transfer backend. Its engines report their address under this name."""
 
@@ -28,12 +29,14 @@ class SglangFacts(NamedTuple):
         replicas: handover addresses of a prefill engine with our backend, one a data-parallel
             replica.
         bootstrap_port: port where an SGLang decode engine looks up a prefill engine's ranks.
+        switches: whether it changes its side on request.
     """
 
     mode: str
     model: str
     replicas: tuple[ProducerAddress, ...]
     bootstrap_port: int | None
+    switches: bool = False
 
     @property
     def whole(self) -> bool:
@@ -78,4 +81,5 @@ def sglang_facts(raw: bytes) -> SglangFacts | None:
         model=str(model),
         replicas=replicas if len(replicas) == len(addresses) else (),
         bootstrap_port=port if isinstance(port, int) else None,
+        switches=told.get("enable_pd_role_switch") is True,
     )

@@ -64,6 +64,9 @@ class EngineWatch:
         self.reports = True  # whether the engine may answer `GET /pd/load`
         self.store_at = 0.0
         """When to ask the engine for its place in a KV pool; infinite: it uses none until it is started anew."""
+        self._unsure = False  # whether the engine may be on another side than is known
+        self._asked_for = 0  # the start of the engine for which it was asked for its address beside
+        self._asking: asyncio.Task[None] | None = None
         self._config = config
         self.ask = self._ask = Inquiry(engine.url, config, session)
         self._caches = caches
@@ -71,6 +74,13 @@ class EngineWatch:
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        try:
+            await self._watch()
+        finally:
+            if self._asking is not None:
+                self._asking.cancel()
+
+    async def _watch(self) -> None:
         while True:
             try:
                 await self._check()
@@ -101,8 +111,9 @@ class EngineWatch:
         self.misses = 0
         if not engine.up:
             self.probe_at, self.models_at, self.store_at, self.reports = 0.0, 0.0, 0.0, True
-        if engine.kind is None and not await self._identify():
+        if (engine.kind is None or self._unsure) and not await self._identify():
             return
+        self._unsure = False
         await self._list_models()
         if not engine.up and engine.refusing:
             self._caches.lost(engine)
@@ -115,6 +126,7 @@ class EngineWatch:
         if not engine.up:
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
+        self._probe_beside()
         if engine.serves(Role.DECODE):
             await self._look_for_outage()
 
@@ -189,6 +201,10 @@ class EngineWatch:
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
         engine.was_vllm = facts is None
         engine.whole = facts is not None and facts.whole
+        engine.switches = facts is not None and facts.switches and not facts.whole
+        if facts is not None and engine.switches and engine.role != facts.mode:
+            # It starts on the side of its command line, whatever it was switched to before.
+            engine.change_role(Role(facts.mode), asyncio.get_running_loop().time())
         side = Role.PREFILL if engine.role is Role.CPU_PREFILL else engine.role
         if facts is not None and facts.mode != side and not facts.whole:
             logger.warning(
@@ -273,6 +289,40 @@ class EngineWatch:
             self.probe_at = math.inf
             places = ", ".join(f"{address.host}:{address.port}" for address in addresses)
             logger.info("%s (prefill) hands over KV at %s", engine.url, places)
+
+    def _probe_beside(self) -> None:
+        """Ask a vLLM engine on the decode side for its address, once per start, so that a change of its side need not
+        ask behind its queue. Its health is checked meanwhile."""
+        engine = self.engine
+        if self._asked_for == engine.starts or engine.hands_over or engine.kind is not Kind.VLLM:
+            return
+        self._asked_for = engine.starts
+
+        async def ask() -> None:
+            starts = engine.starts
+            try:
+                handover = await self._handover()
+            except EngineFailedError as failure:
+                logger.debug("%s does not tell whether it hands KV over: %s", engine.url, failure)
+                return
+            if engine.up and engine.starts == starts and not engine.hands_over:
+                engine.model, engine.addresses = handover.model, handover.addresses
+                engine.asked_for_address = True
+                self.probe_at = math.inf if handover.addresses else self.probe_at
+                self._on_change()
+
+        self._asking = asyncio.create_task(ask(), name=f"address of {engine.url}")
+
+    def identify_again(self) -> None:
+        """Ask the engine for its side once more: a change of it may have gone half way."""
+        self._unsure = True
+        self.wake.set()
+
+    def side_changed(self) -> None:
+        """The engine has another role. If it hands KV over and its address is not known, ask for it now."""
+        if self.engine.address is None:
+            self.probe_at = 0.0
+        self.wake.set()
 
     async def _handover(self) -> Handover:
         if self.engine.kind is Kind.SGLANG:

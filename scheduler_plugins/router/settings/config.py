@@ -15,10 +15,27 @@ from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE, checked_key, class_key
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT, create
+from scheduler_plugins.router.roles.registry import create as create_roles
+from scheduler_plugins.router.settings.elastic import (
+    DEFAULT_GROUP,
+    MOVABLE,
+    Bounds,
+    Moving,
+    Place,
+    check_groups,
+    default_group,
+    moving_of,
+)
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 """Settings that list engines."""
+_HOMES = {
+    "prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+    "cpu_prefill": Role.CPU_PREFILL,
+    "engine": None,
+}
 COUNTS = ("attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 MOST_WORKERS = 256
@@ -57,6 +74,14 @@ class RouterConfig:
     """Policy that chooses the engines of a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
     """Rule that chooses the decode engine; empty: the rule that belongs to `policy`."""
+    roles: str = ""
+    """Policy that moves engines between prefill and decode: a name, `dry-run`, `dry-run:NAME` or `off`. Empty: the
+    default policy if any engine has `may`, else no engine is moved."""
+    places: Mapping[str, Place] = field(default_factory=dict)
+    """Allowed roles and groups of engines, by URL or name. An engine that is left out is in the default group; without
+    any `may` here, a policy that `roles` names may move every engine."""
+    groups: Mapping[str, Bounds] = field(default_factory=dict)
+    """Fewest engines on each side of a group, by the group's name; 1 for a group that is left out."""
     classes: tuple[QosClass, ...] = ONLY
     """Classes of users, with their SLOs."""
     routes: tuple[ClassRule, ...] = ()
@@ -163,6 +188,7 @@ class RouterConfig:
         if self.front_queue < 0:
             raise ValueError(f"front_queue {self.front_queue}: must be 0 or more")
         check_rules(self.routes, checked(self.classes))
+        self._check_roles()
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         object.__setattr__(self, "kv_events", self._checked_events())
@@ -210,20 +236,62 @@ class RouterConfig:
             found[url] = (endpoint, replay)
         return found
 
-    def roles(self, members: Callable[[Sequence[str]], Iterable[str]]) -> dict[str, Role | None]:
-        """Every engine's side; None: the engine is asked. An engine that is named on both sides has role `BOTH`.
+    def placed(self, members: Callable[[str], Iterable[str]]) -> dict[str, Place]:
+        """Every engine's place. An engine that is named on both sides has the home `BOTH`.
 
         Args:
-            members: replaces names by the URLs of their engines.
+            members: the URLs of the engines that a URL of the settings stands for.
         """
-        found: dict[str, Role | None] = dict.fromkeys(members(self.prefill), Role.PREFILL)
-        for url in members(self.decode):
-            found[url] = Role.BOTH if url in found else Role.DECODE
-        for url in members(self.cpu_prefill):
-            found.setdefault(url, Role.CPU_PREFILL)
-        for url in members(self.engine):
-            found.setdefault(url, None)
-        return found
+        homes: dict[str, Role | None] = {}
+        given: dict[str, str] = {}  # the engine's URL to the URL of the settings
+        for side, role in _HOMES.items():
+            for url in getattr(self, side):
+                for one in members(url):
+                    given.setdefault(one, url)
+                    before = homes.setdefault(one, role)
+                    if (before, role) == (Role.PREFILL, Role.DECODE):
+                        homes[one] = Role.BOTH
+        return {url: self._place(given[url], home) for url, home in homes.items()}
+
+    def _place(self, url: str, home: Role | None) -> Place:
+        """The place of an engine that the settings know by `url`."""
+        place = self.places.get(url, Place())
+        may = place.may
+        if self.roles and self.moving is not None and not self._elastic:
+            may = frozenset((Role.PREFILL, Role.DECODE))
+        if home is not None and home not in MOVABLE:
+            may = frozenset()
+        return place._replace(home=home, may=may)
+
+    @property
+    def moving(self) -> Moving | None:
+        """The policy that moves engines; None: no engine is moved."""
+        return moving_of(self.roles, elastic=self._elastic)
+
+    @property
+    def default_group(self) -> str:
+        """The group of requests that no route leads to one."""
+        return default_group(self.places.values()) if self.places else DEFAULT_GROUP
+
+    @property
+    def _elastic(self) -> bool:
+        return any(place.may for place in self.places.values())
+
+    def _check_roles(self) -> None:
+        if (moving := self.moving) is not None:
+            create_roles(moving.policy)
+        urls = [url for side in SIDES for url in getattr(self, side)]
+        for url, place in self.places.items():
+            if url not in urls:
+                raise ValueError(f"places {url}: no engine has this URL")
+            if place.may and url in self.cpu_prefill:
+                raise ValueError(
+                    f"{url}: may: an engine of role cpu_prefill cannot change its role"
+                )
+        placed = self.placed(lambda url: (url,))
+        names = {place.group for url, place in placed.items() if is_name(url)}
+        own = [place for url, place in placed.items() if not is_name(url)]
+        check_groups(self.groups, self.routes, own, named=names)
 
     @property
     def look_s(self) -> float:

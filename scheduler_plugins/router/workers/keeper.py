@@ -12,10 +12,13 @@ from dataclasses import replace
 from itertools import count
 
 from scheduler_plugins.router.client.operator import Operator
+from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.backend import watching_session
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.moving import Mover
+from scheduler_plugins.router.engines.observed import note
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
@@ -26,9 +29,11 @@ from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.reload import reloading
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.server import AdminServer, on_signals, say_running
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
+from scheduler_plugins.router.tracing import Tracing
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.child import Child
 from scheduler_plugins.router.workers.link import encode
@@ -117,6 +122,7 @@ class Keeper:
             self._held.state(held),
             self._recent.state(recent),
             self.caches.prefixes.by_events,
+            tuple(self.pool.decisions),
         )
 
     def _number_engines(self) -> None:
@@ -133,6 +139,19 @@ class Keeper:
         slot = self.slots.of(engine)
         rows = [child.row for child in self.children]
         return [0.0] * len(Count) if slot is None else self.counts.totals(slot, rows)
+
+    def waiting(self) -> dict[str, Front]:
+        """What waits in the workers' front queues, by group."""
+        found = dict[str, Front]()
+        for child in self.children:
+            for group, one in child.front.items():
+                other = found.get(group, Front())
+                found[group] = Front(
+                    one.requests + other.requests,
+                    one.tokens + other.tokens,
+                    max(one.oldest_s, other.oldest_s),
+                )
+        return found
 
     def _for_worker(self) -> RouterConfig:
         """The settings of one worker. The router's limits are divided among the workers."""
@@ -156,6 +175,7 @@ class Keeper:
 
     def _ended(self, child: Child) -> None:
         self.counts.clear_row(child.row)
+        child.front = {}
         self._gone = added(self._gone, counters_only(child.families))
         child.families = ()
         for number, waited_for in self._wanted.items():
@@ -169,6 +189,9 @@ class Keeper:
             logger.info("worker %d serves (process %d)", child.row, message.pid)
         elif isinstance(message, messages.Samples):
             self._sampled(child, message)
+        elif isinstance(message, messages.Happened):
+            child.front = message.front
+            note(self.pool.history, message.events, asyncio.get_running_loop().time())
         elif isinstance(message, messages.MetricsWanted):
             task = asyncio.create_task(self._answer(child, message.number))
             self._asking.add(task)
@@ -244,8 +267,12 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
             keeper.pool = EnginePool(config, session, metrics, keeper.caches, keeper.changed.set)
             stack.push_async_callback(keeper.pool.close)
             await keeper.pool.start()
+            tracing = Tracing(config.otlp)
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+            mover = Mover(keeper.pool, tracing)
+            await stack.enter_async_context(Elastic(keeper.pool, mover, keeper.waiting).running())
             if config.admin_port is not None:
-                admin = AdminServer(config, keeper.pool, keeper.operator)
+                admin = AdminServer(config, keeper.pool, mover, keeper.operator)
                 stack.push_async_callback(admin.close)
                 await admin.start(config.admin_port)
             if settings is not None:
