@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -102,7 +102,8 @@ class RoleController:
         for name, members in groups.items():
             if (repair := self._repair(members)) is not None:
                 found[name] = repair
-        seen = [self._guarded(one, groups[one.group], now_s) for one in fleet.members]
+        spare = {name: self._spare(members) for name, members in groups.items()}
+        seen = [self._guarded(one, spare[one.group], now_s) for one in fleet.members]
         members_by_name = {one.name: one for one in seen}
         for move in self.policy.decide(fleet._replace(members=seen), now_s):
             member = members_by_name.get(move.engine)
@@ -124,14 +125,13 @@ class RoleController:
             swing.dwell_s = min(LONGEST_DWELL_S, 2 * swing.dwell_s) if back else self._dwell_s
         swing.moved_s, swing.towards = now_s, towards
 
-    def _guarded(self, member: Member, group: Sequence[Member], now_s: float) -> Member:
+    def _guarded(self, member: Member, spare: Mapping[Role, bool], now_s: float) -> Member:
         """The member with those roles in `may` that it can have now."""
         moving = member.moving or member.name in self._moving
-        able = {role for role in member.may if self._allows(member, role, group, now_s)}
-        held = moving or not member.alive or self._dwells(member, now_s)
-        return member._replace(
-            moving=moving, may=frozenset([member.role]) if held else frozenset(able | {member.role})
-        )
+        if moving or not member.alive or self._dwells(member, now_s):
+            return member._replace(moving=moving, may=frozenset([member.role]))
+        able = {role for role in member.may if self._allows(member, role, spare, now_s)}
+        return member._replace(may=frozenset(able | {member.role}))
 
     def _dwells(self, member: Member, now_s: float) -> bool:
         if member.name in self._pinned or member.role not in _TOWARDS:
@@ -143,7 +143,7 @@ class RoleController:
         paused = swing is not None and now_s - swing.moved_s < self._pause_s
         return paused or now_s - since_s < self._dwell_s or now_s < again_s
 
-    def _allows(self, member: Member, role: Role, group: Sequence[Member], now_s: float) -> bool:
+    def _allows(self, member: Member, role: Role, spare: Mapping[Role, bool], now_s: float) -> bool:
         """Whether direction and minima allow this engine to have this role now."""
         if role not in _TOWARDS:
             return False
@@ -152,12 +152,14 @@ class RoleController:
         if swing is not None and turns and now_s - swing.moved_s < swing.dwell_s:
             return False
         after = member._replace(role=role)
-        return all(
-            not member.on(side)
-            or after.on(side)
-            or sum(self._counts(one, side) for one in group) > self._minima[side]
+        return all(spare[side] or after.on(side) or not member.on(side) for side in _SIDES)
+
+    def _spare(self, group: Sequence[Member]) -> dict[Role, bool]:
+        """For each side, whether it has more engines than its minimum."""
+        return {
+            side: sum(self._counts(one, side) for one in group) > self._minima[side]
             for side in _SIDES
-        )
+        }
 
     def _counts(self, member: Member, side: Role) -> bool:
         """Whether an engine is alive on this side, and stays there."""
