@@ -130,24 +130,32 @@ class Group:
         return Work(prefill_s * per_s, max(decode_s * per_s, self.decoding()))
 
     def decoding(self) -> float:
-        """Decode engines that the sequences of now keep busy. Answers that have not ended are part of it."""
-        _, tpot_s = self.promises
-        return sum(_decode_part(one, tpot_s, 1.0) for one in self.decode)
+        """Decode engines that the sequences of now keep busy, those included that wait for room."""
+        found = 0.0
+        for one in self.decode:
+            batch = one.view.batch
+            if batch:
+                found += batch / self.largest_batch(one.view.context / batch)
+        return found
 
     def token_s(self, context: float) -> float:
-        """Seconds of one engine for one token, at the largest batch that keeps promise and room.
+        """Seconds of one engine for one token, at the largest batch. `context`: mean tokens of a sequence."""
+        batch = self.largest_batch(context)
+        return (self.costs.d0 + (self.costs.d1 + self.costs.d2 * context) * batch) / batch
 
-        `context`: mean tokens of a sequence.
-        """
+    def largest_batch(self, context: float) -> float:
+        """The largest batch of an engine that keeps promise and room, with `context` tokens a sequence."""
         costs, (_, tpot_s) = self.costs, self.promises
-        room = [r for one in self.decode if (r := _room(one)) < inf]
-        most = FILL * sum(room) / len(room) if room else inf
-        batch = min(MOST_BATCH, most / max(1.0, context))
-        each_s = costs.d1 + costs.d2 * context
-        if each_s:
+        batch = min(MOST_BATCH, self._room / max(1.0, context))
+        if each_s := costs.d1 + costs.d2 * context:
             batch = min(batch, (tpot_s - costs.d0) / each_s)
-        batch = max(1.0, batch)
-        return (costs.d0 + each_s * batch) / batch
+        return max(1.0, batch)
+
+    @cached_property
+    def _room(self) -> float:
+        """Mean room of a decode engine, as far as sequences fill it; infinite if unknown."""
+        room = [known for one in self.decode if (known := _room(one)) < inf]
+        return FILL * sum(room) / len(room) if room else inf
 
 
 def groups(fleet: Fleet, now_s: float) -> list[Group]:
