@@ -44,7 +44,7 @@ class ArrowPaper(RolePolicy):
 
 
 def _move(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises()
+    ttft_s, tpot_s = group.promises
     p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
     if d > MARGIN:
         left = group.prefill_pressure(ttft_s, fewer=1)
@@ -60,8 +60,8 @@ def _move(group: Group) -> Move | None:
 
 
 def _paper(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises()
-    prefill, decode, now_s = group.side(Role.PREFILL), group.side(Role.DECODE), group.now_s
+    ttft_s, tpot_s = group.promises
+    prefill, decode, now_s = group.prefill, group.decode, group.now_s
     seen = group.seen(60.0)
     prompt = round(seen.tokens / seen.arrivals) if seen.arrivals else 0
     steps_s = [

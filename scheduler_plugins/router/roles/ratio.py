@@ -29,7 +29,7 @@ def _move(group: Group) -> Move | None:
     work = group.work(MIX_S)
     if work is None:
         return None
-    p, d = len(group.side(Role.PREFILL)), len(group.side(Role.DECODE))
+    p, d = len(group.prefill), len(group.decode)
     best = min(range(1, p + d), key=lambda k: work.fullest(k, p + d - k), default=p)
     if best == p or work.fullest(best, p + d - best) > (1 - GAIN) * work.fullest(p, d):
         return None
