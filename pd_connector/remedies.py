@@ -86,7 +86,7 @@ def remedy(cause: Cause) -> str:
     return _REMEDIES.get(cause, "see the troubleshooting table in docs/configuration.md")
 
 
-def told(causes: Mapping[str, int]) -> str:
+def told(causes: Mapping[Cause, int] | Mapping[str, int]) -> str:
     """Counts by cause as text, most first, such as `unreachable 40, stalled 2`."""
     ordered = sorted(causes.items(), key=lambda item: -item[1])
     return ", ".join(f"{cause} {count}" for cause, count in ordered)

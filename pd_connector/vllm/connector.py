@@ -116,7 +116,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
             assert self._engine_id is not None
             source = Source(address.host, address.port, self._engine_id)
             peers[rank] = Peer(source, address.shard)
-        self._scheduler.set_peers(in_order(peers))
+        ports = {a.data_port for a in metadata.values() if isinstance(a, RankAddress)}
+        self._scheduler.set_peers(in_order(peers), tuple(ports - {0}))
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         assert self._scheduler is not None

@@ -103,9 +103,10 @@ class SchedulerSide:
         if self.pool:
             self.pool.bind(blocks)
 
-    def set_peers(self, peers: tuple[Peer, ...]) -> None:
-        """The addresses of the workers, and each worker's shard."""
-        self.offers.address = sealed(self.offers.address._replace(peers=peers), self._config.key)
+    def set_peers(self, peers: tuple[Peer, ...], data_ports: tuple[int, ...] = ()) -> None:
+        """The addresses of the workers, each worker's shard, and their ports for data."""
+        address = self.offers.address._replace(peers=peers, data_ports=data_ports)
+        self.offers.address = sealed(address, self._config.key)
         if self._config.address_file:
             self._publish(Path(self._config.address_file))
 

@@ -390,6 +390,17 @@ def test_a_peer_that_cannot_hand_over_fails_where_it_goes_wrong(findings, name, 
     assert finding.advice
 
 
+@pytest.mark.parametrize(("ports", "chosen"), [((7100, 7200), False), ((40001, 40002), True)])
+def test_the_ports_to_open_are_named_and_how_to_keep_them(ports, chosen):
+    control, data = ports
+    ranks = [["10.0.0.2", control, 0, 4, 0]]
+    finding = only(
+        visit(params={**DESCRIPTION, "remote_ranks": ranks, "data_ports": [data]}), "ports"
+    )
+    assert finding.found == f"TCP {control}, {data}"
+    assert ("set control_port and data_port" in finding.advice) == chosen
+
+
 SILENT = 'pd_connector:unmoved_prompts_total{cause="no_params",engine="0"} 9.0'
 
 
