@@ -60,9 +60,13 @@ class Children:
         return answer
 
     def close(self) -> None:
+        """At once: on a busy machine a process may take long to end by itself."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.stdout.close()
 
 
 @pytest.fixture
