@@ -106,6 +106,27 @@ def test_pages_are_kept_until_the_ranks_have_answered() -> None:
     assert not of.side.pending_work
 
 
+def test_the_prefix_cache_can_be_reset_while_pages_are_kept_for_saves() -> None:
+    of = engine()
+    add(of, "a", CHUNK_TOKENS, max_tokens=1)
+    for _ in range(4):
+        of.step()
+    assert of.side.saving
+    free = of.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert of.scheduler.reset_prefix_cache()
+    assert of.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free, "still kept"
+    add(of, "b", CHUNK_TOKENS - 20, max_tokens=4)
+    of.step()
+    kept = {page for save in saves(of) for table in save.pages for page in table}
+    tables = of.scheduler.kv_cache_manager.get_block_ids("b")
+    pages = {page for table in tables for page in table}
+    assert pages
+    assert not kept & pages, "nothing overwrites them"
+    assert not of.scheduler.reset_prefix_cache(), "a request runs, as in vLLM alone"
+    run(of)
+    of.assert_nothing_held()
+
+
 def test_a_step_that_fills_cached_pages_saves_none_of_them() -> None:
     """vLLM puts pages into its cache when it schedules their computation: a second request finds them before they
     are filled."""
