@@ -202,7 +202,7 @@ class EngineWatch:
         engine.was_vllm = facts is None
         engine.whole = facts is not None and facts.whole
         engine.switches = facts is not None and facts.switches and not facts.whole
-        if facts is not None and engine.switches and engine.role != facts.mode:
+        if facts is not None and facts.tells_side and engine.role != facts.mode and engine.switches:
             # It starts on the side of its command line, whatever it was switched to before.
             engine.change_role(Role(facts.mode), asyncio.get_running_loop().time())
         side = Role.PREFILL if engine.role is Role.CPU_PREFILL else engine.role
