@@ -21,7 +21,9 @@ from scheduler_plugins.router.client.origins import is_known_host, is_of_foreign
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.settings.config import SIDES, base_url, sides_of
+from scheduler_plugins.router.settings.config import SIDES
+from scheduler_plugins.router.settings.elastic import sides_of
+from scheduler_plugins.router.settings.urls import base_url
 
 ENGINES = "/engines"
 _POOL = web.AppKey("pool", EnginePool)

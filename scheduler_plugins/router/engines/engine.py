@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from prometheus_client import Gauge
@@ -19,7 +19,7 @@ from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.standing import Standing
 from scheduler_plugins.router.index.stored import StorePlace
-from scheduler_plugins.router.metrics import OUTCOMES, Metrics
+from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 from scheduler_plugins.router.settings.elastic import MOVABLE
@@ -175,15 +175,6 @@ class BackendEngine(Loaded):
         prefill = replace(self._fit.model, a=mean.a, b=mean.b, c=mean.c)
         self.costs = replace(prefill, chunk_tokens=mean.chunk_tokens)
 
-    def told_handoffs(self, handoffs: dict[str, int]) -> None:
-        """Take the engine's outcomes of handoffs since its start, and count the new ones."""
-        for outcome, count in handoffs.items():
-            before = self.handoffs.get(outcome, 0)
-            new = count - before if count >= before else count  # lower: the engine has restarted
-            labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
-            self.metrics.handoffs.labels(*labels).inc(new)
-        self.handoffs = handoffs
-
     @property
     def computes_prompts(self) -> bool:
         """Whether the engine can answer a request alone. SGLang engines of a pair cannot."""
@@ -271,33 +262,6 @@ class BackendEngine(Loaded):
             yield
         finally:
             self.load.decode_ended(request_id)
-
-    def describe(self) -> dict[str, Any]:
-        """The engine's state as `/health` shows it."""
-        state: dict[str, Any] = {
-            "url": self.url,
-            "role": self.role,
-            "state": "up" if self.up else "down",
-            "in_flight": self.in_flight,
-        }
-        if self.kind is not None:
-            state["kind"] = self.kind
-        elif not self.role_given:
-            state["role"] = "unknown"
-        if self.hands_over:
-            state["hands_over_kv"] = self.address is not None
-        state |= self.standing.describe(self.role)
-        if self.handoffs:
-            state["handoffs"] = self.handoffs
-        if self.draining:
-            state["draining"] = True
-        if self.circuit.cause:
-            state["circuit"] = self.circuit.cause
-        if self.reason:
-            state["reason"] = self.reason
-        if self.warning:
-            state["warning"] = self.warning
-        return state
 
     def forget_metrics(self) -> None:
         """Remove the engine's metric series. They carry its side, so they end when it changes sides or leaves."""

@@ -106,7 +106,7 @@ class Mover:
             if await self._side(engine) != role:
                 raise MoveFailedError("switch", str(failure)) from None
         else:
-            if (side := await self._side(engine)) != role:
+            if (side := await self._side(engine, role)) != role:
                 raise MoveFailedError("confirm", f"it says that it is on the side {side or '?'}")
         finally:
             pool.move(engine, None)
@@ -117,10 +117,13 @@ class Mover:
         while engine.in_flight or engine.open_requests:  # noqa: ASYNC110 - a count, not an event
             await asyncio.sleep(LOOK_S)
 
-    async def _side(self, engine: BackendEngine) -> str:
-        """The side that the engine says it is on; empty if it does not answer."""
+    async def _side(self, engine: BackendEngine, assumed: str = "") -> str:
+        """The side that the engine says it is on; `assumed` if it does not tell, and empty if it does not
+        answer."""
         try:
             facts = await self._pool.inquiry(engine).sglang_facts()
         except EngineFailedError:
             return ""
-        return facts.mode if facts is not None else ""
+        if facts is None:
+            return ""
+        return facts.mode if facts.tells_side else assumed

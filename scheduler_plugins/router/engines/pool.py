@@ -17,6 +17,7 @@ from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.engines.caches import EngineCaches
+from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool, assume_costs, note_circuit
 from scheduler_plugins.router.engines.exchange import (
@@ -273,7 +274,7 @@ class EnginePool(Pool):
 
     def describe(self) -> list[dict[str, Any]]:
         return [
-            {**engine.describe(), "cache": self.caches.describe(engine)} for engine in self.engines
+            {**described(engine), "cache": self.caches.describe(engine)} for engine in self.engines
         ]
 
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:

@@ -15,7 +15,7 @@ from scheduler_plugins.router.engines.engine_reports import apply
 from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
 from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
-from scheduler_plugins.router.index.stored import StorePlace
+from scheduler_plugins.router.engines.looks import Looks
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -26,12 +26,6 @@ HUNG_AFTER = 2
 PROBE_RETRY_S = 30.0
 """Pause before a prefill engine without an address is asked again. It will have none until it is started anew, and each
 probe costs it a prefill."""
-MODELS_LOOK_S = 10.0
-"""Pause between two queries of an engine's models and adapters."""
-STORE_LOOK_S = 10.0
-"""Pause between two queries of an engine's place in the KV pool of its host."""
-OUTAGE_LOOK_S = 15.0
-"""Pause between two queries of a decode engine's metrics, in seconds."""
 
 
 class EngineWatch:
@@ -59,16 +53,13 @@ class EngineWatch:
         self.probe_at = 0.0
         """When to ask a prefill engine for its address, on the event loop's clock."""
         self.misses = 0
-        self.look_at = 0.0
-        self.models_at = 0.0
         self.reports = True  # whether the engine may answer `GET /pd/load`
-        self.store_at = 0.0
-        """When to ask the engine for its place in a KV pool; infinite: it uses none until it is started anew."""
         self._unsure = False  # whether the engine may be on another side than is known
         self._asked_for = 0  # the start of the engine for which it was asked for its address beside
         self._asking: asyncio.Task[None] | None = None
         self._config = config
         self.ask = self._ask = Inquiry(engine.url, config, session)
+        self._looks = Looks(engine, self._ask)
         self._caches = caches
         self._on_change = on_change
 
@@ -110,15 +101,16 @@ class EngineWatch:
             return
         self.misses = 0
         if not engine.up:
-            self.probe_at, self.models_at, self.store_at, self.reports = 0.0, 0.0, 0.0, True
+            self.probe_at, self.reports = 0.0, True
+            self._looks.begin_anew()
         if (engine.kind is None or self._unsure) and not await self._identify():
             return
         self._unsure = False
-        await self._list_models()
+        await self._looks.list_models()
         if not engine.up and engine.refusing:
             self._caches.lost(engine)
         await self._hear()
-        await self._look_for_store()
+        await self._looks.look_for_store()
         if moved := self._have_ranks_changed():
             self.probe_at = 0.0
         if engine.hands_over and (moved or engine.address is None):
@@ -128,7 +120,7 @@ class EngineWatch:
             logger.info("%s (%s) is up", engine.url, engine.role)
         self._probe_beside()
         if engine.serves(Role.DECODE):
-            await self._look_for_outage()
+            await self._looks.look_for_outage()
 
     async def _hear(self) -> None:
         """Ask the engine for its load: by its scheduler's report, else by its metrics."""
@@ -158,32 +150,6 @@ class EngineWatch:
         elif told.kv_events is not None:
             self._caches.follow(engine, *told.kv_events, ranks=engine.ranks)
 
-    async def _look_for_store(self) -> None:
-        """Ask a vLLM engine for its place in the KV pool of its host."""
-        now = asyncio.get_running_loop().time()
-        if now < self.store_at or self.engine.kind is not Kind.VLLM:
-            return
-        self.store_at = now + STORE_LOOK_S
-        engine = self.engine
-        try:
-            told = await self._ask.store()
-        except EngineFailedError as failure:
-            logger.debug("%s does not tell of its KV pool: %s", engine.url, failure)
-            if failure.cause != "timeout":  # a busy engine may be late
-                engine.store = None
-            return
-        if told is None:
-            self.store_at, engine.store = math.inf, None
-            return
-        before, engine.store = (
-            engine.store,
-            StorePlace(
-                told.store, told.model, told.chunk_tokens, told.chunk_bytes, told.bytes_per_s
-            ),
-        )
-        if before is None or before.store != told.store:
-            logger.info("%s uses %s", engine.url, engine.store.name)
-
     async def _identify(self) -> bool:
         """Find out the kind of engine. Returns False if the engine does not answer."""
         engine = self.engine
@@ -202,7 +168,7 @@ class EngineWatch:
         engine.was_vllm = facts is None
         engine.whole = facts is not None and facts.whole
         engine.switches = facts is not None and facts.switches and not facts.whole
-        if facts is not None and engine.switches and engine.role != facts.mode:
+        if facts is not None and facts.tells_side and engine.role != facts.mode and engine.switches:
             # It starts on the side of its command line, whatever it was switched to before.
             engine.change_role(Role(facts.mode), asyncio.get_running_loop().time())
         side = Role.PREFILL if engine.role is Role.CPU_PREFILL else engine.role
@@ -226,34 +192,6 @@ class EngineWatch:
             return Role.PREFILL if facts.mode == Role.PREFILL else Role.DECODE
         handover = await self._ask.vllm_handover(len(self.engine.ranks))
         return Role.PREFILL if handover.addresses else Role.DECODE
-
-    async def _list_models(self) -> None:
-        """Ask the engine for its models and adapters. An engine without a list gets requests for any model."""
-        now = asyncio.get_running_loop().time()
-        if now < self.models_at:
-            return
-        self.models_at = now + MODELS_LOOK_S
-        try:
-            self.engine.models, self.engine.context_tokens = await self._ask.models()
-        except EngineFailedError as failure:
-            logger.debug("%s does not list its models: %s", self.engine.url, failure)
-
-    async def _look_for_outage(self) -> None:
-        """Read a decode engine's metrics: whether KV arrives, and the outcomes of requests."""
-        now = asyncio.get_running_loop().time()
-        if now < self.look_at:
-            return
-        self.look_at = now + OUTAGE_LOOK_S
-        engine = self.engine
-        try:
-            warning, handoffs = await self._ask.arrivals()
-        except EngineFailedError as failure:
-            logger.debug("%s does not answer /metrics: %s", engine.url, failure)
-            return
-        engine.told_handoffs(handoffs)
-        if warning and not engine.warning:
-            logger.warning("%s (decode): %s", engine.url, warning)
-        engine.warning = warning
 
     def _have_ranks_changed(self) -> bool:
         """Whether a vLLM engine has more or fewer data-parallel ranks than known addresses."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import msgspec
@@ -24,12 +23,10 @@ from scheduler_plugins.router.engines.observed import Event
 from scheduler_plugins.router.engines.observed import note as note_all
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts, words_for
-from scheduler_plugins.router.fellows.memory import WORD_BYTES
+from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts
 from scheduler_plugins.router.fellows.slots import EngineSlots
 from scheduler_plugins.router.fellows.told_roles import ToldRole, ToldRoles
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -273,47 +270,6 @@ def _with_age(counts: list[float], now_s: float) -> list[float]:
     told = list(counts)
     told[Count.BUSY_SINCE_S] = max(0.0, now_s - counts[Count.BUSY_SINCE_S])
     return told
-
-
-@asynccontextmanager
-async def exchanging(
-    config: RouterConfig,
-    counts: SharedCounts,
-    slots: EngineSlots,
-    pool: EnginePool,
-    own: Callable[[BackendEngine], list[float]],
-    metrics: Metrics,
-) -> AsyncIterator[None]:
-    """Exchange load with other routers inside the block, if the settings name any.
-
-    Raises:
-        OSError: the address `exchange` cannot be bound.
-    """
-    if not (config.exchange or config.fellows):
-        yield
-        return
-    fellows = Fellows(counts, slots, pool, own, config.router_key, metrics)
-    task = asyncio.create_task(fellows.run(config.exchange, config.fellows), name="fellows")
-    await asyncio.sleep(0)
-    if task.done():
-        raise OSError(f"{config.exchange} (exchange): {task.exception()}")
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def exchanging_alone(
-    config: RouterConfig, pool: EnginePool, metrics: Metrics
-) -> AbstractAsyncContextManager[None]:
-    """As `exchanging`, for a router with a single process."""
-    counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
-
-    def own(engine: BackendEngine) -> list[float]:
-        return list(engine.load.counts())
-
-    return exchanging(config, counts, EngineSlots(counts), pool, own, metrics)
 
 
 _DECODER = msgspec.msgpack.Decoder(InFlight)

@@ -3,12 +3,11 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from pd_connector.hosts import is_host, is_loopback
+from pd_connector.hosts import is_loopback
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
@@ -26,7 +25,8 @@ from scheduler_plugins.router.settings.elastic import (
     default_group,
     moving_of,
 )
-from scheduler_plugins.router.settings.members import checked_name, is_name
+from scheduler_plugins.router.settings.members import is_name
+from scheduler_plugins.router.settings.urls import base_url, base_urls, host_with_port, is_url
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 """Settings that list engines."""
@@ -151,7 +151,7 @@ class RouterConfig:
         """
         create(self.policy, self.decode_policy)
         for side in SIDES:
-            object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
+            object.__setattr__(self, side, base_urls(side, getattr(self, side)))
             if side in ("prefill", "decode") and not (getattr(self, side) or self.engine):
                 raise ValueError(
                     f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
@@ -177,7 +177,7 @@ class RouterConfig:
             raise ValueError(
                 f"tokenizer {self.tokenizer}: must be a folder with a tokenizer.json in it"
             )
-        if self.otlp and not _is_url(self.otlp):
+        if self.otlp and not is_url(self.otlp):
             raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
@@ -214,7 +214,7 @@ class RouterConfig:
     def _check_exchange(self) -> None:
         for name, addresses in (("exchange", (self.exchange,)), ("fellows", self.fellows)):
             for address in filter(None, addresses):
-                host = _host_with_port(address)
+                host = host_with_port(address)
                 if not address.startswith("tcp://") or not host:
                     raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
                 if not (self.router_key or is_loopback(host)):
@@ -297,52 +297,3 @@ class RouterConfig:
     def look_s(self) -> float:
         """Interval at which a silent exchange checks that its engine still lives."""
         return min(0.5, self.health_interval_s)
-
-
-def sides_of(role: str) -> tuple[str, ...]:
-    """The settings that list an engine of this role. `role` is the word of the settings file and the admin API."""
-    return {"ask": ("engine",), "both": ("prefill", "decode")}.get(role, (role,))
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-def _host_with_port(address: str) -> str:
-    """The host of an address with a port; empty if the address has no port."""
-    try:
-        parts = urlsplit(address)
-        return parts.hostname or "" if parts.port else ""
-    except ValueError:
-        return ""
-
-
-def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
-    urls = tuple(base_url(side, url) for url in given)
-    for url in urls:
-        if urls.count(url) > 1:
-            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name it once")
-    return urls
-
-
-def base_url(side: str, given: str) -> str:
-    """The URL in the form that names an engine. Raises ValueError if it is no URL; the message begins with `side`."""
-    if is_name(given):
-        return checked_name(side, given)
-    url = given if "://" in given else f"http://{given}"
-    wanted = f"{side} {given!r}: must look like http://host:port"
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{wanted} ({error})") from None
-    if parts.scheme not in ("http", "https") or not is_host(parts.hostname or "") or port == 0:
-        raise ValueError(wanted)
-    if parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{wanted}, without query, fragment or user name")
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    return f"{parts.scheme}://{parts.netloc}{path}"

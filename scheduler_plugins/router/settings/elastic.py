@@ -134,3 +134,8 @@ def _check_bound(group: str, bound: Bounds, places: Collection[Place]) -> None:
 
 def _all(place: Place) -> frozenset[Role]:
     return place.may | ({place.home} if place.home else frozenset())
+
+
+def sides_of(role: str) -> tuple[str, ...]:
+    """The settings that list an engine of this role. `role` is the word of the settings file and the admin API."""
+    return {"ask": ("engine",), "both": ("prefill", "decode")}.get(role, (role,))

@@ -14,21 +14,21 @@ import msgspec
 from scheduler_plugins.qos.classes import ONLY, QosClass, default_class
 from scheduler_plugins.qos.watched import Watched
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.registry import DEFAULT as DEFAULT_POLICY
 from scheduler_plugins.router.settings.config import (
     COUNTS,
     SIDES,
     RouterConfig,
-    base_url,
-    sides_of,
 )
 from scheduler_plugins.router.settings.elastic import (
     DEFAULT_GROUP,
-    DEFAULT_POLICY,
     OFF,
     Bounds,
     Place,
     Route,
+    sides_of,
 )
+from scheduler_plugins.router.settings.urls import base_url
 
 AT_START = (
     "body_mib",

@@ -10,6 +10,7 @@ from typing import Any
 
 from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
+from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
 from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
@@ -121,4 +122,4 @@ class MirrorPool(Pool):
             self._link.send_soon(messages.Learnt(number, load, duration_s))
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{**engine.describe(), "cache": self._cache[engine]} for engine in self._numbers]
+        return [{**described(engine), "cache": self._cache[engine]} for engine in self._numbers]

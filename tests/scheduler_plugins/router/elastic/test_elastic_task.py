@@ -14,6 +14,7 @@ from scheduler_plugins.router.elastic import task as task_module
 from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.endpoints.page import state
+from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.policies.base import Role as PolicyRole
 from scheduler_plugins.router.roles.base import Fleet, Front, Move, RolePolicy
@@ -75,7 +76,7 @@ def test_a_decision_is_carried_out_counted_logged_and_shown(
                 lambda: state(world.app[SHARED], 0.0)["decisions"][0]["outcome"] == "done", "done"
             )
             assert not engine.standing.pinned
-            assert engine.describe()["home"] == "decode"
+            assert described(engine)["home"] == "decode"
 
     run(scenario())
 
