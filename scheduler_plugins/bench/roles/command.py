@@ -17,6 +17,7 @@ from pd_connector.tools.cli.bench_report import exit_codes, report
 from pd_connector.tools.output import Json
 from scheduler_plugins.bench.roles import decision_cost
 from scheduler_plugins.bench.roles import shift as shifting
+from scheduler_plugins.bench.roles import steady as steadying
 from scheduler_plugins.bench.roles.fleets import FLEETS, FleetKind
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.roles.registry import ROLES
@@ -64,6 +65,57 @@ def shift(
         ]
         tables.append(("baseline", rows))
     report(tables, ["simulated, level 2: no engine was run"], json)
+
+
+@app.command("steady")
+def steady(
+    code: Code,
+    conv: Conv,
+    fleet: FleetName = "opt-13b-a100",
+    requests: Requests = 3000,
+    minutes: Annotated[float, typer.Option(min=1, help="Simulated time of each workload.")] = 15.0,
+    only: Annotated[str, typer.Option(help="Workloads whose name has this text.")] = "",
+    jobs: Jobs = 2,
+    json: Json = None,
+) -> None:
+    """Traffic that keeps its shape or swings: Poisson, the traces' own bursts, steps, sines of the mix.
+
+    Parts of the requests that are served in time, beside the best fixed ratio.
+    """
+    with exit_codes(Console(stderr=True)):
+        traces = {path.stem: _read(path, requests) for path in (code, conv)}
+        tables, rows = (
+            list[tuple[str, list[Comparison]]](),
+            Table("fleet", "workload", "load", "best fixed", *steadying.POLICIES, box=None),
+        )
+        for kind in _fleets(fleet):
+            halves = shifting.capacities(kind, traces, jobs, _say)
+            chosen = steadying.cases(halves, minutes * 60)
+            chosen = [one for one in chosen if only in one.name]
+            for one in steadying.compare(kind, chosen, jobs, _say):
+                best = one.fixed[one.best]
+                cells = [f"{run.kept:.3f} ({run.moves})" for run in one.roles.values()]
+                ratio = f"{best.kept:.3f} ({shifting.ratio_name(one.best)})"
+                rows.add_row(kind.name, one.case.name, f"{one.case.load:g}", ratio, *cells)
+                tables.append(("allowed", _steady_bars(kind, one)))
+    Console().print(rows)
+    Console().print("in parentheses: moves in the whole time")
+    report(tables, ["simulated, level 2: no engine was run"], json)
+
+
+def _steady_bars(fleet: FleetKind, found: steadying.Steady) -> list[Comparison]:
+    params: dict[str, str | int | float] = {
+        "fleet": fleet.name,
+        "workload": found.case.name,
+        "load": found.case.load,
+    }
+    ours = found.roles["pressure"]
+    below = max(0.0, 100 * (found.fixed[found.best].kept - ours.kept))
+    rows = [Comparison("points below fixed", params, _one(below), _one(found.case.points), "", 1.0)]
+    if found.case.moves is not None:
+        moves, most = _one(float(ours.moves)), _one(float(found.case.moves))
+        rows.append(Comparison("moves", params, moves, most, "", 1.0))
+    return rows
 
 
 @app.command("cost")

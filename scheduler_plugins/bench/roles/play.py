@@ -23,6 +23,7 @@ KEPT = 0.9
 """A rate is sustained if this part of the requests is served in time."""
 _CLOSE = 0.02
 T = TypeVar("T")
+Say = Callable[[str], None]
 
 
 class Outcome(NamedTuple):

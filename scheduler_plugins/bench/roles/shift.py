@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from scheduler_plugins.bench.roles.fleets import ENGINES, OPT_13B, FleetKind
 from scheduler_plugins.bench.roles.play import (
     KEPT,
     Outcome,
+    Say,
     Sustained,
     in_parallel,
     largest,
@@ -30,7 +31,6 @@ OF_ORACLE = 0.92
 """`pressure` sustains at least this part of the oracle's rate."""
 OVER_FIXED = 1.3
 """On the fleet where decode is dear, `pressure` sustains this many times the best fixed ratio's rate."""
-Say = Callable[[str], None]
 
 
 class Half(NamedTuple):
@@ -62,7 +62,9 @@ def capacities(
     arguments = [(fleet, name, traces[name], p) for name in traces for p in ratios()]
 
     def done(given: tuple[object, ...], per_s: float) -> None:
-        say(f"{fleet.name}, {given[1]}: {_ratio(given[3])} sustains {per_s:.1f} requests a second")
+        say(
+            f"{fleet.name}, {given[1]}: {ratio_name(given[3])} sustains {per_s:.1f} requests a second"
+        )
 
     found = in_parallel(jobs, _sustained, arguments, done)
     each = len(ratios())
@@ -76,7 +78,7 @@ def compare(fleet: FleetKind, halves: Sequence[Half], jobs: int, say: Say) -> Sh
     """Every policy, the oracle and the fixed ratios, for one order of the halves."""
     order = " then ".join(half.name for half in halves)
     rates = {
-        _ratio(p): min(half.capacity.per_s[p - 1] / half.capacity.most for half in halves)
+        ratio_name(p): min(half.capacity.per_s[p - 1] / half.capacity.most for half in halves)
         for p in ratios()
     }
     best = max(rates, key=lambda name: rates[name])
@@ -136,5 +138,6 @@ def _set_role(name: str, role: Role, cluster: Cluster, now_s: float) -> None:
     cluster.set_role(name, role, now_s)
 
 
-def _ratio(prefill: object) -> str:
+def ratio_name(prefill: object) -> str:
+    """Such as 4P4D."""
     return f"{prefill}P{ENGINES - int(str(prefill))}D"

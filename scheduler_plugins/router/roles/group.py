@@ -106,14 +106,21 @@ class Group:
         if len(side) <= fewer:
             return inf
         spread = len(side) / (len(side) - fewer)
-        parts = [_decode_part(one, tpot_s, spread) for one in side]
+        parts = [decode_part(one, tpot_s, spread) for one in side]
         told = self.seen(10).tpot_ratio if not self.costs.knows_decode else 0.0
         return max(sum(parts) / len(parts), told)
 
     def work(self, seconds: float) -> Work | None:
         """The load of the last seconds; None if no request has ended or costs of decode are unknown."""
-        seen, costs = self.seen(seconds), self.costs
-        longer = self.seen(PROMISE_S)
+        seen, each = self.seen(seconds), self.mix(seconds)
+        if each is None:
+            return None
+        per_s = seen.arrivals / max(1.0, seen.seconds)
+        return Work(each.prefill * per_s, max(each.decode * per_s, self.decoding()))
+
+    def mix(self, seconds: float) -> Work | None:
+        """Seconds of an engine, on each side, for the mean request of the last seconds; None as in `work`."""
+        seen, costs, longer = self.seen(seconds), self.costs, self.seen(max(seconds, PROMISE_S))
         if not (seen.arrivals and longer.prefills and longer.answers and costs.knows_decode):
             return None
         prompt = seen.tokens / seen.arrivals
@@ -125,9 +132,7 @@ class Group:
         prefill_s = costs.c * steps + costs.a * uncached + costs.b * spread * uncached**2
         ended = seen if seen.answers >= 10 else longer
         answer = ended.answered / ended.answers
-        decode_s = answer * self.token_s(prompt + answer / 2)
-        per_s = seen.arrivals / max(1.0, seen.seconds)
-        return Work(prefill_s * per_s, max(decode_s * per_s, self.decoding()))
+        return Work(prefill_s, answer * self.token_s(prompt + answer / 2))
 
     def decoding(self) -> float:
         """Decode engines that the sequences of now keep busy, those included that wait for room."""
@@ -180,7 +185,8 @@ def _room(member: Member) -> float:
     return member.view.context + max(0.0, member.view.free_kv)
 
 
-def _decode_part(member: Member, tpot_s: float, spread: float) -> float:
+def decode_part(member: Member, tpot_s: float, spread: float = 1.0) -> float:
+    """How near a decode engine is to its promise or its room. `spread`: as if it had this many times its sequences."""
     view = member.view
     step_s = 0.0
     if view.costs.knows_decode and view.batch:
