@@ -29,6 +29,8 @@ class Recipe:
     args: tuple[str, ...] = ()
     config: str = "{}"  # JSON, so that a recipe can be a key
     env: tuple[tuple[str, str], ...] = ()
+    forked: bool = True
+    """Started within seconds (`support.engine_nursery`); False for as users start it."""
 
     def engine(self, name: str, log: Path, port: int | None = None) -> SglangEngine:
         env = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()), **dict(self.env)}
@@ -47,7 +49,8 @@ class Recipe:
             log_path=log,
             port=port,
         )
-        engine.popen = fork_engine
+        if self.forked:
+            engine.popen = fork_engine
         return engine
 
 
@@ -56,8 +59,9 @@ CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
 REFERENCE = Recipe(None, args=("--disable-radix-cache",))
 SHORT_LEASE = '{"lease_s": 10}'  # what nobody fetches is given back soon
-PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE)
-DECODE = Recipe("decode", 16, config=SHORT_LEASE)
+PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE, forked=False)
+DECODE = Recipe("decode", 16, config=SHORT_LEASE, forked=False)
+"""One pair is started as users start it: each of its processes is an interpreter that finds our plug-ins itself."""
 PERMITS_INT8 = '{"codec": "int8"}'  # used where both engines permit it
 SMALL_PAGES = Recipe("prefill", 1, args=CHUNKED, config=PERMITS_INT8)
 LARGE_PAGES_TOKENS = 2560
