@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, Miss
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.pool.worth import Worth
@@ -61,7 +61,7 @@ class PoolLooks:
             return self._missed(prompt, Cause.UNAUDITED)
         if not prompt.look.done():
             late = time.monotonic() >= prompt.asked_s + LOOK_S
-            return self._missed(prompt, "late") if late else None
+            return self._missed(prompt, Miss.LATE) if late else None
         if prompt.pays is None:
             try:
                 look = prompt.look.result()
@@ -91,7 +91,12 @@ class PoolLooks:
         keys = prompt.longer([prompt.root(model)], tokens)
         found: list[Found] = []
         for key, one in zip(keys[1:], self._store.find(keys[1:]), strict=True):
-            if one is None or self._audit.refused(key):
+            if one is None:
+                missing = len(keys) - 1 - len(found)
+                cause = Miss.EVICTED if self._store.was_stored(key) else Miss.NEVER_STORED
+                self._telemetry.count("pool_misses", missing, cause=cause)
+                break
+            if self._audit.refused(key):
                 break
             found.append(one)
         return Look(keys, found)
@@ -101,7 +106,7 @@ class PoolLooks:
         missing = [(one.tier, one.nbytes) for one in found[first:]]
         pays = min(first, len(found)) + self._worth.chunks(missing, time.monotonic())
         if pays < len(found):
-            self._telemetry.count("pool_misses", len(found) - pays, cause="not_worth")
+            self._telemetry.count("pool_misses", len(found) - pays, cause=Miss.NOT_WORTH)
         return pays
 
     def _missed(self, prompt: PoolPrompt, cause: str) -> int:
