@@ -4,7 +4,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ logger = logging.getLogger("pd_connector.agent.pool_saves")
 
 _BUFFERS = 4
 """Chunks that are copied and not written yet."""
+_LAST_WRITES_S = 2.0
+"""How long an engine that ends waits until these are written, in seconds. A store that is well takes milliseconds."""
 
 
 class PoolSaves:
@@ -57,6 +59,7 @@ class PoolSaves:
         last = places(self._form, cache.geometry)[-1]
         self._free = [bytearray(last.offset + last.nbytes) for _ in range(_BUFFERS)]
         self._writers = ThreadPoolExecutor(1, "pd-pool-save")
+        self._written_last: Future[None] | None = None  # ends after all others
 
     @property
     def waits_for_device(self) -> bool:
@@ -73,7 +76,9 @@ class PoolSaves:
         self._waiting.append((save, fence))
 
     def close(self) -> None:
-        """End the thread; what is not written is dropped."""
+        """End the thread. What is copied is written, as far as the store takes it in time."""
+        if self._written_last is not None:
+            wait([self._written_last], _LAST_WRITES_S)
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, facts: ModelFacts) -> None:
@@ -89,7 +94,7 @@ class PoolSaves:
             if form is None:
                 self._free.append(buffer)
                 continue
-            self._writers.submit(self._write, save, form, facts, buffer)
+            self._written_last = self._writers.submit(self._write, save, form, facts, buffer)
 
     def _copied(
         self, save: Save, facts: ModelFacts, payload: memoryview, fence: Any

@@ -8,6 +8,7 @@ import itertools
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,25 @@ def test_a_save_of_other_weights_writes_nothing(store: LocalStore, rank: Make) -
     writer.agent.submit(Save("save", b"n" * 32, chunks()[0], (pages,)))
     assert isinstance(writer.end_of("save"), Saved), "its pages come free all the same"
     assert files(store) == []
+
+
+def test_an_engine_that_ends_has_written_what_it_had_copied(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, begin = rank(PAGE, "a"), store.begin
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(0.3)
+        return begin(*args, **more)
+
+    monkeypatch.setattr(store, "begin", slow)
+    for chunk in chunks():
+        span = page_span(chunk.first_token, chunk.stop_token, PAGE)
+        name = f"save {chunk.number}"
+        writer.agent.submit(Save(name, ROOT or b"", chunk, (list(span),)))
+        assert isinstance(writer.end_of(name), Saved)
+    writer.agent.close()
+    assert None not in store.find([chunk.key for chunk in chunks()])
 
 
 def ones(*ranks: Rank) -> None:

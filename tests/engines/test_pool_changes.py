@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import Answer, assert_same_logprobs, completion, fresh_salt, wait_until
+from harness import Answer, assert_idle, assert_same_logprobs, completion, fresh_salt, wait_until
 from pools import CHUNKS, IN_USE, PROMPT, PooledEngines, counted, forget, hits, sharing_a_pool
 from recipes import MODEL
 from test_adapters_live import adapter, tell
@@ -164,11 +164,15 @@ def test_the_pool_works_beside_another_connector(pool: PooledEngines, tmp_path: 
     assert loaded(several, fresh_salt(), wanted) == 0
 
 
-def test_an_fp8_cache_is_read_by_one_with_pages_of_another_size(pool: PooledEngines) -> None:
+def test_a_drained_engine_has_saved_its_fp8_cache_for_one_with_other_pages(
+    pool: PooledEngines,
+) -> None:
     args = (*BFLOAT16, *FP8_CACHE)
-    writer, salt = pool.start(32, *args), fresh_salt()
-    pool.computed(writer, salt)
-    writer.kill()
+    writer, salt, before = pool.start(32, *args), fresh_salt(), len(pool.files())
+    completion(writer, PROMPT, 32, cache_salt=salt)
+    assert_idle(writer)
+    writer.stop()
+    assert len(pool.files()) == before + CHUNKS
     reader = pool.start(64, *args)
     with delta(reader, "pd_connector:pool_hits_total") as loads:
         found = completion(reader, PROMPT, 32, cache_salt=salt)
