@@ -23,6 +23,7 @@ from pathlib import Path
 import pool_worker
 import pytest
 
+from chaos.pool_files import KINDS, harm
 from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
@@ -103,32 +104,8 @@ class Workers:
         here.close()
 
 
-def harm(what: str, root: Path, dice: random.Random) -> None:
-    """Do something to a file of the pool that nobody may do."""
-    names = sorted((root / dice.choice(("memory", "disk")) / "v1" / "data").glob("*"))
-    if len(names) < 2:
-        return
-    one, other = dice.sample(names, 2)
-    with contextlib.suppress(OSError):  # it is gone already
-        size = one.stat().st_size
-        if what == "cut":
-            os.truncate(one, dice.randrange(size + 1))
-        elif what == "flip":
-            with one.open("r+b") as file:
-                file.seek(dice.randrange(size or 1))
-                (byte,) = file.read(1) or b"\0"
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte ^ (1 << dice.randrange(8))]))
-        elif what == "swap":
-            aside = one.with_name("aside")
-            one.rename(aside)
-            other.rename(one)
-            aside.rename(other)
-        else:
-            one.unlink()
-
-
-FILES = ("flip", "cut", "swap", "delete")
+def files(root: Path) -> list[Path]:
+    return sorted(root.glob("*/v1/data/*"))
 
 
 def run(workers: Workers, root: Path, faults: int, kinds: tuple[str, ...], seed: int) -> Counter:
@@ -136,7 +113,7 @@ def run(workers: Workers, root: Path, faults: int, kinds: tuple[str, ...], seed:
     calls: dict[str, Callable[[], None]] = {
         "kill -9": lambda: workers.kill(dice),
         "SIGSTOP": lambda: workers.stop(dice),
-        **{what: lambda what=what: harm(what, root, dice) for what in FILES},  # type: ignore[misc]
+        **{kind: lambda kind=kind: harm(files(root), kind, dice) for kind in KINDS},  # type: ignore[misc]
     }
     for _ in range(faults):
         time.sleep(dice.random() * 0.1)
@@ -150,7 +127,7 @@ def run(workers: Workers, root: Path, faults: int, kinds: tuple[str, ...], seed:
 def test_no_fault_gives_a_wrong_byte_loses_an_answer_or_leaves_anything(folder: Path) -> None:
     workers = Workers(folder, seed=1)
     try:
-        done = run(workers, folder, FAULTS, ("kill -9", "kill -9", "SIGSTOP", *FILES), seed=1)
+        done = run(workers, folder, FAULTS, ("kill -9", "kill -9", "SIGSTOP", *KINDS), seed=1)
         time.sleep(2.0)
     finally:
         workers.close()

@@ -22,6 +22,7 @@ from support.waits import until
 from pd_connector.agent import pool_loads
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard, page_span
+from pd_connector.pool import record
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
 from pd_connector.pool.store.holdings import Space
@@ -183,6 +184,18 @@ def test_an_engine_that_ends_has_written_what_it_had_copied(
         assert isinstance(writer.end_of(name), Saved)
     writer.agent.close()
     assert None not in store.find([chunk.key for chunk in chunks()])
+
+
+def test_a_chunk_that_the_store_has_already_costs_no_sums(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, summed = rank(PAGE, "a"), rank(PAGE, "b"), []
+    save(first, store)
+    monkeypatch.setattr(record, "layer_sum", lambda data: summed.append(len(data)) or bytes(16))
+    (chunk, _) = chunks()
+    second.agent.submit(Save("again", ROOT or b"", chunk, (list(range(CHUNK_TOKENS // PAGE)),)))
+    until(lambda: second.count("pool_saves", cause="exists") == 1, "its answer")
+    assert summed == []
 
 
 def ones(*ranks: Rank) -> None:
