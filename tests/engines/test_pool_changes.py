@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 from harness import Answer, assert_idle, assert_same_logprobs, completion, fresh_salt, wait_until
-from pools import CHUNKS, IN_USE, PROMPT, PooledEngines, counted, forget, hits, sharing_a_pool
+from pools import (
+    CHUNKS,
+    IN_USE,
+    OLDER,
+    PROMPT,
+    PooledEngines,
+    counted,
+    forget,
+    hits,
+    sharing_a_pool,
+)
 from recipes import MODEL
 from test_adapters_live import adapter, tell
 from test_codecs_live import BFLOAT16, FP8_CACHE, distance
@@ -162,6 +172,17 @@ def test_the_pool_works_beside_another_connector(pool: PooledEngines, tmp_path: 
     wanted = pool.computed(several, salt)
     assert loaded(several, salt, wanted) == CHUNKS
     assert loaded(several, fresh_salt(), wanted) == 0
+
+
+@pytest.mark.skipif(not OLDER.is_dir(), reason="no vLLM 0.31 beside 0.32: run ci/setup")
+def test_versions_0_31_and_0_32_read_each_others_chunks(
+    pool: PooledEngines, other: VllmEngine
+) -> None:
+    older = pool.start(32, older=True)
+    for writer, reader in ((older, other), (other, older)):
+        salt = fresh_salt()
+        assert loaded(reader, salt, pool.computed(writer, salt)) == CHUNKS
+    older.stop()
 
 
 def test_a_drained_engine_has_saved_its_fp8_cache_for_one_with_other_pages(
