@@ -24,7 +24,7 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.fetching import Fetching, fetched_tokens
 from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
-from pd_connector.vllm.messages import StepCommands, WorkerActivity
+from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.offers import Offers
 from pd_connector.vllm.pool import PoolSide
@@ -195,6 +195,11 @@ class SchedulerSide:
         """An operator has called a method of the workers. It may have changed the weights."""
         self._workers_called = True
 
+    def loads_broke_off(self, cuts: Mapping[str, Cut]) -> None:
+        """Ranks could not load all chunks of requests. The end of these loads is told with it, or later."""
+        if self.pool:
+            self.pool.broke_off(cuts)
+
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """The workers reported the end of a load."""
         if self.pool and self.pool.load_ended(request_id, failed=failed):
@@ -240,9 +245,10 @@ class SchedulerSide:
         """
         request_id = request.request_id
         self._stale.finished(request_id, pages)
-        complete = request.status in _COMPLETE and self.identity.adapters.unchanged(request)
+        unchanged = self.identity.adapters.unchanged(request)
+        complete = request.status in _COMPLETE and unchanged
         if self.pool:
-            self._commands += self.pool.finished(request, pages)
+            self._commands += self.pool.finished(request, pages, unchanged=unchanged)
         compared, commands = self._fetching.finished(request, complete=complete)
         self._commands += commands
         if compared:
