@@ -66,9 +66,9 @@ class _Filling:
         return number < self.stop and number in self.waits
 
     def fail(self, number: int, cause: Cause, detail: str, miss: Miss | None = None) -> None:
-        """This chunk cannot be used. A comparison is of all chunks or none."""
+        """This chunk cannot be used."""
         if number < self.stop:
-            self.stop = min(self.waits, default=number) if self.fill.compares else number
+            self.stop = number
             self.cause, self.detail, self.miss = cause, detail, miss
 
     @property
