@@ -228,20 +228,30 @@ def test_a_chunk_that_no_one_here_can_use_is_not_looked_for_again() -> None:
     assert [len(fill.chunks) for fill in fills(of)] == [3, 1]
 
 
-def test_ranks_that_break_off_at_unlike_chunks_keep_what_all_have() -> None:
+@pytest.mark.parametrize(
+    "stops", [(2 * CHUNK_TOKENS, CHUNK_TOKENS), (CHUNK_TOKENS, 2 * CHUNK_TOKENS)]
+)
+def test_ranks_that_break_off_at_unlike_chunks_keep_what_all_have(
+    stops: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     of = engine()
+    hits: list[float] = []
+    monkeypatch.setattr(
+        of.side.telemetry, "count", lambda name, n=1, **_: name == "pool_hits" and hits.append(n)
+    )
     stored(of, 3)
     add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
     of.step()
     pages = fills(of)[0].pages[0]
-    for stop in (2 * CHUNK_TOKENS, CHUNK_TOKENS):
+    for stop in stops:
         cut = Cut(stop, Cause.POOL, Miss.EVICTED)
-        ended = {"a"} if stop == CHUNK_TOKENS else None
+        ended = {"a"} if stop == stops[-1] else None
         of.step(
             WorkerActivity(causes={"a": Cause.POOL}, cuts={"a": cut}),
             finished_recving=ended,
             invalid_block_ids=set(pages[stop // PAGE :]),
         )
+    assert hits == [1]
     output = of.scheduler.schedule()
     assert output.scheduled_new_reqs[0].num_computed_tokens == CHUNK_TOKENS
 
