@@ -76,12 +76,13 @@ class StepCommands(KVConnectorMetadata):
 
 @dataclass
 class RankAddress(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), and the rank's
-    shard."""
+    """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), the rank's shard, and
+    the port for data (0: none)."""
 
     host: str
     port: int
     shard: Shard
+    data_port: int = 0
 
 
 @dataclass

@@ -114,16 +114,19 @@ class WorkerSide:
         submit = self._agent.submit
         self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit)
         self._told_changes = 0
-        self._address = RankAddress(self._agent.host, self._agent.port, shard)
+        self._address = RankAddress(
+            self._agent.host, self._agent.port, shard, self._agent.data_port
+        )
         if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
             source = Source(self._agent.host, self._agent.port, transfer.engine_id)
             self._agent.introduce(gather_ranks(Peer(source, shard)))
         logger.info(
-            "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
+            "PDConnector ready: engine %s, %s, control port %s:%d, data port %d, transports %s, %s",
             transfer.engine_id,
             transfer.kv_role,
             self._config.host,
             self._agent.port,
+            self._agent.data_port,
             self._agent.transports,
             cache.geometry,
         )

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,27 @@ def test_pages_are_kept_until_the_ranks_have_answered() -> None:
     of.step(answers(of))
     of.assert_nothing_held()
     assert not of.side.pending_work
+
+
+def test_the_prefix_cache_can_be_reset_while_pages_are_kept_for_saves() -> None:
+    of = engine()
+    add(of, "a", CHUNK_TOKENS, max_tokens=1)
+    for _ in range(4):
+        of.step()
+    assert of.side.saving
+    free = of.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert of.scheduler.reset_prefix_cache()
+    assert of.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free, "still kept"
+    add(of, "b", CHUNK_TOKENS - 20, max_tokens=4)
+    of.step()
+    kept = {page for save in saves(of) for table in save.pages for page in table}
+    tables = of.scheduler.kv_cache_manager.get_block_ids("b")
+    pages = {page for table in tables for page in table}
+    assert pages
+    assert not kept & pages, "nothing overwrites them"
+    assert not of.scheduler.reset_prefix_cache(), "a request runs, as in vLLM alone"
+    run(of)
+    of.assert_nothing_held()
 
 
 def test_a_step_that_fills_cached_pages_saves_none_of_them() -> None:
@@ -415,6 +437,22 @@ def test_saves_do_not_ask_the_store_in_the_schedulers_thread(
     run(of)
     assert [save.chunk.number for save in saves(of)] == [1], "the other is there"
     assert [name for name in threads if not name.startswith("pd-pool-look")] == []
+
+
+def test_chunks_that_are_not_there_are_counted_by_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, misses = engine(), Counter[str]()
+
+    def count(name: str, amount: float = 1, **labels: str) -> None:
+        if name == "pool_misses":
+            misses[labels["cause"]] += int(amount)
+
+    monkeypatch.setattr(of.side.telemetry, "count", count)
+    keys = stored(of, 2)
+    of.side.pool._store.remove(keys[1:])
+    add(of, "a", 2 * CHUNK_TOKENS + 5, max_tokens=1)
+    add(of, "b", 3 * CHUNK_TOKENS + 5, max_tokens=1, seed=3)
+    of.step()
+    assert misses == {"evicted": 1, "never_stored": 3}
 
 
 def test_a_late_look_up_makes_no_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from router_fakes import FakeEngine, World, run, until
 from pd_connector.pool.keys import chain
 from scheduler_plugins.admission.pool_report import PoolEvent, PoolReport
 from scheduler_plugins.router.endpoints.app_keys import SHARED
-from scheduler_plugins.router.engines import watch
+from scheduler_plugins.router.engines import looks
 from scheduler_plugins.router.engines.pool import EnginePool
 
 MODEL = b"m" * 32
@@ -27,7 +27,7 @@ LEAST_DELAY = {"policy": "least_delay"}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STORE_LOOK_S", 0.05)
+    monkeypatch.setattr(looks, "STORE_LOOK_S", 0.05)
     monkeypatch.setattr("scheduler_plugins.router.tokens.prompt_tokens.RETRY_S", 0.1)
 
 
@@ -122,6 +122,23 @@ def test_a_stored_prompt_goes_to_an_engine_of_its_host_although_no_engine_has_it
             others = {await sent(world, seed) for seed in range(100, 100 + 4 * PROMPTS)}
             assert others == {"p0", "p1", "p2"}, "what is not stored may go anywhere"
             assert await world.metric("pool_requests_total") == PROMPTS
+
+    run(scenario())
+
+
+def test_a_stored_prompt_counts_for_engines_that_answer_alone() -> None:
+    async def scenario() -> None:
+        world = World(prefill=1, decode=3, **LEAST_DELAY)
+        store = Store(A, world.d[1])
+        async with world:
+            for seed in range(PROMPTS):
+                store.has(keys(seed))
+            await known(world, 7 * PROMPTS)
+            for seed in range(PROMPTS):
+                assert (await world.complete(prompt=prompt(seed), n=2)).status == 200
+                await world.idle()
+            assert len(world.d[1].bodies) == PROMPTS
+            assert await world.metric("pool_requests_total", pool=f"pool {A[:12]}") == PROMPTS
 
     run(scenario())
 
