@@ -326,3 +326,27 @@ def test_a_store_that_does_not_answer_keeps_no_page_of_a_save(
         assert isinstance(writer.end_of(save_.request), Saved)
     silent.silent.set()
     until(lambda: store.find([chunks()[0].key])[0] is not None, "the first one", 10.0)
+
+
+def test_a_silent_store_takes_no_thread_away_from_later_loads(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may be silent while the memory answers."""
+    released, read = threading.Event(), pool_loads.Loader.read
+    silent = [True]
+
+    def hangs(*args: Any) -> Any:
+        if silent[0]:
+            released.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(pool_loads, "_STALL_S", 0.5)
+    monkeypatch.setattr(pool_loads.Loader, "read", hangs)
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other")
+    save(writer, store)
+    assert fill(reader).cause is Cause.STALLED
+    silent[0] = False
+    monkeypatch.setattr(pool_loads, "_STALL_S", 30.0)
+    assert fill(reader, "again").cause is None
+    released.set()
