@@ -17,7 +17,6 @@ import msgspec
 import pytest
 import torch
 from support.agents import MODEL, SHORT, Rank, Ranks, geometry_of, ranks
-from support.faulty_store import FaultyStore
 from support.waits import until
 
 from pd_connector.agent import pool_loads, pool_saves
@@ -29,6 +28,7 @@ from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 
 __all__ = ["ranks"]
 

@@ -23,6 +23,7 @@ from pd_connector.pool import host
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.vllm import pool_looks
 from pd_connector.vllm.pool_fills import PoolFills
 
 Make = Callable[..., ComputingEngine]
@@ -35,6 +36,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
     monkeypatch.setenv("PD_CONNECTOR_SHM", str(folder))
     monkeypatch.setattr(host, "_stores", {})
+    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(pool_looks, "_SLOW_S", 60.0)
     made: list[ComputingEngine] = []
 
     def engine(name: str, **more: Any) -> ComputingEngine:

@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support.faulty_store import FaultyStore
 from support.vllm_computing import full, window
 from support.vllm_steps import PAGE, SteppedEngine
 
@@ -26,6 +25,7 @@ from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
 from pd_connector.pool.told import find_engine
+from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 from pd_connector.vllm import pool as pool_module
 from pd_connector.vllm import pool_looks, pool_sharing
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
@@ -392,6 +392,7 @@ def test_a_silent_store_is_left_alone_by_look_ups_and_probed_by_nobody_who_waits
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_looks, "LOOK_S", 0.02)
+    monkeypatch.setattr(pool_looks, "_SLOW_S", 0.02)
     monkeypatch.setattr(worth, "FIRST_PAUSE_S", 0.5)
     of = engine()
     store, answers = FaultyStore(of.side.pool._store), threading.Event()
