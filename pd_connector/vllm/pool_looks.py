@@ -7,6 +7,7 @@ not answer is left alone: `Answers` says when for look-ups, `Worth` for loads.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -53,7 +54,7 @@ class PoolLooks:
         self._probe: Future[None] | None = None
         self._probed: list[tuple[str, int, float]] = []  # tier, bytes, seconds
         self._answers = Answers()
-        self._found_in: list[float] = []  # seconds that the store took for look-ups
+        self._found_in: deque[float] = deque()  # seconds that the store took for look-ups
         self._asked_s = float("inf")  # since when the store has not answered the thread
         self.shared = SharedLoads()
 
@@ -126,7 +127,7 @@ class PoolLooks:
         if now - self._asked_s >= _SLOW_S:
             self._answers.late(now)
         while self._found_in:
-            if self._found_in.pop() < _SLOW_S:
+            if self._found_in.popleft() < _SLOW_S:
                 self._answers.in_time()
             else:
                 self._answers.late(now)

@@ -410,11 +410,17 @@ def test_a_silent_store_is_left_alone_by_look_ups_and_probed_by_nobody_who_waits
         run(of, 4)
     assert time.monotonic() < began_s + 0.5, "else this test says nothing"
     assert store.calls == ["find"], "the others did not ask"
+    time.sleep(0.5)
+    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)
+    of.add("probe", CHUNK_TOKENS + 50, max_tokens=2, seed=3)
+    of.step()
+    assert "probe" in [request.request_id for request in of.scheduler.running], (
+        "it waits for nothing"
+    )
     answers.set()
     settle(of)
-    time.sleep(0.5)
+    assert store.calls.count("find") == 2
     stored(of, 1, seed=5)
-    add(of, "probe", CHUNK_TOKENS + 50, max_tokens=2, seed=5)
     add(of, "next", CHUNK_TOKENS + 50, max_tokens=2, seed=5)
     of.step()
     assert fills(of), "it has answered"
