@@ -124,7 +124,7 @@ def _replayed(path: Path, room: int) -> list[Tally]:
             process.join()
         if any(process.exitcode for process in processes):
             raise BenchError(f"processes ended with {[one.exitcode for one in processes]}")
-        return [Tally(*told.get()) for _ in processes]
+        return [told.get() for _ in processes]
 
 
 def _work(
@@ -132,7 +132,7 @@ def _work(
     folder: Path,
     room: int,
     following: Synchronized[int],
-    told: SimpleQueue[tuple[int, int, int]],
+    told: SimpleQueue[Tally],
 ) -> None:
     """In a process: take the next request, look it up, and save what is missing."""
     prompts = read_prompts(path)
@@ -151,7 +151,7 @@ def _work(
                 tally.saved + sum(kept),
                 tally.refused + len(kept) - sum(kept),
             )
-    told.put(tuple(tally))
+    told.put(tally)
 
 
 def _missing(keys: Sequence[bytes], found: int) -> list[tuple[bytes, bytes]]:
