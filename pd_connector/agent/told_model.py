@@ -45,10 +45,21 @@ class ToldModel:
         self._submit = submit
         self._files: Sequence[CheckpointFiles] = ()
         self._reader: WeightsReader | None = None
+        self._full = b""  # fingerprint of all bytes, once they were read
         self.withdrawn = False
         self.changes = 0
         if files is not None and facts.weights:
             self._read(files)
+
+    def facts_now(self) -> ModelFacts:
+        """What an agent that starts now tells its peers."""
+        return self._unknown() if self.withdrawn else self.facts
+
+    def tell_to(self, submit: Callable[[Command], None]) -> None:
+        """Another agent has taken the place of the one before. It knows `facts_now`."""
+        self._submit = submit
+        if (full := self._full) and not self.withdrawn:
+            submit(KnowWeights(full))
 
     def withdraw(self) -> None:
         """The weights will not be those that peers were told of."""
@@ -64,6 +75,7 @@ class ToldModel:
         self.withdrawn = True
         self.changes += 1
         self.close()
+        self._full = b""
 
     def tell_files(self, files: Sequence[CheckpointFiles], *, loaded: bytes) -> bool:
         """All weights were loaded from these files since they were withdrawn. Returns whether they are told. They
@@ -113,6 +125,7 @@ class ToldModel:
 
     def _know(self, full: bytes) -> None:
         """All bytes were read: called by the reader's thread, until it is stopped."""
+        self._full = full
         self._submit(KnowWeights(full))
 
     def _unknown(

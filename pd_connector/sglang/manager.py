@@ -40,6 +40,9 @@ from pd_connector.sglang.weights import WeightsWatch
 
 logger = logging.getLogger("pd_connector.sglang")
 
+_WEIGHTS = "_pd_connector_weights"
+"""The scheduler's attribute that keeps the `WeightsWatch` while the engine changes its side."""
+
 
 class _Part(NamedTuple):
     """What the ranks of an engine tell each other when they start."""
@@ -63,6 +66,7 @@ class Manager(BaseKVManager):
     rank: Rank
     agent: Agent
     weights: WeightsWatch
+    supports_role_switch = True  # SGLang asks before `/pd_role_switch`
     namespace: CacheNamespace | None = None
     """The namespace in a decode engine's radix cache; None if it has none."""
 
@@ -78,6 +82,7 @@ class Manager(BaseKVManager):
         self._produces = disaggregation_mode == DisaggregationMode.PREFILL
         self._server_args = server_args
         self._streaming: Streaming | None = None
+        self._metrics: Metrics | None = None
         self._config = load_config(os.environ.get(CONFIG_VARIABLE, ""))
         self._engines = PrefillEngines(self._config)
         api_key = getattr(server_args, "api_key", None) or ""
@@ -136,11 +141,12 @@ class Manager(BaseKVManager):
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))
         logger.info(
-            "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
+            "PDConnector ready: engine %s, %s, control port %s:%d, data port %d, transports %s, %s",
             self._address.engine_id,
             "prefill" if self._produces else "decode",
             self._config.host,
             self.agent.port,
+            self.agent.data_port,
             self.agent.transports,
             cache.geometry,
         )
@@ -164,8 +170,12 @@ class Manager(BaseKVManager):
         own = _Part(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
         parts = [part for part in world.all_gather_object(own) if part.replica == own.replica]
         engine_id = parts[0].name  # one name for all of them
-        files = loaded_files(self._scheduler)
-        facts = model_facts(self._scheduler, self._config, shard, files)
+        known: WeightsWatch | None = getattr(self._scheduler, _WEIGHTS, None)
+        if known is None:
+            files = loaded_files(self._scheduler)
+            facts = model_facts(self._scheduler, self._config, shard, files)
+        else:
+            facts = known.facts
         self.agent = Agent(
             self._config,
             engine_id,
@@ -177,11 +187,31 @@ class Manager(BaseKVManager):
             tells=(FIRST_TOKEN,) if self._produces else (),
             needs=() if self._produces else (FIRST_TOKEN,),
         )
-        self.weights = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
+        if known is None:
+            known = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
+            setattr(self._scheduler, _WEIGHTS, known)
+        else:
+            known.tell_to(self.agent.submit)
+        self.weights = known
         peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
         peers = [p for p in world.all_gather_object(peer) if p.source.engine_id == engine_id]
         self.agent.introduce(peers)
         self._address = sealed(ProducerAddress(engine_id, tuple(peers)), self._config.key)
+
+    def teardown(self) -> None:
+        """SGLang changes the engine's side, and makes another manager. The scheduler is idle.
+
+        Sockets, threads and memory of this manager are given back. What is known of the weights stays: the next
+        manager tells it.
+        """
+        if self._streaming is not None:
+            self._streaming.close()
+        self.agent.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._engines.close()
+        self._second_prefills.close()
+        logger.info("engine %s ends: SGLang changes its side", self._address.engine_id)
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
@@ -203,9 +233,11 @@ class Manager(BaseKVManager):
         register(self.kv_args, self._config.host, self.agent.port)
 
     def describe(self) -> dict[str, Any]:
-        """The state that this engine tells: a router needs a prefill engine's address
-        to name it to a decode engine of another kind."""
-        return self._address.fields() if self._produces else {}
+        """The state that this engine tells: its side, which `/pd_role_switch` changes, and where a prefill engine
+        is. A router needs the address to name it to a decode engine of another kind."""
+        if not self._produces:
+            return {"side": "decode"}
+        return {"side": "prefill", **self._address.fields()}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it

@@ -6,6 +6,8 @@ SGLang gathers what its processes count through files that prometheus_client wri
 """
 
 import threading
+from functools import cache
+from typing import Any
 
 from pd_connector.agent.metrics import (
     BUCKETS_S,
@@ -22,6 +24,30 @@ from pd_connector.telemetry import Telemetry
 _REFRESH_S = 1.0
 
 
+@cache
+def _series() -> dict[str, Any]:
+    """The series of this process by name. An engine that changes its side goes on with them."""
+    # Imported late: at its import it looks for the folder of SGLang's metrics.
+    from prometheus_client import Counter, Gauge, Histogram
+
+    labelled = COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT
+    return {
+        **{name: Counter(PREFIX + name, text, ["rank"]) for name, text in COUNTERS.items()},
+        **{
+            name: Counter(PREFIX + name, text, ["rank", LABEL[name]])
+            for name, text in labelled.items()
+        },
+        **{
+            name: Gauge(PREFIX + name, text, ["rank"], multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
+        },
+        **{
+            name: Histogram(PREFIX + name, text, ["rank"], buckets=BUCKETS_S)
+            for name, text in HISTOGRAMS.items()
+        },
+    }
+
+
 class Metrics:
     """The series of one rank. A thread of their own updates them once a second.
 
@@ -31,33 +57,22 @@ class Metrics:
     """
 
     def __init__(self, telemetry: Telemetry, rank: int) -> None:
-        # Imported late: at its import it looks for the folder of SGLang's metrics.
-        from prometheus_client import Counter, Gauge, Histogram
-
         self._telemetry = telemetry
-        label = str(rank)
-        self._plain = {
-            name: Counter(PREFIX + name, text, ["rank"]).labels(label)
-            for name, text in COUNTERS.items()
-        }
-        self._labelled = {
-            name: Counter(PREFIX + name, text, ["rank", LABEL[name]])
-            for name, text in (COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT).items()
-        }
-        self._gauges = {
-            name: Gauge(PREFIX + name, text, ["rank"], multiprocess_mode="mostrecent").labels(label)
-            for name, text in GAUGES.items()
-        }
-        self._histograms = {
-            name: Histogram(PREFIX + name, text, ["rank"], buckets=BUCKETS_S).labels(label)
-            for name, text in HISTOGRAMS.items()
-        }
-        self._label = label
+        self._label = label = str(rank)
+        made = _series()
+        self._plain = {name: made[name].labels(label) for name in COUNTERS}
+        self._labelled = {name: made[name] for name in COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT}
+        self._gauges = {name: made[name].labels(label) for name in GAUGES}
+        self._histograms = {name: made[name].labels(label) for name in HISTOGRAMS}
         self._stopping = threading.Event()
-        threading.Thread(target=self._run, name="pd-metrics", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="pd-metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
+        """Move the last counts, and end. The series stay, for the next agent of the rank."""
         self._stopping.set()
+        self._thread.join()
+        self.refresh()
 
     def refresh(self) -> None:
         """Move what was counted since the last call into the series."""

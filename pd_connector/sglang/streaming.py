@@ -10,7 +10,8 @@ request and opens the transfer. So nothing of that is left to do after the prefi
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -33,6 +34,23 @@ _WRITES = (
 )
 
 
+_HEARERS: list[Callable[..., None]] = []
+"""Told of each write to a layer of the pool: one `Streaming`, while the engine prefills."""
+
+
+@cache
+def _hook_writes() -> None:
+    """Hear of writes from now on. Not at the package's import: other engines would pay for it with each layer."""
+    for write in _WRITES:
+        HookRegistry.register(write, _heard, HookType.AFTER)
+    HookRegistry.apply_hooks()
+
+
+def _heard(result: Any, *args: Any, **options: Any) -> None:
+    for hears in _HEARERS:
+        hears(result, *args, **options)
+
+
 class Streaming:
     """The prefill steps of one rank. Used by the scheduler's thread.
 
@@ -45,12 +63,14 @@ class Streaming:
         self._slots = scheduler.req_to_token_pool
         self._layers = layers
         self._step: list[Computed] = []
-        if not layers:
-            return
-        # Not at the package's import: other engines would pay for it with each layer.
-        for write in _WRITES:
-            HookRegistry.register(write, self._written, HookType.AFTER)
-        HookRegistry.apply_hooks()
+        if layers:
+            _hook_writes()
+            _HEARERS.append(self._written)
+
+    def close(self) -> None:
+        """Tell nothing any more."""
+        if self._written in _HEARERS:
+            _HEARERS.remove(self._written)
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:

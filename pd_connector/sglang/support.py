@@ -30,6 +30,8 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
     if parallel.pp_size != 1 and server_args.disaggregation_mode == "decode":
         mend = "give a decode engine tensor parallelism alone; its prefill engine may have both"
         raise ConfigError(_refusal(f"pp_size {parallel.pp_size} of a decode engine", mend))
+    if getattr(server_args, "enable_pd_role_switch", False):
+        _check_switch(server_args, parallel)
     method = parallel.load_balance_method
     replicas = max(parallel.dp_size, parallel.attn_dp_size)
     spreads = replicas != 1 and server_args.disaggregation_mode == "prefill"
@@ -44,6 +46,19 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
         raise ConfigError(_refusal("KV of a draft model", "leave --speculative-algorithm out"))
 
 
+def _check_switch(server_args: Any, parallel: Any) -> None:
+    """An engine that changes its side has tensor parallelism alone. Raises ConfigError."""
+    found = {
+        "dp_size": max(parallel.dp_size, parallel.attn_dp_size),
+        "pp_size": parallel.pp_size,
+        "ep_size": getattr(server_args, "ep_size", 1) or 1,
+    }
+    for name, size in found.items():
+        if size != 1:
+            mend = "leave --enable-pd-role-switch out, or use tensor parallelism alone"
+            raise ConfigError(_refusal(f"--enable-pd-role-switch with {name} {size}", mend))
+
+
 _BY_ROOM = "follow_bootstrap_room"
 """The setting by which a decode engine knows which replica of a prefill engine has a request."""
 
@@ -52,7 +67,6 @@ _WANTED = {
     "speculative_algorithm": None,
     "enable_hisparse": False,
     "enable_unified_memory": False,
-    "enable_pd_role_switch": False,
     "enable_pdmux": False,
     "enable_kv_cache_sharding": False,
     "enable_dsa_cache_layer_split": False,

@@ -52,6 +52,15 @@ class WeightsWatch:
         self._session = False  # between the beginning and the end of an update
         self._whole = False  # the last load was of all weights
 
+    @property
+    def facts(self) -> ModelFacts:
+        """What an agent that starts now tells its peers."""
+        return self._told.facts_now()
+
+    def tell_to(self, submit: Callable[[Command], None]) -> None:
+        """Another agent has taken the place of the one before, and knows `facts`."""
+        self._told.tell_to(submit)
+
     @contextmanager
     def change(
         self, *, begins: bool = False, ends: bool = False, whole: bool = False

@@ -48,8 +48,8 @@ def check_rules(rules: Sequence[ClassRule], classes: Sequence[QosClass]) -> None
             raise QosError(f"routes[{n}]: matches everything, so it must be the last one")
 
 
-def class_of(rules: Sequence[ClassRule], headers: Mapping[str, str]) -> str:
-    """Name of the class of the first rule that matches; "" if none does.
+def rule_of(rules: Sequence[ClassRule], headers: Mapping[str, str]) -> ClassRule | None:
+    """The first rule that matches; None if none does.
 
     Args:
         headers: names in lower case.
@@ -57,5 +57,11 @@ def class_of(rules: Sequence[ClassRule], headers: Mapping[str, str]) -> str:
     for rule in rules:
         name, value = rule.match.parts
         if rule.match.header is None or headers.get(name) == value:
-            return rule.qos
-    return ""
+            return rule
+    return None
+
+
+def class_of(rules: Sequence[ClassRule], headers: Mapping[str, str]) -> str:
+    """Name of the class of the first rule that matches; "" if none does. `headers`: as for `rule_of`."""
+    rule = rule_of(rules, headers)
+    return "" if rule is None else rule.qos

@@ -54,7 +54,7 @@ def _serve(arguments: Sequence[str] | None) -> int:
         options.error(str(error))
     try:
         if config.workers > 1:
-            from scheduler_plugins.router.workers.keeper import keep
+            from scheduler_plugins.router.workers.keep import keep
 
             run(keep(config, settings))
         else:

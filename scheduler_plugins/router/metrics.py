@@ -102,6 +102,13 @@ class Metrics:
             ["engine", "cause"],
             registry=self.registry,
         )
+        self.role_moves = Counter(
+            "pd_router:role_moves",
+            "Changes of an engine's role, by its old and new role, and by cause: the policy that decided, operator, "
+            "settings, dry_run (nothing was changed), or failed_ with the step that failed.",
+            ["from", "to", "cause"],
+            registry=self.registry,
+        )
         self.prefill_failures = Counter(
             "pd_router:prefill_failures",
             "Prefill copies that failed. The decode side then computes the prompt itself.",

@@ -15,8 +15,9 @@ from scheduler_plugins.router.client.operator import Operator, authority
 from scheduler_plugins.router.client.tls import for_clients
 from scheduler_plugins.router.endpoints.admin import create_admin
 from scheduler_plugins.router.endpoints.app import create_app
-from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, OPERATOR, SHARED
+from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, MOVER, OPERATOR, SHARED
 from scheduler_plugins.router.endpoints.backend import Backend
+from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
@@ -87,7 +88,7 @@ class RouterServer:
         if config.admin_port is not None:
             pool = self.app[SHARED].pool
             assert isinstance(pool, EnginePool)
-            self._admin = AdminServer(config, pool, self.app[OPERATOR])
+            self._admin = AdminServer(config, pool, self.app[MOVER], self.app[OPERATOR])
             try:
                 self.admin_port = await self._admin.start(config.admin_port)
             except OSError:
@@ -115,9 +116,11 @@ class RouterServer:
 class AdminServer:
     """The admin API on its port."""
 
-    def __init__(self, config: RouterConfig, pool: EnginePool, operator: Operator) -> None:
+    def __init__(
+        self, config: RouterConfig, pool: EnginePool, mover: Mover, operator: Operator
+    ) -> None:
         self._config = config
-        app = create_admin(pool, operator, config.admin_host)
+        app = create_admin(pool, mover, operator, config.admin_host)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, port: int) -> int:

@@ -9,7 +9,8 @@ no cost.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from multidict import CIMultiDict
@@ -84,10 +85,42 @@ class Tracing:
             return NoTrace()
         return _Spans(self._tracer, headers, route, request_id)
 
+    @contextmanager
+    def move(self, engine: str, before: str, after: str, why: str) -> Iterator[MoveSpan]:
+        """The span of a change of an engine's role."""
+        if self._tracer is None:
+            yield MoveSpan(None)
+            return
+        attributes = {
+            "server.address": engine,
+            "role.from": str(before),
+            "role.to": str(after),
+            "cause": why,
+        }
+        span = self._tracer.start_span("role move", attributes=attributes)
+        try:
+            yield MoveSpan(span)
+        finally:
+            span.end()
+
     def close(self) -> None:
         """Send the remaining spans."""
         if self._provider is not None:
             self._provider.shutdown()
+
+
+class MoveSpan:
+    """The span of one change of a role."""
+
+    def __init__(self, span: Span | None) -> None:
+        self._span = span
+
+    def failed(self, why: str) -> None:
+        """The move failed."""
+        if self._span is not None:
+            from opentelemetry.trace import StatusCode
+
+            self._span.set_status(StatusCode.ERROR, why)
 
 
 class _Spans:

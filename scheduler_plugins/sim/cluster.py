@@ -18,12 +18,14 @@ from scheduler_plugins.router.policies.base import (
     Route,
     cached_tokens,
 )
+from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.sim.engine import ARRIVAL
 from scheduler_plugins.sim.journey import Journey
 from scheduler_plugins.sim.kv_pool import KvPool
 from scheduler_plugins.sim.links import Links, Network
 from scheduler_plugins.sim.node import Node
 from scheduler_plugins.sim.prefill import RunningPrefill
+from scheduler_plugins.sim.roles import EVERY_S, Roles
 from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.timeline import Timeline
 from scheduler_plugins.sim.view import ClusterView
@@ -73,17 +75,32 @@ class Cluster:
         self._journeys: dict[str, Journey] = {}
         self._stranded: list[Journey] = []
         self._rooms: dict[str, list[tuple[Journey, int]]] = {}
+        self.roles = Roles(self.nodes, self.set_role)
+        self._arriving = False
         for node in nodes:
             self.join(node, 0.0)
 
-    def run(self, requests: Iterable[Waiting], changes: Iterable[Change] = ()) -> list[Served]:
+    def run(
+        self,
+        requests: Iterable[Waiting],
+        changes: Iterable[Change] = (),
+        controller: RoleController | None = None,
+        every_s: float = EVERY_S,
+    ) -> list[Served]:
         """Serve everything; the results are in the order of arrival.
 
         Args:
             requests: in order of arrival. Each generates exactly `max_tokens` tokens.
             changes: engines that join, leave, die or change their role.
+            controller: changes roles; asked every `every_s` seconds. The moves are in `roles.moved`. With whole
+                prompts as steps (level 1) its results mislead: an engine that moves to decode first ends its prompts,
+                and its sequences stand still for whole prompts.
         """
         timeline, served = self._timeline, list[Served]()
+        if controller is not None:
+            self.roles.controller = controller
+            self._arriving = True
+            timeline.at(every_s, ARRIVAL, partial(self._tick, every_s))
         for change in changes:
             timeline.at(change.at_s, ARRIVAL, partial(change.what, self))
         for request in requests:
@@ -92,14 +109,21 @@ class Cluster:
             timeline.now_s = request.arrival_s
             served.append(Served(request))
             self._arrive(served[-1])
+        self._arriving = False
         while timeline:
             timeline.next()
         for journey in self._stranded:
             journey.record.rejected = "unavailable"
         return served
 
-    def join(self, node: Node, now_s: float) -> None:
-        """Add an engine with an empty cache. Its name must be new, or belong to an engine that died."""
+    def _tick(self, every_s: float, now_s: float) -> None:
+        self.roles.tick(now_s)
+        if self._arriving or self._journeys:
+            self._timeline.at(now_s + every_s, ARRIVAL, partial(self._tick, every_s))
+
+    def join(self, node: Node, now_s: float, start_s: float = 0.0) -> None:
+        """Add an engine with an empty cache, which serves after `start_s`. Its name must be new, or belong to an engine
+        that died."""
         known = self.nodes.get(node.name)
         if known is not None and known.up:
             raise ValueError(f"engine {node.name}: is there already; names must be unique")
@@ -107,7 +131,16 @@ class Cluster:
         self._rooms[node.name] = []
         node.engine.hand_over = partial(self._computed, node)
         node.engine.on_end = partial(self._ended, node)
+        node.engine.on_first_token = self._first_token
+        if start_s:
+            node.up = False
+            self._timeline.at(now_s + start_s, ARRIVAL, partial(self._started, node))
         self._changed(now_s)
+
+    def _started(self, node: Node, now_s: float) -> None:
+        if self.nodes[node.name] is node:
+            node.up = True
+            self._changed(now_s)
 
     def die(self, name: str, now_s: float) -> None:
         """Remove an engine with everything in it. The router knows at once."""
@@ -151,12 +184,15 @@ class Cluster:
         one = record.request
         journey = Journey.begin(record, self._classes.get(one.qos, self._default_class))
         self._journeys[one.id] = journey
+        self.roles.arrived(journey, one.arrival_s)
         self._decide(journey, one.arrival_s)
 
     def _decide(self, journey: Journey, now_s: float) -> None:
         view = self.view
+        self.roles.left(journey)
         if not view.engines(Role.DECODE):
             self._stranded.append(journey)
+            self.roles.waits(journey)
             return
         view.begin(now_s)
         decision = self._policy.decide(journey.asked, view, now_s, self._random)
@@ -164,10 +200,12 @@ class Cluster:
             self._send(journey, decision, now_s)
         elif isinstance(decision, Reject):
             journey.record.rejected = decision.cause
+            self.roles.refused(now_s)
             del self._journeys[journey.waiting.id]
         else:
             assert isinstance(decision, Defer)
             again = partial(self._decide, journey)
+            self.roles.waits(journey)
             self._timeline.at(max(decision.until_s, now_s + 1e-6), ARRIVAL, again)
 
     def _send(self, journey: Journey, route: Route, now_s: float) -> None:
@@ -266,9 +304,12 @@ class Cluster:
             node.engine.receive(journey.waiting, journey.record, now_s)
             self._timeline.schedule(node)
 
+    def _first_token(self, record: Served) -> None:
+        self.roles.first_token(self._journeys[record.request.id])
+
     def _ended(self, node: Node, record: Served) -> None:
         node.load.decode_ended(record.request.id)
-        del self._journeys[record.request.id]
+        self.roles.ended(self._journeys.pop(record.request.id))
         if self._rooms[node.name]:
             self._give_room(node, self._timeline.now_s)
 

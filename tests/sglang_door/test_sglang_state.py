@@ -44,7 +44,7 @@ def test_a_prefill_engine_tells_all_ranks_and_its_seal() -> None:
 
 
 def test_a_decode_engine_tells_no_address() -> None:
-    assert told(manager(produces=False))[plugin.BACKEND] == {}
+    assert told(manager(produces=False))[plugin.BACKEND] == {"side": "decode"}
 
 
 def test_an_engine_whose_address_cannot_be_told_still_answers() -> None:

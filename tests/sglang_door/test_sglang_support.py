@@ -20,7 +20,7 @@ from pd_connector.sglang import plugin
 from pd_connector.sglang.settings import load_config
 from pd_connector.sglang.support import _VARIABLES, _WANTED, check_supported
 
-ARGS = SimpleNamespace(**_WANTED, disaggregation_mode="prefill")
+ARGS = SimpleNamespace(**_WANTED, disaggregation_mode="prefill", enable_pd_role_switch=False)
 ALONE = SimpleNamespace(
     attn_cp_size=1,
     pp_size=1,
@@ -29,7 +29,7 @@ ALONE = SimpleNamespace(
     attn_dp_size=1,
     load_balance_method="round_robin",
 )
-DECODE = SimpleNamespace(**_WANTED, disaggregation_mode="decode")
+DECODE = SimpleNamespace(**_WANTED, disaggregation_mode="decode", enable_pd_role_switch=False)
 PLAIN = SimpleNamespace(state_types=[], num_draft_entries=0)
 
 
@@ -59,7 +59,24 @@ def test_an_engine_as_it_comes_is_fine() -> None:
             "--speculative-algorithm EAGLE",
         ),
         (PLAIN, changed(ARGS, enable_hisparse=True), ALONE, "--enable-hisparse True"),
-        (PLAIN, changed(ARGS, enable_pd_role_switch=True), ALONE, "--enable-pd-role-switch True"),
+        (
+            PLAIN,
+            changed(ARGS, enable_pd_role_switch=True),
+            changed(ALONE, pp_size=2),
+            "--enable-pd-role-switch with pp_size 2",
+        ),
+        (
+            PLAIN,
+            changed(ARGS, enable_pd_role_switch=True),
+            changed(ALONE, dp_size=2, load_balance_method="follow_bootstrap_room"),
+            "--enable-pd-role-switch with dp_size 2",
+        ),
+        (
+            PLAIN,
+            changed(ARGS, enable_pd_role_switch=True, ep_size=2),
+            ALONE,
+            "--enable-pd-role-switch with ep_size 2",
+        ),
         (
             PLAIN,
             changed(ARGS, disaggregation_decode_host_receive_threshold=0.5),

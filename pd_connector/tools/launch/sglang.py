@@ -38,6 +38,9 @@ CPU_DECODE_ARGS = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 """SGLang's default needs pinned memory, and so CUDA."""
 
 
+SWITCH_ARG = "--enable-pd-role-switch"
+
+
 def sglang_python() -> str:
     """The Python of an environment with SGLang: this one, the one that ci/setup-sglang makes beside it, or the
     one that the variable names.
@@ -114,7 +117,10 @@ class SglangEngine(Service):
         self.args = list(args)
         self.env = dict(env or {})
         self.python = python or sglang_python()
-        self.bootstrap_port = self.reserve() if role == "prefill" else None
+        self.switches = SWITCH_ARG in self.args
+        """Whether it can change its side while it runs: it is started for both."""
+        registers = role == "prefill" or self.switches
+        self.bootstrap_port = self.reserve() if registers else None
 
     def command(self) -> list[str]:
         command = [self.python, "-m", "sglang.launch_server", "--model-path", self.model]
@@ -124,7 +130,7 @@ class SglangEngine(Service):
         command += ["--max-total-tokens", str(self.max_tokens)]
         if sglang_on_cpu(self.python):
             command += [*CPU_ARGS, "--mem-fraction-static", "0.1"]
-            if self.role == "decode":
+            if self.role == "decode" or self.switches:
                 command += CPU_DECODE_ARGS
         if self.role is not None:
             command += ["--disaggregation-mode", self.role]

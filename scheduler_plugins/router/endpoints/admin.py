@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The admin API, on its own port: engines join, leave, drain and change sides.
 
-Changes hold until the settings file changes. Then the file's list of engines applies again.
+The list of engines holds until the settings file changes. Then the file's list applies again. A role holds until the
+engine is released, or until its own entry of the file changes.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,11 +19,15 @@ from scheduler_plugins.router.client.answers import error_body
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import is_known_host, is_of_foreign_page
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.settings.config import SIDES, base_url, sides_of
+from scheduler_plugins.router.settings.config import SIDES
+from scheduler_plugins.router.settings.elastic import sides_of
+from scheduler_plugins.router.settings.urls import base_url
 
 ENGINES = "/engines"
 _POOL = web.AppKey("pool", EnginePool)
+_MOVER = web.AppKey("mover", Mover)
 _OPERATOR = web.AppKey("operator", Operator)
 _HOST = web.AppKey("host", str)
 _JSON = "application/json"
@@ -44,20 +51,25 @@ class _SetRole(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     role: Literal["prefill", "decode", "both", "cpu_prefill"]
 
 
-def create_admin(pool: EnginePool, operator: Operator, host: str) -> web.Application:
+_Changes = _SetRole | list[_SetRole]
+
+
+def create_admin(pool: EnginePool, mover: Mover, operator: Operator, host: str) -> web.Application:
     """The admin API as an application.
 
     Args:
+        mover: changes the roles of the pool's engines.
         operator: checks the operator's token; other clients get no answer.
         host: the address to listen on.
     """
     app = web.Application(middlewares=[_guard])
-    app[_POOL], app[_OPERATOR], app[_HOST] = pool, operator, host
+    app[_POOL], app[_MOVER], app[_OPERATOR], app[_HOST] = pool, mover, operator, host
     app.router.add_get(ENGINES, _list)
     app.router.add_post(ENGINES, _add)
     app.router.add_delete(ENGINES, _remove)
     app.router.add_post(f"{ENGINES}/drain", _drain)
     app.router.add_post(f"{ENGINES}/role", _set_role)
+    app.router.add_post(f"{ENGINES}/release", _release)
     return app
 
 
@@ -119,16 +131,46 @@ async def _drain(request: web.Request) -> web.StreamResponse:
 
 
 async def _set_role(request: web.Request) -> web.StreamResponse:
-    asked, pool = msgspec.json.decode(await request.read(), type=_SetRole), request.app[_POOL]
-    engine = _known(pool, asked.url)
-    _check_named_itself(pool, engine.url)
-    sides = _without(pool, engine.url, keep_events=True)
-    for side in sides_of(asked.role):
-        sides[side] = (*sides[side], engine.url)
-    config = replace(pool.config, **sides)  # raises ValueError if a side has no engine left
-    pool.set_role(engine, Role(asked.role))
-    pool.use(config)
+    """Give engines roles, and pin them. All changes of a list are made together, or none."""
+    asked = msgspec.json.decode(await request.read(), type=_Changes)
+    pool, mover = request.app[_POOL], request.app[_MOVER]
+    changes = {
+        _known(pool, one.url): Role(one.role)
+        for one in ([asked] if isinstance(asked, _SetRole) else asked)
+    }
+    for engine, role in changes.items():
+        mover.check(engine, role)
+    _check_sides(pool, changes)
+    why = "the operator has asked for it (POST /engines/role)"
+    moves = [
+        mover.move(engine, role, pinned=True, cause="operator", why=why)
+        for engine, role in changes.items()
+    ]
+    failures = [
+        one
+        for one in await asyncio.gather(*moves, return_exceptions=True)
+        if isinstance(one, BaseException)
+    ]
+    if failures:
+        return _error("; ".join(map(str, failures)), 409)
     return _told(pool)
+
+
+async def _release(request: web.Request) -> web.StreamResponse:
+    asked, pool = msgspec.json.decode(await request.read(), type=_Asked), request.app[_POOL]
+    pool.release(_known(pool, asked.url))
+    return _told(pool)
+
+
+def _check_sides(pool: EnginePool, changes: Mapping[BackendEngine, Role]) -> None:
+    """Raises ValueError if a side that has an engine would have none."""
+    stays = [engine for engine in pool.engines if not pool.leaves(engine)]
+    for side in (Role.PREFILL, Role.DECODE):
+        had = any(engine.serves(side) for engine in stays)
+        if had and not any(changes.get(one, one.role) in (side, Role.BOTH) for one in stays):
+            raise ValueError(
+                f"role: no engine would {side} any more; change another one in the same call (a list of changes)"
+            )
 
 
 def _check_named_itself(pool: EnginePool, url: str) -> None:
@@ -144,14 +186,14 @@ def _is_given(pool: EnginePool, url: str) -> bool:
     return any(url in getattr(pool.config, side) for side in SIDES)
 
 
-def _without(pool: EnginePool, url: str, *, keep_events: bool = False) -> dict[str, Any]:
+def _without(pool: EnginePool, url: str) -> dict[str, Any]:
     """The settings that list engines, without one engine."""
     config = pool.config
     found: dict[str, Any] = {
         side: tuple(one for one in getattr(config, side) if one != url) for side in SIDES
     }
-    if not keep_events:
-        found["kv_events"] = {one: at for one, at in config.kv_events.items() if one != url}
+    for name in ("kv_events", "places"):
+        found[name] = {one: at for one, at in getattr(config, name).items() if one != url}
     return found
 
 

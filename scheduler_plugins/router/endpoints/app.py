@@ -4,7 +4,6 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -41,9 +40,8 @@ from scheduler_plugins.router.endpoints.app_keys import (
 from scheduler_plugins.router.endpoints.backend import (
     Backend,
     OneProcess,
-    client_connections,
-    watching_session,
 )
+from scheduler_plugins.router.endpoints.lifetime import engines, following
 from scheduler_plugins.router.endpoints.page import EVENTS, LiveState, page
 from scheduler_plugins.router.endpoints.refusals import (
     closing,
@@ -62,20 +60,13 @@ from scheduler_plugins.router.endpoints.telling import (
     ping,
     version,
 )
-from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.fellows.exchange_of_load import exchanging_alone
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.prompt.describe import TIMEOUT_HEADER, timeout_s
-from scheduler_plugins.router.reload import reloading, use_settings
 from scheduler_plugins.router.request.proxy import ClientRequest
-from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.routing.attempt import AllOverloadedError, UnavailableError
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
-from scheduler_plugins.router.tokens.prompt_tokens import PromptTokens
-from scheduler_plugins.router.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +95,9 @@ def create_app(
     app[METRICS] = Metrics()
     app[BACKEND] = backend or OneProcess()
     app[OPERATOR] = Operator(config.admin_key)
-    app.cleanup_ctx.append(_engines)
+    app.cleanup_ctx.append(engines)
     if settings is not None:
-        app.cleanup_ctx.append(lambda app: _reloading(app, settings))
+        app.cleanup_ctx.append(lambda app: following(app, settings))
     for path in (body.COMPLETIONS, body.CHAT, *body.ONE_ENGINE):
         app.router.add_post(path, completions)
     app.router.add_get(MODELS, models)
@@ -123,42 +114,6 @@ def create_app(
     if config.allowed_origins:
         app.on_response_prepare.append(marking(config.allowed_origins))
     return app
-
-
-async def _engines(app: web.Application) -> AsyncIterator[None]:
-    config = app[CONFIG]
-    async with watching_session(config) as watching:
-        connections = client_connections(config)
-        pool = app[BACKEND].pool(config, watching, app[METRICS])
-        policy = create(config.policy, config.decode_policy)
-        tokens = PromptTokens(connections, pool.all_up, config.tokenizer, config.api_key)
-        tracing = Tracing(config.otlp)
-        app[SHARED] = Shared(config, pool, connections, app[METRICS], policy, tokens, tracing)
-        try:
-            app[BACKEND].started(app[SHARED])
-            await pool.start()
-            if isinstance(pool, EnginePool):
-                async with exchanging_alone(config, pool, app[METRICS]):
-                    yield
-            else:
-                yield
-        finally:
-            await tokens.close()
-            await pool.close()
-            await connections.close()
-            await asyncio.to_thread(tracing.close)
-
-
-async def _reloading(app: web.Application, settings: SettingsFile) -> AsyncIterator[None]:
-    shared = app[SHARED]
-
-    def use(config: RouterConfig) -> None:
-        use_settings(shared, config)
-        assert isinstance(shared.pool, EnginePool)
-        shared.pool.use(config)
-
-    async with reloading(settings, use):
-        yield
 
 
 @web.middleware

@@ -7,6 +7,7 @@ from scheduler_plugins.router.client.connections import BodyBudget, ConnectionLi
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.endpoints.page import LiveState
+from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -18,4 +19,5 @@ CONNECTIONS = web.AppKey("connections", ConnectionLimit)
 BODIES = web.AppKey("bodies", BodyBudget)
 BACKEND = web.AppKey("backend", Backend)
 OPERATOR = web.AppKey("operator", Operator)
+MOVER = web.AppKey("mover", Mover)
 LIVE = web.AppKey("live", LiveState)

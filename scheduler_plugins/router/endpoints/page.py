@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import handoffs_of
 from scheduler_plugins.router.request.shared import Shared
 
@@ -66,6 +68,12 @@ class LiveState:
             self._watchers[is_operator] -= 1
 
 
+def _role_why(engine: BackendEngine) -> str:
+    """What is known of an engine's role, in words."""
+    told = engine.standing.describe(engine.role)
+    return ", ".join(f"{name}: {told[name]}" for name in told)
+
+
 def state(shared: Shared, now_s: float) -> dict[str, Any]:
     """The content of the page: totals, and each engine as policies see it."""
     told = {one["url"] + one["role"]: one for one in shared.pool.describe()}
@@ -78,6 +86,7 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
                 "role": known.get("role", engine.role),
                 "state": "draining" if engine.draining else known.get("state", "down"),
                 "why": engine.warning or engine.reason,
+                "role_why": _role_why(engine),
                 "requests": engine.in_flight,
                 "queued_s": round(engine.queued_s(now_s), 3),
                 "batch": engine.batch,
@@ -92,5 +101,9 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
         "policy": shared.config.policy,
         "waiting": shared.front.waiting,
         "handoffs": handoffs_of(shared.pool),
+        "decisions": [
+            {**one._asdict(), "at_s": round(time.time() - one.at_s)}
+            for one in shared.pool.decisions
+        ],
         "engines": engines,
     }

@@ -75,6 +75,11 @@ class EngineLoad:
         return self._open + int(self.others.sum(Count.OPEN))
 
     @property
+    def own_open(self) -> int:
+        """Open HTTP requests of this process."""
+        return self._open
+
+    @property
     def prefills(self) -> int:
         """Requests whose prompt is not computed yet."""
         return len(self._prefills) + int(self.others.sum(Count.PREFILLS))

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
+
+from prometheus_client import Gauge
 
 from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
@@ -15,10 +17,12 @@ from scheduler_plugins.cost.online import OnlineFit
 from scheduler_plugins.router.engines.circuit import Circuit
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.standing import Standing
 from scheduler_plugins.router.index.stored import StorePlace
-from scheduler_plugins.router.metrics import OUTCOMES, Metrics
+from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
+from scheduler_plugins.router.settings.elastic import MOVABLE
 
 
 class Follower(Protocol):
@@ -46,14 +50,15 @@ class BackendEngine(Loaded):
     reason: str = "not checked yet"
     """Why the engine is not up, or why it has no address."""
     addresses: tuple[ProducerAddress, ...] = ()
-    """Handover address of each data-parallel rank; empty on the decode side, and for an engine without our
-    connector."""
+    """Handover address of each data-parallel rank; empty for an engine that hands nothing over."""
     warning: str = ""
     """What is wrong although the engine serves, such as KV that does not arrive."""
     handoffs: dict[str, int] = field(default_factory=dict)
     """Outcomes of requests whose prompts another engine computed, counted since its start, by its last report."""
     kind: Kind | None = None
     """Kind of engine; None until the engine has been asked."""
+    standing: Standing = field(default_factory=Standing)
+    """What is settled about its role."""
     was_vllm: bool = False
     """Whether the last answer came from vLLM. It stays while the engine is down."""
     whole: bool = False
@@ -64,6 +69,10 @@ class BackendEngine(Loaded):
     """Names of served models and adapters, by its last report; empty: not reported."""
     context_tokens: int = 0
     """Most tokens of a prompt and its answer together, by its last report; 0: not reported."""
+    asked_for_address: bool = False
+    """Whether the engine has told, since it came up, if it hands KV over."""
+    switches: bool = False
+    """Whether the engine is an SGLang engine that changes its side on request (`--enable-pd-role-switch`)."""
     bootstrap_port: int | None = None
     """Port where SGLang decode engines look up the ranks of an SGLang prefill engine."""
     down_since: float | None = None
@@ -97,6 +106,7 @@ class BackendEngine(Loaded):
     pull_prefix: bool = False
     follower: Follower | None = field(default=None, repr=False)
     """Receives the engine's KV events; None: no events are known."""
+    _gauge: Gauge | None = field(default=None, repr=False)
     store: StorePlace | None = None
     """Its place in the KV pool of its host, by its last report; None: it uses none, or does not tell."""
 
@@ -108,6 +118,13 @@ class BackendEngine(Loaded):
     def hands_over(self) -> bool:
         """Whether the router uses the engine to compute prompts for other engines."""
         return self.role in (Role.PREFILL, Role.CPU_PREFILL, Role.BOTH)
+
+    @property
+    def able(self) -> frozenset[Role]:
+        """Roles that the engine can have besides its present one, as far as it is known."""
+        if self.kind is Kind.SGLANG:
+            return frozenset((Role.PREFILL, Role.DECODE) if self.switches else ())
+        return MOVABLE if self.addresses else frozenset((Role.DECODE,))
 
     def serves(self, role: Role) -> bool:
         """Whether the engine serves this side. An engine may serve both."""
@@ -158,15 +175,6 @@ class BackendEngine(Loaded):
         prefill = replace(self._fit.model, a=mean.a, b=mean.b, c=mean.c)
         self.costs = replace(prefill, chunk_tokens=mean.chunk_tokens)
 
-    def told_handoffs(self, handoffs: dict[str, int]) -> None:
-        """Take the engine's outcomes of handoffs since its start, and count the new ones."""
-        for outcome, count in handoffs.items():
-            before = self.handoffs.get(outcome, 0)
-            new = count - before if count >= before else count  # lower: the engine has restarted
-            labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
-            self.metrics.handoffs.labels(*labels).inc(new)
-        self.handoffs = handoffs
-
     @property
     def computes_prompts(self) -> bool:
         """Whether the engine can answer a request alone. SGLang engines of a pair cannot."""
@@ -212,26 +220,39 @@ class BackendEngine(Loaded):
         if was_up or self.down_since is None:
             self.down_since = now
         self.up, self.reason, self.addresses = False, reason, ()
+        self.asked_for_address = False
         self._report()
         self.kind = None
         return was_up
 
     def set_addresses(self, addresses: tuple[ProducerAddress, ...], reason: str = "") -> None:
         """Set the handover addresses of the ranks, or the reason why there are none."""
-        self.addresses, self.reason = addresses, reason
+        self.addresses, self.reason, self.asked_for_address = addresses, reason, True
+        self._report()
+
+    def change_role(self, role: Role, now_s: float) -> None:
+        """Use the engine for this side from now on. Its metrics are those of its new side."""
+        self.forget_metrics()
+        self.role, self.standing.since_s = role, now_s
+        self._gauge = None
+        self._open_gauge().set(self.load.own_open)
         self._report()
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Count one open request."""
-        gauge = self.metrics.engine_in_flight.labels(self.url, self.role)
         self.load.opened(1)
-        gauge.inc()
+        self._open_gauge().inc()
         try:
             yield
         finally:
             self.load.opened(-1)
-            gauge.dec()
+            self._open_gauge().dec()
+
+    def _open_gauge(self) -> Gauge:
+        if self._gauge is None:
+            self._gauge = self.metrics.engine_in_flight.labels(self.url, self.role)
+        return self._gauge
 
     @contextmanager
     def decoding(self, request_id: str, tokens: int, max_tokens: int) -> Iterator[None]:
@@ -241,32 +262,6 @@ class BackendEngine(Loaded):
             yield
         finally:
             self.load.decode_ended(request_id)
-
-    def describe(self) -> dict[str, Any]:
-        """The engine's state as `/health` shows it."""
-        state: dict[str, Any] = {
-            "url": self.url,
-            "role": self.role,
-            "state": "up" if self.up else "down",
-            "in_flight": self.in_flight,
-        }
-        if self.kind is not None:
-            state["kind"] = self.kind
-        elif not self.role_given:
-            state["role"] = "unknown"
-        if self.hands_over:
-            state["hands_over_kv"] = self.address is not None
-        if self.handoffs:
-            state["handoffs"] = self.handoffs
-        if self.draining:
-            state["draining"] = True
-        if self.circuit.cause:
-            state["circuit"] = self.circuit.cause
-        if self.reason:
-            state["reason"] = self.reason
-        if self.warning:
-            state["warning"] = self.warning
-        return state
 
     def forget_metrics(self) -> None:
         """Remove the engine's metric series. They carry its side, so they end when it changes sides or leaves."""

@@ -14,6 +14,8 @@ from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.observed import Observer
+from scheduler_plugins.router.engines.standing import Decision
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
@@ -28,6 +30,11 @@ class Pool(ABC):
     @abstractmethod
     def engines(self) -> list[BackendEngine]:
         """All known engines, whatever their state."""
+
+    history: Observer
+    """Learns what happens to requests."""
+    decisions: Collection[Decision]
+    """The last decisions on roles."""
 
     @property
     @abstractmethod
@@ -73,7 +80,10 @@ class Pool(ABC):
         able = [
             e
             for e in self.engines
-            if e.serves(role) and e.up and not e.draining and e not in besides
+            if e.serves(role)
+            and e.up
+            and not (e.draining or e.standing.moving)
+            and e not in besides
         ]
         now = asyncio.get_running_loop().time()
         return [e for e in able if e.circuit.lets_pass(now)] or able

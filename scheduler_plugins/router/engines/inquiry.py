@@ -23,7 +23,12 @@ from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     failure_of,
 )
-from scheduler_plugins.router.engines.kinds import SERVER_INFO, SglangFacts, sglang_facts
+from scheduler_plugins.router.engines.kinds import (
+    SERVER_INFO,
+    SWITCH_ROLE,
+    SglangFacts,
+    sglang_facts,
+)
 from scheduler_plugins.router.settings.config import RouterConfig
 
 PROBE_S = 30.0
@@ -53,6 +58,13 @@ class Arrivals(NamedTuple):
 
     outage: str  # what is wrong if no KV arrives, and what to do; empty if KV arrives
     handoffs: dict[str, int]  # outcomes of requests since its start
+
+
+class Refusal(NamedTuple):
+    """An engine did not change its side."""
+
+    message: str
+    again: bool  # the engine was not idle, and serves on its old side
 
 
 class Inquiry:
@@ -137,6 +149,19 @@ class Inquiry:
         if facts is None:
             raise EngineFailedError("status", f"{SERVER_INFO} no longer answers as SGLang's does")
         return Handover(facts.model, facts.replicas, facts.bootstrap_port)
+
+    async def switch_role(self, role: str, limit_s: float) -> Refusal | None:
+        """Have an SGLang engine change its side; None: it has."""
+        asked = msgspec.json.encode({"new_role": role, "decode_cuda_graph_memory_gb": 0})
+        call = EngineCall("POST", SWITCH_ROLE, self._headers(), (asked,))
+        status, raw = await self._answer(call, limit_s)
+        told = decoded(raw) if status in (200, 400) else None
+        if not isinstance(told, dict):
+            raise EngineFailedError("status", f"{SWITCH_ROLE} answered {status}")
+        if told.get("success") is True:
+            return None
+        message = str(told.get("message"))
+        return Refusal(message, told.get("safe_to_restore") is True and "not idle" in message)
 
     async def _listed(self, limit_s: float | None) -> list[object]:
         """Models and adapters of the engine; adapters follow their model."""

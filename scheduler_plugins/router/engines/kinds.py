@@ -3,11 +3,12 @@
 
 import json
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pd_connector.protocol.wire.params import ProducerAddress, parse_address
 
 SERVER_INFO = "/server_info"
+SWITCH_ROLE = "/pd_role_switch"
 _BACKEND = "pd_connector"
 """SGLang's name for our transfer backend. Its engines report their address under this name."""
 
@@ -28,12 +29,16 @@ class SglangFacts(NamedTuple):
         replicas: handover addresses of a prefill engine with our backend, one a data-parallel
             replica.
         bootstrap_port: port where an SGLang decode engine looks up a prefill engine's ranks.
+        switches: whether it changes its side on request.
+        tells_side: whether `mode` is its side now. Without our backend it is the side of its start.
     """
 
     mode: str
     model: str
     replicas: tuple[ProducerAddress, ...]
     bootstrap_port: int | None
+    switches: bool = False
+    tells_side: bool = False
 
     @property
     def whole(self) -> bool:
@@ -57,6 +62,12 @@ class Bootstrap(NamedTuple):
         }
 
 
+def _ours(states: object) -> list[dict[str, Any]]:
+    """The states of ranks with our backend."""
+    listed = states if isinstance(states, list) else []
+    return [one for one in listed if isinstance(one, dict) and isinstance(one.get(_BACKEND), dict)]
+
+
 def sglang_facts(raw: bytes) -> SglangFacts | None:
     """The facts in an answer of `/server_info`; None if the answer is not SGLang's."""
     try:
@@ -71,11 +82,14 @@ def sglang_facts(raw: bytes) -> SglangFacts | None:
         for state in (states if isinstance(states, list) else ())
     ]
     replicas = tuple(address for address in addresses if address is not None)
+    sides = {str(state[_BACKEND]["side"]) for state in _ours(states) if "side" in state[_BACKEND]}
     port = told.get("disaggregation_bootstrap_port")
     model = told.get("served_model_name") or told.get("model_path")
     return SglangFacts(
-        mode=told["disaggregation_mode"],
+        mode=next(iter(sides)) if len(sides) == 1 else told["disaggregation_mode"],
+        tells_side=len(sides) == 1,
         model=str(model),
         replicas=replicas if len(replicas) == len(addresses) else (),
         bootstrap_port=port if isinstance(port, int) else None,
+        switches=told.get("enable_pd_role_switch") is True,
     )

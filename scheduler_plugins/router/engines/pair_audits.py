@@ -2,7 +2,8 @@
 """Audits each pair of engines before users come: one small test prompt is computed on both sides.
 
 A decode engine computes all prompts itself until an audit of their prefill engine has passed (docs/trust.md#audit).
-Otherwise the first user's prompt would be audited, and all prompts that come meanwhile would be computed twice.
+Otherwise the first user's prompt would be audited, and all prompts that come meanwhile would be computed twice. Pairs
+that exist only after a change of roles are audited before it, because roles change when engines are busy.
 """
 
 import asyncio
@@ -39,6 +40,9 @@ _MOST_PROMPTS = 4
 """Most prompts of one pair. KV may come by two paths (`codec: auto`), each of which is audited, and an audit may end
 without a verdict."""
 
+PATIENCE_S = 5.0
+"""A pair of the future waits this long for its engines to be idle, and is then audited beside their work."""
+
 _COUNTED = re.compile(r'^pd_connector:audits_total{.*?cause="(\w+)".*?} (\S+)', re.MULTILINE)
 _WRONG = "audit"
 _LOOK_S = 0.5
@@ -53,6 +57,8 @@ class _Pair(NamedTuple):
     rank: int
     decode: BackendEngine
     decode_rank: int
+    future: bool
+    """Whether an engine must change its role first."""
 
     @property
     def key(self) -> Key:
@@ -64,6 +70,15 @@ class _Pair(NamedTuple):
     @property
     def busy(self) -> bool:
         return bool(self.prefill.copies) or any(e.in_flight for e in (self.prefill, self.decode))
+
+
+def _may(engine: BackendEngine, side: Role) -> bool:
+    """Whether the controller may move the engine to this side."""
+    return bool({side, Role.BOTH} & engine.standing.place.may & engine.able)
+
+
+def _is_future(prefill: BackendEngine, decode: BackendEngine) -> bool:
+    return not (prefill.hands_over and decode.serves(Role.DECODE))
 
 
 class PairAudits:
@@ -84,6 +99,7 @@ class PairAudits:
         self._config = config
         self._session = session
         self._done: set[Key] = set()
+        self._waiting: dict[Key, float] = {}  # since when a pair has waited for idle engines
         self._prompts: Counter[Key] = Counter()  # sent so far
 
     async def run(self) -> None:
@@ -92,20 +108,31 @@ class PairAudits:
             pairs = list(self._pairs())
             known = {pair.key for pair in pairs}
             self._done &= known
+            self._waiting = {key: at for key, at in self._waiting.items() if key in known}
             self._prompts = Counter(
                 {key: sent for key, sent in self._prompts.items() if key in known}
             )
             for pair in pairs:
                 with suppress(LookupError):  # an address may be gone by now
-                    if pair.key not in self._done and not pair.busy:
+                    if pair.key not in self._done and not self._waits(pair):
                         await self._try(pair)
             await asyncio.sleep(self._config().health_interval_s)
 
+    def _waits(self, pair: _Pair) -> bool:
+        """Whether the pair's prompt should wait for idle engines."""
+        if not pair.busy:
+            return False
+        now = asyncio.get_running_loop().time()
+        since = self._waiting.setdefault(pair.key, now)
+        return not pair.future or now - since < PATIENCE_S
+
     def _pairs(self) -> Iterator[_Pair]:
+        """Pairs that exist, then pairs that a change of roles may make."""
         up = [e for e in self._engines() if e.up and not e.draining and e.kind is Kind.VLLM]
-        prefills = [engine for engine in up if engine.hands_over]
-        decodes = [engine for engine in up if engine.serves(Role.DECODE)]
-        for prefill, decode in itertools.product(prefills, decodes):
+        prefills = [engine for engine in up if engine.hands_over or _may(engine, Role.PREFILL)]
+        decodes = [e for e in up if e.serves(Role.DECODE) or _may(e, Role.DECODE)]
+        both = itertools.product(prefills, decodes)
+        for prefill, decode in sorted(both, key=lambda pair: _is_future(*pair)):
             same = not decode.models or prefill.model in decode.models
             fits = all(
                 e.context_tokens == 0 or e.context_tokens >= _LEAST_CONTEXT
@@ -114,7 +141,7 @@ class PairAudits:
             if same and fits and prefill.url != decode.url:
                 places = range(len(prefill.addresses)), range(len(decode.ranks))
                 for rank, decode_rank in itertools.product(*places):
-                    yield _Pair(prefill, rank, decode, decode_rank)
+                    yield _Pair(prefill, rank, decode, decode_rank, _is_future(prefill, decode))
 
     async def _try(self, pair: _Pair) -> None:
         """Send a prompt, and wait for the verdict. Without an error, the pair gets more prompts until one is not

@@ -3,7 +3,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,25 +17,28 @@ from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.engines.caches import EngineCaches
+from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool, assume_costs, note_circuit
 from scheduler_plugins.router.engines.exchange import (
     EngineFailedError,
     UnreachableError,
 )
+from scheduler_plugins.router.engines.inquiry import Inquiry
+from scheduler_plugins.router.engines.named import NamedEngines
+from scheduler_plugins.router.engines.observed import SharedHistory
 from scheduler_plugins.router.engines.pair_audits import PairAudits
+from scheduler_plugins.router.engines.standing import MOST_DECISIONS, Decision, Version
 from scheduler_plugins.router.engines.stores import StoreReaders
 from scheduler_plugins.router.engines.watch import EngineWatch
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
-from scheduler_plugins.router.settings.config import SIDES, RouterConfig
-from scheduler_plugins.router.settings.members import MembersError, is_name, members
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.elastic import Place
 
 logger = logging.getLogger(__name__)
 
-MEMBERS_S = 5.0
-"""Pause between two lookups of the engines behind a name. Name servers keep their answers for about as long."""
 LEAVE_LOOK_S = 0.05
 """Pause between two checks whether a leaving engine has finished its requests."""
 
@@ -57,16 +62,21 @@ class EnginePool(Pool):
         """
         self._config = config
         self._session = session
-        self._metrics = metrics
+        self.metrics = metrics
         self.caches = caches or EngineCaches()
         """What engines have cached."""
         self._on_change = on_change
         self._watches: dict[BackendEngine, EngineWatch] = {}
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
-        self._named: dict[str, tuple[str, ...]] = {}
-        self._name_problems: dict[str, str] = {}  # by name; the problem as it was logged
-        self._new_name = asyncio.Event()
+        self._named = NamedEngines(lambda: self._config, session)
+        self.name = secrets.token_hex(8)
+        """This router's name among its fellows."""
+        self.leads = True
+        """Whether this router decides on roles, and not one of its fellows."""
+        self.history: SharedHistory = SharedHistory()
+        """What happened to the requests of all processes and routers."""
+        self.decisions: deque[Decision] = deque(maxlen=MOST_DECISIONS)
         self._following: asyncio.Task[None] | None = None
         self._audits = PairAudits(lambda: self.engines, lambda: self._config, session)
         self._auditing: asyncio.Task[None] | None = None
@@ -92,42 +102,36 @@ class EnginePool(Pool):
 
     async def start(self) -> None:
         """Start watching. Returns once every engine has been checked, and probed if it is up."""
-        await self._ask_names()
-        self._named = dict.fromkeys(_names(self._config), ()) | self._named
+        await self._named.start()
         self.use(self._config)
-        self._following = asyncio.create_task(self._follow_names(), name="follow names of engines")
+        self._following = asyncio.create_task(
+            self._named.follow(lambda: self.use(self._config)), name="follow names of engines"
+        )
         for watch in list(self._watches.values()):
             await watch.checked.wait()
         self._auditing = asyncio.create_task(self._audits.run(), name="audit pairs of engines")
 
     def use(self, config: RouterConfig) -> None:
-        """Use these settings from now on: engines join, leave and change sides accordingly.
+        """Use these settings from now on: engines join and leave accordingly.
 
         A leaving engine gets no new requests, and has `drain_timeout_s` for its open ones. Joining engines are
-        checked before others leave. While a new name cannot be looked up, no engine leaves.
+        checked before others leave. While a new name cannot be looked up, no engine leaves. An engine gets another
+        role only if its own entry has changed: other edits leave roles alone.
         """
         self._config = config
-        names = _names(config)
-        self._named = {name: self._named[name] for name in names if name in self._named}
-        if unknown := len(self._named) < len(names):
-            self._new_name.set()
-        roles = config.roles(self._members)
-        for engine in self.engines:
-            role = roles.get(engine.url)
-            if role and engine.role_given and Role.BOTH in (role, engine.role):
-                self.set_role(engine, role)  # one side stays, so its requests go on
-        wanted = dict.fromkeys(roles.items())
+        unknown = self._named.use()
+        wanted = config.placed(self._named.members)
         leaving = list[BackendEngine]()
         for engine in self.engines:
-            key = (engine.url, engine.role if engine.role_given else None)
-            if key in wanted:
-                del wanted[key]
+            place = wanted.pop(engine.url, None)
+            if place is not None:
                 if self.leaves(engine):
                     self._leaving.pop(engine).cancel()
                     engine.draining = False
+                self._replace(engine, place)
             elif not (unknown or self.leaves(engine)):
                 leaving.append(engine)
-        joining = [self.add(url, role) for url, role in wanted]
+        joining = [self.add(url, place) for url, place in wanted.items()]
         for engine in leaving:
             self.remove(engine, joining)
         for engine in self.engines:
@@ -135,52 +139,25 @@ class EnginePool(Pool):
                 self.caches.follow(engine, *found, ranks=engine.ranks, first=engine.ranks[0])
         self._on_change()
 
-    def _members(self, urls: Sequence[str]) -> Iterator[str]:
-        """The URLs, with each name replaced by the URLs of its engines."""
-        for url in urls:
-            yield from self._named.get(url, ()) if is_name(url) else (url,)
+    def _replace(self, engine: BackendEngine, place: Place) -> None:
+        """The engine has this place in the settings. If its home has changed, it goes there, even if it was
+        pinned."""
+        before, engine.standing.place = engine.standing.place, place
+        if before.home == place.home:
+            return
+        if place.home is None:
+            engine.role_given = False
+        else:
+            if engine.role is not place.home:
+                self.metrics.role_moves.labels(engine.role, place.home, "settings").inc()
+            self.set_role(engine, place.home, pinned=False)
 
-    async def _follow_names(self) -> None:
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(MEMBERS_S):
-                    await self._new_name.wait()
-            self._new_name.clear()
-            if await self._ask_names():
-                self.use(self._config)
-
-    async def _ask_names(self) -> bool:
-        """Look up the engines of all names. Returns whether they changed. If a lookup fails, the engines stay as they
-        were."""
-        before = dict(self._named)
-        for url in _names(self._config):
-            try:
-                self._named[url] = await members(url, self._session)
-            except MembersError as error:
-                problem = str(error)
-            else:
-                problem = ""
-            self._note_name(url, problem)
-        return self._named != before
-
-    def _note_name(self, url: str, problem: str) -> None:
-        """Log once that a name cannot be looked up, and once that it can again."""
-        before = self._name_problems.pop(url, "")
-        if problem:
-            self._name_problems[url] = problem
-            if problem != before:
-                logger.warning("%s; the engines known before stay", problem)
-        elif before:
-            logger.info("%s: its engines can be looked up again", url)
-
-    def add(self, url: str, role: Role | None) -> BackendEngine:
-        """Start to watch an engine. It gets requests once it is up.
-
-        Args:
-            role: its side; None: the engine is asked.
-        """
-        known = role is not None
-        engine = BackendEngine(url, role or Role.DECODE, self._metrics, role_given=known)
+    def add(self, url: str, place: Place) -> BackendEngine:
+        """Start to watch an engine. It gets requests once it is up."""
+        home = place.home
+        engine = BackendEngine(url, home or Role.DECODE, self.metrics, role_given=home is not None)
+        engine.standing.place = place
+        engine.standing.since_s = asyncio.get_running_loop().time()
         if self._config.profile:
             engine.costs, engine.told_costs = load(Path(self._config.profile)), True
         looked_at = partial(self._looked_at, engine)
@@ -227,20 +204,41 @@ class EnginePool(Pool):
         self._on_change()
         logger.info("%s (%s) has left", engine.url, engine.role)
 
-    def set_role(self, engine: BackendEngine, role: Role) -> None:
-        """Use an engine for another side from now on. Its open requests go on."""
-        if engine.role is role:
-            return
-        engine.forget_metrics()
-        handed_over = engine.hands_over
-        engine.role, engine.role_given = role, True
-        if handed_over and engine.hands_over:
-            engine.set_addresses(engine.addresses, engine.reason)
-        else:
-            engine.set_addresses((), "its side has changed" if engine.hands_over else "")
-        watch = self._watches[engine]
-        watch.probe_at = 0.0
-        watch.wake.set()
+    def set_role(
+        self, engine: BackendEngine, role: Role, *, pinned: bool, version: Version | None = None
+    ) -> None:
+        """Use an engine for another side from now on. Its open requests go on.
+
+        Args:
+            pinned: whether the engine keeps this role until it is released.
+            version: of the role, if another router gave it; None: this router gives it now.
+        """
+        standing = engine.standing
+        if version is None:
+            version = Version(standing.version.number + 1, self.name)
+        standing.version, standing.pinned = version, pinned
+        if engine.role is not role or not engine.role_given:
+            engine.role_given = True
+            engine.change_role(role, asyncio.get_running_loop().time())
+            self._watches[engine].side_changed()
+        self._on_change()
+
+    def inquiry(self, engine: BackendEngine) -> Inquiry:
+        """Asks the engine."""
+        return self._watches[engine].ask
+
+    def look_again(self, engine: BackendEngine) -> None:
+        """The engine may be on another side than is known: ask it."""
+        if engine in self._watches:
+            self._watches[engine].identify_again()
+
+    def release(self, engine: BackendEngine) -> None:
+        """The controller may move the engine again."""
+        self.set_role(engine, engine.role, pinned=False)
+
+    def move(self, engine: BackendEngine, role: Role | None) -> None:
+        """Note that the engine moves to this role; None: it is steady."""
+        engine.standing.moving = role
         self._on_change()
 
     def drain(self, engine: BackendEngine, wanted: bool) -> None:
@@ -276,14 +274,14 @@ class EnginePool(Pool):
 
     def describe(self) -> list[dict[str, Any]]:
         return [
-            {**engine.describe(), "cache": self.caches.describe(engine)} for engine in self.engines
+            {**described(engine), "cache": self.caches.describe(engine)} for engine in self.engines
         ]
 
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         if engine not in self._watches:
             return  # it has left
         if not isinstance(failure, UnreachableError):
-            note_circuit(engine, failure, self._metrics)
+            note_circuit(engine, failure, self.metrics)
         self.check(engine, failure)
 
     def check(self, engine: BackendEngine, failure: EngineFailedError) -> None:
@@ -301,8 +299,3 @@ class EnginePool(Pool):
             watch = self._watches[engine]
             watch.probe_at = 0.0
             watch.wake.set()
-
-
-def _names(config: RouterConfig) -> set[str]:
-    """The names of the settings that stand for several engines."""
-    return {url for side in SIDES for url in getattr(config, side) if is_name(url)}

@@ -15,7 +15,7 @@ from scheduler_plugins.router.engines.engine_reports import apply
 from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
 from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
-from scheduler_plugins.router.index.stored import StorePlace
+from scheduler_plugins.router.engines.looks import Looks
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -26,12 +26,6 @@ HUNG_AFTER = 2
 PROBE_RETRY_S = 30.0
 """Pause before a prefill engine without an address is asked again. It will have none until it is started anew, and each
 probe costs it a prefill."""
-MODELS_LOOK_S = 10.0
-"""Pause between two queries of an engine's models and adapters."""
-STORE_LOOK_S = 10.0
-"""Pause between two queries of an engine's place in the KV pool of its host."""
-OUTAGE_LOOK_S = 15.0
-"""Pause between two queries of a decode engine's metrics, in seconds."""
 
 
 class EngineWatch:
@@ -59,18 +53,25 @@ class EngineWatch:
         self.probe_at = 0.0
         """When to ask a prefill engine for its address, on the event loop's clock."""
         self.misses = 0
-        self.look_at = 0.0
-        self.models_at = 0.0
         self.reports = True  # whether the engine may answer `GET /pd/load`
-        self.store_at = 0.0
-        """When to ask the engine for its place in a KV pool; infinite: it uses none until it is started anew."""
+        self._unsure = False  # whether the engine may be on another side than is known
+        self._asked_for = 0  # the start of the engine for which it was asked for its address beside
+        self._asking: asyncio.Task[None] | None = None
         self._config = config
         self.ask = self._ask = Inquiry(engine.url, config, session)
+        self._looks = Looks(engine, self._ask)
         self._caches = caches
         self._on_change = on_change
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        try:
+            await self._watch()
+        finally:
+            if self._asking is not None:
+                self._asking.cancel()
+
+    async def _watch(self) -> None:
         while True:
             try:
                 await self._check()
@@ -100,14 +101,16 @@ class EngineWatch:
             return
         self.misses = 0
         if not engine.up:
-            self.probe_at, self.models_at, self.store_at, self.reports = 0.0, 0.0, 0.0, True
-        if engine.kind is None and not await self._identify():
+            self.probe_at, self.reports = 0.0, True
+            self._looks.begin_anew()
+        if (engine.kind is None or self._unsure) and not await self._identify():
             return
-        await self._list_models()
+        self._unsure = False
+        await self._looks.list_models()
         if not engine.up and engine.refusing:
             self._caches.lost(engine)
         await self._hear()
-        await self._look_for_store()
+        await self._looks.look_for_store()
         if moved := self._have_ranks_changed():
             self.probe_at = 0.0
         if engine.hands_over and (moved or engine.address is None):
@@ -115,8 +118,9 @@ class EngineWatch:
         if not engine.up:
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
+        self._probe_beside()
         if engine.serves(Role.DECODE):
-            await self._look_for_outage()
+            await self._looks.look_for_outage()
 
     async def _hear(self) -> None:
         """Ask the engine for its load: by its scheduler's report, else by its metrics."""
@@ -146,32 +150,6 @@ class EngineWatch:
         elif told.kv_events is not None:
             self._caches.follow(engine, *told.kv_events, ranks=engine.ranks)
 
-    async def _look_for_store(self) -> None:
-        """Ask a vLLM engine for its place in the KV pool of its host."""
-        now = asyncio.get_running_loop().time()
-        if now < self.store_at or self.engine.kind is not Kind.VLLM:
-            return
-        self.store_at = now + STORE_LOOK_S
-        engine = self.engine
-        try:
-            told = await self._ask.store()
-        except EngineFailedError as failure:
-            logger.debug("%s does not tell of its KV pool: %s", engine.url, failure)
-            if failure.cause != "timeout":  # a busy engine may be late
-                engine.store = None
-            return
-        if told is None:
-            self.store_at, engine.store = math.inf, None
-            return
-        before, engine.store = (
-            engine.store,
-            StorePlace(
-                told.store, told.model, told.chunk_tokens, told.chunk_bytes, told.bytes_per_s
-            ),
-        )
-        if before is None or before.store != told.store:
-            logger.info("%s uses %s", engine.url, engine.store.name)
-
     async def _identify(self) -> bool:
         """Find out the kind of engine. Returns False if the engine does not answer."""
         engine = self.engine
@@ -189,6 +167,10 @@ class EngineWatch:
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
         engine.was_vllm = facts is None
         engine.whole = facts is not None and facts.whole
+        engine.switches = facts is not None and facts.switches and not facts.whole
+        if facts is not None and facts.tells_side and engine.role != facts.mode and engine.switches:
+            # It starts on the side of its command line, whatever it was switched to before.
+            engine.change_role(Role(facts.mode), asyncio.get_running_loop().time())
         side = Role.PREFILL if engine.role is Role.CPU_PREFILL else engine.role
         if facts is not None and facts.mode != side and not facts.whole:
             logger.warning(
@@ -210,34 +192,6 @@ class EngineWatch:
             return Role.PREFILL if facts.mode == Role.PREFILL else Role.DECODE
         handover = await self._ask.vllm_handover(len(self.engine.ranks))
         return Role.PREFILL if handover.addresses else Role.DECODE
-
-    async def _list_models(self) -> None:
-        """Ask the engine for its models and adapters. An engine without a list gets requests for any model."""
-        now = asyncio.get_running_loop().time()
-        if now < self.models_at:
-            return
-        self.models_at = now + MODELS_LOOK_S
-        try:
-            self.engine.models, self.engine.context_tokens = await self._ask.models()
-        except EngineFailedError as failure:
-            logger.debug("%s does not list its models: %s", self.engine.url, failure)
-
-    async def _look_for_outage(self) -> None:
-        """Read a decode engine's metrics: whether KV arrives, and the outcomes of requests."""
-        now = asyncio.get_running_loop().time()
-        if now < self.look_at:
-            return
-        self.look_at = now + OUTAGE_LOOK_S
-        engine = self.engine
-        try:
-            warning, handoffs = await self._ask.arrivals()
-        except EngineFailedError as failure:
-            logger.debug("%s does not answer /metrics: %s", engine.url, failure)
-            return
-        engine.told_handoffs(handoffs)
-        if warning and not engine.warning:
-            logger.warning("%s (decode): %s", engine.url, warning)
-        engine.warning = warning
 
     def _have_ranks_changed(self) -> bool:
         """Whether a vLLM engine has more or fewer data-parallel ranks than known addresses."""
@@ -273,6 +227,40 @@ class EngineWatch:
             self.probe_at = math.inf
             places = ", ".join(f"{address.host}:{address.port}" for address in addresses)
             logger.info("%s (prefill) hands over KV at %s", engine.url, places)
+
+    def _probe_beside(self) -> None:
+        """Ask a vLLM engine on the decode side for its address, once per start, so that a change of its side need not
+        ask behind its queue. Its health is checked meanwhile."""
+        engine = self.engine
+        if self._asked_for == engine.starts or engine.hands_over or engine.kind is not Kind.VLLM:
+            return
+        self._asked_for = engine.starts
+
+        async def ask() -> None:
+            starts = engine.starts
+            try:
+                handover = await self._handover()
+            except EngineFailedError as failure:
+                logger.debug("%s does not tell whether it hands KV over: %s", engine.url, failure)
+                return
+            if engine.up and engine.starts == starts and not engine.hands_over:
+                engine.model, engine.addresses = handover.model, handover.addresses
+                engine.asked_for_address = True
+                self.probe_at = math.inf if handover.addresses else self.probe_at
+                self._on_change()
+
+        self._asking = asyncio.create_task(ask(), name=f"address of {engine.url}")
+
+    def identify_again(self) -> None:
+        """Ask the engine for its side once more: a change of it may have gone half way."""
+        self._unsure = True
+        self.wake.set()
+
+    def side_changed(self) -> None:
+        """The engine has another role. If it hands KV over and its address is not known, ask for it now."""
+        if self.engine.address is None:
+            self.probe_at = 0.0
+        self.wake.set()
 
     async def _handover(self) -> Handover:
         if self.engine.kind is Kind.SGLANG:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import msgspec
@@ -21,13 +19,14 @@ import zmq.asyncio
 
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.observed import Event
+from scheduler_plugins.router.engines.observed import note as note_all
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts, words_for
-from scheduler_plugins.router.fellows.memory import WORD_BYTES
+from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts
 from scheduler_plugins.router.fellows.slots import EngineSlots
+from scheduler_plugins.router.fellows.told_roles import ToldRole, ToldRoles
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,10 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True):
     """Number of the message. A message with an old number is ignored, even after its router has ended."""
     engines: dict[str, list[float]]
     """Counts by the engine's URL, in the order of `Count`. The time is sent as an age in seconds."""
+    roles: dict[str, ToldRole] = {}
+    """Roles that differ from the settings, by the engine's URL."""
+    events: list[Event] = []
+    """What happened to requests since the message before."""
 
 
 class _Heard(NamedTuple):
@@ -66,13 +69,13 @@ class _Heard(NamedTuple):
 
 
 class Fellows:
-    """Maintains the shared counts' row for other routers."""
+    """Maintains the shared counts' row for other routers, and agrees with them on roles."""
 
     def __init__(
         self,
         counts: SharedCounts,
         slots: EngineSlots,
-        engines: Callable[[], Iterable[BackendEngine]],
+        pool: EnginePool,
         own: Callable[[BackendEngine], list[float]],
         key: str,
         metrics: Metrics,
@@ -81,25 +84,28 @@ class Fellows:
 
         Args:
             slots: the engines' slots in `counts`.
-            engines: returns all known engines.
             own: returns this router's counts for an engine, in the order of `Count`.
             key: the secret that all routers share; empty: none.
         """
         self._counts, self._slots = counts, slots
-        self._engines, self._own = engines, own
+        self._pool, self._own = pool, own
+        self._roles = ToldRoles(pool)
         self._keys = CurveKeys.derive(key, _CHANNEL) if key else None
-        self._name = secrets.token_hex(8)
+        self._name = pool.name
         self._number = 0
-        self._said: dict[str, list[float]] = {}
+        self._said: tuple[dict[str, list[float]], dict[str, ToldRole]] = {}, {}
         self._said_s = 0.0
         self._heard: dict[str, _Heard] = {}
         self._numbers: dict[str, int] = {}
         self._gauge = metrics.fellows
         self._complete_s: float | None = None
         self._missed = False
+        self._named = 0  # other routers that this one should hear
 
     async def run(self, exchange: str, fellows: Collection[str]) -> None:
         """Send and receive until cancelled. Raises zmq.ZMQError if the address cannot be bound."""
+        self._named, self._pool.leads = len(set(fellows)), not fellows
+        self._pool.history.listened = bool(exchange)
         with zmq.asyncio.Context() as context:
             gatekeeper = self._gatekeeper(context)
             telling, hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
@@ -138,7 +144,7 @@ class Fellows:
         while True:
             if gatekeeper is not None:
                 gatekeeper.answer()
-            self._slots.follow(self._engines())
+            self._slots.follow(self._pool.engines)
             if (content := self.saying(loop.time())) is not None:
                 await socket.send(content)
             self.show(loop.time())
@@ -162,7 +168,7 @@ class Fellows:
     def saying(self, now_s: float) -> bytes | None:
         """The next message to send; None: nothing is new."""
         engines = dict[str, list[float]]()
-        for engine in self._engines():
+        for engine in self._pool.engines:
             counts = self._own(engine)
             # Open requests are not sent, because a leaving engine waits only for this router's own.
             counts[Count.OPEN] = 0.0
@@ -172,12 +178,14 @@ class Fellows:
                 # A leaving engine may have returned on another side, but it is the same engine.
                 known = engines.get(engine.url)
                 engines[engine.url] = counts if known is None else _added(known, counts)
-        if engines == self._said and now_s - self._said_s < QUIET_S:
+        roles, events = self._roles.telling(), self._pool.history.take_unsent()
+        said = engines, roles
+        if said == self._said and not events and now_s - self._said_s < QUIET_S:
             return None
-        self._said, self._said_s = engines, now_s
+        self._said, self._said_s = said, now_s
         self._number += 1
         told = {name: _with_age(counts, now_s) for name, counts in engines.items()}
-        return msgspec.msgpack.encode(InFlight(self._name, self._number, told))
+        return msgspec.msgpack.encode(InFlight(self._name, self._number, told, roles, events))
 
     def heard(self, message: bytes, now_s: float) -> None:
         """Take in a message. An invalid message changes nothing."""
@@ -194,13 +202,18 @@ class Fellows:
         if len(self._numbers) > MOST_REMEMBERED:
             del self._numbers[next(iter(self._numbers))]  # the router silent for the longest time
         self._heard[told.router] = _Heard(now_s, told)
+        self._roles.heard(told.router, told.roles)
+        groups = frozenset(engine.standing.place.group for engine in self._pool.engines)
+        note_all(self._pool.history, told.events, now_s, groups)
 
     def show(self, now_s: float) -> None:
         """Show the load of other routers to policies."""
         for name, heard in list(self._heard.items()):
             if now_s - heard.at_s > FORGOTTEN_S:
                 del self._heard[name]
-        for engine in self._engines():
+        self._roles.forget(self._heard.keys())
+        self._pool.leads = self._leads()
+        for engine in self._pool.engines:
             sums = [0.0] * len(Count)
             for heard in self._heard.values():
                 counts = heard.told.engines.get(engine.url)
@@ -216,6 +229,13 @@ class Fellows:
             slot = self._slots.of(engine)
             if slot is not None:
                 self._counts.put(FELLOWS_ROW, slot, sums)
+
+    def _leads(self) -> bool:
+        """Whether this router decides on roles: its name is the smallest of those that hear each other. A router that
+        should hear others, and hears none, leaves roles as they are."""
+        return all(self._name < name for name in self._heard) and bool(
+            self._heard or not self._named
+        )
 
     def count(self, named: int, now_s: float) -> None:
         """Report how many other routers are heard, and warn if they are fewer than named."""
@@ -250,47 +270,6 @@ def _with_age(counts: list[float], now_s: float) -> list[float]:
     told = list(counts)
     told[Count.BUSY_SINCE_S] = max(0.0, now_s - counts[Count.BUSY_SINCE_S])
     return told
-
-
-@asynccontextmanager
-async def exchanging(
-    config: RouterConfig,
-    counts: SharedCounts,
-    slots: EngineSlots,
-    pool: EnginePool,
-    own: Callable[[BackendEngine], list[float]],
-    metrics: Metrics,
-) -> AsyncIterator[None]:
-    """Exchange load with other routers inside the block, if the settings name any.
-
-    Raises:
-        OSError: the address `exchange` cannot be bound.
-    """
-    if not (config.exchange or config.fellows):
-        yield
-        return
-    fellows = Fellows(counts, slots, lambda: pool.engines, own, config.router_key, metrics)
-    task = asyncio.create_task(fellows.run(config.exchange, config.fellows), name="fellows")
-    await asyncio.sleep(0)
-    if task.done():
-        raise OSError(f"{config.exchange} (exchange): {task.exception()}")
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def exchanging_alone(
-    config: RouterConfig, pool: EnginePool, metrics: Metrics
-) -> AbstractAsyncContextManager[None]:
-    """As `exchanging`, for a router with a single process."""
-    counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
-
-    def own(engine: BackendEngine) -> list[float]:
-        return list(engine.load.counts())
-
-    return exchanging(config, counts, EngineSlots(counts), pool, own, metrics)
 
 
 _DECODER = msgspec.msgpack.Decoder(InFlight)

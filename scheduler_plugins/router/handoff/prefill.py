@@ -89,6 +89,8 @@ class PrefillCopy:
         """Called when the copy has failed; see `Companion`."""
         self.on_end: Callable[[EngineFailedError | None], None] = lambda failure: None
         """Called when the engine has answered, or has failed."""
+        self.answered = False
+        """Whether the engine has computed the prompt."""
         self._failed_at = 0.0
         self._answer: FirstLogprobs | None = None
         self._usage: PromptUsage | None = None
@@ -205,6 +207,7 @@ class PrefillCopy:
             raise EngineFailedError("malformed", "its answer is not JSON") from None
         if ABORTED in raw:
             raise ended_early()
+        self.answered = True
         self._answer = first_logprobs(answer, max(0, self.top_logprobs))
         self._usage = prompt_usage(answer)
         self._count_hits(self._usage.cached)

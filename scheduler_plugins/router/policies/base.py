@@ -56,6 +56,7 @@ class Request(NamedTuple):
     ttft_slo_s: float = inf  # promised to its class
     tpot_slo_s: float = inf
     deadline_s: float = inf  # after this time the answer is of no use
+    group: str = "default"  # of engines that serve it
 
 
 class PrefixSource(Protocol):

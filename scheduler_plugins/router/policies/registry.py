@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from pd_connector.extensions import unknown_name
 from scheduler_plugins.router.policies.added import GROUP, added_policy, added_rule
+from scheduler_plugins.router.policies.arrow import Arrow
 from scheduler_plugins.router.policies.base import Policy
 from scheduler_plugins.router.policies.cache_aware import CacheAware
 from scheduler_plugins.router.policies.conductor import Conductor
@@ -55,6 +56,10 @@ DECODE: dict[str, Callable[[], Rule]] = {
     "random": RandomChoice,
 }
 """This package's rules for the decode side: the names of `--decode-policy`."""
+BOTH_SIDES: dict[str, Callable[[Rule | None], Policy]] = {
+    "arrow": Arrow,
+}
+"""This package's policies that choose on both sides at once: names of `--policy`, too. They get the decode rule."""
 WRAPPER = "length"
 
 
@@ -75,9 +80,11 @@ def create(name: str, decode: str = "") -> Policy:
     if name in PREFILL:
         prefill = PREFILL[name]()
         return Sides(prefill, (rule or DECODE[prefill.decode])())
+    if name in BOTH_SIDES:
+        return BOTH_SIDES[name](rule() if rule else None)
     policy = added_policy(name, rule)
     if policy is None:
-        raise unknown_name("policy", name, [*PREFILL, WRAPPER], GROUP, "policy")
+        raise unknown_name("policy", name, [*PREFILL, *BOTH_SIDES, WRAPPER], GROUP, "policy")
     return policy
 
 

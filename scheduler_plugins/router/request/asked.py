@@ -62,6 +62,11 @@ class Asked:
         return self.path in ONE_ENGINE
 
     @property
+    def generates(self) -> bool:
+        """Whether the answer is generated token by token."""
+        return not self.one_engine or self.path in GENERATES_ALONE
+
+    @property
     def prompt_tokens(self) -> int:
         """Length of the prompt in tokens; 0 if only an estimate exists."""
         prompt = self.body.get("prompt")
@@ -118,5 +123,4 @@ class Asked:
             known.adapter,
         )
         found = promised(found, self._shared.config, self.headers)
-        generates = not self.one_engine or self.path in GENERATES_ALONE
-        return found if generates else found._replace(max_tokens=1, tpot_slo_s=inf)
+        return found if self.generates else found._replace(max_tokens=1, tpot_slo_s=inf)

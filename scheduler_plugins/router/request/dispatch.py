@@ -33,6 +33,7 @@ from scheduler_plugins.router.handoff.prefill import PrefillCopy, as_told
 from scheduler_plugins.router.handoff.prompt_ids import prompt_ids
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.request.asked import Asked
+from scheduler_plugins.router.request.noticed import Noticed
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord
@@ -55,6 +56,7 @@ class Dispatch:
         responder: Responder,
         record: StreamRecord | None,
         spans: Trace,
+        noticed: Noticed,
     ) -> None:
         """Send nothing yet.
 
@@ -69,6 +71,7 @@ class Dispatch:
         self._responder = responder
         self._record = record
         self._spans = spans
+        self._noticed = noticed
 
     async def make(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         """Answer the client. Returns the response and the outcome for the metrics.
@@ -118,9 +121,14 @@ class Dispatch:
             asked.request.hashes,
             lambda: self._candidates.other_prefill(prefill),
         )
-        copy.on_end = lambda failure: self._spans.end(
-            "prefill", "" if failure is None else failure.cause
-        )
+
+        def ended(failure: EngineFailedError | None) -> None:
+            self._spans.end("prefill", "" if failure is None else failure.cause)
+            if failure is None and copy.answered and not asked.streams:
+                # The client cannot tell when the first token of such an answer has come.
+                self._noticed.first_token(attempt.fresh_tokens)
+
+        copy.on_end = ended
         copy.top_logprobs = plan.lends_logprobs
         client_error = False
         try:
@@ -204,8 +212,15 @@ class Dispatch:
             self._spans.answered()
             attempt.answering.circuit.succeeded()
             self._shared.pool.prefilled(attempt.answering, asked.request.hashes)
+            fresh = asked.request.tokens if attempt.prefill is None else attempt.fresh_tokens
+            self._noticed.first_token(fresh)
             if asked.streams and attempt.expected_s is not None:
                 self._shared.came(asked.request, attempt.expected_s, asked.arrived)
 
         pace = Pace(attempt.answering, self._record, self._shared.pool.learnt)
-        return await self._responder.pass_on(answer, attempt.flow, copy, self._record, served, pace)
+        response, outcome = await self._responder.pass_on(
+            answer, attempt.flow, copy, self._record, served, pace
+        )
+        if outcome == "ok":
+            self._noticed.answered(pace.tokens)
+        return response, outcome

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from time import monotonic
 
@@ -11,6 +12,8 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.request.resume import StreamRecord
 
+_USAGE_NAME = b'"completion_tokens"'
+_USAGE = re.compile(_USAGE_NAME + rb"\s*:\s*(\d{1,9})")
 FEWEST, MOST = 16, 64
 """Fewest and most tokens that a stream is watched for, without the first. Fewer say too little; more only delay the
 result."""
@@ -42,10 +45,9 @@ class Pace:
 
     def note(self, events: bytes) -> None:
         """These events came now."""
+        self._events += events.count(b"data: {")
         if not self._watches:
             return
-        if self._record is None:
-            self._events += events.count(b"data: {")
         tokens = self._events if self._record is None else self._record.tokens
         if tokens <= self._last:
             return
@@ -55,6 +57,17 @@ class Pace:
             self._batch, self._context = self._load()
         elif tokens - self._first >= MOST:
             self.end()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far; events of a stream whose tokens are not known."""
+        return (self._record.tokens if self._record is not None else 0) or self._events
+
+    def whole(self, answer: bytes) -> None:
+        """The answer came at once."""
+        found = _USAGE.search(answer, max(0, answer.rfind(_USAGE_NAME)))
+        self._events = int(found[1]) if found else 0
+        self._record = None
 
     def give_up(self) -> None:
         """Stop watching: the client delayed the stream, so its pace says nothing about the engine."""

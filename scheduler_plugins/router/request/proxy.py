@@ -17,6 +17,7 @@ from scheduler_plugins.router.request.aborts import is_wanted_abort
 from scheduler_plugins.router.request.asked import Asked
 from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.dispatch import Dispatch
+from scheduler_plugins.router.request.noticed import Noticed
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resumable import resumable
 from scheduler_plugins.router.request.resume import StreamRecord
@@ -62,8 +63,15 @@ class ClientRequest:
         )
         self.trace = shared.tracing.request(headers, request.path, asked.id)
         """The spans of the request; its server finishes them."""
+        self._noticed = Noticed(shared.pool.history, asked)
         self._dispatch = Dispatch(
-            shared, asked, self._candidates, self._responder, self._record, self.trace
+            shared,
+            asked,
+            self._candidates,
+            self._responder,
+            self._record,
+            self.trace,
+            self._noticed,
         )
 
     @property
@@ -87,12 +95,15 @@ class ClientRequest:
         """
         self._shared.retries.request()
         await self._asked.tokenize()
-        if self._shared.config.front_queue:
-            await wait_for_turn(self._shared, self._asked.request)
+        self._noticed.arrived()
         try:
+            if self._shared.config.front_queue:
+                await wait_for_turn(self._shared, self._asked.request)
             return await self._served()
         except (UnavailableError, AllOverloadedError) as error:
             if not self._client.begun:
+                if isinstance(error, AllOverloadedError):
+                    self._noticed.refused()
                 raise
             logger.warning("request %s: %s", self._asked.id, error)
             return await self.interrupt("no engine could go on"), "interrupted"
@@ -175,7 +186,7 @@ class ClientRequest:
     async def _next_attempt(self) -> Attempt | None:
         """See `next_attempt`."""
         asked = self._asked
-        self._candidates.knows(asked.prompt_tokens)
+        self._candidates.knows(asked.prompt_tokens, asked.request.group)
         return await next_attempt(
             self._shared, self._candidates, asked.request, asked.arrived, begun=self._client.begun
         )

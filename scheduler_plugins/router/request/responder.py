@@ -102,6 +102,8 @@ class Responder:
             if aborted and not await self._wanted_abort(answer.engine):
                 raise ended_early()
             served()
+            if pace is not None:
+                pace.whole(content)
         if copy is not None and answer.status == 200:
             if copy.lends:
                 content = FirstTokenPatch(await copy.first_logprobs()).whole(content)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -13,6 +14,7 @@ from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Policy, Request
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.routing.front import FrontQueue
 from scheduler_plugins.router.routing.promises import Margins
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -43,6 +45,10 @@ class Shared:
     margins: Margins = field(default_factory=Margins)
     """Factors for predicted times to the first token."""
     random: Random = field(default_factory=Random)
+
+    def waiting(self) -> Mapping[str, Front]:
+        """What waits in the front queue, by group of engines."""
+        return self.front.by_group(asyncio.get_running_loop().time())
 
     def came(self, request: Request, expected_s: float, arrived: float) -> None:
         """A stream's first token came.

@@ -55,10 +55,11 @@ class Candidates:
         self._refusal: tuple[BackendEngine, RefusedError] | None = None
         """The prefill engine with the longest context among the engines that refused the request, and its answer."""
         self._accepted = 0
+        self._group = ""  # empty: any
 
-    def knows(self, tokens: int) -> None:
-        """Take the prompt's length in tokens; 0: not counted."""
-        self._pairing.tokens = tokens
+    def knows(self, tokens: int, group: str) -> None:
+        """Take the prompt's length in tokens (0: not counted), and the group of engines that serve the request."""
+        self._pairing.tokens, self._group = tokens, group
 
     def able(self, *, begun: bool = False) -> AbleEngines | None:
         """Engines for the next attempt; None if there are none, or all are overloaded.
@@ -93,7 +94,15 @@ class Candidates:
 
     def _others(self) -> set[BackendEngine]:
         """Engines that this request never uses."""
-        return self._of_other_models() | self._of_vllm() | self._of_sglang()
+        return (
+            self._of_other_models() | self._of_other_groups() | self._of_vllm() | self._of_sglang()
+        )
+
+    def _of_other_groups(self) -> set[BackendEngine]:
+        engines, group = self._pool.engines, self._group
+        if not group:
+            return set()
+        return {one for one in engines if one.standing.place.group != group}
 
     def _of_sglang(self) -> set[BackendEngine]:
         """SGLang engines that would answer a request with a field that only vLLM knows, if the router has vLLM

@@ -19,8 +19,10 @@ from scheduler_plugins.qos.shares import DeficitShares
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.policies.base import Request
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.routing.attempt import AllOverloadedError
 from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.elastic import DEFAULT_GROUP
 
 ENGINE_QUEUE_S = 0.5
 """Prefill that each engine can have queued while requests wait here. Less would leave engines idle between two looks at
@@ -46,6 +48,9 @@ class Turn(NamedTuple):
     cost_s: float  # of its prompt, on the engine that would finish it first
     engines: int  # that prefill
     has_room: Callable[[], bool]
+    group: str = DEFAULT_GROUP
+    tokens: int = 0
+    since_s: float = 0.0
 
 
 class _Waiter(NamedTuple):
@@ -67,7 +72,15 @@ def turn_of(request: Request, pool: Pool) -> Turn:
             return False
         return not fill or any(one.queued_s(now_s) < ENGINE_QUEUE_S for one in fill)
 
-    return Turn(request.qos, cost_s, max(1, len(prefill)), has_room)
+    return Turn(
+        request.qos,
+        cost_s,
+        max(1, len(prefill)),
+        has_room,
+        request.group,
+        request.tokens,
+        asyncio.get_running_loop().time(),
+    )
 
 
 class FrontQueue:
@@ -83,6 +96,16 @@ class FrontQueue:
     def waiting(self) -> dict[str, int]:
         """Number of waiting requests, by class."""
         return {name: len(queue) for name, queue in self._waiting.items() if queue}
+
+    def by_group(self, now_s: float) -> dict[str, Front]:
+        """What waits, by group of engines."""
+        found = dict[str, Front]()
+        for queue in self._waiting.values():
+            for turn, _ in queue:
+                one = found.get(turn.group, Front())
+                oldest_s = max(one.oldest_s, now_s - turn.since_s)
+                found[turn.group] = Front(one.requests + 1, one.tokens + turn.tokens, oldest_s)
+        return found
 
     def expected_s(self, turn: Turn, classes: Sequence[QosClass]) -> float:
         """Predicted seconds until the turn of a request that comes now. It is the queued prefill of its class and of

@@ -8,7 +8,7 @@ from math import inf
 
 from scheduler_plugins.admission.margin import Margin
 from scheduler_plugins.qos.classes import default_class
-from scheduler_plugins.qos.rules import class_of
+from scheduler_plugins.qos.rules import rule_of
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -36,14 +36,15 @@ class Margins:
 
 def promised(request: Request, config: RouterConfig, headers: Mapping[str, str]) -> Request:
     """The request with its class, the SLO of the class, and whether the class is interactive."""
-    name = class_of(config.routes, _joined(headers)) if config.routes else ""
-    name = name or default_class(config.classes).name
+    rule = rule_of(config.routes, _joined(headers)) if config.routes else None
+    name = rule.qos if rule is not None else default_class(config.classes).name
     qos = next(one for one in config.classes if one.name == name)
     return request._replace(
         qos=name,
         interactive=qos.interactive,
         ttft_slo_s=qos.slo.ttft_s,
         tpot_slo_s=qos.slo.tpot_s,
+        group=getattr(rule, "group", "") or config.default_group,
     )
 
 

@@ -3,22 +3,39 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from pd_connector.hosts import is_host, is_loopback
+from pd_connector.hosts import is_loopback
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE, checked_key, class_key
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT, create
-from scheduler_plugins.router.settings.members import checked_name, is_name
+from scheduler_plugins.router.roles.registry import create as create_roles
+from scheduler_plugins.router.settings.elastic import (
+    DEFAULT_GROUP,
+    MOVABLE,
+    Bounds,
+    Moving,
+    Place,
+    check_groups,
+    default_group,
+    moving_of,
+)
+from scheduler_plugins.router.settings.members import is_name
+from scheduler_plugins.router.settings.urls import base_url, base_urls, host_with_port, is_url
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 """Settings that list engines."""
+_HOMES = {
+    "prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+    "cpu_prefill": Role.CPU_PREFILL,
+    "engine": None,
+}
 COUNTS = ("attempts", "body_mib", "bodies_mib", "connections", "workers")
 """Settings that must be 1 or more."""
 MOST_WORKERS = 256
@@ -57,6 +74,14 @@ class RouterConfig:
     """Policy that chooses the engines of a request; other packages can add policies (`policies/registry.py`)."""
     decode_policy: str = ""
     """Rule that chooses the decode engine; empty: the rule that belongs to `policy`."""
+    roles: str = ""
+    """Policy that moves engines between prefill and decode: a name, `dry-run`, `dry-run:NAME` or `off`. Empty: the
+    default policy if any engine has `may`, else no engine is moved."""
+    places: Mapping[str, Place] = field(default_factory=dict)
+    """Allowed roles and groups of engines, by URL or name. An engine that is left out is in the default group; without
+    any `may` here, a policy that `roles` names may move every engine."""
+    groups: Mapping[str, Bounds] = field(default_factory=dict)
+    """Fewest engines on each side of a group, by the group's name; 1 for a group that is left out."""
     classes: tuple[QosClass, ...] = ONLY
     """Classes of users, with their SLOs."""
     routes: tuple[ClassRule, ...] = ()
@@ -126,7 +151,7 @@ class RouterConfig:
         """
         create(self.policy, self.decode_policy)
         for side in SIDES:
-            object.__setattr__(self, side, _base_urls(side, getattr(self, side)))
+            object.__setattr__(self, side, base_urls(side, getattr(self, side)))
             if side in ("prefill", "decode") and not (getattr(self, side) or self.engine):
                 raise ValueError(
                     f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
@@ -152,7 +177,7 @@ class RouterConfig:
             raise ValueError(
                 f"tokenizer {self.tokenizer}: must be a folder with a tokenizer.json in it"
             )
-        if self.otlp and not _is_url(self.otlp):
+        if self.otlp and not is_url(self.otlp):
             raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
@@ -163,6 +188,7 @@ class RouterConfig:
         if self.front_queue < 0:
             raise ValueError(f"front_queue {self.front_queue}: must be 0 or more")
         check_rules(self.routes, checked(self.classes))
+        self._check_roles()
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         object.__setattr__(self, "kv_events", self._checked_events())
@@ -188,7 +214,7 @@ class RouterConfig:
     def _check_exchange(self) -> None:
         for name, addresses in (("exchange", (self.exchange,)), ("fellows", self.fellows)):
             for address in filter(None, addresses):
-                host = _host_with_port(address)
+                host = host_with_port(address)
                 if not address.startswith("tcp://") or not host:
                     raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
                 if not (self.router_key or is_loopback(host)):
@@ -210,71 +236,64 @@ class RouterConfig:
             found[url] = (endpoint, replay)
         return found
 
-    def roles(self, members: Callable[[Sequence[str]], Iterable[str]]) -> dict[str, Role | None]:
-        """Every engine's side; None: the engine is asked. An engine that is named on both sides has role `BOTH`.
+    def placed(self, members: Callable[[str], Iterable[str]]) -> dict[str, Place]:
+        """Every engine's place. An engine that is named on both sides has the home `BOTH`.
 
         Args:
-            members: replaces names by the URLs of their engines.
+            members: the URLs of the engines that a URL of the settings stands for.
         """
-        found: dict[str, Role | None] = dict.fromkeys(members(self.prefill), Role.PREFILL)
-        for url in members(self.decode):
-            found[url] = Role.BOTH if url in found else Role.DECODE
-        for url in members(self.cpu_prefill):
-            found.setdefault(url, Role.CPU_PREFILL)
-        for url in members(self.engine):
-            found.setdefault(url, None)
-        return found
+        homes: dict[str, Role | None] = {}
+        given: dict[str, str] = {}  # the engine's URL to the URL of the settings
+        for side, role in _HOMES.items():
+            for url in getattr(self, side):
+                for one in members(url):
+                    given.setdefault(one, url)
+                    before = homes.setdefault(one, role)
+                    if (before, role) == (Role.PREFILL, Role.DECODE):
+                        homes[one] = Role.BOTH
+        return {url: self._place(given[url], home) for url, home in homes.items()}
+
+    def _place(self, url: str, home: Role | None) -> Place:
+        """The place of an engine that the settings know by `url`."""
+        place = self.places.get(url, Place())
+        may = place.may
+        if self.roles and self.moving is not None and not self._elastic:
+            may = frozenset((Role.PREFILL, Role.DECODE))
+        if home is not None and home not in MOVABLE:
+            may = frozenset()
+        return place._replace(home=home, may=may)
+
+    @property
+    def moving(self) -> Moving | None:
+        """The policy that moves engines; None: no engine is moved."""
+        return moving_of(self.roles, elastic=self._elastic)
+
+    @property
+    def default_group(self) -> str:
+        """The group of requests that no route leads to one."""
+        return default_group(self.places.values()) if self.places else DEFAULT_GROUP
+
+    @property
+    def _elastic(self) -> bool:
+        return any(place.may for place in self.places.values())
+
+    def _check_roles(self) -> None:
+        if (moving := self.moving) is not None:
+            create_roles(moving.policy)
+        urls = [url for side in SIDES for url in getattr(self, side)]
+        for url, place in self.places.items():
+            if url not in urls:
+                raise ValueError(f"places {url}: no engine has this URL")
+            if place.may and url in self.cpu_prefill:
+                raise ValueError(
+                    f"{url}: may: an engine of role cpu_prefill cannot change its role"
+                )
+        placed = self.placed(lambda url: (url,))
+        names = {place.group for url, place in placed.items() if is_name(url)}
+        own = [place for url, place in placed.items() if not is_name(url)]
+        check_groups(self.groups, self.routes, own, named=names)
 
     @property
     def look_s(self) -> float:
         """Interval at which a silent exchange checks that its engine still lives."""
         return min(0.5, self.health_interval_s)
-
-
-def sides_of(role: str) -> tuple[str, ...]:
-    """The settings that list an engine of this role. `role` is the word of the settings file and the admin API."""
-    return {"ask": ("engine",), "both": ("prefill", "decode")}.get(role, (role,))
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-def _host_with_port(address: str) -> str:
-    """The host of an address with a port; empty if the address has no port."""
-    try:
-        parts = urlsplit(address)
-        return parts.hostname or "" if parts.port else ""
-    except ValueError:
-        return ""
-
-
-def _base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
-    urls = tuple(base_url(side, url) for url in given)
-    for url in urls:
-        if urls.count(url) > 1:
-            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name it once")
-    return urls
-
-
-def base_url(side: str, given: str) -> str:
-    """The URL in the form that names an engine. Raises ValueError if it is no URL; the message begins with `side`."""
-    if is_name(given):
-        return checked_name(side, given)
-    url = given if "://" in given else f"http://{given}"
-    wanted = f"{side} {given!r}: must look like http://host:port"
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{wanted} ({error})") from None
-    if parts.scheme not in ("http", "https") or not is_host(parts.hostname or "") or port == 0:
-        raise ValueError(wanted)
-    if parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{wanted}, without query, fragment or user name")
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    return f"{parts.scheme}://{parts.netloc}{path}"

@@ -53,6 +53,11 @@ OPTIONS = {
             "rule that chooses the decode engine; without it, the rule that belongs to --policy",
         ),
         (
+            "roles",
+            "NAME",
+            "policy that moves engines between prefill and decode: pressure, ..., dry-run or off",
+        ),
+        (
             "front-queue",
             "N",
             "most requests of each class that wait at the router; 0: all wait at the engines",

@@ -4,17 +4,31 @@ changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from scheduler_plugins.qos.classes import ONLY, QosClass
-from scheduler_plugins.qos.rules import ClassRule
+from scheduler_plugins.qos.classes import ONLY, QosClass, default_class
 from scheduler_plugins.qos.watched import Watched
-from scheduler_plugins.router.settings.config import COUNTS, SIDES, RouterConfig, sides_of
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.registry import DEFAULT as DEFAULT_POLICY
+from scheduler_plugins.router.settings.config import (
+    COUNTS,
+    SIDES,
+    RouterConfig,
+)
+from scheduler_plugins.router.settings.elastic import (
+    DEFAULT_GROUP,
+    OFF,
+    Bounds,
+    Place,
+    Route,
+    sides_of,
+)
+from scheduler_plugins.router.settings.urls import base_url
 
 AT_START = (
     "body_mib",
@@ -39,14 +53,21 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     events: str = ""
     """Endpoint of its KV events; empty: none, or the engine reports it."""
     replay: str = ""
+    may: tuple[Literal["prefill", "decode", "both"], ...] = ()
+    """Roles that the controller may give it; empty: it keeps its role."""
+    group: str = DEFAULT_GROUP
+    """Its group. Engines of a group serve the same requests, with one model."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engines: tuple[EngineEntry, ...]
     policy: str | None = None
     decode_policy: str | None = None
+    roles: str | bool | None = None
+    """As the option `--roles`. YAML reads `off` and `on` as false and true."""
+    groups: dict[str, Bounds] = {}
     classes: tuple[QosClass, ...] = ONLY
-    routes: tuple[ClassRule, ...] = ()
+    routes: tuple[Route, ...] = ()
     limits: dict[str, float] = {}
 
 
@@ -64,9 +85,11 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
         found = msgspec.yaml.decode(text, type=_File)
         named = {
             name: value
-            for name in ("policy", "decode_policy")
+            for name in ("policy", "decode_policy", "roles")
             if (value := getattr(found, name)) is not None
         }
+        if isinstance(found.roles, bool):
+            named["roles"] = DEFAULT_POLICY if found.roles else OFF
         sides = {
             side: tuple(entry.url for entry in found.engines if side in sides_of(entry.role))
             for side in SIDES
@@ -83,8 +106,10 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
                 **sides,
                 **_limits(found.limits),
                 "kv_events": events,
+                "places": _places(found.engines),
+                "groups": found.groups,
                 "classes": found.classes,
-                "routes": found.routes,
+                "routes": _with_class(found.routes, found.classes),
             }
         )
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
@@ -98,6 +123,21 @@ class SettingsFile(Watched[RouterConfig]):
         """Read the file. Raises SettingsError if the file cannot be used, as `changed` does."""
         kept = dict(given)
         super().__init__(path, lambda text, source: parse(text, kept, source), SettingsError)
+
+
+def _places(entries: Sequence[EngineEntry]) -> dict[str, Place]:
+    """Allowed roles and groups, by URL. If all entries are plain, there are none."""
+    return {
+        base_url("engines", entry.url): Place(None, frozenset(map(Role, entry.may)), entry.group)
+        for entry in entries
+        if any(one.may or one.group != DEFAULT_GROUP for one in entries)
+    }
+
+
+def _with_class(routes: Sequence[Route], classes: Sequence[QosClass]) -> tuple[Route, ...]:
+    """The routes. A route that names a group alone leads to the class that a request without a route has."""
+    usual = default_class(classes).name if classes else ""
+    return tuple(msgspec.structs.replace(one, qos=one.qos or usual) for one in routes)
 
 
 def _limits(given: Mapping[str, float]) -> dict[str, float]:

@@ -8,9 +8,10 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.workers.link import Link, LinkClosedError, link_to_worker
 from scheduler_plugins.router.workers.messages import (
     Family,
@@ -39,6 +40,8 @@ class Child:
     heard: Callable[[Child, FromWorker], None]
     ended: Callable[[Child], None]
     """Called when the process has ended."""
+    front: Mapping[str, Front] = field(default_factory=dict)
+    """What waits in the worker's front queue, by its last report."""
     families: tuple[Family, ...] = ()
     """The worker's metrics, by its last report."""
     listening: asyncio.Event = field(default_factory=asyncio.Event)

@@ -5,30 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
 from scheduler_plugins.router.client.operator import Operator
-from scheduler_plugins.router.endpoints.backend import watching_session
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.observed import note
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
-from scheduler_plugins.router.fellows.exchange_of_load import exchanging
 from scheduler_plugins.router.fellows.memory import SharedWords
 from scheduler_plugins.router.fellows.slots import EngineSlots
 from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.reload import reloading
-from scheduler_plugins.router.server import AdminServer, on_signals, say_running
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.settings.config import RouterConfig
-from scheduler_plugins.router.settings.settings_file import SettingsFile
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.child import Child
 from scheduler_plugins.router.workers.link import encode
@@ -46,7 +41,6 @@ EVERY_S = 1.0
 SAMPLES_LIMIT_S = 2.0
 """Longest wait for a worker's metrics. After that, its last report is used."""
 _DIGEST_BYTES = 16
-_GRACE_S = 5.0
 
 
 class Keeper:
@@ -117,6 +111,7 @@ class Keeper:
             self._held.state(held),
             self._recent.state(recent),
             self.caches.prefixes.by_events,
+            tuple(self.pool.decisions),
         )
 
     def _number_engines(self) -> None:
@@ -133,6 +128,19 @@ class Keeper:
         slot = self.slots.of(engine)
         rows = [child.row for child in self.children]
         return [0.0] * len(Count) if slot is None else self.counts.totals(slot, rows)
+
+    def waiting(self) -> dict[str, Front]:
+        """What waits in the workers' front queues, by group."""
+        found = dict[str, Front]()
+        for child in self.children:
+            for group, one in child.front.items():
+                other = found.get(group, Front())
+                found[group] = Front(
+                    one.requests + other.requests,
+                    one.tokens + other.tokens,
+                    max(one.oldest_s, other.oldest_s),
+                )
+        return found
 
     def _for_worker(self) -> RouterConfig:
         """The settings of one worker. The router's limits are divided among the workers."""
@@ -156,6 +164,7 @@ class Keeper:
 
     def _ended(self, child: Child) -> None:
         self.counts.clear_row(child.row)
+        child.front = {}
         self._gone = added(self._gone, counters_only(child.families))
         child.families = ()
         for number, waited_for in self._wanted.items():
@@ -169,6 +178,9 @@ class Keeper:
             logger.info("worker %d serves (process %d)", child.row, message.pid)
         elif isinstance(message, messages.Samples):
             self._sampled(child, message)
+        elif isinstance(message, messages.Happened):
+            child.front = message.front
+            note(self.pool.history, message.events, asyncio.get_running_loop().time())
         elif isinstance(message, messages.MetricsWanted):
             task = asyncio.create_task(self._answer(child, message.number))
             self._asking.add(task)
@@ -229,77 +241,6 @@ class Keeper:
             waited_for.discard(child)
             if not waited_for:
                 self._told[message.number].set()
-
-
-async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> None:
-    """Run the router in several processes until SIGINT or SIGTERM. Raises OSError if it cannot listen."""
-    ended = on_signals()
-    metrics = Metrics()
-    with _reserved(config) as port:
-        async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(watching_session(config))
-            keeper = Keeper(config, metrics)
-            stack.callback(keeper.close)
-            keeper.port = port
-            keeper.pool = EnginePool(config, session, metrics, keeper.caches, keeper.changed.set)
-            stack.push_async_callback(keeper.pool.close)
-            await keeper.pool.start()
-            if config.admin_port is not None:
-                admin = AdminServer(config, keeper.pool, keeper.operator)
-                stack.push_async_callback(admin.close)
-                await admin.start(config.admin_port)
-            if settings is not None:
-                await stack.enter_async_context(reloading(settings, keeper.use))
-            await stack.enter_async_context(
-                exchanging(config, keeper.counts, keeper.slots, keeper.pool, keeper.sent, metrics)
-            )
-            tasks = [asyncio.create_task(keeper.tell(), name="tell the workers")]
-            tasks += [
-                asyncio.create_task(child.run(), name=f"worker {child.row}")
-                for child in keeper.children
-            ]
-            stack.push_async_callback(_end, keeper, tasks, config.shutdown_timeout_s)
-            serving = asyncio.create_task(_all_listen(keeper, config, port))
-            tasks.append(serving)
-            await ended.wait()
-
-
-async def _all_listen(keeper: Keeper, config: RouterConfig, port: int) -> None:
-    """Once all workers listen, log the router's address. Runs until cancelled."""
-    for child in keeper.children:
-        await child.listening.wait()
-    say_running(config, port)
-    with keeper.operator.told(config, port):
-        await asyncio.Event().wait()
-
-
-async def _end(keeper: Keeper, tasks: list[asyncio.Task[None]], limit_s: float) -> None:
-    for task in tasks:
-        task.cancel()
-    for child in keeper.children:
-        child.stop()
-    await asyncio.gather(*(child.gone(limit_s + _GRACE_S) for child in keeper.children))
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextmanager
-def _reserved(config: RouterConfig) -> Iterator[int]:
-    """The port, reserved for the workers. Raises OSError if another process has it."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as alone:
-        # Another router's workers could share the port with ours, so check first that it is free.
-        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            alone.bind((config.host, config.port))
-        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
-            raise OSError(f"{config.host}:{config.port}: {error}") from None
-        if config.port:
-            alone.listen(1)
-    with socket.socket(family, socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((config.host, config.port))
-        yield held.getsockname()[1]
 
 
 def _failure(message: messages.Failed) -> EngineFailedError:

@@ -11,9 +11,12 @@ from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.router.engines.counted_load import Correction
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.observed import Event
+from scheduler_plugins.router.engines.standing import Decision, Standing
 from scheduler_plugins.router.fellows.memory import MemoryRef
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.settings.config import RouterConfig
 
 
@@ -55,6 +58,7 @@ class EngineState(msgspec.Struct, frozen=True):
     """The state of the engine's cache, for `/health`."""
     handoffs: dict[str, int]
     store: StorePlace | None
+    standing: Standing
 
 
 class TableState(msgspec.Struct, frozen=True):
@@ -94,6 +98,8 @@ class Engines(msgspec.Struct, tag=True, frozen=True):
     recent: TableState
     by_events: dict[str, tuple[int, ...]]
     """Names of the engines with events, and the ranks that sent them."""
+    decisions: tuple[Decision, ...] = ()
+    """The last decisions on roles."""
 
 
 class SamplesWanted(msgspec.Struct, tag=True, frozen=True):
@@ -154,6 +160,14 @@ class Learnt(msgspec.Struct, tag=True, frozen=True):
     duration_s: float
 
 
+class Happened(msgspec.Struct, tag=True, frozen=True):
+    """What happened to this worker's requests."""
+
+    events: list[Event]
+    front: dict[str, Front]
+    """What waits in its front queue, by group."""
+
+
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """A number of a metric."""
 
@@ -185,4 +199,4 @@ class MetricsWanted(msgspec.Struct, tag=True, frozen=True):
 
 
 FromKeeper = Begin | Configured | Engines | SamplesWanted | Metrics
-FromWorker = Listening | Failed | Moved | Prefilled | Learnt | Samples | MetricsWanted
+FromWorker = Listening | Failed | Moved | Prefilled | Learnt | Happened | Samples | MetricsWanted

@@ -5,20 +5,23 @@ requests."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
+from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
 from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.observed import Event, SentEvents
 from scheduler_plugins.router.engines.others import NoOthers
 from scheduler_plugins.router.fellows.counts import SharedCounts
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.link import Link
 from scheduler_plugins.router.workers.messages import EngineState, FromKeeper
@@ -38,6 +41,9 @@ class MirrorPool(Pool):
         self._cache: dict[BackendEngine, dict[str, Any]] = {}
         self._prefixes = SharedPrefixes()
         self._told = asyncio.Event()
+        self.history = SentEvents(self._happened)
+        self.waiting: Callable[[], Mapping[str, Front]] = dict
+        """Returns what waits in this worker's front queue, by group."""
 
     @property
     def engines(self) -> list[BackendEngine]:
@@ -57,6 +63,7 @@ class MirrorPool(Pool):
     def use(self, told: messages.Engines) -> None:
         """Apply the keeper's message about the engines."""
         self._prefixes.use(told)
+        self.decisions = told.decisions
         for state in told.engines:
             engine = self._known.get(state.id) or self._new(state)
             apply(state, engine)
@@ -69,6 +76,9 @@ class MirrorPool(Pool):
             engine.forget_metrics()
             del self._numbers[engine], self._cache[engine]
         self._told.set()
+
+    def _happened(self, events: list[Event]) -> None:
+        self._link.send(messages.Happened(events, dict(self.waiting())))
 
     def _new(self, state: EngineState) -> BackendEngine:
         engine = BackendEngine(state.url, state.role, self._metrics, role_given=state.role_given)
@@ -112,4 +122,4 @@ class MirrorPool(Pool):
             self._link.send_soon(messages.Learnt(number, load, duration_s))
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{**engine.describe(), "cache": self._cache[engine]} for engine in self._numbers]
+        return [{**described(engine), "cache": self._cache[engine]} for engine in self._numbers]

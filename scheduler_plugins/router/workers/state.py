@@ -48,6 +48,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         cache,
         engine.handoffs,
         engine.store,
+        engine.standing,
     )
 
 
@@ -61,8 +62,8 @@ class FollowedElsewhere:
 def apply(state: EngineState, engine: BackendEngine) -> None:
     """Set a worker's engine to the keeper's state."""
     if engine.role is not state.role:
-        engine.forget_metrics()
-    engine.role, engine.role_given = Role(state.role), state.role_given
+        engine.change_role(Role(state.role), state.standing.since_s)
+    engine.role_given, engine.standing = state.role_given, state.standing
     engine.starts += state.up and not engine.up
     engine.up, engine.reason = state.up, state.reason
     engine.warning, engine.kind, engine.model = state.warning, state.kind, state.model

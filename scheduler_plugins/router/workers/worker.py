@@ -68,7 +68,8 @@ class Worker(Backend):
             del self._asked[number]
 
     def started(self, shared: Shared) -> None:
-        self._shared = shared
+        assert self._pool is not None
+        self._shared, self._pool.waiting = shared, shared.waiting
         self._listening = asyncio.create_task(self.listen(), name="what the keeper says")
 
     async def listen(self) -> None:

@@ -16,7 +16,7 @@ from router_fakes import FakeEngine, World, run, until
 from pd_connector.pool.keys import chain
 from scheduler_plugins.admission.pool_report import PoolEvent, PoolReport
 from scheduler_plugins.router.endpoints.app_keys import SHARED
-from scheduler_plugins.router.engines import watch
+from scheduler_plugins.router.engines import looks
 from scheduler_plugins.router.engines.pool import EnginePool
 
 MODEL = b"m" * 32
@@ -27,7 +27,7 @@ LEAST_DELAY = {"policy": "least_delay"}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STORE_LOOK_S", 0.05)
+    monkeypatch.setattr(looks, "STORE_LOOK_S", 0.05)
     monkeypatch.setattr("scheduler_plugins.router.tokens.prompt_tokens.RETRY_S", 0.1)
 
 

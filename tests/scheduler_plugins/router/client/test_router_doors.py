@@ -23,7 +23,7 @@ from router_fakes import FAST, FakeEngine, World, run, until
 
 from scheduler_plugins.router.client.doors import MOST_ID_CHARACTERS
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
-from scheduler_plugins.router.engines import pool as pool_module
+from scheduler_plugins.router.engines import named as named_module
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings import members as members_module
@@ -170,7 +170,7 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
             return [(0, 0, 0, "", (one, 0)) for one in known]
 
         monkeypatch.setattr(loop, "getaddrinfo", resolve)
-        monkeypatch.setattr(pool_module, "MEMBERS_S", 0.05)
+        monkeypatch.setattr(named_module, "MEMBERS_S", 0.05)
         config = RouterConfig(
             prefill=(prefill.url,),
             decode=(f"dns+http://decode.test:{port}",),
@@ -188,13 +188,16 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
 
             assert up() == at(1, 2)
             admin = f"http://127.0.0.1:{server.admin_port}/engines/role"
-            moved = {"url": f"http://127.0.0.1:{port}", "role": "prefill"}
+            moved = {"url": f"http://127.0.0.1:{port}", "role": "both"}
             token = {"Authorization": f"Bearer {server.app[OPERATOR].token}"}
             async with (
                 aiohttp.ClientSession(headers=token) as client,
                 client.post(admin, json=moved) as answer,
             ):
-                assert answer.status == 400, "the name would bring it back to its old side"
+                assert answer.status == 200, "a name brings engines, and does not undo their roles"
+                await asyncio.sleep(0.2)
+                roles = {one.url: one.role for one in server.app[SHARED].pool.engines}
+                assert roles[moved["url"]] is Role.BOTH
             known[:] = ["127.0.0.2", "127.0.0.3"]
             await until(lambda: up() == at(2, 3), "the name is followed")
             checks = fakes[1].health_checks
@@ -230,7 +233,7 @@ def test_engines_that_a_new_name_stands_for_are_there_before_the_others_leave(
             return [(0, 0, 0, "", ("127.0.0.1", 0))]
 
         monkeypatch.setattr(loop, "getaddrinfo", resolve)
-        monkeypatch.setattr(pool_module, "MEMBERS_S", 0.05)
+        monkeypatch.setattr(named_module, "MEMBERS_S", 0.05)
         prefill = {"url": fakes[0].url, "role": "prefill"}
         path = tmp_path / "router.yaml"
 
@@ -253,7 +256,9 @@ def test_engines_that_a_new_name_stands_for_are_there_before_the_others_leave(
             await until(lambda: fakes[1].health_checks > checks + 3, "nobody knows the name")
             assert shared.pool.up(Role.DECODE) == [engine], "a name that nobody knows ends nothing"
             resolvable = True
-            await until(lambda: not engine.draining and name in shared.pool._named, "it is known")
+            await until(
+                lambda: not engine.draining and name in shared.pool._named._known, "it is known"
+            )
             assert shared.pool.up(Role.DECODE) == [engine], "it is the same engine"
         for fake in fakes:
             await fake.die()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from math import inf, nan
+from typing import cast
 
 import msgspec
 import pytest
@@ -13,7 +15,9 @@ from router_fakes import DEADLINE_S, FAST, FakeEngine, run, until
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.observed import SharedHistory
 from scheduler_plugins.router.engines.others import Count
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows import exchange_of_load
 from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
 from scheduler_plugins.router.fellows.exchange_of_load import (
@@ -33,13 +37,24 @@ from scheduler_plugins.router.settings.config import RouterConfig
 URL = "http://engine:1"
 
 
+class OneEngine:
+    """A pool of one engine that no task watches."""
+
+    def __init__(self, engine: BackendEngine) -> None:
+        self.engines = [engine]
+        self.name = secrets.token_hex(8)
+        self.history = SharedHistory()
+        self.leads = True
+
+
 def router(key: str = "") -> tuple[Fellows, BackendEngine]:
     counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
     engine = BackendEngine(URL, Role.PREFILL, Metrics())
     slots = EngineSlots(counts)
     slots.follow([engine])
     own = lambda one: list(one.load.counts())  # noqa: E731
-    return Fellows(counts, slots, lambda: [engine], own, key, Metrics()), engine
+    pool = cast(EnginePool, OneEngine(engine))
+    return Fellows(counts, slots, pool, own, key, Metrics()), engine
 
 
 def test_what_one_router_sends_the_other_sees() -> None:

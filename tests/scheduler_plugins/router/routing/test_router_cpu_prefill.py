@@ -18,7 +18,7 @@ from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.qos.rules import ClassRule, Match
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.endpoints.admin import create_admin
-from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.length import MAX_UNCACHED, MIN_UNCACHED
 from scheduler_plugins.router.prompt.describe import BYTES_PER_TOKEN
@@ -141,7 +141,7 @@ def test_an_engine_becomes_one_by_the_admin_api() -> None:
     async def scenario() -> None:
         async with World(prefill=2, policy="length:round_robin", **CLASSED) as world:
             operator = Operator("")
-            app = create_admin(world.app[SHARED].pool, operator, "127.0.0.1")
+            app = create_admin(world.app[SHARED].pool, world.app[MOVER], operator, "127.0.0.1")
             token = {"Authorization": f"Bearer {operator.token}"}
             async with TestClient(TestServer(app), headers=token) as admin:
                 asked = {"url": world.p[1].url, "role": "cpu_prefill"}

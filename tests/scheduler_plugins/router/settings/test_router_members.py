@@ -15,7 +15,7 @@ from router_fakes import FAST, FakeEngine, World, answer, run, slow, until
 
 from scheduler_plugins.router import reload
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
-from scheduler_plugins.router.engines import pool as pool_module
+from scheduler_plugins.router.engines import named as named_module
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.server import RouterServer
@@ -237,7 +237,7 @@ def test_an_engine_of_both_sides_in_the_file_is_on_both() -> None:
     config = parse(text, {}, "router.yaml")
     assert config.prefill == ("http://a:1", "http://c:3")
     assert config.decode == ("http://b:2", "http://c:3")
-    assert config.roles(tuple)["http://c:3"] is Role.BOTH
+    assert config.placed(lambda url: (url,))["http://c:3"].home is Role.BOTH
 
 
 def test_the_events_of_an_engine_that_comes_back_on_the_other_side_are_followed_once() -> None:
@@ -373,7 +373,7 @@ def test_a_drained_engine_is_named_as_such() -> None:
 
 
 def test_a_name_joins_at_once_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "MEMBERS_S", 1e6)
+    monkeypatch.setattr(named_module, "MEMBERS_S", 1e6)
 
     async def scenario() -> None:
         joining = FakeEngine("new")

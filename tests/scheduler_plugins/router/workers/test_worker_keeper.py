@@ -15,11 +15,12 @@ from router_fakes import FAST, FakeEngine, run, until
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.counts import SharedCounts
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.workers import messages
 from scheduler_plugins.router.workers.child import Child
 from scheduler_plugins.router.workers.keeper import Keeper
-from scheduler_plugins.router.workers.link import link_to_keeper
+from scheduler_plugins.router.workers.link import link_to_keeper, link_to_worker
 from scheduler_plugins.router.workers.mirror import MirrorPool
 
 DECODER = msgspec.msgpack.Decoder(messages.Engines)
@@ -110,6 +111,32 @@ def test_a_worker_knows_which_engines_a_request_is_for_as_the_keeper_does() -> N
                 assert ours.was_vllm
                 for name in ("kind", "was_vllm", "whole", "models", "context_tokens"):
                     assert getattr(theirs, name) == getattr(ours, name), name
+            link.close()
+
+    run(scenario())
+
+
+def test_the_keeper_knows_what_happens_to_the_requests_of_its_workers() -> None:
+    async def scenario() -> None:
+        async with kept() as keeper:
+            ours, theirs = socket.socketpair()
+            counts = SharedCounts(keeper._memory.map, 1)
+            pool = MirrorPool(await link_to_keeper(theirs), counts, Metrics())
+            pool.waiting = lambda: {"default": Front(2, 30, 0.5)}
+            link = await link_to_worker(ours)
+            pool.history.arrived(0.0, "default", 100, 2.0, 0.1)
+            pool.history.prefilled(0.0, "default", 80, 1.5, 2.0)
+            pool.history.answered(0.0, "default", 7, 0.05, 0.1)
+            pool.history.refused(0.0, "default")
+            child = keeper.children[0]
+            keeper._heard(child, await link.receive())
+            now_s = asyncio.get_running_loop().time()
+            seen = keeper.pool.history.over(now_s, 10, "default")
+            assert (seen.arrivals, seen.uncached, seen.answered, seen.refusals) == (1, 80, 7, 1)
+            assert seen.ttft_ratio == 0.75
+            assert keeper.waiting() == {"default": Front(2, 30, 0.5)}
+            keeper._ended(child)
+            assert keeper.waiting() == {}, "what waited in a worker that has ended is gone"
             link.close()
 
     run(scenario())

@@ -165,6 +165,31 @@ def test_two_workers_are_one_router() -> None:
     asyncio.run(scenario())
 
 
+def test_engines_that_swap_their_roles_do_so_in_all_workers() -> None:
+    async def scenario() -> None:
+        fakes = [FakeEngine("a", "engine-a"), FakeEngine("b", "engine-b")]
+        for fake in fakes:
+            await fake.start()
+        async with router("--prefill", fakes[0].url, "--decode", fakes[1].url) as running:
+            assert {await running.complete() for _ in range(8)} == {"b"}
+            swap = [
+                {"url": fakes[0].url, "role": "decode"},
+                {"url": fakes[1].url, "role": "prefill"},
+            ]
+            told = await running.ask("POST", running.admin + "/role", swap)
+            assert [one["role"] for one in told["engines"]] == ["decode", "prefill"], told
+
+            async def swapped() -> bool:
+                return {await running.complete() for _ in range(8)} == {"a"}
+
+            await until_all(swapped, "all workers use them the other way round")
+            assert await running.metric("pd_router:role_moves_total") == 2
+        for fake in fakes:
+            await fake.die()
+
+    asyncio.run(scenario())
+
+
 def test_workers_do_not_outlive_their_keeper() -> None:
     async def scenario() -> None:
         async with router("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1") as running:

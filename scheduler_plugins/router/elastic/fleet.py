@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of a group as role policies see them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.roles.base import Member
+from scheduler_plugins.router.settings.elastic import MOVABLE
+
+logger = logging.getLogger(__name__)
+
+
+class Groups:
+    """Makes groups of the pool's engines. Each problem is logged once, until it has passed."""
+
+    def __init__(self) -> None:
+        self._said = set[str]()
+
+    def of(self, engines: Iterable[BackendEngine]) -> dict[str, list[Member]]:
+        """The members of each group that a policy may change. A group with two models is left out."""
+        groups = dict[str, list[BackendEngine]]()
+        problems = set[str]()
+        for engine in engines:
+            if engine.role in MOVABLE and not engine.whole:
+                groups.setdefault(engine.standing.place.group, []).append(engine)
+        found = {}
+        for name, members in groups.items():
+            if not any(one.standing.place.may for one in members):
+                continue
+            if problem := _two_models(name, members):
+                problems.add(problem)
+                continue
+            found[name] = [_member(engine) for engine in members]
+            problems.update(filter(None, map(_cannot, members)))
+        for problem in sorted(problems - self._said):
+            logger.warning("%s", problem)
+        self._said = problems
+        return found
+
+
+def _member(engine: BackendEngine) -> Member:
+    standing = engine.standing
+    place, moving = standing.place, standing.moving
+    home = place.home or engine.role
+    wanted = place.may | {home} if place.may else frozenset()
+    return Member(
+        engine,
+        moving or engine.role,
+        home,
+        (wanted & engine.able) | {engine.role},
+        place.group,
+        standing.since_s,
+        engine.up and not engine.draining,
+        moving is not None,
+    )
+
+
+def _cannot(engine: BackendEngine) -> str:
+    """Why an engine never gets a role that it may have; empty: it can have all, or it is not known yet."""
+    place = engine.standing.place
+    lacking = sorted(place.may - engine.able - {engine.role})
+    if not lacking or not engine.up or engine.kind is None or not engine.asked_for_address:
+        return ""
+    return (
+        f"{engine.url} is never moved to {', '.join(lacking)}: it cannot. A vLLM engine needs PDConnector with "
+        '"kv_role": "kv_both", an SGLang engine --enable-pd-role-switch'
+    )
+
+
+def _two_models(group: str, engines: Sequence[BackendEngine]) -> str:
+    """Why the engines of a group cannot stand in for each other; empty: they can."""
+    models = {engine.model for engine in engines if engine.model}
+    if len(models) < 2:
+        return ""
+    return (
+        f"group {group}: no engine of it is moved, because it has several models ({', '.join(sorted(models))}); give "
+        "the engines of each model a group of their own"
+    )

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The task that asks the role policy every second, and has its decisions carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from scheduler_plugins.router.elastic.fleet import Groups
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.moving import MoveFailedError, Mover
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.roles.base import Fleet, Front, Move
+from scheduler_plugins.router.roles.controller import RoleController
+from scheduler_plugins.router.roles.registry import create
+from scheduler_plugins.router.settings.elastic import Bounds, Moving
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""Pause between two questions to the policy."""
+
+
+class Elastic:
+    """One controller for each group. A router that does not lead its fellows asks none of them."""
+
+    def __init__(
+        self, pool: EnginePool, mover: Mover, front: Callable[[], Mapping[str, Front]]
+    ) -> None:
+        """`front`: returns what waits in the router, by group."""
+        self._pool = pool
+        self._mover = mover
+        self._front = front
+        self._groups = Groups()
+        self._controllers: dict[str, tuple[Moving, Bounds, RoleController]] = {}
+        self._moves = set[asyncio.Task[None]]()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Decide inside the block."""
+        task = asyncio.create_task(self.run(), name="elastic roles")
+        try:
+            yield
+        finally:
+            moves = list(self._moves)
+            for one in (task, *moves):
+                one.cancel()
+            await asyncio.gather(task, *moves, return_exceptions=True)
+
+    async def run(self) -> None:
+        """Decide until cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                self.tick(asyncio.get_running_loop().time())
+            except Exception:
+                # A policy of another package must not end the task.
+                logger.exception("the role policy failed")
+
+    def tick(self, now_s: float) -> None:
+        """Ask the policy once, and begin what it decides."""
+        moving = self._pool.config.moving
+        if moving is None or not self._pool.leads:
+            self._controllers.clear()
+            return
+        groups, front = self._groups.of(self._pool.engines), self._front()
+        for gone in self._controllers.keys() - groups.keys():
+            del self._controllers[gone]
+        for group, members in groups.items():
+            controller = self._controller(group, moving)
+            for engine in self._pool.engines:
+                (controller.pin if engine.standing.pinned else controller.release)(engine.name)
+            waiting = {group: front[group]} if group in front else {}
+            for move in controller.moves(Fleet(members, self._pool.history, waiting), now_s):
+                self._begin(controller, move, moving)
+
+    def _controller(self, group: str, moving: Moving) -> RoleController:
+        bounds = self._pool.config.groups.get(group, Bounds())
+        known = self._controllers.get(group)
+        if known is not None and known[:2] == (moving, bounds):
+            return known[2]
+        made = RoleController(
+            create(moving.policy), min_prefill=bounds.min_prefill, min_decode=bounds.min_decode
+        )
+        self._controllers[group] = moving, bounds, made
+        return made
+
+    def _begin(self, controller: RoleController, move: Move, moving: Moving) -> None:
+        engine = next(one for one in self._pool.engines if one.name == move.engine)
+        if moving.dry_run:
+            logger.info(
+                "dry run: %s would move from %s to %s: %s",
+                *(engine.url, engine.role, move.role, move.cause),
+            )
+            self._pool.metrics.role_moves.labels(engine.role, move.role, "dry_run").inc()
+            self._note(engine, move, "dry run")
+            controller.done(move.engine, asyncio.get_running_loop().time())
+            return
+        carrying = asyncio.create_task(
+            self._carry_out(controller, engine, move, moving.policy), name=f"move {engine.url}"
+        )
+        self._moves.add(carrying)
+        carrying.add_done_callback(self._moves.discard)
+
+    async def _carry_out(
+        self, controller: RoleController, engine: BackendEngine, move: Move, policy: str
+    ) -> None:
+        clock, outcome = asyncio.get_running_loop().time, self._note(engine, move, "moving")
+        try:
+            await self._mover.move(
+                engine, move.role, pinned=False, cause=policy, why=f"{policy}: {move.cause}"
+            )
+        except MoveFailedError as failure:
+            controller.failed(move.engine, clock(), str(failure))
+            outcome(str(failure))
+        except BaseException as error:
+            controller.failed(move.engine, clock(), repr(error))
+            raise
+        else:
+            controller.done(move.engine, clock())
+            outcome("done")
+
+    def _note(self, engine: BackendEngine, move: Move, outcome: str) -> Callable[[str], None]:
+        """Show the decision on the live page. Returns a function that sets its outcome."""
+        decisions = self._pool.decisions
+        noted = Decision(time.time(), engine.url, engine.role, move.role, move.cause, outcome)
+        decisions.append(noted)
+
+        def set_outcome(text: str) -> None:
+            if noted in decisions:
+                decisions[decisions.index(noted)] = noted._replace(outcome=text)
+
+        return set_outcome

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lives as long as the application: its engines, and the task that follows the settings file."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from scheduler_plugins.router.elastic.task import Elastic
+from scheduler_plugins.router.endpoints.app_keys import BACKEND, CONFIG, METRICS, MOVER, SHARED
+from scheduler_plugins.router.endpoints.backend import client_connections, watching_session
+from scheduler_plugins.router.engines.moving import Mover
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.fellows.exchanging import exchanging_alone
+from scheduler_plugins.router.policies.registry import create
+from scheduler_plugins.router.reload import reloading, use_settings
+from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.settings_file import SettingsFile
+from scheduler_plugins.router.tokens.prompt_tokens import PromptTokens
+from scheduler_plugins.router.tracing import Tracing
+
+
+async def engines(app: web.Application) -> AsyncIterator[None]:
+    """The engines and what requests share, from the application's start to its end."""
+    config = app[CONFIG]
+    async with watching_session(config) as watching:
+        connections = client_connections(config)
+        pool = app[BACKEND].pool(config, watching, app[METRICS])
+        policy = create(config.policy, config.decode_policy)
+        tokens = PromptTokens(connections, pool.all_up, config.tokenizer, config.api_key)
+        tracing = Tracing(config.otlp)
+        app[SHARED] = Shared(config, pool, connections, app[METRICS], policy, tokens, tracing)
+        try:
+            app[BACKEND].started(app[SHARED])
+            await pool.start()
+            if isinstance(pool, EnginePool):
+                app[MOVER] = Mover(pool, tracing)
+                elastic = Elastic(pool, app[MOVER], app[SHARED].waiting)
+                async with exchanging_alone(config, pool, app[METRICS]), elastic.running():
+                    yield
+            else:
+                yield
+        finally:
+            await tokens.close()
+            await pool.close()
+            await connections.close()
+            await asyncio.to_thread(tracing.close)
+
+
+async def following(app: web.Application, settings: SettingsFile) -> AsyncIterator[None]:
+    """Applies the settings file whenever it changes."""
+    shared = app[SHARED]
+
+    def use(config: RouterConfig) -> None:
+        use_settings(shared, config)
+        assert isinstance(shared.pool, EnginePool)
+        shared.pool.use(config)
+
+    async with reloading(settings, use):
+        yield

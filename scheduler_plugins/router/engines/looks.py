@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is asked every few seconds: its models, its place in a KV pool, and whether KV arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.inquiry import Inquiry
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.index.stored import StorePlace
+from scheduler_plugins.router.metrics import OUTCOMES
+
+logger = logging.getLogger(__name__)
+
+MODELS_LOOK_S = 10.0
+"""Pause between two queries of an engine's models and adapters."""
+STORE_LOOK_S = 10.0
+"""Pause between two queries of an engine's place in the KV pool of its host."""
+OUTAGE_LOOK_S = 15.0
+"""Pause between two queries of a decode engine's metrics, in seconds."""
+
+
+class Looks:
+    """The queries of one engine. Each does nothing before its time has come."""
+
+    def __init__(self, engine: BackendEngine, ask: Inquiry) -> None:
+        self.engine = engine
+        self._ask = ask
+        self.outage_at = 0.0
+        self.models_at = 0.0
+        self.store_at = 0.0
+        """When to ask the engine for its place in a KV pool; infinite: it uses none until it is started anew."""
+
+    def begin_anew(self) -> None:
+        """The engine may have started anew: ask at once."""
+        self.models_at = self.store_at = 0.0
+
+    async def list_models(self) -> None:
+        """Ask the engine for its models and adapters. An engine without a list gets requests for any model."""
+        now = asyncio.get_running_loop().time()
+        if now < self.models_at:
+            return
+        self.models_at = now + MODELS_LOOK_S
+        try:
+            self.engine.models, self.engine.context_tokens = await self._ask.models()
+        except EngineFailedError as failure:
+            logger.debug("%s does not list its models: %s", self.engine.url, failure)
+
+    async def look_for_store(self) -> None:
+        """Ask a vLLM engine for its place in the KV pool of its host."""
+        now = asyncio.get_running_loop().time()
+        if now < self.store_at or self.engine.kind is not Kind.VLLM:
+            return
+        self.store_at = now + STORE_LOOK_S
+        engine = self.engine
+        try:
+            told = await self._ask.store()
+        except EngineFailedError as failure:
+            logger.debug("%s does not tell of its KV pool: %s", engine.url, failure)
+            if failure.cause != "timeout":  # a busy engine may be late
+                engine.store = None
+            return
+        if told is None:
+            self.store_at, engine.store = math.inf, None
+            return
+        before, engine.store = (
+            engine.store,
+            StorePlace(
+                told.store, told.model, told.chunk_tokens, told.chunk_bytes, told.bytes_per_s
+            ),
+        )
+        if before is None or before.store != told.store:
+            logger.info("%s uses %s", engine.url, engine.store.name)
+
+    async def look_for_outage(self) -> None:
+        """Read a decode engine's metrics: whether KV arrives, and the outcomes of requests."""
+        now = asyncio.get_running_loop().time()
+        if now < self.outage_at:
+            return
+        self.outage_at = now + OUTAGE_LOOK_S
+        engine = self.engine
+        try:
+            warning, handoffs = await self._ask.arrivals()
+        except EngineFailedError as failure:
+            logger.debug("%s does not answer /metrics: %s", engine.url, failure)
+            return
+        _count(engine, handoffs)
+        if warning and not engine.warning:
+            logger.warning("%s (decode): %s", engine.url, warning)
+        engine.warning = warning
+
+
+def _count(engine: BackendEngine, handoffs: dict[str, int]) -> None:
+    """Take the engine's outcomes of handoffs since its start, and count the new ones."""
+    for outcome, count in handoffs.items():
+        before = engine.handoffs.get(outcome, 0)
+        new = count - before if count >= before else count  # lower: the engine has restarted
+        labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
+        engine.metrics.handoffs.labels(*labels).inc(new)
+    engine.handoffs = handoffs

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out a change of an engine's role: `steady`, `moving`, `steady`.
+
+A vLLM engine with `kv_both` does both at any time, so its move is a change of the router's mind. An SGLang engine must
+be idle: it drains, gets `POST /pd_role_switch`, and is asked for its new side. If a step fails, the engine goes back to
+its old role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+"""Pause between two checks whether an engine is idle."""
+SWITCH_S = 60.0
+"""Longest wait for an SGLang engine's answer to `/pd_role_switch`. It captures its decode graphs meanwhile."""
+REFUSED_S = 1.0
+"""Pause before an engine that was not idle yet is asked again."""
+
+
+class MoveFailedError(Exception):
+    """A move failed, and the engine has its old role. `step` is a metric label; the message is for people."""
+
+    def __init__(self, step: str, message: str) -> None:
+        super().__init__(f"{step}: {message}")
+        self.step = step
+
+
+class Mover:
+    """Moves engines of one pool. An engine has one move at a time."""
+
+    def __init__(self, pool: EnginePool, tracing: Tracing) -> None:
+        self._pool = pool
+        self._tracing = tracing
+
+    def check(self, engine: BackendEngine, role: Role) -> None:
+        """Raises ValueError if the engine can never have this role, or is moving."""
+        if engine.standing.moving is not None:
+            raise ValueError(f"url {engine.url}: moves to {engine.standing.moving}; wait for that")
+        if engine.kind is not Kind.SGLANG or engine.role is role or engine.whole:
+            return
+        if not engine.switches:
+            raise ValueError(
+                f"url {engine.url}: this SGLang engine cannot change its side; start it with --enable-pd-role-switch"
+            )
+        if role not in (Role.PREFILL, Role.DECODE):
+            raise ValueError(f"url {engine.url}: role {role}: an SGLang engine has one side")
+
+    async def move(
+        self, engine: BackendEngine, role: Role, *, pinned: bool, cause: str, why: str
+    ) -> None:
+        """Give an engine another role.
+
+        Args:
+            pinned: whether the engine keeps the role until it is released.
+            cause: the metric label.
+            why: a sentence for the log.
+
+        Raises:
+            MoveFailedError: the engine has its old role.
+        """
+        before, pool = engine.role, self._pool
+        logger.info("%s moves from %s to %s: %s", engine.url, before, role, why)
+        with self._tracing.move(engine.url, before, role, why) as span:
+            try:
+                if engine.kind is Kind.SGLANG and role is not before:
+                    await self._switch(engine, role)
+            except MoveFailedError as failure:
+                logger.warning("%s stays %s: %s", engine.url, engine.role, failure)
+                pool.metrics.role_moves.labels(before, role, f"failed_{failure.step}").inc()
+                span.failed(str(failure))
+                raise
+            if engine not in pool.engines:
+                raise MoveFailedError("left", "the engine has left")
+            pool.set_role(engine, role, pinned=pinned)
+            pool.metrics.role_moves.labels(before, role, cause).inc()
+
+    async def _switch(self, engine: BackendEngine, role: Role) -> None:
+        """Drain an SGLang engine and have it change its side."""
+        pool, before = self._pool, engine.role
+        ask = pool.inquiry(engine)
+        pool.move(engine, role)
+        try:
+            async with asyncio.timeout(pool.config.drain_timeout_s) as limit:
+                await self._idle(engine)
+                while (refusal := await ask.switch_role(role, SWITCH_S)) is not None:
+                    if not refusal.again:
+                        raise MoveFailedError("switch", refusal.message)
+                    await asyncio.sleep(REFUSED_S)
+                limit.reschedule(None)
+        except TimeoutError:
+            raise MoveFailedError(
+                "drain", f"it was not idle within {pool.config.drain_timeout_s:g} s"
+            ) from None
+        except EngineFailedError as failure:
+            # The engine may have switched all the same: its own word decides.
+            if await self._side(engine) != role:
+                raise MoveFailedError("switch", str(failure)) from None
+        else:
+            if (side := await self._side(engine, role)) != role:
+                raise MoveFailedError("confirm", f"it says that it is on the side {side or '?'}")
+        finally:
+            pool.move(engine, None)
+            if engine.role is before:
+                pool.look_again(engine)
+
+    async def _idle(self, engine: BackendEngine) -> None:
+        while engine.in_flight or engine.open_requests:  # noqa: ASYNC110 - a count, not an event
+            await asyncio.sleep(LOOK_S)
+
+    async def _side(self, engine: BackendEngine, assumed: str = "") -> str:
+        """The side that the engine says it is on; `assumed` if it does not tell, and empty if it does not
+        answer."""
+        try:
+            facts = await self._pool.inquiry(engine).sglang_facts()
+        except EngineFailedError:
+            return ""
+        if facts is None:
+            return ""
+        return facts.mode if facts.tells_side else assumed

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What role policies learn of requests. Workers and other routers send it, so each keeper knows all requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
+from typing import Literal, Protocol
+
+from scheduler_plugins.router.roles.history import History
+
+TOGETHER_S = 0.1
+"""Events within this time are sent together."""
+MOST_EVENTS = 20_000
+"""Most events that wait to be sent. Further events are dropped: they would be late anyway."""
+
+Kind = Literal["arrived", "prefilled", "answered", "refused"]
+Event = tuple[Kind, str, Sequence[float]]
+"""A method of `History`, the group, and its other arguments."""
+_LENGTHS = {"arrived": 3, "prefilled": 3, "answered": 3, "refused": 0}
+
+
+class Observer(Protocol):
+    """The calls of `History` that note requests."""
+
+    def arrived(
+        self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
+    ) -> None: ...
+
+    def prefilled(
+        self, now_s: float, group: str, uncached_tokens: int, ttft_s: float, ttft_slo_s: float
+    ) -> None: ...
+
+    def answered(
+        self, now_s: float, group: str, tokens: int, tpot_s: float, tpot_slo_s: float
+    ) -> None: ...
+
+    def refused(self, now_s: float, group: str) -> None: ...
+
+
+class SentEvents:
+    """`Observer` that sends all events to other processes, some together."""
+
+    def __init__(self, send: Callable[[list[Event]], None]) -> None:
+        self._send = send
+        self._events: list[Event] = []
+
+    def arrived(
+        self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
+    ) -> None:
+        self._add(("arrived", group, (tokens, ttft_slo_s, tpot_slo_s)))
+
+    def prefilled(
+        self, now_s: float, group: str, uncached_tokens: int, ttft_s: float, ttft_slo_s: float
+    ) -> None:
+        self._add(("prefilled", group, (uncached_tokens, ttft_s, ttft_slo_s)))
+
+    def answered(
+        self, now_s: float, group: str, tokens: int, tpot_s: float, tpot_slo_s: float
+    ) -> None:
+        self._add(("answered", group, (tokens, tpot_s, tpot_slo_s)))
+
+    def refused(self, now_s: float, group: str) -> None:
+        self._add(("refused", group, ()))
+
+    def _add(self, event: Event) -> None:
+        if not self._events:
+            asyncio.get_running_loop().call_later(TOGETHER_S, self._flush)
+        if len(self._events) < MOST_EVENTS:
+            self._events.append(event)
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        self._send(events)
+
+
+class SharedHistory(History):
+    """The history of a router. While other routers listen, it keeps its own events for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listened = False
+        """Whether other routers listen."""
+        self._unsent: list[Event] = []
+
+    def take_unsent(self) -> list[Event]:
+        """Events of this router that were not taken yet."""
+        events, self._unsent = self._unsent, []
+        return events
+
+    def arrived(
+        self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
+    ) -> None:
+        super().arrived(now_s, group, tokens, ttft_slo_s, tpot_slo_s)
+        self._keep(("arrived", group, (tokens, ttft_slo_s, tpot_slo_s)))
+
+    def prefilled(
+        self, now_s: float, group: str, uncached_tokens: int, ttft_s: float, ttft_slo_s: float
+    ) -> None:
+        super().prefilled(now_s, group, uncached_tokens, ttft_s, ttft_slo_s)
+        self._keep(("prefilled", group, (uncached_tokens, ttft_s, ttft_slo_s)))
+
+    def answered(
+        self, now_s: float, group: str, tokens: int, tpot_s: float, tpot_slo_s: float
+    ) -> None:
+        super().answered(now_s, group, tokens, tpot_s, tpot_slo_s)
+        self._keep(("answered", group, (tokens, tpot_s, tpot_slo_s)))
+
+    def refused(self, now_s: float, group: str) -> None:
+        super().refused(now_s, group)
+        self._keep(("refused", group, ()))
+
+    def _keep(self, event: Event) -> None:
+        if self.listened and len(self._unsent) < MOST_EVENTS:
+            self._unsent.append(event)
+
+
+def note(
+    history: Observer, events: Iterable[Event], now_s: float, groups: frozenset[str] | None = None
+) -> None:
+    """Note events of another process, as if they came now.
+
+    Args:
+        groups: groups that are known here; events of others are ignored. None: all.
+    """
+    for kind, group, numbers in events:
+        known = groups is None or group in groups
+        if not known or len(numbers) != _LENGTHS[kind] or any(n < 0 or n != n for n in numbers):
+            continue
+        if numbers and not isfinite(numbers[0]):
+            continue
+        getattr(history, kind)(now_s, group, *numbers)

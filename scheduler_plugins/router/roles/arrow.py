@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`arrow`: Arrow's flips by promises, with a margin. `arrow_paper`: the same rules as published."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy
+from scheduler_plugins.router.roles.group import Group, decode_part, groups
+
+MARGIN = 0.8
+"""A promise counts as missed above this part of it."""
+SPARE = 0.4
+"""A side gives an engine only if it stays below this part of its promise. Else a burst at both sides moves engines to
+and fro."""
+
+
+class Arrow(RolePolicy):
+    """Flips an engine when a whole side misses its promise.
+
+    If no decode engine keeps `MARGIN` of the promised TPOT (or of its room), and prefill keeps `SPARE` of the promised
+    TTFT with one engine less, the least loaded prefill engine goes to decode. If prefill does not keep it, and decode
+    does with one engine less, decode is consolidated: its emptiest engine goes to prefill. The route policy `arrow`
+    belongs to it. Source: Arrow; xllm-service's `SLO_AWARE` has the first engine instead of the least loaded, no
+    margin, and waits until a decode engine is empty.
+    """
+
+    route: ClassVar[str] = "arrow"
+
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        return [move for group in groups(fleet, now_s) if (move := _move(group)) is not None]
+
+
+class ArrowPaper(RolePolicy):
+    """Arrow's rules verbatim, for comparison: use `arrow`.
+
+    If no decode engine keeps the promised TPOT, and prefill keeps TTFT with one engine less or has more engines than
+    decode, the prefill engine with the least queue goes to decode. A decode engine without sequences goes to prefill.
+    Source: xllm-service, `SLO_AWARE`.
+    """
+
+    route: ClassVar[str] = "arrow"
+
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        return [move for group in groups(fleet, now_s) if (move := _paper(group)) is not None]
+
+
+def _move(group: Group) -> Move | None:
+    ttft_s, tpot_s = group.promises
+    p = group.prefill_pressure(ttft_s)
+    d = min((decode_part(one, tpot_s) for one in group.decode), default=0.0)
+    if d > MARGIN:
+        left = group.prefill_pressure(ttft_s, fewer=1)
+        if left > SPARE or (mover := group.mover(Role.PREFILL, Role.DECODE)) is None:
+            return None
+        cause = f"arrow: the best decode engine at {d:.2f} of its promise; prefill keeps {left:.2f} with one less"
+        return Move(mover.name, Role.DECODE, cause)
+    left = group.decode_pressure(tpot_s, fewer=1)
+    if p <= MARGIN or left > SPARE or (mover := group.mover(Role.DECODE, Role.PREFILL)) is None:
+        return None
+    cause = f"arrow: prefill at {p:.2f} of its promise; decode keeps {left:.2f} with one less"
+    return Move(mover.name, Role.PREFILL, cause)
+
+
+def _paper(group: Group) -> Move | None:
+    ttft_s, tpot_s = group.promises
+    prefill, decode, now_s = group.prefill, group.decode, group.now_s
+    seen = group.seen(60.0)
+    prompt = round(seen.tokens / seen.arrivals) if seen.arrivals else 0
+    steps_s = [
+        one.view.costs.decode_step_s(one.view.batch + 1, one.view.context + prompt)
+        for one in decode
+    ]
+    if len(prefill) > 1 and steps_s and min(steps_s) > tpot_s:
+        wait_s = sum(one.view.queued_s(now_s) for one in prefill) / len(prefill)
+        kept = wait_s < ttft_s * (len(prefill) - 1) / len(prefill)
+        mover = group.mover(Role.PREFILL, Role.DECODE, lambda one: one.view.queued_s(now_s))
+        if mover is not None and (kept or len(decode) < len(prefill)):
+            cause = f"arrow_paper: the best decode engine has {min(steps_s):.3f} s a token"
+            return Move(mover.name, Role.DECODE, cause)
+    empty = [one for one in decode if not one.view.batch and Role.PREFILL in one.may]
+    if len(decode) > 1 and empty and empty[0].role is Role.DECODE:
+        return Move(empty[0].name, Role.PREFILL, "arrow_paper: it has no sequence to decode")
+    return None

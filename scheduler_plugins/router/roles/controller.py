@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guards around a role policy. Router and simulator use this class, so a policy does the same in both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
+
+DWELL_S = 30.0
+"""An engine keeps a new role at least this long."""
+PAUSE_S = 5.0
+"""Time between two moves of a group. The first move must show its effect before the second."""
+LONGEST_DWELL_S = 3600.0
+"""Dwell does not double beyond this, so a fleet that once swung becomes elastic again."""
+_TOWARDS = {Role.PREFILL: -1, Role.BOTH: 0, Role.DECODE: 1}
+_SIDES = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass
+class _Swing:
+    """The last moves of a group in one direction or the other."""
+
+    moved_s: float = -inf  # the last move
+    towards: int = 0  # its direction: -1 prefill, 1 decode
+    dwell_s: float = 0.0  # the direction must not turn earlier than this after `moved_s`
+
+
+class RoleController:
+    """Asks a policy for moves, and lets those through that keep the guards.
+
+    | guard | what it means |
+    |---|---|
+    | dwell | an engine keeps a role for `dwell_s`; a group does not turn its direction within `dwell_s` of a move |
+    | doubling | a direction that turns back within two dwells doubles the group's dwell; a calmer turn resets it |
+    | pause | a group has one move within `pause_s` |
+    | minima | `min_prefill` and `min_decode` engines of each group stay alive on their side |
+    | may, pins | an engine gets only roles that it may have; a pinned engine keeps its role |
+    | repair | if all engines of a side are dead, an engine of the other side moves at once; only `may` and pins hold.
+        It goes home after a dwell, when the side has other engines again |
+
+    The caller carries out each move that `moves` returns, and then calls `done` or `failed`. Until then the engine is
+    moving. Times are those of any clock. A clock that jumps back delays moves by at most the dwell.
+    """
+
+    def __init__(
+        self,
+        policy: RolePolicy,
+        *,
+        dwell_s: float = DWELL_S,
+        pause_s: float = PAUSE_S,
+        min_prefill: int = 1,
+        min_decode: int = 1,
+    ) -> None:
+        """`min_prefill`, `min_decode`: of each group."""
+        self.policy = policy
+        self._dwell_s = dwell_s
+        self._pause_s = pause_s
+        self._minima = {Role.PREFILL: min_prefill, Role.DECODE: min_decode}
+        self._pinned: set[str] = set()
+        self._moving: dict[str, Role] = {}
+        self._repaired: set[str] = set()
+        self._since_s: dict[str, float] = {}
+        self._failures: dict[str, tuple[float, int]] = {}
+        self._swings: dict[str, _Swing] = {}
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Engines that keep their role until they are released."""
+        return frozenset(self._pinned)
+
+    def pin(self, engine: str) -> None:
+        """An operator gave this engine its role. It keeps it."""
+        self._pinned.add(engine)
+
+    def release(self, engine: str) -> None:
+        """The engine may move again. Unknown names change nothing."""
+        self._pinned.discard(engine)
+
+    def done(self, engine: str, now_s: float) -> None:
+        """The engine has its new role. Its dwell begins."""
+        self._moving.pop(engine, None)
+        self._failures.pop(engine, None)
+        self._since_s[engine] = now_s
+
+    def failed(self, engine: str, now_s: float, cause: str) -> None:
+        """The move failed, and the engine has its old role again.
+
+        It is not tried again for a dwell, which doubles with each failure in a row.
+        """
+        self._moving.pop(engine, None)
+        self._repaired.discard(engine)
+        self._failures[engine] = (now_s, self._failures.get(engine, (0.0, 0))[1] + 1)
+
+    def moves(self, fleet: Fleet, now_s: float) -> list[Move]:
+        """Moves to carry out now: at most one for each group. Call it about once a second."""
+        self._forget(fleet.members, now_s)
+        groups = dict[str, list[Member]]()
+        for one in fleet.members:
+            groups.setdefault(one.group, []).append(one)
+        found = dict[str, Move]()
+        for name, members in groups.items():
+            if (repair := self._repair(members)) is not None:
+                found[name] = repair
+                self._repaired.add(repair.engine)
+        spare = {name: self._spare(members) for name, members in groups.items()}
+        seen = [self._guarded(one, spare[one.group], now_s) for one in fleet.members]
+        members_by_name = {one.name: one for one in seen}
+        homes = [
+            Move(one.name, one.home, f"other {one.role} engines are alive again")
+            for one in seen
+            if one.name in self._repaired and one.home in one.may
+        ]
+        for move in [*homes, *self.policy.decide(fleet._replace(members=seen), now_s)]:
+            member = members_by_name.get(move.engine)
+            if member is None or member.group in found or move.role is member.role:
+                continue
+            if move.role in member.may:
+                found[member.group] = move
+                self._repaired.discard(move.engine)
+        for name, move in found.items():
+            self._begin(name, members_by_name[move.engine].role, move, now_s)
+        return list(found.values())
+
+    def _begin(self, group: str, role: Role, move: Move, now_s: float) -> None:
+        self._moving[move.engine] = move.role
+        self._since_s[move.engine] = now_s
+        swing = self._swings.setdefault(group, _Swing(dwell_s=self._dwell_s))
+        towards = _direction(role, move.role)
+        if swing.towards and towards == -swing.towards:
+            back = now_s - swing.moved_s < 2 * swing.dwell_s
+            swing.dwell_s = min(LONGEST_DWELL_S, 2 * swing.dwell_s) if back else self._dwell_s
+        swing.moved_s, swing.towards = now_s, towards
+
+    def _guarded(self, member: Member, spare: Mapping[Role, bool], now_s: float) -> Member:
+        """The member with those roles in `may` that it can have now."""
+        moving = member.moving or member.name in self._moving
+        if moving or not member.alive or self._dwells(member, now_s):
+            return member._replace(moving=moving, may=frozenset([member.role]))
+        able = {role for role in member.may if self._allows(member, role, spare, now_s)}
+        return member._replace(may=frozenset(able | {member.role}))
+
+    def _dwells(self, member: Member, now_s: float) -> bool:
+        if member.name in self._pinned or member.role not in _TOWARDS:
+            return True
+        since_s = max(member.since_s, self._since_s.get(member.name, -inf))
+        failed_s, failures = self._failures.get(member.name, (-inf, 0))
+        again_s = failed_s + min(LONGEST_DWELL_S, self._dwell_s * 2 ** (failures - 1))
+        swing = self._swings.get(member.group)
+        paused = swing is not None and now_s - swing.moved_s < self._pause_s
+        return paused or now_s - since_s < self._dwell_s or now_s < again_s
+
+    def _allows(self, member: Member, role: Role, spare: Mapping[Role, bool], now_s: float) -> bool:
+        """Whether direction and minima allow this engine to have this role now."""
+        if role not in _TOWARDS:
+            return False
+        swing, towards = self._swings.get(member.group), _direction(member.role, role)
+        turns = swing is not None and towards == -swing.towards
+        if swing is not None and turns and now_s - swing.moved_s < swing.dwell_s:
+            return False
+        after = member._replace(role=role)
+        return all(spare[side] or after.on(side) or not member.on(side) for side in _SIDES)
+
+    def _spare(self, group: Sequence[Member]) -> dict[Role, bool]:
+        """For each side, whether it has more engines than its minimum."""
+        return {
+            side: sum(self._counts(one, side) for one in group) > self._minima[side]
+            for side in _SIDES
+        }
+
+    def _counts(self, member: Member, side: Role) -> bool:
+        """Whether an engine is alive on this side, and stays there."""
+        return (
+            member.on(side)
+            and member.alive
+            and not member.moving
+            and member.name not in self._moving
+        )
+
+    def _repair(self, members: Iterable[Member]) -> Move | None:
+        """A move to a side whose engines are all dead, or that has none."""
+        alive = [one for one in members if one.alive]
+        for side, other in (_SIDES, _SIDES[::-1]):
+            there = (one.on(side) or self._moving.get(one.name) is side for one in alive)
+            if any(there) or not self._minima[side]:
+                continue
+            able = [
+                one
+                for one in alive
+                if side in one.may and one.role is other and one.name not in self._pinned
+            ]
+            able = [one for one in able if not one.moving and one.name not in self._moving]
+            if len(alive) > 1 and able:
+                emptiest = min(able, key=lambda one: (one.view.open_requests, one.view.context))
+                return Move(emptiest.name, side, f"no {side} engine is alive")
+        return None
+
+    def _forget(self, members: Sequence[Member], now_s: float) -> None:
+        """Drop what is known of engines that left, and times that lie ahead because the clock jumped back."""
+        known = {one.name for one in members}
+        for of_engines in (self._since_s, self._failures):
+            for gone in of_engines.keys() - known:
+                del of_engines[gone]
+        for gone in self._moving.keys() - known:
+            del self._moving[gone]
+        self._repaired &= known
+        for name, since_s in self._since_s.items():
+            self._since_s[name] = min(since_s, now_s)
+        for name, (failed_s, count) in self._failures.items():
+            self._failures[name] = (min(failed_s, now_s), count)
+        for swing in self._swings.values():
+            swing.moved_s = min(swing.moved_s, now_s)
+
+
+def _direction(before: Role, after: Role) -> int:
+    """-1: towards prefill, 1: towards decode."""
+    change = _TOWARDS[after] - _TOWARDS[before]
+    return (change > 0) - (change < 0)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What role policies share: a group's two sides, how near each is to its promise, and how much work it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.base import Fleet, Front, Member
+from scheduler_plugins.router.roles.history import History, Seen
+
+ASSUMED_TTFT_S = 2.0
+"""The promise that is assumed if no class has a promise of TTFT."""
+ASSUMED_TPOT_S = 0.1
+"""The same for TPOT."""
+PROMISE_S = 60.0
+"""Promises are those of the arrivals of this time."""
+FILL = 0.9
+"""Part of the room for KV that sequences fill at the most. With more, sequences are preempted."""
+MOST_BATCH = 256.0
+"""The largest batch that counts if neither promise nor room bounds it: vLLM's default of `max_num_seqs`."""
+
+
+class Work(NamedTuple):
+    """Engines that a group's load keeps busy, on each side. 2.5: two and a half engines."""
+
+    prefill: float
+    decode: float
+
+    def fullest(self, prefill: int, decode: int) -> float:
+        """Utilisation of the fuller side, with this number of engines on each side."""
+        return max(self.prefill / max(prefill, 1e-9), self.decode / max(decode, 1e-9))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The engines of a group that are alive, and what is known of its requests, at one time."""
+
+    name: str
+    members: Sequence[Member]
+    history: History
+    front: Front
+    now_s: float
+    _seen: dict[float, Seen] = field(default_factory=dict)
+
+    @cached_property
+    def prefill(self) -> list[Member]:
+        """Engines that serve prefill."""
+        return [one for one in self.members if one.on(Role.PREFILL)]
+
+    @cached_property
+    def decode(self) -> list[Member]:
+        """Engines that serve decode."""
+        return [one for one in self.members if one.on(Role.DECODE)]
+
+    def mover(
+        self, source: Role, target: Role, rank: Callable[[Member], object] | None = None
+    ) -> Member | None:
+        """The emptiest engine of role `source` that can get role `target` now; None if there is none."""
+        able = [one for one in self.members if one.role is source and target in one.may]
+        return min(able, key=rank or _emptiness, default=None)  # type: ignore[arg-type]
+
+    def seen(self, seconds: float) -> Seen:
+        """What happened in the last seconds."""
+        found = self._seen.get(seconds)
+        if found is None:
+            found = self._seen[seconds] = self.history.over(self.now_s, seconds, self.name)
+        return found
+
+    @cached_property
+    def promises(self) -> tuple[float, float]:
+        """TTFT and TPOT in seconds, promised or assumed."""
+        seen = self.seen(PROMISE_S)
+        ttft_s, tpot_s = seen.ttft_slo_s, seen.tpot_slo_s
+        return (
+            ttft_s if ttft_s < inf else ASSUMED_TTFT_S,
+            tpot_s if tpot_s < inf else ASSUMED_TPOT_S,
+        )
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """Mean costs of the engines whose decode costs are known; of all engines if none are."""
+        every = [one.view.costs for one in self.members]
+        return CostModel.mean([one for one in every if one.knows_decode] or every)
+
+    def prefill_pressure(self, ttft_s: float, fewer: int = 0) -> float:
+        """Seconds of queued prompts for each prefill engine, front included, as a part of the promise.
+
+        `fewer`: as if this number of engines had left, and the others had their queues.
+        """
+        side = self.prefill
+        if len(side) <= fewer:
+            return inf
+        queued_s = sum(one.view.queued_s(self.now_s) for one in side)
+        queued_s += self.front.tokens * self.costs.a
+        return queued_s / (len(side) - fewer) / ttft_s
+
+    def decode_pressure(self, tpot_s: float, fewer: int = 0) -> float:
+        """The larger of: time per token as a part of the promise, KV in use as a part of the room."""
+        side = self.decode
+        if len(side) <= fewer:
+            return inf
+        spread = len(side) / (len(side) - fewer)
+        parts = [decode_part(one, tpot_s, spread) for one in side]
+        told = self.seen(10).tpot_ratio if not self.costs.knows_decode else 0.0
+        return max(sum(parts) / len(parts), told)
+
+    def work(self, seconds: float) -> Work | None:
+        """The load of the last seconds; None if no request has ended or costs of decode are unknown."""
+        seen, each = self.seen(seconds), self.mix(seconds)
+        if each is None:
+            return None
+        per_s = seen.arrivals / max(1.0, seen.seconds)
+        return Work(each.prefill * per_s, max(each.decode * per_s, self.decoding()))
+
+    def mix(self, seconds: float) -> Work | None:
+        """Seconds of an engine, on each side, for the mean request of the last seconds; None as in `work`."""
+        seen, costs, longer = self.seen(seconds), self.costs, self.seen(max(seconds, PROMISE_S))
+        if not (seen.arrivals and longer.prefills and longer.answers and costs.knows_decode):
+            return None
+        prompt = seen.tokens / seen.arrivals
+        # Hits and answers are known when requests end, prompts when they arrive.
+        uncached = min(prompt, longer.uncached / longer.prefills)
+        spread = longer.squares * longer.prefills / max(1.0, longer.uncached) ** 2
+        # Short prompts share the steps of a busy engine.
+        steps = uncached / costs.chunk_tokens if costs.chunk_tokens else 1.0
+        prefill_s = costs.c * steps + costs.a * uncached + costs.b * spread * uncached**2
+        ended = seen if seen.answers >= 10 else longer
+        answer = ended.answered / ended.answers
+        return Work(prefill_s, answer * self.token_s(prompt + answer / 2))
+
+    def decoding(self) -> float:
+        """Decode engines that the sequences of now keep busy, those included that wait for room."""
+        found = 0.0
+        for one in self.decode:
+            batch = one.view.batch
+            if batch:
+                found += batch / self.largest_batch(one.view.context / batch)
+        return found
+
+    def token_s(self, context: float) -> float:
+        """Seconds of one engine for one token, at the largest batch. `context`: mean tokens of a sequence."""
+        batch = self.largest_batch(context)
+        return (self.costs.d0 + (self.costs.d1 + self.costs.d2 * context) * batch) / batch
+
+    def largest_batch(self, context: float) -> float:
+        """The largest batch of an engine that keeps promise and room, with `context` tokens a sequence."""
+        costs, (_, tpot_s) = self.costs, self.promises
+        batch = min(MOST_BATCH, self._room / max(1.0, context))
+        if each_s := costs.d1 + costs.d2 * context:
+            batch = min(batch, (tpot_s - costs.d0) / each_s)
+        return max(1.0, batch)
+
+    @cached_property
+    def _room(self) -> float:
+        """Mean room of a decode engine, as far as sequences fill it; infinite if unknown."""
+        room = [known for one in self.decode if (known := _room(one)) < inf]
+        return FILL * sum(room) / len(room) if room else inf
+
+
+def groups(fleet: Fleet, now_s: float) -> list[Group]:
+    """The groups of a fleet that have engines alive."""
+    members = dict[str, list[Member]]()
+    for one in fleet.members:
+        if one.alive:
+            members.setdefault(one.group, []).append(one)
+    return [
+        Group(name, found, fleet.history, fleet.front.get(name, Front()), now_s)
+        for name, found in members.items()
+    ]
+
+
+def _emptiness(member: Member) -> tuple[int, int, int]:
+    view = member.view
+    return (view.prefills, view.context, view.open_requests)
+
+
+def _room(member: Member) -> float:
+    """KV tokens that the engine can hold for decodes; infinite if unknown."""
+    return member.view.context + max(0.0, member.view.free_kv)
+
+
+def decode_part(member: Member, tpot_s: float, spread: float = 1.0) -> float:
+    """How near a decode engine is to its promise or its room. `spread`: as if it had this many times its sequences."""
+    view = member.view
+    step_s = 0.0
+    if view.costs.knows_decode and view.batch:
+        step_s = view.costs.decode_step_s(round(view.batch * spread), round(view.context * spread))
+    room = _room(member)
+    used = view.context * spread / room if 0 < room < inf else 0.0
+    return max(step_s / tpot_s, used)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mixed`: Splitwise's mixed pool."""
+
+from __future__ import annotations
+
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
+from scheduler_plugins.router.roles.group import Group, groups
+
+FULL, FREE = 0.8, 0.4
+"""A side above `FULL` of its promise overflows. Below `FREE` it needs no help."""
+
+
+class Mixed(RolePolicy):
+    """Overflow makes an engine of the other side serve both sides. When the overflow is gone, it goes home.
+
+    A side overflows above `FULL` of its promise. The emptiest engine of the other side then gets role `both`. It gets
+    its home role again when the side that it helps is below `FREE`. Source: Splitwise, mixed pool.
+    """
+
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        return [move for group in groups(fleet, now_s) if (move := _move(group)) is not None]
+
+
+def _move(group: Group) -> Move | None:
+    ttft_s, tpot_s = group.promises
+    p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
+    told = f"mixed: prefill {p:.2f}, decode {d:.2f} of the promise"
+    if max(p, d) > FULL:
+        source = Role.DECODE if p >= d else Role.PREFILL
+        mover = group.mover(source, Role.BOTH)
+        return None if mover is None else Move(mover.name, Role.BOTH, f"{told}; it overflows")
+    for one in group.members:
+        if one.role is Role.BOTH and one.home is not Role.BOTH and _free(one, p, d):
+            return Move(one.name, one.home, f"{told}; no help is needed")
+    return None
+
+
+def _free(member: Member, p: float, d: float) -> bool:
+    """Whether a mixed engine can go home."""
+    helped = d if member.home is Role.PREFILL else p
+    return member.home in member.may and helped < FREE

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pressure`: an engine moves to the side that is near its promise, if the other side can spare it. The default."""
+
+from __future__ import annotations
+
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
+from scheduler_plugins.router.roles.group import Group, Work, groups
+
+HIGH = 0.8
+"""A side with more pressure than this needs help. No side gives an engine that would bring it above this."""
+MISSED = 0.1
+"""A group that misses or refuses this part of its requests is under a pressure of 1."""
+LOADS_S = (20.0, 60.0)
+"""A move must suit the load of each of these times. The short one knows a shift, the long one outlasts a burst."""
+
+
+class Pressure(RolePolicy):
+    """Compares how near each side is to its promise.
+
+    Pressure of prefill is the mean queue in seconds, the front's included, divided by the promised TTFT. Pressure of
+    decode is the larger of time per token divided by the promised TPOT, and KV in use divided by the room. Promises
+    missed in the last minute are pressure on the side with more work for each engine. If a side is above `HIGH`, the
+    emptiest engine of the other side moves to it, under two conditions:
+
+    1. The other side stays below `HIGH` with one engine less. Otherwise both sides would take turns.
+    2. The load of the last `LOADS_S` seconds is spread more evenly after the move. Otherwise the pressure is a burst,
+       and the engine would go back.
+
+    Without known costs of decode steps, only the first condition holds.
+    """
+
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        return [move for group in groups(fleet, now_s) if (move := _move(group)) is not None]
+
+
+def _move(group: Group) -> Move | None:
+    ttft_s, tpot_s = group.promises
+    p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
+    works = [group.work(seconds) for seconds in LOADS_S]
+    sides = len(group.prefill), len(group.decode)
+    missed = _missed(group) / MISSED
+    if max(p, d) <= HIGH and works[-1] is not None and missed > HIGH:
+        if works[-1].prefill / max(1, sides[0]) >= works[-1].decode / max(1, sides[1]):
+            p = max(p, missed)
+        else:
+            d = max(d, missed)
+    if max(p, d) <= HIGH:
+        return None
+    if p >= d:
+        source, target = Role.DECODE, Role.PREFILL
+        left = group.decode_pressure(tpot_s, fewer=1)
+    else:
+        source, target = Role.PREFILL, Role.DECODE
+        left = group.prefill_pressure(ttft_s, fewer=1)
+    mover = group.mover(source, target)
+    if mover is None or left > HIGH or not all(_evens_out(one, sides, source) for one in works):
+        return None
+    return _told(mover, target, p, d, left)
+
+
+def _missed(group: Group) -> float:
+    """Part of the last minute's requests that were refused or came late."""
+    seen = group.seen(60.0)
+    late = seen.ttft_missed + seen.refusals
+    return max(late / max(20.0, seen.ttft_promised + seen.refusals), seen.tpot_missed_share)
+
+
+def _evens_out(work: Work | None, sides: tuple[int, int], source: Role) -> bool:
+    """Whether the fuller side is less full after an engine has left `source`."""
+    if work is None:
+        return True
+    p, d = sides
+    step = 1 if source is Role.DECODE else -1
+    return work.fullest(p + step, d - step) < work.fullest(p, d)
+
+
+def _told(mover: Member, target: Role, p: float, d: float, left: float) -> Move:
+    other = Role.DECODE if target is Role.PREFILL else Role.PREFILL
+    cause = (
+        f"pressure: prefill {p:.2f}, decode {d:.2f} of the promise (limit {HIGH}); "
+        f"{other} has {left:.2f} with one engine less"
+    )
+    return Move(mover.name, target, cause)

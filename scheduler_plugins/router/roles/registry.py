@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Role policies by the names that `--roles` uses.
+
+Another installed package adds a policy by an entry point of the group `scheduler_plugins.roles`. The entry point has
+the policy's name. Its object is a subclass of `RolePolicy` that needs no arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pd_connector.errors import ConfigError
+from pd_connector.extensions import load_entry_points, unknown_name
+from scheduler_plugins.router.roles.arrow import Arrow, ArrowPaper
+from scheduler_plugins.router.roles.base import RolePolicy
+from scheduler_plugins.router.roles.fixed import Fixed
+from scheduler_plugins.router.roles.mixed import Mixed
+from scheduler_plugins.router.roles.pressure import Pressure
+from scheduler_plugins.router.roles.ratio import Ratio
+from scheduler_plugins.router.roles.tetri import Tetri
+
+GROUP = "scheduler_plugins.roles"
+"""Entry points of other packages' role policies."""
+DEFAULT = "pressure"
+"""The policy if the user names none. docs/roles.md says why it was chosen."""
+ROLES: dict[str, Callable[[], RolePolicy]] = {
+    "pressure": Pressure,
+    "ratio": Ratio,
+    "arrow": Arrow,
+    "arrow_paper": ArrowPaper,
+    "tetri": Tetri,
+    "mixed": Mixed,
+    "fixed": Fixed,
+}
+"""This package's role policies: the names of `--roles`."""
+
+
+def create(name: str) -> RolePolicy:
+    """A new policy object. This package's own names take precedence over names of other packages.
+
+    Raises:
+        ConfigError: no role policy has that name, or another package's policy cannot be loaded or is no role policy.
+    """
+    if name in ROLES:
+        return ROLES[name]()
+    extension = load_entry_points(GROUP).get(name)
+    if extension is None:
+        raise unknown_name("role policy", name, [*ROLES], GROUP, "roles")
+    found = extension.load()
+    if not (isinstance(found, type) and issubclass(found, RolePolicy)):
+        raise ConfigError(
+            f"role policy {name!r}, which {extension.source} adds, is {found!r}: must be a subclass of "
+            "scheduler_plugins.router.roles.base.RolePolicy"
+        )
+    policy: RolePolicy = found()
+    return policy

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of roles: an engine's home, the roles that it may have, its group, and the policy that moves engines.
+
+| name | what it is |
+|---|---|
+| `Place` | one engine's home, allowed roles and group |
+| `Bounds` | the fewest engines of each side of a group |
+| `Moving` | which policy moves engines, and whether it only says so |
+| `Route` | a rule that leads requests to a class and to a group |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from scheduler_plugins.qos.rules import ClassRule
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.registry import DEFAULT as DEFAULT_POLICY
+
+DEFAULT_GROUP = "default"
+"""The group of engines that name none."""
+MOVABLE = frozenset((Role.PREFILL, Role.DECODE, Role.BOTH))
+"""Roles that an engine can change between."""
+OFF, DRY_RUN = "off", "dry-run"
+
+
+class Place(NamedTuple):
+    """Where an engine belongs, by the settings."""
+
+    home: Role | None = None  # None: the engine is asked
+    may: frozenset[Role] = frozenset()
+    """Roles that the controller may give it, without its home. Empty: the controller leaves it alone."""
+    group: str = DEFAULT_GROUP
+
+
+class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fewest engines that a group keeps on each side."""
+
+    min_prefill: int = 1
+    min_decode: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("min_prefill", "min_decode"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"{name} {count}: must be 1 or more")
+
+
+class Moving(NamedTuple):
+    """Which policy moves engines."""
+
+    policy: str
+    dry_run: bool  # its decisions are only logged and counted
+
+
+class Route(ClassRule, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A rule of the router's file. Requests that match belong to a class, to a group, or to both."""
+
+    qos: str = ""
+    """The class; empty: the class of the lowest priority."""
+    group: str = ""
+    """The group whose engines serve the request; empty: the default group."""
+
+
+def moving_of(text: str, *, elastic: bool) -> Moving | None:
+    """Read the setting `roles`; None: no engine is moved.
+
+    Args:
+        text: a policy's name, `off`, `dry-run`, `dry-run:NAME`, or empty.
+        elastic: whether any engine has `may`. If so, an empty text means the default policy.
+    """
+    if text == OFF or not (text or elastic):
+        return None
+    if text == DRY_RUN or text.startswith(f"{DRY_RUN}:"):
+        return Moving(text.removeprefix(DRY_RUN).removeprefix(":") or DEFAULT_POLICY, True)
+    return Moving(text or DEFAULT_POLICY, False)
+
+
+def default_group(places: Iterable[Place]) -> str:
+    """The group of requests that no route leads to one: `default` if it has an engine, else the first engine's."""
+    groups = [place.group for place in places]
+    return DEFAULT_GROUP if DEFAULT_GROUP in groups or not groups else groups[0]
+
+
+def check_groups(
+    bounds: Mapping[str, Bounds],
+    routes: Iterable[ClassRule],
+    places: Collection[Place],
+    *,
+    named: Collection[str],
+) -> None:
+    """Check groups against the engines.
+
+    Args:
+        places: of all engines that have a URL of their own.
+        named: groups that have names, which stand for an unknown number of engines.
+
+    Raises:
+        ValueError: a route or a bound names a group that no engine is in, or a bound cannot be kept.
+    """
+    known = sorted({place.group for place in places} | set(named))
+    for n, route in enumerate(routes):
+        group = getattr(route, "group", "")
+        if group and group not in known:
+            raise ValueError(
+                f"routes[{n}]: group {group!r} has no engine; groups are {', '.join(known)}"
+            )
+    for group, bound in bounds.items():
+        if group not in known:
+            raise ValueError(
+                f"groups: {group!r} has no engine; give an engine `group: {group}`, or take it out"
+            )
+        if group not in named:
+            _check_bound(group, bound, [place for place in places if place.group == group])
+
+
+def _check_bound(group: str, bound: Bounds, places: Collection[Place]) -> None:
+    for side, fewest in ((Role.PREFILL, bound.min_prefill), (Role.DECODE, bound.min_decode)):
+        able = sum(place.home is None or bool({side, Role.BOTH} & _all(place)) for place in places)
+        if able < fewest:
+            raise ValueError(
+                f"groups: {group}: min_{side} {fewest}: only {able} of its engines can {side}; "
+                "lower it, or give more engines `may`"
+            )
+    flexible = sum(place.home is None or Role.BOTH in _all(place) for place in places)
+    if bound.min_prefill + bound.min_decode > len(places) + flexible:
+        raise ValueError(
+            f"groups: {group}: min_prefill {bound.min_prefill} and min_decode {bound.min_decode} need more than its "
+            f"{len(places)} engines; lower one"
+        )
+
+
+def _all(place: Place) -> frozenset[Role]:
+    return place.may | ({place.home} if place.home else frozenset())
+
+
+def sides_of(role: str) -> tuple[str, ...]:
+    """The settings that list an engine of this role. `role` is the word of the settings file and the admin API."""
+    return {"ask": ("engine",), "both": ("prefill", "decode")}.get(role, (role,))

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""URLs and addresses in settings: their usual form, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from pd_connector.hosts import is_host
+from scheduler_plugins.router.settings.members import checked_name, is_name
+
+
+def is_url(text: str) -> bool:
+    """Whether the text is a URL of an HTTP server."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def host_with_port(address: str) -> str:
+    """The host of an address with a port; empty if the address has no port."""
+    try:
+        parts = urlsplit(address)
+        return parts.hostname or "" if parts.port else ""
+    except ValueError:
+        return ""
+
+
+def base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
+    """The URLs of one side in their usual form. Raises ValueError as `base_url`, or if one is given twice."""
+    urls = tuple(base_url(side, url) for url in given)
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name it once")
+    return urls
+
+
+def base_url(side: str, given: str) -> str:
+    """The URL in the form that names an engine. Raises ValueError if it is no URL; the message begins with `side`."""
+    if is_name(given):
+        return checked_name(side, given)
+    url = given if "://" in given else f"http://{given}"
+    wanted = f"{side} {given!r}: must look like http://host:port"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{wanted} ({error})") from None
+    if parts.scheme not in ("http", "https") or not is_host(parts.hostname or "") or port == 0:
+        raise ValueError(wanted)
+    if parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{wanted}, without query, fragment or user name")
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The role controller's side of a simulated cluster: what it is told, and what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move
+from scheduler_plugins.router.roles.controller import RoleController
+from scheduler_plugins.router.roles.history import History
+from scheduler_plugins.sim.journey import Journey
+from scheduler_plugins.sim.node import Node
+
+EVERY_S = 1.0
+"""Time between two questions to the controller."""
+GROUP = ""
+"""All engines of a simulated cluster are one group."""
+_ABLE = frozenset((Role.PREFILL, Role.DECODE, Role.BOTH))
+
+
+class Moved(NamedTuple):
+    """A move that was carried out."""
+
+    at_s: float
+    before: Role
+    move: Move
+
+
+class Roles:
+    """Tells a controller what happens, as the live router does, and carries out its moves at once."""
+
+    def __init__(
+        self, nodes: Mapping[str, Node], set_role: Callable[[str, Role, float], None]
+    ) -> None:
+        """`set_role`: called with an engine's name, its new role and the time."""
+        self.controller: RoleController | None = None
+        self.moved: list[Moved] = []
+        self._nodes = nodes
+        self._set_role = set_role
+        self._history = History()
+        self._since_s: dict[str, float] = {}
+        self._home: dict[str, Role] = {}
+        self._waiting: dict[str, Journey] = {}
+
+    def arrived(self, journey: Journey, now_s: float) -> None:
+        """A request came."""
+        if self.controller is not None:
+            one = journey.asked
+            self._history.arrived(now_s, GROUP, one.tokens, one.ttft_slo_s, one.tpot_slo_s)
+
+    def waits(self, journey: Journey) -> None:
+        """A request waits in the router."""
+        self._waiting[journey.waiting.id] = journey
+
+    def left(self, journey: Journey) -> None:
+        """A request no longer waits in the router."""
+        self._waiting.pop(journey.waiting.id, None)
+
+    def refused(self, now_s: float) -> None:
+        """A request was refused."""
+        if self.controller is not None:
+            self._history.refused(now_s, GROUP)
+
+    def first_token(self, journey: Journey) -> None:
+        """A request got its first token."""
+        record = journey.record
+        if self.controller is not None and record.first_token_s is not None:
+            uncached = record.request.tokens - record.cached_tokens
+            self._history.prefilled(
+                record.first_token_s, GROUP, uncached, record.ttft_s, journey.asked.ttft_slo_s
+            )
+
+    def ended(self, journey: Journey) -> None:
+        """A request got its last token."""
+        record = journey.record
+        if self.controller is not None and record.end_s is not None:
+            tokens, slo_s = record.request.max_tokens, journey.asked.tpot_slo_s
+            self._history.answered(record.end_s, GROUP, tokens, record.tpot_s, slo_s)
+
+    def tick(self, now_s: float) -> None:
+        """Ask the controller, and carry out its moves."""
+        assert self.controller is not None
+        for move in self.controller.moves(self._fleet(now_s), now_s):
+            self.moved.append(Moved(now_s, self._nodes[move.engine].role, move))
+            self._set_role(move.engine, move.role, now_s)
+            self._since_s[move.engine] = now_s
+            self.controller.done(move.engine, now_s)
+
+    def _fleet(self, now_s: float) -> Fleet:
+        waiting = self._waiting.values()
+        oldest_s = max((now_s - one.waiting.arrival_s for one in waiting), default=0.0)
+        tokens = sum(one.waiting.tokens for one in waiting)
+        front = {GROUP: Front(len(self._waiting), tokens, oldest_s)}
+        members = [self._member(one) for one in self._nodes.values() if not one.draining]
+        return Fleet(members, self._history, front)
+
+    def _member(self, node: Node) -> Member:
+        home = self._home.setdefault(node.name, node.role)
+        return Member(
+            view=node,
+            role=node.role,
+            home=home,
+            may=_ABLE if home in _ABLE else frozenset([home]),
+            group=GROUP,
+            since_s=self._since_s.get(node.name, 0.0),
+            alive=node.up,
+        )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router carries out what a role policy decides, and says so; it never moves an engine that cannot do the work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from router_fakes import FakeEngine, World, run, until
+
+from scheduler_plugins.router.elastic import task as task_module
+from scheduler_plugins.router.elastic.task import Elastic
+from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
+from scheduler_plugins.router.endpoints.page import state
+from scheduler_plugins.router.engines.description import described
+from scheduler_plugins.router.engines.engine import Role
+from scheduler_plugins.router.policies.base import Role as PolicyRole
+from scheduler_plugins.router.roles.base import Fleet, Front, Move, RolePolicy
+from scheduler_plugins.router.roles.registry import ROLES
+
+LATER_S = 1e4
+"""All engines have had their roles for longer than any guard asks for."""
+
+
+class Wanted(RolePolicy):
+    """Proposes what a test wants, and keeps what it was shown."""
+
+    moves: list[Move] = []  # noqa: RUF012 - set by each test
+    shown: list[Fleet] = []  # noqa: RUF012
+
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        Wanted.shown.append(fleet)
+        return list(Wanted.moves)
+
+
+@pytest.fixture(autouse=True)
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROLES, "wanted", Wanted)
+    monkeypatch.setattr(task_module, "EVERY_S", 1e6)  # each test ticks itself
+    Wanted.moves, Wanted.shown = [], []
+
+
+def both_kinds(world: World) -> World:
+    for fake in world.d:
+        fake.engine_id = f"engine-{fake.name}"
+    return world
+
+
+async def ready(world: World) -> Elastic:
+    await until(lambda: all(one.asked_for_address for one in world.engines), "all were asked")
+    return Elastic(world.app[SHARED].pool, world.app[MOVER], dict)
+
+
+def later() -> float:
+    return asyncio.get_running_loop().time() + LATER_S
+
+
+def test_a_decision_is_carried_out_counted_logged_and_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        async with both_kinds(World(1, 2, roles="wanted")) as world:
+            elastic, engine = await ready(world), world.known(world.d[0])
+            Wanted.moves = [Move(engine.name, PolicyRole.PREFILL, "prefill waits 3.1 s of 2.0 s")]
+            elastic.tick(later())
+            await until(lambda: engine.role is Role.PREFILL, "it has moved")
+            moves = {"from": "decode", "to": "prefill", "cause": "wanted"}
+            await until(lambda: bool(world.app[SHARED].pool.decisions), "it is shown")
+            assert await world.metric("role_moves_total", **moves) == 1
+            assert "prefill waits 3.1 s of 2.0 s" in caplog.text
+            await until(
+                lambda: state(world.app[SHARED], 0.0)["decisions"][0]["outcome"] == "done", "done"
+            )
+            assert not engine.standing.pinned
+            assert described(engine)["home"] == "decode"
+
+    run(scenario())
+
+
+def test_a_dry_run_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        async with both_kinds(World(1, 2, roles="dry-run:wanted")) as world:
+            elastic, engine = await ready(world), world.known(world.d[0])
+            Wanted.moves = [Move(engine.name, PolicyRole.PREFILL, "because")]
+            elastic.tick(later())
+            await asyncio.sleep(0.1)
+            assert engine.role is Role.DECODE
+            assert "dry run" in caplog.text
+            assert await world.metric("role_moves_total", cause="dry_run") == 1
+            assert state(world.app[SHARED], 0.0)["decisions"][0]["outcome"] == "dry run"
+
+    run(scenario())
+
+
+def test_an_engine_that_cannot_prefill_is_never_moved_there_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its answer to the probe has no address: it runs without the connector, or only consumes KV."""
+
+    async def scenario() -> None:
+        async with World(1, 2, roles="wanted") as world:
+            elastic, engine = await ready(world), world.known(world.d[0])
+            Wanted.moves = [Move(engine.name, PolicyRole.PREFILL, "because")]
+            for _ in range(3):
+                elastic.tick(later())
+            await asyncio.sleep(0.05)
+            assert engine.role is Role.DECODE
+            named = [text for text in caplog.messages if "never moved to prefill" in text]
+            assert sorted(text.split()[0] for text in named) == sorted(e.url for e in world.d)
+            assert "kv_both" in named[0]
+
+    run(scenario())
+
+
+def test_a_pinned_engine_stays_until_it_is_released() -> None:
+    async def scenario() -> None:
+        async with both_kinds(World(1, 2, roles="wanted")) as world:
+            elastic, engine = await ready(world), world.known(world.d[0])
+            pool = world.app[SHARED].pool
+            pool.set_role(engine, Role.DECODE, pinned=True)
+            Wanted.moves = [Move(engine.name, PolicyRole.PREFILL, "because")]
+            elastic.tick(later())
+            await asyncio.sleep(0.05)
+            assert engine.role is Role.DECODE
+            pool.release(engine)
+            elastic.tick(later())
+            await until(lambda: engine.role is Role.PREFILL, "it may move")
+
+    run(scenario())
+
+
+def test_the_last_engine_of_a_side_and_a_router_that_does_not_lead_move_nothing() -> None:
+    async def scenario() -> None:
+        async with both_kinds(World(1, 1, roles="wanted")) as world:
+            elastic, engine = await ready(world), world.known(world.d[0])
+            Wanted.moves = [Move(engine.name, PolicyRole.PREFILL, "because")]
+            elastic.tick(later())
+            await asyncio.sleep(0.05)
+            assert engine.role is Role.DECODE, "nobody would decode"
+            world.app[SHARED].pool.leads = False
+            Wanted.shown.clear()
+            elastic.tick(later())
+            assert not Wanted.shown
+
+    run(scenario())
+
+
+def test_a_group_with_two_models_is_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        world = both_kinds(World(1, 2, roles="wanted"))
+        world.d[1].model = "another"
+        async with world:
+            elastic = await ready(world)
+            for _ in range(2):
+                elastic.tick(later())
+            assert not Wanted.shown
+            (named,) = [text for text in caplog.messages if "several models" in text]
+            assert "another, m" in named
+
+    run(scenario())
+
+
+def test_the_policy_sees_what_happened_to_requests() -> None:
+    async def scenario() -> None:
+        async with both_kinds(World(1, 1, roles="wanted")) as world:
+            elastic = await ready(world)
+
+            async def tells(engine: FakeEngine, request: Any, body: dict[str, Any]) -> Any:
+                from aiohttp import web
+
+                return web.json_response({"id": "c", "usage": {"completion_tokens": 7}})
+
+            assert (await world.complete(stream=True)).status == 200
+            for fake in (*world.p, *world.d):
+                fake.behave = tells
+            assert (await world.complete()).status == 200
+            elastic.tick(asyncio.get_running_loop().time())
+            seen = Wanted.shown[0].history.over(asyncio.get_running_loop().time(), 60, "default")
+            assert (seen.arrivals, seen.prefills, seen.answers) == (2, 2, 2)
+            assert seen.answered == 4 + 7
+
+    run(scenario())
+
+
+def test_what_waits_at_the_front_is_shown_by_group() -> None:
+    async def scenario() -> None:
+        async with both_kinds(World(1, 1, roles="wanted")) as world:
+            await ready(world)
+            front = {"default": Front(3, 100, 0.5), "elsewhere": Front(1, 1, 0.1)}
+            elastic = Elastic(world.app[SHARED].pool, world.app[MOVER], lambda: front)
+            elastic.tick(later())
+            assert dict(Wanted.shown[0].front) == {"default": Front(3, 100, 0.5)}
+
+    run(scenario())
+
+
+def test_an_engine_that_leaves_while_it_moves_ends_the_move_and_no_other() -> None:
+    async def scenario() -> None:
+        async with both_kinds(World(1, 3, roles="wanted")) as world:
+            elastic, engine = await ready(world), world.known(world.d[0])
+            other = world.known(world.d[1])
+            Wanted.moves = [Move(engine.name, PolicyRole.PREFILL, "because")]
+            await world.d[0].die()
+            await world.down(world.d[0])
+            elastic.tick(later())
+            await asyncio.sleep(0.05)
+            assert engine.role is Role.DECODE, "an engine that is down is not moved"
+            Wanted.moves = [Move(other.name, PolicyRole.PREFILL, "because")]
+            elastic.tick(later() + LATER_S)
+            await until(lambda: other.role is Role.PREFILL, "the other one moves")
+
+    run(scenario())
+
+
+def test_pairs_that_a_move_may_make_are_audited_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scheduler_plugins.router.engines import pair_audits
+
+    monkeypatch.setattr(pair_audits, "VERDICT_S", 0.05)
+
+    async def computes(engine: FakeEngine, request: Any, body: dict[str, Any]) -> Any:
+        from aiohttp import web
+
+        place = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 7000}
+        params = {**place, "do_remote_prefill": True, "remote_request_id": f"of {engine.name}"}
+        return web.json_response({"id": "c", "kv_transfer_params": params})
+
+    async def scenario(roles: str, wanted: set[tuple[str, str]]) -> None:
+        world = both_kinds(World(1, 2, roles=roles))
+        for fake in (*world.p, *world.d):
+            fake.metrics, fake.behave = "# HELP pd_connector:audits_total Prompts.\n", computes
+        async with world:
+
+            def pairs() -> set[tuple[str, str]]:
+                return {
+                    (params["remote_request_id"].removeprefix("of "), fake.name)
+                    for fake in (*world.p, *world.d)
+                    for params in fake.params
+                    if params and params.get("do_remote_prefill")
+                }
+
+            await until(lambda: pairs() >= wanted, f"all pairs are audited: {pairs()}")
+            await asyncio.sleep(0.3)
+            assert pairs() == wanted
+
+    run(scenario("off", {("p0", "d0"), ("p0", "d1")}))
+    names = ("p0", "d0", "d1")
+    run(scenario("wanted", {(p, d) for p in names for d in names if p != d}))
