@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Route policies that choose on both sides at once: `dop` and `arrow`."""
+"""Route policies that choose on both sides at once: `dop` and `arrow`; and `length` with promises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policy_engines import FixedView, Known
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.policies.base import Defer, Reject, Request, Role, Route
-from scheduler_plugins.router.policies.dop import Dop, divide
+from scheduler_plugins.router.policies.dop import AHEAD, Dop, divide
 from scheduler_plugins.router.policies.registry import BOTH_SIDES, create
 
 FAST = CostModel(a=0.25e-3, d0=0.01, d1=1e-3, d2=1e-6)
@@ -70,10 +70,10 @@ def test_a_short_prompt_does_not_wait_behind_the_long_one() -> None:
 
 
 def test_prompts_wait_in_the_router_until_their_engine_has_room() -> None:
-    full = Known("p", costs=SLOW, queued=1.0, prefills=2)
+    full = Known("p", costs=SLOW, queued=1.0, prefills=AHEAD)
     view, policy = FixedView([full], [Known("d", Role.DECODE)]), Dop()
     assert isinstance(prompts(view, policy, 100)[0], Defer)
-    full.prefills = 1
+    full.prefills = AHEAD - 1
     assert prompts(view, policy, 100)[0] == Route("p", "d")
 
 
@@ -121,3 +121,15 @@ def test_a_decode_rule_can_be_named(name: str) -> None:
         Route("p", "a"),
         Route("p", "b"),
     )
+
+
+def test_an_engine_without_a_gpu_takes_what_all_others_would_be_late_with() -> None:
+    late, cpu = Known("p", costs=SLOW, queued=9.0), Known("cpu", costs=SLOW, queued=0.3)
+    view = FixedView([late], [Known("d", Role.DECODE)], [cpu])
+    request = Request("r", 400, ttft_slo_s=1.0)
+    policy = create("length:conductor")
+    assert policy.decide(request, view, 0.0, Random(0)) == Route("cpu", "d")
+    cpu.queued = 0.9  # 1.3 s with the prompt
+    assert isinstance(policy.decide(request, view, 0.0, Random(0)), Reject)
+    late.queued = 0.1  # a prefill engine keeps the promise
+    assert policy.decide(request, view, 0.0, Random(0)) == Route("p", "d")
