@@ -69,10 +69,13 @@ class Mover:
             MoveFailedError: the engine has its old role.
         """
         before, pool = engine.role, self._pool
+        if role is before:
+            pool.set_role(engine, role, pinned=pinned)
+            return
         logger.info("%s moves from %s to %s: %s", engine.url, before, role, why)
         with self._tracing.move(engine.url, before, role, why) as span:
             try:
-                if engine.kind is Kind.SGLANG and role is not before:
+                if engine.kind is Kind.SGLANG:
                     await self._switch(engine, role)
             except MoveFailedError as failure:
                 logger.warning("%s stays %s: %s", engine.url, engine.role, failure)

@@ -70,8 +70,7 @@ class EnginePool(Pool):
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named = NamedEngines(lambda: self._config, session)
-        self.name = secrets.token_hex(8)
-        """This router's name among its fellows."""
+        self.name = secrets.token_hex(8)  # among fellows
         self.leads = True
         """Whether this router decides on roles, and not one of its fellows."""
         self.history: SharedHistory = SharedHistory()
