@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from random import Random
 
+from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.policies.base import (
     Decision,
+    EngineView,
     Policy,
     Request,
     Role,
@@ -18,12 +20,13 @@ from scheduler_plugins.router.policies.least_tpot import LeastTpot
 from scheduler_plugins.router.policies.sides import Rule, Sides
 
 MARGIN = 0.8
-"""Part of the promised TPOT that the decode engine may use, its sequence with the new prompt included."""
+"""Part of the promised TPOT that a step of the decode engine may take while it computes the prompt."""
 
 
 class Arrow(Policy):
     """Routes as `least_delay` does. If the chosen prefill engine would miss the promised TTFT, a decode engine that
-    keeps both promises computes the prompt itself. Source: Arrow, xllm-service's `SLO_AWARE`."""
+    keeps both promises computes the prompt itself. A prompt stretches the steps of all sequences beside it, so that
+    engine must be idle or its steps short. Source: Arrow, xllm-service's `SLO_AWARE`, which asks for neither."""
 
     def __init__(self, decode: Rule | None = None) -> None:
         self._prefill = Conductor.least_delay()
@@ -43,10 +46,19 @@ class Arrow(Policy):
     def _alone(self, request: Request, view: View, now_s: float) -> Route | None:
         able = list[tuple[float, str]]()
         for one in view.engines(Role.DECODE):
-            costs = one.costs
-            own_s = one.queued_s(now_s) + costs.prefill_s(request.tokens)
-            step_s = costs.decode_step_s(one.batch + 1, one.context + request.tokens)
-            kept = own_s <= request.ttft_slo_s and step_s <= MARGIN * request.tpot_slo_s
+            own_s = one.queued_s(now_s) + one.costs.prefill_s(request.tokens)
+            kept = (
+                own_s <= request.ttft_slo_s
+                and self._step_s(request, one) <= MARGIN * request.tpot_slo_s
+            )
             if kept and one.free_kv >= request.tokens and one.role is Role.DECODE:
                 able.append((own_s, one.name))
         return Route(None, min(able)[1]) if able else None
+
+    def _step_s(self, request: Request, engine: EngineView) -> float:
+        """The longest step of the engine while it computes the prompt; 0 if no sequence would wait for it."""
+        if not engine.batch:
+            return 0.0
+        tokens = min(request.tokens, engine.costs.chunk_tokens or request.tokens)
+        context = engine.context + request.tokens
+        return engine.costs.step_s(StepLoad(tokens, tokens**2, engine.batch + 1, context))

@@ -7,20 +7,23 @@ from typing import ClassVar
 
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy
-from scheduler_plugins.router.roles.group import Group, groups
+from scheduler_plugins.router.roles.group import Group, decode_part, groups
 
 MARGIN = 0.8
 """A promise counts as missed above this part of it."""
+SPARE = 0.4
+"""A side gives an engine only if it stays below this part of its promise. Else a burst at both sides moves engines to
+and fro."""
 
 
 class Arrow(RolePolicy):
     """Flips an engine when a whole side misses its promise.
 
-    If no decode engine keeps `MARGIN` of the promised TPOT (or of its room), and prefill keeps `MARGIN` of the promised
-    TTFT with one engine less, the least loaded prefill engine goes to decode. If decode keeps `MARGIN` on one engine
-    less, and prefill is nearer to its promise than decode would then be, decode is consolidated: its emptiest engine
-    goes to prefill. The route policy `arrow` belongs to it. Source: Arrow; xllm-service's `SLO_AWARE` has the first
-    engine instead of the least loaded, no margin, and waits until a decode engine is empty.
+    If no decode engine keeps `MARGIN` of the promised TPOT (or of its room), and prefill keeps `SPARE` of the promised
+    TTFT with one engine less, the least loaded prefill engine goes to decode. If prefill does not keep it, and decode
+    does with one engine less, decode is consolidated: its emptiest engine goes to prefill. The route policy `arrow`
+    belongs to it. Source: Arrow; xllm-service's `SLO_AWARE` has the first engine instead of the least loaded, no
+    margin, and waits until a decode engine is empty.
     """
 
     route: ClassVar[str] = "arrow"
@@ -44,24 +47,25 @@ class ArrowPaper(RolePolicy):
 
 
 def _move(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises()
-    p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
+    ttft_s, tpot_s = group.promises
+    p = group.prefill_pressure(ttft_s)
+    d = min((decode_part(one, tpot_s) for one in group.decode), default=0.0)
     if d > MARGIN:
         left = group.prefill_pressure(ttft_s, fewer=1)
-        if left > MARGIN or (mover := group.mover(Role.PREFILL, Role.DECODE)) is None:
+        if left > SPARE or (mover := group.mover(Role.PREFILL, Role.DECODE)) is None:
             return None
-        cause = f"arrow: decode at {d:.2f} of its promise; prefill keeps {left:.2f} with one less"
+        cause = f"arrow: the best decode engine at {d:.2f} of its promise; prefill keeps {left:.2f} with one less"
         return Move(mover.name, Role.DECODE, cause)
     left = group.decode_pressure(tpot_s, fewer=1)
-    if left > MARGIN or p <= left or (mover := group.mover(Role.DECODE, Role.PREFILL)) is None:
+    if p <= MARGIN or left > SPARE or (mover := group.mover(Role.DECODE, Role.PREFILL)) is None:
         return None
     cause = f"arrow: prefill at {p:.2f} of its promise; decode keeps {left:.2f} with one less"
     return Move(mover.name, Role.PREFILL, cause)
 
 
 def _paper(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises()
-    prefill, decode, now_s = group.side(Role.PREFILL), group.side(Role.DECODE), group.now_s
+    ttft_s, tpot_s = group.promises
+    prefill, decode, now_s = group.prefill, group.decode, group.now_s
     seen = group.seen(60.0)
     prompt = round(seen.tokens / seen.arrivals) if seen.arrivals else 0
     steps_s = [

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -39,7 +39,8 @@ class RoleController:
     | pause | a group has one move within `pause_s` |
     | minima | `min_prefill` and `min_decode` engines of each group stay alive on their side |
     | may, pins | an engine gets only roles that it may have; a pinned engine keeps its role |
-    | repair | if all engines of a side are dead, an engine of the other side moves at once; only `may` and pins hold |
+    | repair | if all engines of a side are dead, an engine of the other side moves at once; only `may` and pins hold.
+        It goes home after a dwell, when the side has other engines again |
 
     The caller carries out each move that `moves` returns, and then calls `done` or `failed`. Until then the engine is
     moving. Times are those of any clock. A clock that jumps back delays moves by at most the dwell.
@@ -60,7 +61,8 @@ class RoleController:
         self._pause_s = pause_s
         self._minima = {Role.PREFILL: min_prefill, Role.DECODE: min_decode}
         self._pinned: set[str] = set()
-        self._moving: set[str] = set()
+        self._moving: dict[str, Role] = {}
+        self._repaired: set[str] = set()
         self._since_s: dict[str, float] = {}
         self._failures: dict[str, tuple[float, int]] = {}
         self._swings: dict[str, _Swing] = {}
@@ -80,7 +82,7 @@ class RoleController:
 
     def done(self, engine: str, now_s: float) -> None:
         """The engine has its new role. Its dwell begins."""
-        self._moving.discard(engine)
+        self._moving.pop(engine, None)
         self._failures.pop(engine, None)
         self._since_s[engine] = now_s
 
@@ -89,7 +91,8 @@ class RoleController:
 
         It is not tried again for a dwell, which doubles with each failure in a row.
         """
-        self._moving.discard(engine)
+        self._moving.pop(engine, None)
+        self._repaired.discard(engine)
         self._failures[engine] = (now_s, self._failures.get(engine, (0.0, 0))[1] + 1)
 
     def moves(self, fleet: Fleet, now_s: float) -> list[Move]:
@@ -102,20 +105,28 @@ class RoleController:
         for name, members in groups.items():
             if (repair := self._repair(members)) is not None:
                 found[name] = repair
-        seen = [self._guarded(one, groups[one.group], now_s) for one in fleet.members]
+                self._repaired.add(repair.engine)
+        spare = {name: self._spare(members) for name, members in groups.items()}
+        seen = [self._guarded(one, spare[one.group], now_s) for one in fleet.members]
         members_by_name = {one.name: one for one in seen}
-        for move in self.policy.decide(fleet._replace(members=seen), now_s):
+        homes = [
+            Move(one.name, one.home, f"other {one.role} engines are alive again")
+            for one in seen
+            if one.name in self._repaired and one.home in one.may
+        ]
+        for move in [*homes, *self.policy.decide(fleet._replace(members=seen), now_s)]:
             member = members_by_name.get(move.engine)
             if member is None or member.group in found or move.role is member.role:
                 continue
             if move.role in member.may:
                 found[member.group] = move
+                self._repaired.discard(move.engine)
         for name, move in found.items():
             self._begin(name, members_by_name[move.engine].role, move, now_s)
         return list(found.values())
 
     def _begin(self, group: str, role: Role, move: Move, now_s: float) -> None:
-        self._moving.add(move.engine)
+        self._moving[move.engine] = move.role
         self._since_s[move.engine] = now_s
         swing = self._swings.setdefault(group, _Swing(dwell_s=self._dwell_s))
         towards = _direction(role, move.role)
@@ -124,14 +135,13 @@ class RoleController:
             swing.dwell_s = min(LONGEST_DWELL_S, 2 * swing.dwell_s) if back else self._dwell_s
         swing.moved_s, swing.towards = now_s, towards
 
-    def _guarded(self, member: Member, group: Sequence[Member], now_s: float) -> Member:
+    def _guarded(self, member: Member, spare: Mapping[Role, bool], now_s: float) -> Member:
         """The member with those roles in `may` that it can have now."""
         moving = member.moving or member.name in self._moving
-        able = {role for role in member.may if self._allows(member, role, group, now_s)}
-        held = moving or not member.alive or self._dwells(member, now_s)
-        return member._replace(
-            moving=moving, may=frozenset([member.role]) if held else frozenset(able | {member.role})
-        )
+        if moving or not member.alive or self._dwells(member, now_s):
+            return member._replace(moving=moving, may=frozenset([member.role]))
+        able = {role for role in member.may if self._allows(member, role, spare, now_s)}
+        return member._replace(may=frozenset(able | {member.role}))
 
     def _dwells(self, member: Member, now_s: float) -> bool:
         if member.name in self._pinned or member.role not in _TOWARDS:
@@ -143,7 +153,7 @@ class RoleController:
         paused = swing is not None and now_s - swing.moved_s < self._pause_s
         return paused or now_s - since_s < self._dwell_s or now_s < again_s
 
-    def _allows(self, member: Member, role: Role, group: Sequence[Member], now_s: float) -> bool:
+    def _allows(self, member: Member, role: Role, spare: Mapping[Role, bool], now_s: float) -> bool:
         """Whether direction and minima allow this engine to have this role now."""
         if role not in _TOWARDS:
             return False
@@ -152,12 +162,14 @@ class RoleController:
         if swing is not None and turns and now_s - swing.moved_s < swing.dwell_s:
             return False
         after = member._replace(role=role)
-        return all(
-            not member.on(side)
-            or after.on(side)
-            or sum(self._counts(one, side) for one in group) > self._minima[side]
+        return all(spare[side] or after.on(side) or not member.on(side) for side in _SIDES)
+
+    def _spare(self, group: Sequence[Member]) -> dict[Role, bool]:
+        """For each side, whether it has more engines than its minimum."""
+        return {
+            side: sum(self._counts(one, side) for one in group) > self._minima[side]
             for side in _SIDES
-        )
+        }
 
     def _counts(self, member: Member, side: Role) -> bool:
         """Whether an engine is alive on this side, and stays there."""
@@ -172,7 +184,8 @@ class RoleController:
         """A move to a side whose engines are all dead, or that has none."""
         alive = [one for one in members if one.alive]
         for side, other in (_SIDES, _SIDES[::-1]):
-            if any(one.on(side) for one in alive) or not self._minima[side]:
+            there = (one.on(side) or self._moving.get(one.name) is side for one in alive)
+            if any(there) or not self._minima[side]:
                 continue
             able = [
                 one
@@ -191,7 +204,9 @@ class RoleController:
         for of_engines in (self._since_s, self._failures):
             for gone in of_engines.keys() - known:
                 del of_engines[gone]
-        self._moving &= known
+        for gone in self._moving.keys() - known:
+            del self._moving[gone]
+        self._repaired &= known
         for name, since_s in self._since_s.items():
             self._since_s[name] = min(since_s, now_s)
         for name, (failed_s, count) in self._failures.items():

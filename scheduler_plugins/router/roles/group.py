@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -35,30 +37,42 @@ class Work(NamedTuple):
         return max(self.prefill / max(prefill, 1e-9), self.decode / max(decode, 1e-9))
 
 
-class Group(NamedTuple):
-    """The engines of a group that are alive, and what is known of its requests."""
+@dataclass(frozen=True)
+class Group:
+    """The engines of a group that are alive, and what is known of its requests, at one time."""
 
     name: str
     members: Sequence[Member]
     history: History
     front: Front
     now_s: float
+    _seen: dict[float, Seen] = field(default_factory=dict)
 
-    def side(self, role: Role) -> list[Member]:
-        """Engines that serve this side."""
-        return [one for one in self.members if one.on(role)]
+    @cached_property
+    def prefill(self) -> list[Member]:
+        """Engines that serve prefill."""
+        return [one for one in self.members if one.on(Role.PREFILL)]
+
+    @cached_property
+    def decode(self) -> list[Member]:
+        """Engines that serve decode."""
+        return [one for one in self.members if one.on(Role.DECODE)]
 
     def mover(
         self, source: Role, target: Role, rank: Callable[[Member], object] | None = None
     ) -> Member | None:
         """The emptiest engine of role `source` that can get role `target` now; None if there is none."""
         able = [one for one in self.members if one.role is source and target in one.may]
-        return min(able, key=rank or _emptiness, default=None)  # type: ignore[arg-type, type-var]
+        return min(able, key=rank or _emptiness, default=None)  # type: ignore[arg-type]
 
     def seen(self, seconds: float) -> Seen:
         """What happened in the last seconds."""
-        return self.history.over(self.now_s, seconds, self.name)
+        found = self._seen.get(seconds)
+        if found is None:
+            found = self._seen[seconds] = self.history.over(self.now_s, seconds, self.name)
+        return found
 
+    @cached_property
     def promises(self) -> tuple[float, float]:
         """TTFT and TPOT in seconds, promised or assumed."""
         seen = self.seen(PROMISE_S)
@@ -68,6 +82,7 @@ class Group(NamedTuple):
             tpot_s if tpot_s < inf else ASSUMED_TPOT_S,
         )
 
+    @cached_property
     def costs(self) -> CostModel:
         """Mean costs of the engines whose decode costs are known; of all engines if none are."""
         every = [one.view.costs for one in self.members]
@@ -78,27 +93,34 @@ class Group(NamedTuple):
 
         `fewer`: as if this number of engines had left, and the others had their queues.
         """
-        side = self.side(Role.PREFILL)
+        side = self.prefill
         if len(side) <= fewer:
             return inf
         queued_s = sum(one.view.queued_s(self.now_s) for one in side)
-        queued_s += self.front.tokens * self.costs().a
+        queued_s += self.front.tokens * self.costs.a
         return queued_s / (len(side) - fewer) / ttft_s
 
     def decode_pressure(self, tpot_s: float, fewer: int = 0) -> float:
         """The larger of: time per token as a part of the promise, KV in use as a part of the room."""
-        side = self.side(Role.DECODE)
+        side = self.decode
         if len(side) <= fewer:
             return inf
         spread = len(side) / (len(side) - fewer)
-        parts = [_decode_part(one, tpot_s, spread) for one in side]
-        told = self.seen(10).tpot_ratio if not self.costs().knows_decode else 0.0
+        parts = [decode_part(one, tpot_s, spread) for one in side]
+        told = self.seen(10).tpot_ratio if not self.costs.knows_decode else 0.0
         return max(sum(parts) / len(parts), told)
 
     def work(self, seconds: float) -> Work | None:
         """The load of the last seconds; None if no request has ended or costs of decode are unknown."""
-        seen, costs = self.seen(seconds), self.costs()
-        longer = self.seen(PROMISE_S)
+        seen, each = self.seen(seconds), self.mix(seconds)
+        if each is None:
+            return None
+        per_s = seen.arrivals / max(1.0, seen.seconds)
+        return Work(each.prefill * per_s, max(each.decode * per_s, self.decoding()))
+
+    def mix(self, seconds: float) -> Work | None:
+        """Seconds of an engine, on each side, for the mean request of the last seconds; None as in `work`."""
+        seen, costs, longer = self.seen(seconds), self.costs, self.seen(max(seconds, PROMISE_S))
         if not (seen.arrivals and longer.prefills and longer.answers and costs.knows_decode):
             return None
         prompt = seen.tokens / seen.arrivals
@@ -110,29 +132,35 @@ class Group(NamedTuple):
         prefill_s = costs.c * steps + costs.a * uncached + costs.b * spread * uncached**2
         ended = seen if seen.answers >= 10 else longer
         answer = ended.answered / ended.answers
-        decode_s = answer * self.token_s(prompt + answer / 2)
-        per_s = seen.arrivals / max(1.0, seen.seconds)
-        return Work(prefill_s * per_s, max(decode_s * per_s, self.decoding()))
+        return Work(prefill_s, answer * self.token_s(prompt + answer / 2))
 
     def decoding(self) -> float:
-        """Decode engines that the sequences of now keep busy. Answers that have not ended are part of it."""
-        _, tpot_s = self.promises()
-        return sum(_decode_part(one, tpot_s, 1.0) for one in self.side(Role.DECODE))
+        """Decode engines that the sequences of now keep busy, those included that wait for room."""
+        found = 0.0
+        for one in self.decode:
+            batch = one.view.batch
+            if batch:
+                found += batch / self.largest_batch(one.view.context / batch)
+        return found
 
     def token_s(self, context: float) -> float:
-        """Seconds of one engine for one token, at the largest batch that keeps promise and room.
+        """Seconds of one engine for one token, at the largest batch. `context`: mean tokens of a sequence."""
+        batch = self.largest_batch(context)
+        return (self.costs.d0 + (self.costs.d1 + self.costs.d2 * context) * batch) / batch
 
-        `context`: mean tokens of a sequence.
-        """
-        costs, (_, tpot_s) = self.costs(), self.promises()
-        room = [r for one in self.side(Role.DECODE) if (r := _room(one)) < inf]
-        most = FILL * sum(room) / len(room) if room else inf
-        batch = min(MOST_BATCH, most / max(1.0, context))
-        each_s = costs.d1 + costs.d2 * context
-        if each_s:
+    def largest_batch(self, context: float) -> float:
+        """The largest batch of an engine that keeps promise and room, with `context` tokens a sequence."""
+        costs, (_, tpot_s) = self.costs, self.promises
+        batch = min(MOST_BATCH, self._room / max(1.0, context))
+        if each_s := costs.d1 + costs.d2 * context:
             batch = min(batch, (tpot_s - costs.d0) / each_s)
-        batch = max(1.0, batch)
-        return (costs.d0 + each_s * batch) / batch
+        return max(1.0, batch)
+
+    @cached_property
+    def _room(self) -> float:
+        """Mean room of a decode engine, as far as sequences fill it; infinite if unknown."""
+        room = [known for one in self.decode if (known := _room(one)) < inf]
+        return FILL * sum(room) / len(room) if room else inf
 
 
 def groups(fleet: Fleet, now_s: float) -> list[Group]:
@@ -157,7 +185,8 @@ def _room(member: Member) -> float:
     return member.view.context + max(0.0, member.view.free_kv)
 
 
-def _decode_part(member: Member, tpot_s: float, spread: float) -> float:
+def decode_part(member: Member, tpot_s: float, spread: float = 1.0) -> float:
+    """How near a decode engine is to its promise or its room. `spread`: as if it had this many times its sequences."""
     view = member.view
     step_s = 0.0
     if view.costs.knows_decode and view.batch:

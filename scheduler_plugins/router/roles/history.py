@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from math import inf
+from operator import add
 from typing import NamedTuple
 
 KEPT_S = 600
@@ -123,8 +124,7 @@ class History:
         for second, row in reversed(self._groups.get(group, ())):
             if second < first:
                 break
-            for n, value in enumerate(row):
-                sums[n] += value
+            sums = list(map(add, sums, row))
         passed_s = min(seconds, max(0.0, now_s - self._begun_s))
         return Seen(*sums)._replace(seconds=passed_s)
 

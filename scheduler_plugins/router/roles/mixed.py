@@ -23,7 +23,7 @@ class Mixed(RolePolicy):
 
 
 def _move(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises()
+    ttft_s, tpot_s = group.promises
     p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
     told = f"mixed: prefill {p:.2f}, decode {d:.2f} of the promise"
     if max(p, d) > FULL:

@@ -35,10 +35,10 @@ class Pressure(RolePolicy):
 
 
 def _move(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises()
+    ttft_s, tpot_s = group.promises
     p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
     works = [group.work(seconds) for seconds in LOADS_S]
-    sides = len(group.side(Role.PREFILL)), len(group.side(Role.DECODE))
+    sides = len(group.prefill), len(group.decode)
     missed = _missed(group) / MISSED
     if max(p, d) <= HIGH and works[-1] is not None and missed > HIGH:
         if works[-1].prefill / max(1, sides[0]) >= works[-1].decode / max(1, sides[1]):

@@ -7,9 +7,10 @@ from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy
 from scheduler_plugins.router.roles.group import Group, groups
 
-MIX_S = 60.0
-"""The mix of requests is that of this time."""
-GAIN = 0.05
+MIX_S = (60.0, 180.0, 600.0)
+"""The mix of requests is that of the first of these times with `ENOUGH` answers."""
+ENOUGH = 200
+GAIN = 0.15
 """A move must lower the utilisation of the fuller side by this part."""
 
 
@@ -26,10 +27,11 @@ class Ratio(RolePolicy):
 
 
 def _move(group: Group) -> Move | None:
-    work = group.work(MIX_S)
+    enough = [seconds for seconds in MIX_S if group.seen(seconds).answers >= ENOUGH]
+    work = group.mix(enough[0]) if enough else None
     if work is None:
         return None
-    p, d = len(group.side(Role.PREFILL)), len(group.side(Role.DECODE))
+    p, d = len(group.prefill), len(group.decode)
     best = min(range(1, p + d), key=lambda k: work.fullest(k, p + d - k), default=p)
     if best == p or work.fullest(best, p + d - best) > (1 - GAIN) * work.fullest(p, d):
         return None
@@ -38,7 +40,7 @@ def _move(group: Group) -> Move | None:
     if mover is None:
         return None
     cause = (
-        f"ratio: work of {work.prefill:.2f} prefill and {work.decode:.2f} decode engines; "
+        f"ratio: a request takes {work.prefill:.3f} s of prefill and {work.decode:.3f} s of decode; "
         f"{best}:{p + d - best} fits it better than {p}:{d}"
     )
     return Move(mover.name, target, cause)

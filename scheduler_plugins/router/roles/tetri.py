@@ -33,8 +33,8 @@ def _move(group: Group) -> Move | None:
     work = group.work(OVER_S)
     if work is None:
         return None
-    p = work.prefill / max(1, len(group.side(Role.PREFILL)))
-    d = work.decode / max(1, len(group.side(Role.DECODE)))
+    p = work.prefill / max(1, len(group.prefill))
+    d = work.decode / max(1, len(group.decode))
     if p < IDLE and d > BUSY:
         source, target = Role.PREFILL, Role.DECODE
     elif d < IDLE and p > BUSY:

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m scheduler_plugins.bench roles`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
+from pd_connector.tools.cli.bench_report import exit_codes, report
+from pd_connector.tools.output import Json
+from scheduler_plugins.bench.roles import decision_cost
+from scheduler_plugins.bench.roles import shift as shifting
+from scheduler_plugins.bench.roles import steady as steadying
+from scheduler_plugins.bench.roles.fleets import FLEETS, FleetKind
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.roles.registry import ROLES
+from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.trace import TraceError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Role policies in the simulator, beside fixed ratios and an oracle.",
+)
+Code = Annotated[Path, typer.Argument(help="A trace with short answers: azure_code.csv.")]
+Conv = Annotated[Path, typer.Argument(help="A trace with long answers: azure_conv.csv.")]
+FleetName = Annotated[str, typer.Option(help=f"One of {', '.join(FLEETS)}, or all.")]
+Requests = Annotated[int, typer.Option(min=200, help="The first N requests of each trace.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate.")]
+
+
+@app.command("shift")
+def shift(
+    code: Code,
+    conv: Conv,
+    fleet: FleetName = "all",
+    requests: Requests = 3000,
+    jobs: Jobs = 2,
+    json: Json = None,
+) -> None:
+    """One trace, then the other, in both orders: the largest common rate that keeps the promises in both.
+
+    A rate of 1.0 is, in each half, the capacity of the best fixed ratio in that very window.
+    """
+    with exit_codes(Console(stderr=True)):
+        traces = {path.stem: _read(path, requests) for path in (code, conv)}
+        found = list[shifting.Shifted]()
+        for kind in _fleets(fleet):
+            halves = shifting.capacities(kind, traces, jobs, _say)
+            found += [shifting.compare(kind, order, jobs, _say) for order in (halves, halves[::-1])]
+    Console().print(_rates(found))
+    tables = []
+    for one in found:
+        params = {"fleet": one.fleet.name, "traces": one.order}
+        rows = [
+            Comparison(name, params, _one(ours), _one(theirs), "", bar, True)
+            for name, ours, theirs, bar in shifting.bars(one)
+        ]
+        tables.append(("baseline", rows))
+    report(tables, ["simulated, level 2: no engine was run"], json)
+
+
+@app.command("steady")
+def steady(
+    code: Code,
+    conv: Conv,
+    fleet: FleetName = "opt-13b-a100",
+    requests: Requests = 3000,
+    minutes: Annotated[float, typer.Option(min=1, help="Simulated time of each workload.")] = 15.0,
+    only: Annotated[str, typer.Option(help="Workloads whose name has this text.")] = "",
+    jobs: Jobs = 2,
+    json: Json = None,
+) -> None:
+    """Traffic that keeps its shape or swings: Poisson, the traces' own bursts, steps, sines of the mix.
+
+    Parts of the requests that are served in time, beside the best fixed ratio.
+    """
+    with exit_codes(Console(stderr=True)):
+        traces = {path.stem: _read(path, requests) for path in (code, conv)}
+        tables, rows = (
+            list[tuple[str, list[Comparison]]](),
+            Table("fleet", "workload", "load", "best fixed", *steadying.POLICIES, box=None),
+        )
+        for kind in _fleets(fleet):
+            halves = shifting.capacities(kind, traces, jobs, _say)
+            chosen = steadying.cases(halves, minutes * 60)
+            chosen = [one for one in chosen if only in one.name]
+            for one in steadying.compare(kind, chosen, jobs, _say):
+                best = one.fixed[one.best]
+                cells = [f"{run.kept:.3f} ({run.moves})" for run in one.roles.values()]
+                ratio = f"{best.kept:.3f} ({shifting.ratio_name(one.best)})"
+                rows.add_row(kind.name, one.case.name, f"{one.case.load:g}", ratio, *cells)
+                tables.append(("allowed", _steady_bars(kind, one)))
+    Console().print(rows)
+    Console().print("in parentheses: moves in the whole time")
+    report(tables, ["simulated, level 2: no engine was run"], json)
+
+
+def _steady_bars(fleet: FleetKind, found: steadying.Steady) -> list[Comparison]:
+    params: dict[str, str | int | float] = {
+        "fleet": fleet.name,
+        "workload": found.case.name,
+        "load": found.case.load,
+    }
+    ours = found.roles["pressure"]
+    below = max(0.0, 100 * (found.fixed[found.best].kept - ours.kept))
+    rows = [Comparison("points below fixed", params, _one(below), _one(found.case.points), "", 1.0)]
+    if found.case.moves is not None:
+        moves, most = _one(float(ours.moves)), _one(float(found.case.moves))
+        rows.append(Comparison("moves", params, moves, most, "", 1.0))
+    return rows
+
+
+@app.command("cost")
+def cost(json: Json = None) -> None:
+    """The CPU time of one decision for 64 engines."""
+    rows = [
+        Comparison(
+            f"a decision of {name}",
+            {"engines": decision_cost.ENGINES},
+            _one(decision_cost.decision_ms(name)),
+            _one(decision_cost.BAR_MS),
+            "ms",
+            1.0,
+        )
+        for name in ROLES
+    ]
+    report([("allowed", rows)], [], json)
+
+
+def _rates(found: list[shifting.Shifted]) -> Table:
+    names = ["best fixed", "worst fixed", shifting.ORACLE, *shifting.POLICIES]
+    table = Table("fleet", "traces", *names, box=None, padding=(0, 2, 0, 0))
+    for one in found:
+        (worst, least), (best, most) = one.fixed[0], one.fixed[-1]
+        cells = [f"{most:.2f} ({best})", f"{least:.2f} ({worst})"]
+        cells += [f"{one.rates[name]:.2f}" for name in names[2:]]
+        table.add_row(one.fleet.name, one.order, *cells)
+    return table
+
+
+def _fleets(name: str) -> list[FleetKind]:
+    if name == "all":
+        return list(FLEETS.values())
+    if name not in FLEETS:
+        raise BenchError(f"fleet {name!r}: must be all or one of {', '.join(FLEETS)}")
+    return [FLEETS[name]]
+
+
+def _read(path: Path, requests: int) -> list[Waiting]:
+    try:
+        return trace.load(path, requests)
+    except TraceError as error:
+        raise BenchError(str(error)) from None
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _one(value: float) -> Sample:
+    return Sample((value,))
