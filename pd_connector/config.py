@@ -13,7 +13,7 @@ import msgspec
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
-from pd_connector.hosts import is_host, is_loopback, is_peer_entry, is_wildcard, matches
+from pd_connector.hosts import is_host, is_loopback, is_peer_entry, is_wildcard, matches, port_range
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
@@ -57,6 +57,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Producers that may be dialled although their address is not sealed with the key: networks, addresses and
     names (`*.` stands for any part before a dot). With a key, `load` sets none by default: every engine seals
     its address, and with such an entry a client could make this engine dial ports of this machine."""
+    control_port: int | str = 0
+    """Port on which consumers reach a producer, or a range such as `"7100-7107"`, of which each rank of this host takes
+    a free one. 0: the system chooses."""
+    data_port: int | str = 0
+    """The same for the data of the transport `tcp`. `nixl` and `ucx` choose ports themselves."""
     insecure: bool = False
     """Allow addresses other than loopback without a key. KV is then plaintext, open to anyone."""
     transports: tuple[str, ...] = (AUTO,)
@@ -231,6 +236,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"host {self.host!r} without a key: only loopback addresses are allowed then. "
                 f"Set {KEY_VARIABLE} to the same secret on every engine (`pd-connector key` makes "
                 "one), or set `insecure: true` if the network is trusted"
+            )
+        for name in ("control_port", "data_port"):
+            try:
+                port_range(getattr(self, name))
+            except ValueError as error:
+                raise self._wrong(name, str(error)) from None
+        control, data = port_range(self.control_port), port_range(self.data_port)
+        if control != range(1) and set(control) & set(data):
+            raise self._wrong(
+                "data_port", f"must share no port with control_port ({self.control_port})"
             )
         if not self.transports:
             raise ConfigError(

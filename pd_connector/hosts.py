@@ -54,6 +54,21 @@ def is_peer_entry(entry: str) -> bool:
     return _network(entry) is not None or bool(_NAME.fullmatch(entry))
 
 
+def port_range(written: int | str) -> range:
+    """The ports of a config key: a number, or the first and the last such as `7100-7107`. 0 lets the system choose.
+
+    Raises:
+        ValueError: it is neither, or no ports lie between.
+    """
+    first, dash, last = str(written).partition("-")
+    if not (first.isdecimal() and (last.isdecimal() or not dash)):
+        raise ValueError('must be a port, or a range of ports such as "7100-7107"')
+    found = range(int(first), int(last or first) + 1)
+    if found != range(1) and not (found and found[0] > 0 and found[-1] < 1 << 16):
+        raise ValueError("must lie between 1 and 65535, the smaller port first")
+    return found
+
+
 def matches(host: str, entry: str) -> bool:
     """Whether `host` equals the address or name `entry`, or lies within the network `entry`."""
     network = _network(entry)

@@ -42,8 +42,31 @@ _REMEDIES: dict[Cause, str] = {
     Cause.UNKNOWN_TRANSFER: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
     Cause.LEASE_EXPIRED: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
     Cause.STALLED: "raise `stall_timeout_s` if the link is slow; else look for the link's errors",
+    Cause.MALFORMED_PARAMS: (
+        "the proxy sends kv_transfer_params of another connector: set it to NixlConnector's protocol (docs/proxies.md)"
+    ),
+    Cause.ROLE: "send prompts to kv_producer engines first and their KV's parameters to kv_consumer engines",
+    Cause.UNTRUSTED_ADDRESS: (
+        "give all engines one PD_CONNECTOR_KEY and let the proxy pass on kv_transfer_params whole, or set `peers`"
+    ),
     Cause.WAIT_TIMEOUT: "raise `wait_timeout_s`, or send the prefill engine fewer prompts",
 }
+
+
+UNASKED: dict[str, str] = {
+    "no_params": (
+        "the proxy in front sends no kv_transfer_params: set it to NixlConnector's protocol, or use pd-router "
+        "(docs/proxies.md)"
+    ),
+    "nothing_asked": (
+        "its kv_transfer_params have neither do_remote_decode nor do_remote_prefill: set the proxy to NixlConnector's "
+        "protocol, or use pd-router (docs/proxies.md)"
+    ),
+}
+"""What to do if requests ask for no handoff, by the cause in `unmoved_prompts`."""
+_USED = ("releases", "sent_chunks", "outgoing_transfers", "incoming_transfers")
+"""Metrics that are above zero at an engine that a proxy has asked for a handoff; `handoffs` is another."""
+_BY_CAUSE = ("failed_transfers", "handoffs", "ignored_params", "unmoved_prompts")
 
 
 class Outage(NamedTuple):
@@ -63,7 +86,7 @@ def remedy(cause: Cause) -> str:
     return _REMEDIES.get(cause, "see the troubleshooting table in docs/configuration.md")
 
 
-def told(causes: Mapping[Cause, int]) -> str:
+def told(causes: Mapping[Cause, int] | Mapping[str, int]) -> str:
     """Counts by cause as text, most first, such as `unreachable 40, stalled 2`."""
     ordered = sorted(causes.items(), key=lambda item: -item[1])
     return ", ".join(f"{cause} {count}" for cause, count in ordered)
@@ -103,19 +126,38 @@ def handoffs_in(metrics: str) -> dict[str, int]:
 
 
 def outage_in(metrics: str) -> Outage | None:
-    """What is wrong at a decode engine, from its `/metrics` (Prometheus' text). None if KV arrives there, if none
-    was asked for, or if the engine has no PDConnector."""
-    failing, failed = False, Counter[Cause]()
+    """What is wrong at an engine, from its `/metrics` (Prometheus' text). None if KV moves there, if there was no prompt
+    to move, or if the engine has no PDConnector."""
+    totals = Counter[str]()
+    by_cause = {name: Counter[str]() for name in _BY_CAUSE}
     for name, labels, value in _SAMPLE.findall(metrics):
-        failing |= name == FAILING_GAUGE and float(value) > 0
-        cause = _CAUSE.search(labels) if name == "failed_transfers" else None
-        if cause and cause[1] in list(Cause):
-            failed[Cause(cause[1])] += int(float(value))
-    if not failing:
+        totals[name] += int(float(value))
+        if name in by_cause and (cause := _CAUSE.search(labels)):
+            by_cause[name][cause[1]] += int(float(value))
+    if totals[FAILING_GAUGE] > 0:
+        return _failing(by_cause["failed_transfers"])
+    ignored, unmoved = by_cause["ignored_params"], by_cause["unmoved_prompts"]
+    # A request whose parameters were ignored counts as a handoff with that cause, too.
+    asked = by_cause["handoffs"] - ignored
+    if asked or any(totals[name] > 0 for name in _USED) or not +(ignored + unmoved):
         return None
-    telling = [cause for cause in failed if cause not in HARMLESS]
-    worst = max(telling, key=lambda cause: failed[cause], default=Cause.INTERNAL)
-    found = (
-        f"no KV has arrived there for a minute; transfers failed since its start: {told(failed)}"
+    return _unasked(ignored, unmoved)
+
+
+def _failing(failed: Counter[str]) -> Outage:
+    known = Counter(
+        {Cause(cause): count for cause, count in failed.items() if cause in list(Cause)}
     )
+    telling = [cause for cause in known if cause not in HARMLESS]
+    worst = max(telling, key=lambda cause: known[cause], default=Cause.INTERNAL)
+    found = f"no KV has arrived there for a minute; transfers failed since its start: {told(known)}"
     return Outage(found, remedy(worst))
+
+
+def _unasked(ignored: Counter[str], unmoved: Counter[str]) -> Outage:
+    causes = +(ignored + unmoved)
+    found = f"no KV has moved there since its start: no request has asked for it so that it can be followed ({told(causes)})"
+    worst = causes.most_common(1)[0][0]
+    if worst in unmoved:
+        return Outage(found, UNASKED.get(worst, ""))
+    return Outage(found, remedy(Cause(worst)) if worst in list(Cause) else "")

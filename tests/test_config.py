@@ -275,3 +275,21 @@ def test_the_end_of_a_line_is_no_part_of_a_key_or_of_a_host(space: str) -> None:
     told = _load({KEY_VARIABLE: key + space, HOST_VARIABLE: f"10.0.0.1{space}"})
     assert (told.key, told.host) == (key, "10.0.0.1")
     assert _load(key=key + space).key == key
+
+
+@pytest.mark.parametrize("key", ["control_port", "data_port"])
+@pytest.mark.parametrize("value", [0, 7100, "7100", "7100-7107"])
+def test_a_port_or_a_range_of_ports_may_be_set(key: str, value: int | str) -> None:
+    assert getattr(_load(**{key: value}), key) == value
+
+
+@pytest.mark.parametrize("key", ["control_port", "data_port"])
+@pytest.mark.parametrize("value", [-1, 65536, "7107-7100", "0-7", "7100-", "any", "", 7100.5, True])
+def test_what_is_no_port_is_told(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        _load(**{key: value})
+
+
+def test_control_and_data_share_no_port() -> None:
+    with pytest.raises(ConfigError, match="must share no port with control_port"):
+        _load(control_port="7100-7107", data_port=7107)

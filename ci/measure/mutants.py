@@ -2,8 +2,9 @@
 """Counts small errors in the code that the tests find: `python ci/measure/mutants.py [--seed 1] [--count 60]`.
 
 Each mutant is one change of one expression, chosen by the seed: a comparison, a sum, a number, a condition. The tests
-of its room run in a copy of the tree until one fails. The same seed makes the same mutants of the same code, so two
-suites can be compared. Prints a line for each mutant, and the sum by room.
+of its room run in a copy of the tree until one fails or takes too long. The same seed makes the same mutants of the
+same code, so two suites can be compared. Prints a line for each mutant, with the test that found it, and the sum by
+room. A missed mutant is a missing test, or equal to the code: somebody has to look.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import collections
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,9 +28,15 @@ ROOMS = {
     "pd_connector/protocol": ("tests/protocol", "tests/agent"),
     "pd_connector/plan": ("tests/plan", "tests/protocol"),
     "pd_connector/agent": ("tests/agent",),
-    "scheduler_plugins/router/request": ("tests/scheduler_plugins/router",),
+    "scheduler_plugins/router/request": (
+        "tests/scheduler_plugins/router/request",
+        "tests/scheduler_plugins/router",
+    ),
 }
-"""The code to change, and the tests that should notice."""
+"""The code to change, and the tests that should notice: the folder that mirrors it first."""
+TEST_S = 300
+FOLDER_S = 1800
+"""A mutant that hangs is found: the longest time of one test, and of a folder's tests."""
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -118,23 +126,40 @@ def sample(seed: int, count: int) -> list[tuple[str, Mutant]]:
     return found
 
 
-def passes(tree: Path, room: str) -> bool:
-    """Whether the room's tests pass in this copy of the tree."""
+def found_by(tree: Path, room: str) -> str | None:
+    """The first failing test of the room in this copy of the tree; None if all pass."""
+    for folder in ROOMS[room]:
+        if (test := failing(tree, folder)) is not None:
+            return test
+    return None
+
+
+def failing(tree: Path, folder: str) -> str | None:
+    """The first failing test of a folder; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-n", "2"]
+    command += ["--dist", "loadfile", "-m", "not engine and not quiet", f"--timeout={TEST_S}"]
     paths = os.pathsep.join((str(tree), str(tree / "kernels")))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-n", "2"]
-    command += [
-        "--dist",
-        "loadfile",
-        "-m",
-        "not engine and not quiet",
-        "--timeout=120",
-        *ROOMS[room],
-    ]
     # Otherwise a mutant of equal size, made within the same second, would not be compiled again.
     env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    return (
-        subprocess.run(command, cwd=tree, env=env, capture_output=True, check=False).returncode == 0
+    running = subprocess.Popen(
+        [*command, folder],
+        cwd=tree,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
     )
+    try:
+        told, _ = running.communicate(timeout=FOLDER_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+        return f"{folder}: not over after {FOLDER_S} s"
+    if running.returncode == 0:
+        return None
+    failed = [line for line in told.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else f"{folder}: {told.splitlines()[-1:]}"
 
 
 def main() -> None:
@@ -148,21 +173,22 @@ def main() -> None:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         rooms = [given.room] if given.room else list(ROOMS)
-        if failing := [room for room in rooms if not passes(tree, room)]:
-            sys.exit(f"tests of {failing} fail without any mutant: nothing would be learnt")
+        for room in rooms:
+            if (test := found_by(tree, room)) is not None:
+                sys.exit(f"without any mutant, {test}: nothing would be learnt")
         for room, mutant in sample(given.seed, given.count):
             if room not in rooms:
                 continue
             file = tree / mutant.path
             right = file.read_text()
             file.write_text(mutant.source)
-            found = not passes(tree, room)
+            test = found_by(tree, room)
             file.write_text(right)
             made[room] += 1
-            seen[room] += found
-            words = "found" if found else "MISSED"
+            seen[room] += test is not None
             print(
-                f"{words}  {mutant.path}:{mutant.line}  {mutant.before}  ->  {mutant.after}",
+                f"{'MISSED' if test is None else 'found'}  {mutant.path}:{mutant.line}  "
+                f"{mutant.before}  ->  {mutant.after}  {test or ''}",
                 flush=True,
             )
     for room in rooms:

@@ -163,6 +163,8 @@ class Agent:
         """Numeric address that consumers dial: they look up no name."""
         self.port = self._loop.port
         """Control port that consumers dial; 0 for a rank that does not produce."""
+        self.data_port = self._loop.data_port
+        """TCP port that consumers dial for data; 0 if there is none."""
         if self.port and len(shards) < 2:
             self.introduce([Peer(Source(config.host, self.port, engine_id), cache.geometry.shard)])
         told = (self._loop.choice.describe(), self._loop.buffers.slot_memory)

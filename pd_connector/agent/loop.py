@@ -5,6 +5,7 @@ machines. The loop owns transports, slots, sockets and sessions."""
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from pd_connector.agent.commands import (
@@ -71,7 +72,7 @@ class Loop:
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included.
         audits: what is known of producers; None where none has to be audited.
-        port: control port to listen on; 0 lets the system choose.
+        port: control port to listen on; 0: the config says.
         wrap: what to make of each transport, for tests.
         store: where chunks of KV outlive their request; None without a pool.
         trust: which writers of chunks are believed.
@@ -104,6 +105,8 @@ class Loop:
         trust: WriterTrust | None = None,
         engine: str = "",
     ) -> None:
+        if not produces:  # nobody dials it
+            config = msgspec.structs.replace(config, data_port=0)
         self._config = config
         self._cache = cache
         self._commands = commands
@@ -129,9 +132,9 @@ class Loop:
             keys = CurveKeys.derive(config.key) if config.key else None
             self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
             self._begin_to_compile()
-            self._transports = [
-                wrap(transport) for transport in self._make_transports(keys, choice)
-            ]
+            made = self._make_transports(keys, choice)
+            self.data_port = max((one.port for one in made), default=0) if produces else 0
+            self._transports = [wrap(transport) for transport in made]
             resources = RankResources(
                 config=config,
                 identity=identity,

@@ -31,6 +31,7 @@ COUNTERS_BY_CAUSE = {
     "staged_sessions": "Sessions of a cache on a GPU whose chunks pass through slots in host memory, by the reason: `config`, `transport`, `kernels`, `memory`, `setup`, or `peer`, which has none on a device (producer).",
     "releases": "Requests whose pages were freed; cause `delivered` is the good one (producer).",
     "ignored_params": "Requests whose kv_transfer_params could not be followed.",
+    "unmoved_prompts": "Prompts of more than a page whose requests ask for no handoff: `no_params`, or `nothing_asked` in their kv_transfer_params.",
     "lost_sessions": "Sessions with producers that ended (consumer).",
     "rejected_sessions": "Sessions refused to consumers (producer).",
     "pool_misses": "Loads from the pool that did not come about, by cause: `late`, `refused`; or chunks not saved, `busy`.",

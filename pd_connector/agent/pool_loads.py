@@ -12,12 +12,12 @@ from typing import Any
 
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
-from pd_connector.errors import Cause, PDConnectorError, PoolError
+from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.route import Route
 from pd_connector.pool.jobs import Fill, PromptChunk
-from pd_connector.pool.keys import model_root
+from pd_connector.pool.keys import CHUNK_TOKENS, model_root
 from pd_connector.pool.loader import Landing, Loader, ReadChunk
 from pd_connector.pool.plans import plan_load
 from pd_connector.pool.stored import ChunkLoader
@@ -38,19 +38,49 @@ _STALL_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """A load under way."""
+    """A load under way.
+
+    Attributes:
+        waits: numbers of the chunks that are neither placed nor given up.
+        stop: number of the first chunk that cannot be used. Chunks from it on are not placed.
+        cause: why that chunk cannot be used.
+        miss: the same as the pool calls it, if the chunk itself is at fault.
+    """
 
     fill: Fill
     fence: Any
-    left: int  # chunks
+    waits: set[int]
+    stop: int
     began_s: float
     moved_s: float
     nbytes: int = 0
     cause: Cause | None = None
+    miss: Miss | None = None
     detail: str = ""
     comparison: Comparison | None = None
     routes: set[Route] = field(default_factory=set)
     writers: set[bytes] = field(default_factory=set)
+
+    def wants(self, number: int) -> bool:
+        """Whether this chunk is still to be placed."""
+        return number < self.stop and number in self.waits
+
+    def fail(self, number: int, cause: Cause, detail: str, miss: Miss | None = None) -> None:
+        """This chunk cannot be used. A comparison is of all chunks or none."""
+        if number < self.stop:
+            self.stop = min(self.waits, default=number) if self.fill.compares else number
+            self.cause, self.detail, self.miss = cause, detail, miss
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to be placed."""
+        return not any(number < self.stop for number in self.waits)
+
+    @property
+    def stop_token(self) -> int:
+        """Tokens of the load before this one are in place."""
+        fill = self.fill
+        return max(fill.first_token, min(self.stop * CHUNK_TOKENS, fill.stop_token))
 
 
 class PoolLoads:
@@ -101,8 +131,8 @@ class PoolLoads:
         """Give up loads that have stalled."""
         for filling in list(self._fillings):
             if time.monotonic() >= filling.moved_s + _STALL_S:
-                filling.cause = Cause.STALLED
-                filling.detail = f"the store has not answered for {_STALL_S:g} s"
+                detail = f"the store has not answered for {_STALL_S:g} s"
+                filling.fail(min(filling.waits), Cause.STALLED, detail)
                 self._end(filling)
 
     def close(self) -> None:
@@ -117,12 +147,13 @@ class PoolLoads:
             facts: the model that the engine serves.
         """
         now = time.monotonic()
-        filling = _Filling(fill, fence, len(fill.chunks), now, now)
+        numbers = [chunk.number for chunk in fill.chunks]
+        filling = _Filling(fill, fence, set(numbers), numbers[-1] + 1, now, now)
         self._fillings.append(filling)
         if fill.compares:
             filling.comparison = Comparison(fill.chunks[0].adapter, experts=self._experts)
         if fill.model != model_root(facts):
-            filling.cause, filling.detail = Cause.MODEL, "the weights have changed"
+            filling.fail(numbers[0], Cause.MODEL, "the weights have changed")
         for chunk in fill.chunks:
             self._readers.submit(self._read, filling, chunk, facts)
 
@@ -130,7 +161,7 @@ class PoolLoads:
         """In a thread that reads."""
         found: ReadChunk | PDConnectorError | None = None
         landing: Landing | None = None
-        if filling.cause is None:
+        if filling.wants(chunk.number):
             try:
                 landing = self._landings.get(timeout=_LANDING_WAIT_S)
                 found = self._loader.read(chunk, facts, landing)
@@ -149,15 +180,15 @@ class PoolLoads:
         landing: Landing | None,
     ) -> None:
         if isinstance(found, PDConnectorError):
-            filling.cause = filling.cause or Cause.POOL
-            filling.detail = filling.detail or str(found)
-        elif found is not None and filling.cause is None:
+            miss = found.cause if isinstance(found, PoolError) else None
+            filling.fail(chunk.number, Cause.POOL, str(found), miss)
+        elif found is not None and filling.wants(chunk.number):
             self._use(filling, chunk, found)
         if landing is not None:
             self._landings.put(landing)
-        filling.left -= 1
+        filling.waits.discard(chunk.number)
         filling.moved_s = time.monotonic()
-        if not filling.left and filling in self._fillings:
+        if filling.ended and filling in self._fillings:
             self._end(filling)
 
     def _use(self, filling: _Filling, chunk: PromptChunk, found: ReadChunk) -> None:
@@ -169,12 +200,12 @@ class PoolLoads:
         try:
             for part in () if fill.compares else found.parts:
                 if problem := self._trust.problem(part.engine_id, part.writer):
-                    filling.cause, filling.detail = problem
+                    filling.fail(chunk.number, *problem)
                     return
             pieces = plan_load(needs, found.own, fill.pages, chunk.number, *span)
             if not self._cache.prepare([piece.route for piece in pieces], gathers=False):
-                filling.cause = Cause.POOL
-                filling.detail = "kernels for this writer's layout are being compiled"
+                detail = "kernels for this writer's layout are being compiled"
+                filling.fail(chunk.number, Cause.POOL, detail)
                 return
             with self._gate.touching(fill.request) as confirm:
                 if filling.comparison is None:
@@ -189,10 +220,10 @@ class PoolLoads:
         except AbandonedError:
             raise
         except PoolError as error:
-            filling.cause, filling.detail = Cause.POOL, str(error)
+            filling.fail(chunk.number, Cause.POOL, str(error), error.cause)
         except Exception as error:
             logger.exception("pool: a chunk could not be placed")
-            filling.cause, filling.detail = Cause.INTERNAL, repr(error)
+            filling.fail(chunk.number, Cause.INTERNAL, repr(error))
 
     def _judge(self, filling: _Filling, comparison: Comparison) -> None:
         """A comparison has ended: believe the writers from now on, or never."""
@@ -218,16 +249,10 @@ class PoolLoads:
         fill, seconds = filling.fill, time.monotonic() - filling.began_s
         if filling.comparison is not None:
             self._judge(filling, filling.comparison)
-        elif filling.cause is None:
-            self._telemetry.count("pool_loaded_bytes", filling.nbytes)
         else:
-            logger.log(
-                logging.INFO if filling.cause is Cause.UNAUDITED else logging.WARNING,
-                "request %s: KV from the pool is not used, its prompt is computed: %s",
-                fill.request,
-                filling.detail,
-            )
-            self._telemetry.count("pool_misses", cause=filling.cause)
+            self._telemetry.count("pool_loaded_bytes", filling.nbytes)
+            if filling.cause is not None:
+                self._miss(filling, filling.cause)
         self._report(
             Finished(
                 fill.request,
@@ -236,5 +261,18 @@ class PoolLoads:
                 filling.nbytes,
                 len(fill.chunks),
                 seconds,
+                stop_token=filling.stop_token,
+                miss=filling.miss,
             )
         )
+
+    def _miss(self, filling: _Filling, cause: Cause) -> None:
+        """Tell of a load that did not come about, or not as a whole."""
+        logger.log(
+            logging.INFO if cause is Cause.UNAUDITED else logging.WARNING,
+            "request %s: KV from the pool is used up to token %d, the rest of the prompt is computed: %s",
+            filling.fill.request,
+            filling.stop_token,
+            filling.detail,
+        )
+        self._telemetry.count("pool_misses", cause=filling.miss or cause)

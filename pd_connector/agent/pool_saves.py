@@ -2,6 +2,7 @@
 """Copies computed chunks out of pages, and has a thread write them into the store."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ logger = logging.getLogger("pd_connector.agent.pool_saves")
 
 _BUFFERS = 4
 """Chunks that are copied and not written yet."""
+_WAITS_S = 1.0
+"""Longest wait of a save for a buffer, in seconds. Its pages are kept meanwhile, and a store may never answer."""
 
 
 class PoolSaves:
@@ -53,7 +56,8 @@ class PoolSaves:
         self._report = report
         self._done = done
         self._form = describe(cache)
-        self._waiting: deque[tuple[Save, Any]] = deque()  # each with its fence
+        # Each with its fence, and when it came.
+        self._waiting: deque[tuple[Save, Any, float]] = deque()
         last = places(self._form, cache.geometry)[-1]
         self._free = [bytearray(last.offset + last.nbytes) for _ in range(_BUFFERS)]
         self._writers = ThreadPoolExecutor(1, "pd-pool-save")
@@ -64,32 +68,41 @@ class PoolSaves:
         return bool(self._waiting and self._free)
 
     @property
+    def due_s(self) -> float:
+        """When a save has waited too long for a buffer, in seconds, monotonic."""
+        return self._waiting[0][2] + _WAITS_S if self._waiting and not self._free else float("inf")
+
+    @property
     def device_done(self) -> bool:
         """Whether the first of these can begin."""
         return self.waits_for_device and self._cache.happened(self._waiting[0][1])
 
     def add(self, save: Save, fence: Any) -> None:
         """A chunk is computed once the work before `fence` is done."""
-        self._waiting.append((save, fence))
+        self._waiting.append((save, fence, time.monotonic()))
 
     def close(self) -> None:
         """End the thread; what is not written is dropped."""
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, facts: ModelFacts) -> None:
-        """Copy what is computed, as far as there are buffers.
+        """Copy what is computed, as far as there are buffers. What has waited too long is not saved.
 
         Args:
             facts: the model that the engine serves.
         """
         while self.device_done:
-            save, fence = self._waiting.popleft()
+            save, fence, _ = self._waiting.popleft()
             buffer = self._free.pop()
             form = self._copied(save, facts, memoryview(buffer), fence)
             if form is None:
                 self._free.append(buffer)
                 continue
             self._writers.submit(self._write, save, form, facts, buffer)
+        while time.monotonic() >= self.due_s:
+            save, *_ = self._waiting.popleft()
+            self._report(Saved(save.request))
+            self._telemetry.count("pool_saves", cause="busy")
 
     def _copied(
         self, save: Save, facts: ModelFacts, payload: memoryview, fence: Any

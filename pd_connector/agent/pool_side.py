@@ -79,7 +79,7 @@ class PoolSide:
     @property
     def due_s(self) -> float:
         """When `tick` has something to do although nothing happens, in seconds, monotonic."""
-        return self._loads.due_s
+        return min(self._loads.due_s, self._saves.due_s)
 
     def change_model(self, facts: ModelFacts) -> None:
         """The engine serves other weights from now on."""
@@ -103,7 +103,7 @@ class PoolSide:
         while not self._done.empty():
             self._done.get()()
         self._saves.begin(self._facts)
-        if time.monotonic() >= self.due_s:
+        if time.monotonic() >= self._loads.due_s:
             self._loads.tick()
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host names, addresses and ZeroMQ endpoints."""
 
+import errno
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -50,6 +51,22 @@ def bound(host: str, port: int, backlog: int, *, again: bool = False) -> socket.
         listening.close()
         raise
     return listening
+
+
+def bound_within(host: str, ports: range, backlog: int, *, again: bool = False) -> socket.socket:
+    """A socket that listens on the first of these ports that is free; as `bound`.
+
+    Raises:
+        OSError: no port is free, or the address is not of this machine.
+    """
+    for port in ports:
+        try:
+            return bound(host, port, backlog, again=again)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    span = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}-{ports[-1]} are all"
+    raise OSError(errno.EADDRINUSE, f"{span} taken: each rank on this host needs one of its own")
 
 
 def readable(polled: zmq.Socket[bytes]) -> bool:

@@ -11,7 +11,7 @@ import socket
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pd_connector.control.addresses import bound, endpoint, numeric, readable
+from pd_connector.control.addresses import bound_within, endpoint, numeric, readable
 from pd_connector.control.connections import Connections
 from pd_connector.control.keys import CurveKeys
 from pd_connector.control.liveness import keep_alive
@@ -47,7 +47,7 @@ class Listener:
 
     Args:
         host: to listen on. Names are looked up here, once.
-        port: 0 lets the system choose.
+        ports: the first free one is taken; 0 lets the system choose.
         patience_s: how long a connection may be without a session (`serve`).
     """
 
@@ -56,7 +56,7 @@ class Listener:
         context: Context,
         host: str,
         keys: CurveKeys | None,
-        port: int = 0,
+        ports: range = range(1),
         patience_s: float = 5.0,
     ) -> None:
         self.socket = context.socket(zmq.ROUTER)
@@ -71,7 +71,7 @@ class Listener:
             keys.guard(self.socket)
         try:
             self.host = numeric(host)
-            self._bound = bound(self.host, port, _BACKLOG, again=True)
+            self._bound = bound_within(self.host, ports, _BACKLOG, again=True)
             self._listening = os.dup(self._bound.fileno())  # libzmq closes it
             self.socket.setsockopt(zmq.USE_FD, self._listening)
             self.port = int(self._bound.getsockname()[1])
@@ -80,7 +80,7 @@ class Listener:
             self.socket.close()
             raise PDConnectorError(
                 f"control channel cannot listen on host {host!r}: {error}; "
-                "set `host` to a name or address of this machine"
+                "set `host` to a name or address of this machine, and `control_port` to ports that are free"
             ) from error
         self._connections = Connections(context, self.socket, self.port, patience_s)
         # Senders that have a session, or just spoke, and their connections, either way.

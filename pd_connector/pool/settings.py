@@ -62,6 +62,19 @@ def load(value: object, environment: Mapping[str, str] = os.environ) -> PoolSett
     Raises:
         ConfigError: an unknown key, a value that cannot be used, or more than there is.
     """
+    given = check(value)
+    if given is None:
+        return None
+    read, write = (given.get(name, True) is True for name in ("read", "write"))
+    return PoolSettings(_memory(given, environment), _disk(given), read, write)
+
+
+def check(value: object) -> Mapping[str, object] | None:
+    """Check the value of the config key `pool` without looking at this machine. Returns its keys; None if it is false.
+
+    Raises:
+        ConfigError: an unknown key, or a value that cannot be used on any machine.
+    """
     if value is False:
         return None
     if value is not True and not isinstance(value, Mapping):
@@ -79,7 +92,10 @@ def load(value: object, environment: Mapping[str, str] = os.environ) -> PoolSett
         raise ConfigError(
             "pool.read false and pool.write false: the pool would not be used; leave out the config key pool"
         )
-    return PoolSettings(_memory(given, environment), _disk(given), read, write)
+    for name in ("memory", "disk"):
+        if name in given:
+            _size(name, given[name])
+    return given
 
 
 def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Space:

@@ -141,11 +141,12 @@ class Manager(BaseKVManager):
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))
         logger.info(
-            "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
+            "PDConnector ready: engine %s, %s, control port %s:%d, data port %d, transports %s, %s",
             self._address.engine_id,
             "prefill" if self._produces else "decode",
             self._config.host,
             self.agent.port,
+            self.agent.data_port,
             self.agent.transports,
             cache.geometry,
         )

@@ -75,6 +75,8 @@ class Transport(abc.ABC):
     reaches_devices: ClassVar[bool] = False
     """Whether it moves chunks between slots in device memory, where both sides have such slots. Others
     move host memory only."""
+    port: int = 0
+    """The TCP port that consumers dial for data; 0 if it has none, or chooses several itself."""
     label: str = ""
     """The transport's name in the config and in the log, if it differs from `name`. Peers know `name`."""
     verifies: bool = False

@@ -15,6 +15,7 @@ from pd_connector.control.keys import CurveKeys
 from pd_connector.control.sockets import Context
 from pd_connector.errors import TransportError
 from pd_connector.extensions import load_entry_points, unknown_name
+from pd_connector.hosts import port_range
 from pd_connector.memory.buffers import Buffers
 from pd_connector.transport.base import Transport
 from pd_connector.transport.shm.transport import ShmTransport
@@ -96,6 +97,7 @@ def _make_tcp(parts: TransportParts) -> Transport:
         config.permits,
         shared=keys.server_secret + keys.client_secret if keys else b"",
         pace=Pace(config.heartbeat_s, silence_s),
+        ports=port_range(config.data_port),
     )
 
 

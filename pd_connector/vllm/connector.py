@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.adapters import watch
+from pd_connector.vllm.extension import Operated
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_connector.vllm")
 
 
-class PDConnector(KVConnectorBase_V1, SupportsHMA):
+class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     """Made once in the scheduler and once in each worker; has only the side of its role."""
 
     if CacheHitSource is not None:
@@ -115,7 +116,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             assert self._engine_id is not None
             source = Source(address.host, address.port, self._engine_id)
             peers[rank] = Peer(source, address.shard)
-        self._scheduler.set_peers(in_order(peers))
+        ports = {a.data_port for a in metadata.values() if isinstance(a, RankAddress)}
+        self._scheduler.set_peers(in_order(peers), tuple(ports - {0}))
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         assert self._scheduler is not None
@@ -143,10 +145,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         assert self._scheduler is not None
+        activity = connector_output.kv_connector_worker_meta
+        if isinstance(activity, WorkerActivity):
+            self._scheduler.loads_broke_off(activity.cuts)
         failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id, failed=request_id in failed)
-        activity = connector_output.kv_connector_worker_meta
         if isinstance(activity, WorkerActivity):
             self._scheduler.workers_reported(activity)
 
@@ -205,6 +209,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Called with every step, after the results: pages that loads have left unfilled."""
+        assert self._worker is not None
+        return self._worker.fills.take_invalid_pages()
 
     def build_connector_worker_meta(self) -> WorkerActivity | None:
         assert self._worker is not None

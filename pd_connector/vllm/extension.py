@@ -2,6 +2,21 @@
 """Calls that an operator can make to vLLM's workers. They need
 `--worker-extension-cls pd_connector.vllm.extension.WorkerExtension`."""
 
+from abc import ABC, abstractmethod
+
+
+class Operated(ABC):
+    """The connector that the calls reach. It imports this module, and not the reverse: `weight_loads` knows the calls'
+    names, and the connector needs `weight_loads`."""
+
+    @abstractmethod
+    def set_weights_version(self, version: str) -> None:
+        """See `WorkerExtension`."""
+
+    @abstractmethod
+    def outgoing_transfers(self) -> int:
+        """See `WorkerExtension`."""
+
 
 class WorkerExtension:
     """Becomes a part of vLLM's worker. `collective_rpc("set_weights_version", args=("step 1200",))`, or the same by
@@ -14,20 +29,19 @@ class WorkerExtension:
         Raises:
             RuntimeError: this engine has no PDConnector.
         """
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        from pd_connector.vllm.connector import PDConnector
-
-        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-        if not isinstance(connector, PDConnector):
+        if (connector := _connector()) is None:
             raise RuntimeError("this engine has no PDConnector to tell a version of the weights")
         connector.set_weights_version(version)
 
     def outgoing_transfers(self) -> int:
         """Transfers of this rank that decode engines have not yet fetched; 0 without a PDConnector."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+        connector = _connector()
+        return 0 if connector is None else connector.outgoing_transfers()
 
-        from pd_connector.vllm.connector import PDConnector
 
-        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-        return connector.outgoing_transfers() if isinstance(connector, PDConnector) else 0
+def _connector() -> Operated | None:
+    """This worker's PDConnector, if it has one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return connector if isinstance(connector, Operated) else None

@@ -13,8 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pd_connector.agent.commands import Command
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, Miss
 from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.consuming.incoming import Finished
 
 
 class Prefill(NamedTuple):
@@ -34,6 +35,30 @@ class AuditReport(NamedTuple):
     engines: tuple[str, ...]  # the producers of the KV
     detail: str
 
+    @classmethod
+    def of(cls, outcome: Finished) -> "AuditReport":
+        """The report of a load that compared."""
+        counterparts = outcome.comparison.counterparts if outcome.comparison else ()
+        engines = tuple(sorted({one.engine_id for one in counterparts}))
+        return cls(outcome.request, outcome.cause, engines, outcome.detail)
+
+
+class Cut(NamedTuple):
+    """A load from the pool has broken off."""
+
+    stop_token: int  # tokens before this one are in place
+    cause: Cause
+    miss: Miss | None  # what is wrong with the chunk at that token
+
+
+def earliest(some: Mapping[str, Cut], others: Mapping[str, Cut]) -> dict[str, Cut]:
+    """For each load the cut after which no rank has anything in place."""
+    found = dict(some)
+    for request, cut in others.items():
+        if request not in found or cut.stop_token < found[request].stop_token:
+            found[request] = cut
+    return found
+
 
 @dataclass
 class StepCommands(KVConnectorMetadata):
@@ -51,12 +76,13 @@ class StepCommands(KVConnectorMetadata):
 
 @dataclass
 class RankAddress(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), and the rank's
-    shard."""
+    """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), the rank's shard, and
+    the port for data (0: none)."""
 
     host: str
     port: int
     shard: Shard
+    data_port: int = 0
 
 
 @dataclass
@@ -66,7 +92,7 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     `ready`: watched requests whose KV can be loaded now. `unavailable`: watched requests whose KV will not come.
     `unaudited`: requests whose KV was refused because its producer has not passed an audit. Also: audits that
     have ended, the gauges of ranks with a changed gauge, how often ranks' weights have changed (if they have),
-    and why KV of requests has not come.
+    why KV of requests has not come, and how far loads from the pool came that broke off.
     """
 
     ready: frozenset[str] = frozenset()
@@ -76,6 +102,7 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     gauges: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     weight_changes: Mapping[int, int] = field(default_factory=dict)
     causes: Mapping[str, Cause] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
     saved: Mapping[str, int] = field(default_factory=dict)
     models: Mapping[int, bytes] = field(default_factory=dict)
 
@@ -89,6 +116,7 @@ class WorkerActivity(KVConnectorWorkerMetadata):
             {**self.gauges, **other.gauges},
             {**self.weight_changes, **other.weight_changes},
             {**self.causes, **other.causes},
+            earliest(self.cuts, other.cuts),
             Counter(self.saved) + Counter(other.saved),
             {**self.models, **other.models},
         )

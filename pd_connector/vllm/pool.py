@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool in the scheduler: which chunks are saved, and which are loaded instead of being computed.
 
-Look-ups: `pool_looks.py`. Pages that are kept for saves: `pool_saves.py`. Comparisons: `pool_audit.py`.
+Look-ups: `pool_looks.py`. Loads that end: `pool_loads.py`. Pages that are kept for saves: `pool_saves.py`. Comparisons: `pool_audit.py`.
 """
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Fill, Save
-from pd_connector.pool.keys import (
-    CHUNK_TOKENS,
-)
+from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.told import EngineInPool
@@ -22,8 +20,9 @@ from pd_connector.pool.worth import Worth
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
-from pd_connector.vllm.messages import WorkerActivity
+from pd_connector.vllm.messages import Cut, WorkerActivity
 from pd_connector.vllm.pool_audit import PoolAudit
+from pd_connector.vllm.pool_loads import PoolLoads
 from pd_connector.vllm.pool_looks import PoolLooks
 from pd_connector.vllm.pool_prompt import Loading, PoolPrompt, asked
 from pd_connector.vllm.pool_saves import PoolSaves
@@ -83,10 +82,12 @@ class PoolSide:
         self._began_s = time.monotonic()
         self._warned = False
         self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
+        self._loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
 
     def bind(self, blocks: "BlockPool") -> None:
         """Attach vLLM's pages."""
         self._saves.bind(blocks)
+        self._looks.shared.caching = blocks.enable_caching
 
     @property
     def model(self) -> bytes:
@@ -113,9 +114,8 @@ class PoolSide:
         before = self.model
         self._models.update(activity.models)
         if self.model != before:
-            logger.info(
-                "pool: %s", "in use" if self.model else "not used: the weights are not known"
-            )
+            used = "in use" if self.model else "not used: the weights are not known"
+            logger.info("pool: %s", used)
             if before:
                 self.forget_all()
             self._tell()
@@ -127,7 +127,7 @@ class PoolSide:
             )
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
-                self._failed(prompt, cause)
+                self._loads.failed(prompt, cause)
         self._saves.answered(activity.saved)
         self._saves.answered(Counter(report.request for report in activity.audits))
         self._audit.reported(activity.audits)
@@ -142,18 +142,6 @@ class PoolSide:
             bytes_per_s=speeds,
         )
         self._store.tell(told.encode())
-
-    def _failed(self, prompt: PoolPrompt, cause: Cause) -> None:
-        """A load of this prompt has failed; it is computed here."""
-        loading, prompt.failed = prompt.failed, None
-        if loading is None:
-            return
-        if cause is Cause.STALLED:
-            self._worth.silent(loading.found[0].tier, time.monotonic())
-        elif cause is Cause.UNAUDITED:
-            self._audit.begin(prompt, loading.tokens)
-        elif cause is Cause.AUDIT:
-            self._audit.refuse(loading.keys)
 
     def forget_all(self) -> None:
         """KV of the requests that run now must be neither saved nor compared."""
@@ -200,17 +188,17 @@ class PoolSide:
     ) -> Fill | None:
         """Pages have been allocated. Returns the command that fills them, if there is something to load."""
         prompt = self._prompts.get(request.request_id)
+        self._looks.shared.forget(request.request_id)
         if prompt is None or not prompt.loads or prompt.look is None:
             return None
-        stop, prompt.loads, prompt.look = prompt.loads, 0, None
+        look, stop, prompt.loads, prompt.look = prompt.look, prompt.loads, 0, None
         first = stop - external_tokens
         if not external_tokens or not self.model:
             return None
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
         found = prompt.found[chunks.start : chunks.stop]
-        self._looks.pin(keys)
-        prompt.loading = Loading(keys, found, range(first, stop), time.monotonic())
+        self._loads.begin(prompt, Loading(keys, found, range(first, stop), time.monotonic(), look))
         tables = []
         for table, size in zip(
             kept_pages(blocks.get_block_ids()), self._windows.page_sizes, strict=True
@@ -226,24 +214,23 @@ class PoolSide:
             tuple(tables),
         )
 
+    def broke_off(self, cuts: Mapping[str, Cut]) -> None:
+        """Ranks could not load all chunks. The end of these loads is told next, or later if other ranks go on."""
+        for request_id, cut in cuts.items():
+            if prompt := self._prompts.get(request_id):
+                self._loads.broke_off(prompt, cut)
+
     def load_ended(self, request_id: str, *, failed: bool) -> bool:
-        """The ranks have ended a load. Returns whether it was one from the pool."""
+        """The ranks have ended a load. Returns whether it was one from the pool.
+
+        Args:
+            failed: vLLM keeps none of its pages, otherwise those up to the load's cut.
+        """
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.loading is None:
             return False
-        loading, prompt.loading = prompt.loading, None
-        self._looks.unpin(loading.keys)
-        if failed:
-            prompt.kept = 0  # what is damaged has been removed: save it again
-            prompt.failed = loading
-            return True
-        seconds = time.monotonic() - loading.began_s
-        nbytes = sum(one.nbytes for one in loading.found)
-        self._telemetry.count("pool_hits", len(loading.keys))
-        tiers = {one.tier for one in loading.found}
-        if len(tiers) == 1:
-            self._worth.loaded(tiers.pop(), 0.0, nbytes, seconds)
-        self._tell(nbytes // len(loading.found))
+        if chunk_bytes := self._loads.ended(prompt, prompt.loading, failed=failed):
+            self._tell(chunk_bytes)
         return True
 
     def step(self, output: "SchedulerOutput") -> list[Save | Fill]:
@@ -271,6 +258,7 @@ class PoolSide:
     def finished(self, request: "Request", pages: Sequence[Sequence[int]]) -> list[Save | Fill]:
         """A request has ended. Returns saves of the chunks that it has computed last, and comparisons."""
         prompt = self._prompts.pop(request.request_id, None)
+        self._looks.shared.forget(request.request_id)
         if prompt is None:
             return []
         if prompt.loading:
@@ -300,13 +288,9 @@ class PoolSide:
         keys = prompt.keys or [prompt.root(self.model)]
         known = (len(keys) - 1) * CHUNK_TOKENS
         prompt.keys = prompt.longer(keys, request.all_token_ids[known : stop * CHUNK_TOKENS])
-        first, prompt.kept = prompt.kept, stop
-        wanted = range(first, stop)
-        there = self._store.find(prompt.keys[first + 1 : stop + 1])
+        first, prompt.kept = max(prompt.kept, self._looks.stored(prompt)), stop
         saves = []
-        for number, found in zip(wanted, there, strict=True):
-            if found is not None:
-                continue
+        for number in range(first, stop):
             if self._saves.full:
                 self._telemetry.count("pool_misses", cause="busy")
                 break

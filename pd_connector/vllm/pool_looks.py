@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look-ups in the store, in a thread of their own from the moment a request is queued.
 
-A request waits at most `LOOK_S` for its look-up. vLLM's scheduler never waits for the store.
+A request waits at most `LOOK_S` for its look-up. vLLM's scheduler never waits for the store. A store that is slow or does
+not answer is left alone: `Answers` says when for look-ups, `Worth` for loads.
 """
 
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, PoolError
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.store.base import Found, Store
-from pd_connector.pool.worth import Worth
+from pd_connector.pool.worth import Answers, Worth
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.pool_audit import PoolAudit
 from pd_connector.vllm.pool_prompt import Look, PoolAsk, PoolPrompt
+from pd_connector.vllm.pool_sharing import SharedLoads
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -30,6 +32,9 @@ _SAVED_WITHIN_S = 2.0
 class PoolLooks:
     """Used by the scheduler's thread only.
 
+    Attributes:
+        shared: loads under way, for which requests wait that want the same chunks.
+
     Args:
         audit: says which chunks are not believed, and when a writer is being compared.
         worth: says how many chunks pay.
@@ -41,17 +46,31 @@ class PoolLooks:
         self._worth = worth
         self._telemetry = telemetry
         self._thread = ThreadPoolExecutor(1, "pd-pool-look")
+        self._probes = ThreadPoolExecutor(1, "pd-pool-probe")
+        self._probe: Future[None] | None = None
+        self._probed: list[tuple[str, int, float]] = []  # tier, bytes, seconds
+        self._answers = Answers()
+        self._found_in: list[float] = []  # seconds that the store took for look-ups
+        self._asked_s = float("inf")  # since when the store has not answered the thread
+        self.shared = SharedLoads()
 
     def begin(self, prompt: PoolPrompt, model: bytes) -> None:
-        """Begin a prompt's look-up, unless it has begun.
+        """Begin a prompt's look-up, unless it has begun, or the store is left alone.
 
         Args:
             model: that the engine has loaded; empty while it is not known.
         """
-        if prompt.reads and model:
-            prompt.reads, prompt.asked_s = False, time.monotonic()
-            tokens = list(prompt.request.all_token_ids)
-            prompt.look = self._thread.submit(self._look, prompt, tokens, model)
+        if not model or not prompt.unasked:
+            return
+        self._hear()
+        now = time.monotonic()
+        if not self._answers.asks(now):
+            return
+        prompt.unasked, prompt.asked_s = False, now
+        tokens = list(prompt.request.all_token_ids)
+        prompt.there = self._thread.submit(self._look, prompt, tokens, model)
+        if prompt.reads:
+            prompt.look = prompt.there
 
     def matched(self, prompt: PoolPrompt, computed: int) -> int | None:
         """Tokens to load beyond the `computed` ones that are here; None: ask again."""
@@ -59,8 +78,9 @@ class PoolLooks:
             return 0
         if self._audit:  # a writer is being compared: until that is over, prompts are computed
             return self._missed(prompt, Cause.UNAUDITED)
+        self._hear()
         if not prompt.look.done():
-            late = time.monotonic() >= prompt.asked_s + LOOK_S
+            late = time.monotonic() >= prompt.asked_s + LOOK_S or not self._answers.waited_for
             return self._missed(prompt, "late") if late else None
         if prompt.pays is None:
             try:
@@ -69,11 +89,19 @@ class PoolLooks:
                 logger.exception("pool: a look-up failed; the prompt is computed")
                 return self._missed(prompt, "failed")
             prompt.keys, prompt.found = look.keys, look.found
-            prompt.kept = max(prompt.kept, len(look.found))
-            prompt.pays = self._paying(look.found, computed // CHUNK_TOKENS)
+            prompt.pays = self._paying(look, computed // CHUNK_TOKENS)
         stop = min(prompt.pays * CHUNK_TOKENS, prompt.request.num_tokens - 1)
         prompt.loads = stop if stop > computed else 0
+        if prompt.loads and self.shared.comes(prompt, computed, time.monotonic()):
+            return None
         return int(max(0, stop - computed))
+
+    def stored(self, prompt: PoolPrompt) -> int:
+        """How many of a prompt's first chunks its look-up has found, told once; 0 while that is not known."""
+        if prompt.there is None or not prompt.there.done():
+            return 0
+        look, prompt.there = prompt.there, None
+        return len(look.result().found) if look.exception() is None else 0
 
     def pin(self, keys: Sequence[bytes]) -> None:
         """These chunks will be loaded."""
@@ -87,22 +115,57 @@ class PoolLooks:
         """A client wants these chunks to be kept."""
         self._thread.submit(self._pin, keys, ask.pin_s, f"tenant {ask.tenant}")
 
+    def _hear(self) -> None:
+        """Take in what the threads have measured."""
+        while self._probed:
+            self._worth.probed(*self._probed.pop())
+        now = time.monotonic()
+        if now - self._asked_s >= LOOK_S:
+            self._answers.late(now)
+        while self._found_in:
+            if self._found_in.pop() < LOOK_S:
+                self._answers.in_time()
+            else:
+                self._answers.late(now)
+
     def _look(self, prompt: PoolPrompt, tokens: Sequence[int], model: bytes) -> Look:
         keys = prompt.longer([prompt.root(model)], tokens)
+        self._asked_s = began_s = time.monotonic()
+        try:
+            there = self._store.find(keys[1:])
+        finally:
+            self._asked_s = float("inf")
+            self._found_in.append(time.monotonic() - began_s)
         found: list[Found] = []
-        for key, one in zip(keys[1:], self._store.find(keys[1:]), strict=True):
+        for key, one in zip(keys[1:], there, strict=True):
             if one is None or self._audit.refused(key):
                 break
             found.append(one)
         return Look(keys, found)
 
-    def _paying(self, found: Sequence[Found], first: int) -> int:
+    def _paying(self, look: Look, first: int) -> int:
         """How many of the chunks found are worth loading, if the first `first` ones are here."""
+        found, now = look.found, time.monotonic()
         missing = [(one.tier, one.nbytes) for one in found[first:]]
-        pays = min(first, len(found)) + self._worth.chunks(missing, time.monotonic())
+        pays = min(first, len(found)) + self._worth.chunks(missing, now)
         if pays < len(found):
             self._telemetry.count("pool_misses", len(found) - pays, cause="not_worth")
+            idle = self._probe is None or self._probe.done()
+            if idle and (place := self._worth.probe(missing, now)) is not None:
+                key, one = look.keys[first + place + 1], found[first + place]
+                self._probe = self._probes.submit(self._read, key, one)
         return pays
+
+    def _read(self, key: bytes, found: Found) -> None:
+        """Read a chunk for which nobody waits."""
+        began_s = time.monotonic()
+        try:
+            for part in found.parts:
+                with self._store.read(key, part) as reading:
+                    reading.into(memoryview(bytearray(reading.nbytes)), 0)
+        except PoolError:
+            return
+        self._probed.append((found.tier, found.nbytes, time.monotonic() - began_s))
 
     def _missed(self, prompt: PoolPrompt, cause: str) -> int:
         prompt.look = None

@@ -19,6 +19,7 @@ from pd_connector.pool.keys import (
     token_bytes,
 )
 from pd_connector.pool.store.base import Found
+from pd_connector.vllm.messages import Cut
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -71,6 +72,20 @@ class Loading(NamedTuple):
     found: list[Found]
     tokens: range
     began_s: float
+    look: "Future[Look]"
+    cut: Cut | None = None  # it broke off
+
+    @property
+    def loaded(self) -> int:
+        """Chunks that are in place once the load has ended."""
+        if self.cut is None:
+            return len(self.keys)
+        return self.cut.stop_token // CHUNK_TOKENS - self.tokens.start // CHUNK_TOKENS
+
+    @property
+    def stop_token(self) -> int:
+        """Tokens before this one are in place once the load has ended."""
+        return self.tokens.stop if self.cut is None else self.cut.stop_token
 
 
 @dataclass(slots=True)
@@ -80,14 +95,19 @@ class PoolPrompt:
     inputs: tuple[Input, ...]
     look: "Future[Look] | None"
     ask: PoolAsk
-    reads: bool  # its look-up has yet to begin
+    reads: bool
     writes: bool
     pages: list[list[int]] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     stepped: bool = False  # the step that found its cached pages is over
     kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
     found: list[Found] = field(default_factory=list)
+    unasked: bool = True  # its look-up has yet to begin
     asked_s: float = 0.0  # when its look-up began
+    there: "Future[Look] | None" = (
+        None  # the same look-up, until it was heard for the sake of saves
+    )
+    waits_until_s: float = 0.0  # the longest wait for loads of other requests
     pays: int | None = None  # chunks from the beginning that are here or worth loading
     loads: int = 0  # token at which a load ends; 0 without one
     loading: "Loading | None" = None

@@ -39,8 +39,24 @@ class PoolSaves:
         return bool(self._kept)
 
     def bind(self, blocks: "BlockPool") -> None:
-        """Attach vLLM's pages."""
+        """Attach vLLM's pages.
+
+        vLLM resets its prefix cache only while no page is in use. Kept pages are no request's, and what is saved stays
+        right. So they count as free during a reset, and are kept on afterwards. `unpin_blocks` is not used: a page has
+        one watcher there, which another connector, or another save of the page, would replace.
+        """
         self._blocks = blocks
+        reset = blocks.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            kept = [block for pages, _ in self._kept.values() for block in pages]
+            blocks.free_blocks(reversed(kept))
+            try:
+                return reset()
+            finally:
+                blocks.touch(kept)
+
+        blocks.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
 
     @property
     def full(self) -> bool:

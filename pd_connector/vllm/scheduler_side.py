@@ -24,12 +24,13 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.fetching import Fetching, fetched_tokens
 from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
-from pd_connector.vllm.messages import StepCommands, WorkerActivity
+from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.offers import Offers
 from pd_connector.vllm.pool import PoolSide
 from pd_connector.vllm.stale import StalePages
 from pd_connector.vllm.uncomputable import Uncomputable
+from pd_connector.vllm.unmoved import UnmovedPrompts
 from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class SchedulerSide:
     ) -> None:
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
+        self._unmoved = UnmovedPrompts(self.telemetry, max(windows.page_sizes, default=0))
         self._config = config
         self._produces = produces
         self._consumes = consumes
@@ -101,9 +103,10 @@ class SchedulerSide:
         if self.pool:
             self.pool.bind(blocks)
 
-    def set_peers(self, peers: tuple[Peer, ...]) -> None:
-        """The addresses of the workers, and each worker's shard."""
-        self.offers.address = sealed(self.offers.address._replace(peers=peers), self._config.key)
+    def set_peers(self, peers: tuple[Peer, ...], data_ports: tuple[int, ...] = ()) -> None:
+        """The addresses of the workers, each worker's shard, and their ports for data."""
+        address = self.offers.address._replace(peers=peers, data_ports=data_ports)
+        self.offers.address = sealed(address, self._config.key)
         if self._config.address_file:
             self._publish(Path(self._config.address_file))
 
@@ -124,6 +127,7 @@ class SchedulerSide:
         try:
             parsed = transfer_params.parse(request.kv_transfer_params)
             if parsed is None:
+                self._unmoved.note(request.num_prompt_tokens, request.kv_transfer_params)
                 return
             if request.prompt_token_ids is None or request.prompt_embeds is not None:
                 raise ValueError("the prompt has embeddings: only token prompts are moved")
@@ -132,13 +136,15 @@ class SchedulerSide:
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
-        if parsed.do_remote_prefill:
+        if parsed.describe:  # a decode engine answers it without an address
+            if self._produces:
+                self.offers.describe(request)
+        elif parsed.do_remote_prefill:
             self._announce_fetch(request, parsed)
         elif not self._produces:
             self._ignore(request, Cause.ROLE, "do_remote_decode, but kv_role is kv_consumer")
-        elif parsed.describe:
-            self.offers.describe(request)
         else:
+            self._unmoved.used()
             transfer = parsed.transfer_id or request.request_id
             identity = self._identity_of(request)
             if identity is None:
@@ -188,6 +194,11 @@ class SchedulerSide:
     def workers_called(self) -> None:
         """An operator has called a method of the workers. It may have changed the weights."""
         self._workers_called = True
+
+    def loads_broke_off(self, cuts: Mapping[str, Cut]) -> None:
+        """Ranks could not load all chunks of requests. The end of these loads is told with it, or later."""
+        if self.pool:
+            self.pool.broke_off(cuts)
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """The workers reported the end of a load."""
@@ -260,6 +271,7 @@ class SchedulerSide:
             self._ignore(request, Cause.UNTRUSTED_ADDRESS, str(error))
             return
         watch = parsed.wait and self._config.defer_pages
+        self._unmoved.used()
         identity = self._identity_of(request, fetched_tokens(request, parsed))
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
         if identity is None:  # its pages are not needed

@@ -10,6 +10,8 @@ from pd_connector.pool.host import settings_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+NAME = "PDConnector"
+"""The connector's name in `kv_connector`."""
 HOST_VARIABLE = "VLLM_HOST_IP"
 """vLLM's own variable for the address of this host."""
 
@@ -19,6 +21,32 @@ def load_config(extra: dict[str, Any]) -> Config:
     config = Config.load(extra, host_variable=HOST_VARIABLE)
     settings_of(config.pool)  # only its check
     return config
+
+
+def check_name(transfer: Any) -> None:
+    """Raises ConfigError if the name in vLLM's KVTransferConfig is ours but for its case. vLLM would say later, and
+    without advice, that it is unsupported."""
+    name = getattr(transfer, "kv_connector", None)
+    if not isinstance(name, str) or name == NAME or name.lower() != NAME.lower():
+        return
+    if not transfer.kv_connector_module_path:  # Dynamo's PdConnector has one
+        raise ConfigError(f"kv_connector {name!r}: did you mean {NAME!r}?")
+
+
+def connector_parts(transfer: Any) -> list[dict[str, Any]]:
+    """The `kv_connector_extra_config` of each PDConnector in vLLM's KVTransferConfig: its own, or those of parts of a
+    MultiConnector. Empty without one."""
+    if transfer is None:
+        return []
+    name, extra = transfer.kv_connector, transfer.kv_connector_extra_config or {}
+    if name == NAME:
+        return [extra]
+    parts = extra.get("connectors") if isinstance(extra, dict) else None
+    return [
+        part.get("kv_connector_extra_config") or {}
+        for part in (parts if isinstance(parts, list) else ())
+        if isinstance(part, dict) and part.get("kv_connector") == NAME
+    ]
 
 
 def gets_embeddings(vllm_config: "VllmConfig") -> bool:

@@ -36,6 +36,7 @@ from pd_connector.vllm.model import (
     model_facts,
 )
 from pd_connector.vllm.model_watch import ModelWatch
+from pd_connector.vllm.pool_fills import PoolFills
 from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class WorkerSide:
         self._unavailable: set[str] = set()
         self._causes: dict[str, Cause] = {}
         self._compared: set[str] = set()  # requests with a load that only compares
+        self.fills = PoolFills(kv_cache_config)  # loads from the pool
         self._audits: list[AuditReport] = []
         self._unaudited: set[str] = set()
         self._over: list[str] = []  # requests whose pages were kept for a comparison
@@ -112,16 +114,19 @@ class WorkerSide:
         submit = self._agent.submit
         self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit)
         self._told_changes = 0
-        self._address = RankAddress(self._agent.host, self._agent.port, shard)
+        self._address = RankAddress(
+            self._agent.host, self._agent.port, shard, self._agent.data_port
+        )
         if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
             source = Source(self._agent.host, self._agent.port, transfer.engine_id)
             self._agent.introduce(gather_ranks(Peer(source, shard)))
         logger.info(
-            "PDConnector ready: engine %s, %s, control port %s:%d, transports %s, %s",
+            "PDConnector ready: engine %s, %s, control port %s:%d, data port %d, transports %s, %s",
             transfer.engine_id,
             transfer.kv_role,
             self._config.host,
             self._agent.port,
+            self._agent.data_port,
             self._agent.transports,
             cache.geometry,
         )
@@ -144,6 +149,8 @@ class WorkerSide:
         for command in step.commands if present else self._of_before(step.commands):
             if isinstance(command, Load | Fill) and command.compares:
                 self._compared.add(command.request)
+            elif isinstance(command, Fill):
+                self.fills.begin(command)
             self._agent.submit(command)  # type: ignore[union-attr]
         self._over += step.over
         self._prefills = step.prefills if present else []
@@ -183,14 +190,16 @@ class WorkerSide:
                     self._saved[outcome.request] += 1
                 case Finished() if outcome.request in self._compared:
                     self._compared.discard(outcome.request)
-                    self._audits.append(_report(outcome))
+                    self._audits.append(AuditReport.of(outcome))
                 case Finished():
                     if outcome.cause in (Cause.UNAUDITED, Cause.AUDIT):
                         self._unaudited.add(outcome.request)
                     received.add(outcome.request)
+                    kept = self.fills.ended(outcome)
                     if outcome.cause is not None:
-                        failed.add(outcome.request)
                         self._causes[outcome.request] = outcome.cause
+                        if not kept:
+                            failed.add(outcome.request)
                 case Held():
                     if outcome.cause is None:
                         self._ready.add(outcome.request)
@@ -216,6 +225,7 @@ class WorkerSide:
             {self._rank: self._gauges} if changed else {},
             self._weights_changed(),
             dict(self._causes),
+            self.fills.take_cuts(),
             Counter(self._saved),
             self._model_changed(),
         )
@@ -292,9 +302,3 @@ def gather_ranks(own: Peer) -> list[Peer]:
         torch.distributed.all_gather_object(gathered, ranks, group=group.cpu_group)
         ranks = [rank for part in gathered for rank in part]
     return ranks
-
-
-def _report(outcome: Finished) -> AuditReport:
-    counterparts = outcome.comparison.counterparts if outcome.comparison else ()
-    engines = tuple(sorted({one.engine_id for one in counterparts}))
-    return AuditReport(outcome.request, outcome.cause, engines, outcome.detail)

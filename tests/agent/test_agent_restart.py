@@ -2,8 +2,10 @@
 """An agent that dies or hangs: its engine is told in time, no page is touched late, and it comes
 back on the same port."""
 
+import contextlib
 import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,6 +112,39 @@ def test_an_agent_that_died_serves_again_on_its_port_with_another_epoch(ranks: R
     if who == "consumer":
         consumer.load(producer.source, "t", [1])
         assert consumer.loaded("t").cause is None
+
+
+def free_port() -> int:
+    """A port that is free now, and that the system does not give away by itself."""
+    for port in range(21000, 32000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
+def test_ports_of_the_config_are_taken_by_producers_and_kept_over_a_restart(
+    ranks: Ranks, forked: Callable[[], None]
+) -> None:
+    control = free_port()
+    ports = {"control_port": control, "data_port": f"{control + 1}-{control + 3}"}
+    producer, consumer = ranks.pair(LONG | TRANSPORTS["tcp"] | {"agent_timeout_s": 600.0} | ports)
+    assert producer.agent.port == control
+    data = producer.agent.data_port
+    assert control < data <= control + 3
+    assert consumer.agent.data_port == 0, (
+        "a consumer dials, and takes no port that a producer needs"
+    )
+    assert_serves_on(producer, consumer, "before")
+    forked()
+    loop = producer.agent._loop
+    loop.step = fail  # type: ignore[method-assign]
+    producer.offer("t", [1])
+    assert producer.freed("t").cause == Cause.INTERNAL
+    until(lambda: producer.agent._loop is not loop)
+    assert (producer.agent._loop.port, producer.agent._loop.data_port) == (control, data)
+    assert_serves_on(producer, consumer)
+    assert producer.count("agent_restarts") == 1
+    producer.counts.clear()
 
 
 @pytest.fixture

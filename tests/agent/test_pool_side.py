@@ -16,10 +16,11 @@ import msgspec
 import pytest
 import torch
 from support.agents import MODEL, SHORT, Rank, Ranks, geometry_of, ranks
+from support.faulty_store import FaultyStore
 from support.waits import until
 
-from pd_connector.agent import pool_loads
-from pd_connector.errors import Cause
+from pd_connector.agent import pool_loads, pool_saves
+from pd_connector.errors import Cause, Miss
 from pd_connector.kv.geometry import Shard, page_span
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
@@ -54,8 +55,8 @@ def rank(ranks: Ranks, store: LocalStore) -> Make:
 
     def make(page_size: int, name: str, **options: Any) -> Rank:
         geometry = geometry_of(Shard(0, 2, 0, 1), page_size=page_size)
-        told = {"facts": FACTS, "seed": len(name), "engine_id": name, **options}
-        return ranks(SHORT, geometry=geometry, store=store, **told)
+        told = {"facts": FACTS, "seed": len(name), "engine_id": name, "store": store, **options}
+        return ranks(SHORT, geometry=geometry, **told)
 
     return make
 
@@ -147,6 +148,60 @@ def test_a_flipped_byte_ends_the_load_and_the_chunk(store: LocalStore, rank: Mak
     assert None in store.find([chunk.key for chunk in chunks()]), "it is not asked for again"
 
 
+def file_of(store: LocalStore, chunk: PromptChunk) -> Path:
+    return next(file for file in files(store) if file.name.startswith(chunk.key.hex()))
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone", "late"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_chunks_before_a_bad_one_are_in_place_and_none_after_it(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch, harm: str, bad: int
+) -> None:
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other")
+    saved = save(writer, store)
+    chunk, released = chunks()[bad], threading.Event()
+    if harm == "late":
+        read = pool_loads.Loader.read
+
+        def hangs(loader: Any, asked: PromptChunk, *args: Any) -> Any:
+            if asked.number == bad:
+                released.wait(30)
+            return read(loader, asked, *args)
+
+        monkeypatch.setattr(pool_loads, "_STALL_S", 1.0)
+        monkeypatch.setattr(pool_loads.Loader, "read", hangs)
+    elif harm == "gone":
+        store.remove([chunk.key])
+    else:
+        data = bytearray(file_of(store, chunk).read_bytes())
+        data[-1] ^= 1
+        file_of(store, chunk).write_bytes(data[: None if harm == "flipped" else -1])
+    first_bad_page = chunk.first_token // OTHER_PAGE
+    pages = list(range(len(TOKENS) // OTHER_PAGE))
+    after = kv(reader, pages[first_bad_page:], OTHER_PAGE).clone()
+    found = fill(reader)
+    released.set()
+    assert found.cause is (Cause.STALLED if harm == "late" else Cause.POOL)
+    assert found.stop_token == chunk.first_token
+    miss = {"gone": Miss.EVICTED, "late": None}.get(harm, Miss.DAMAGED)
+    assert found.miss is miss
+    if bad:
+        good = kv(reader, pages[:first_bad_page], OTHER_PAGE)
+        assert torch.equal(good, kv(writer, saved[: chunk.first_token // PAGE], PAGE))
+        assert torch.equal(kv(reader, pages[first_bad_page:], OTHER_PAGE), after)
+
+
+def test_a_comparison_with_a_bad_chunk_believes_nobody(store: LocalStore, rank: Make) -> None:
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other", audits=True)
+    ones(writer, reader)
+    save(writer, store)
+    store.remove([chunks()[1].key])
+    assert fill(reader, "compare", compares=True).cause is Cause.POOL
+    assert fill(reader, "again").cause is Cause.UNAUDITED
+
+
 def test_kv_of_other_weights_is_not_loaded(store: LocalStore, rank: Make) -> None:
     other = msgspec.structs.replace(FACTS, weights_full=b"others")
     writer = rank(PAGE, "a")
@@ -221,3 +276,20 @@ def test_a_store_that_does_not_answer_ends_the_load_and_what_comes_later_is_drop
     monkeypatch.setattr(pool_loads, "_STALL_S", 30.0)
     assert fill(reader, "again", pages=(elsewhere,)).cause is None
     assert torch.equal(kv(reader, pages, OTHER_PAGE), before), "its pages may be others' by now"
+
+
+def test_a_store_that_does_not_answer_keeps_no_page_of_a_save(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_saves, "_WAITS_S", 0.2)
+    silent = FaultyStore(store)
+    silent.silent = threading.Event()
+    writer = rank(PAGE, "a", store=silent)
+    pages = tuple(range(CHUNK_TOKENS // PAGE))
+    saves = [Save(f"save {n}", ROOT or b"", chunks()[0], (pages,)) for n in range(12)]
+    for save_ in saves:
+        writer.agent.submit(save_)
+    for save_ in saves:
+        assert isinstance(writer.end_of(save_.request), Saved)
+    silent.silent.set()
+    until(lambda: store.find([chunks()[0].key])[0] is not None, "the first one", 10.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 from support.agents import Ranks, ranks
+from support.waits import until
 
 from pd_connector.agent.thread_priority import (
     prefer_own_threads,
@@ -23,6 +24,11 @@ __all__ = ["ranks"]
 
 def nice_of(thread: int | str) -> int:
     return os.getpriority(os.PRIO_PROCESS, int(thread))
+
+
+def names() -> set[str]:
+    """Names of this process's threads."""
+    return {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
 
 
 def asked_in_a_thread() -> tuple[bool, int]:
@@ -42,6 +48,7 @@ def asked_in_a_thread() -> tuple[bool, int]:
 def test_the_asking_thread_and_zeromqs_go_first_and_no_other():
     before = nice_of(threading.get_native_id())
     with zmq.Context() as context, context.socket(zmq.DEALER):
+        until(lambda: "ZMQbg/IO/0" in names(), "ZeroMQ's thread has named itself")
         allowed, nice = asked_in_a_thread()
         if not allowed:
             pytest.skip("this process may not raise priorities")

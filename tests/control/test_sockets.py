@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control channel's sockets: they never wait, and tell why a connection is no more."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -243,3 +244,25 @@ def test_a_dial_without_descriptors_fails_as_one_that_is_refused(left: int):
         until(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors given back")
     finally:
         context.destroy(linger=0)
+
+
+def free_ports(count: int) -> range:
+    """Ports in a row that are free now."""
+    for first in range(21000, 32000, count):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return range(first, first + count)
+    raise AssertionError("no ports are free")
+
+
+def test_ranks_of_a_host_share_a_range_of_ports(context: Context):
+    ports = free_ports(2)
+    listeners = [Listener(context, "127.0.0.1", None, ports) for _ in ports]
+    assert [one.port for one in listeners] == list(ports)
+    with pytest.raises(
+        PDConnectorError, match=f"ports {ports[0]}-{ports[-1]} are all taken.*control_port"
+    ):
+        Listener(context, "127.0.0.1", None, ports)
+    listeners[0].close()
+    assert Listener(context, "127.0.0.1", None, ports).port == ports[0], "it is to be had again"

@@ -109,7 +109,11 @@ def completion(target: Service | str, prompt: Prompt, max_tokens: int = 32, **ex
     timeout_s = extra.pop("timeout_s", None)
     extra.setdefault("cache_salt", fresh_salt())
     body = request_body(target, prompt, max_tokens, **extra)
-    raw = Client(url_of(target)).post("/v1/completions", body, timeout_s)
+    return answer_of(Client(url_of(target)).post("/v1/completions", body, timeout_s))
+
+
+def answer_of(raw: Mapping[str, Any]) -> Answer:
+    """A completion's answer, as the engine sent it, not streamed."""
     choice = raw["choices"][0]
     found = choice["logprobs"]
     return Answer(

@@ -18,7 +18,7 @@ from pd_connector.plan.chunks import Chunk, blocks, chunk_limit, plan
 from pd_connector.plan.coverage import uncovered
 from pd_connector.plan.route import Route, meet, routes
 from pd_connector.plan.rules import NEWEST_RULES, PlanRules
-from pd_connector.plan.sizes import bytes_per_token, page_part_bytes
+from pd_connector.plan.sizes import bytes_per_token, layer_bytes, page_part_bytes
 
 CODECS = ("fp8_e4m3", "int8", "raw")
 MIB = 1 << 20
@@ -305,7 +305,8 @@ def test_a_short_prompt_is_a_few_chunks_whatever_the_page_size(page_size: int, t
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
-    ("page_size", "tokens", "sent"), [(128, 1000, 1000), (128, 100, 100), (16, 8191, 8192)]
+    ("page_size", "tokens", "sent"),
+    [(128, 1000, 1000), (128, 100, 100), (16, 8190, 8190), (16, 8191, 8192)],
 )
 def test_a_last_page_passes_as_its_tokens_where_that_spares_much(
     page_size: int, tokens: int, sent: int, streamed: bool
@@ -317,6 +318,23 @@ def test_a_last_page_passes_as_its_tokens_where_that_spares_much(
     last = [chunk for chunk in chunks if not chunk.verbatim]
     assert bool(last) == (sent == tokens)
     assert all(chunk.first_token == tokens // page_size * page_size for chunk in last)
+
+
+@pytest.mark.parametrize(
+    ("way", "limit_bytes", "tokens"),
+    [
+        ("whole pages", 256 * 4096, 256),
+        ("whole pages", 160 * 4096, 128),
+        ("other page size", 40_000, 8),
+    ],
+)
+def test_chunks_have_half_of_their_tokens_until_one_layer_fits(
+    way: str, limit_bytes: int, tokens: int
+) -> None:
+    """A token of one layer has 4,096 bytes."""
+    paths = one_route((Layer(8, 128, 128),), *WAYS[way])
+    chunks = plan(paths, 0, 2048, limit_bytes, streamed=True)
+    assert max(chunk.tokens for chunk in chunks) == tokens, "but for the pieces at the edges"
 
 
 def test_a_slow_link_has_smaller_chunks_and_a_fast_one_whole_slots() -> None:
@@ -386,6 +404,7 @@ def test_pages_of_an_unknown_dtype_are_refused_within_a_page() -> None:
     )
     paths = routes(opaque, opaque, CODECS, CODECS)
     assert all(chunk.verbatim for chunk in plan(paths, 16, 100, MIB))
+    assert layer_bytes(paths[0], 100) == 100 * len(paths[0].heads) * opaque.groups[0].key_dim
     with pytest.raises(ValueError, match=r"token 17 lies within a page.*nvfp4"):
         plan(paths, 17, 100, MIB)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.worth import FIRST_PAUSE_S, LONGEST_PAUSE_S, Worth
+from pd_connector.pool.worth import FIRST_PAUSE_S, LONGEST_PAUSE_S, Answers, Worth
 
 CHUNK = 4 << 20
 _speeds = st.tuples(st.floats(0, 0.5), st.floats(1e6, 1e10))
@@ -70,13 +70,14 @@ def test_a_fast_tier_is_used_up_to_the_first_chunk_of_a_slow_one() -> None:
     )
 
 
-def test_of_a_slow_store_a_chunk_is_loaded_now_and_then() -> None:
+def test_a_slow_store_is_probed_now_and_then_and_no_request_loads_of_it() -> None:
     slow = worth(memory=(0.5, 1e9))
     tried = []
     for now in range(300):
-        if slow.chunks(hit(3), float(now)):
+        assert slow.chunks(hit(3), float(now)) == 0
+        if slow.probe(hit(3), float(now)) is not None:
             tried.append(now)
-            slow.loaded("memory", 0.5, CHUNK, CHUNK / 1e9)
+            slow.probed("memory", CHUNK, 0.5 + CHUNK / 1e9)
     assert tried[0] == FIRST_PAUSE_S
     pauses = [b - a for a, b in itertools.pairwise(tried)]
     assert pauses[:2] == [10, 20]
@@ -84,28 +85,55 @@ def test_of_a_slow_store_a_chunk_is_loaded_now_and_then() -> None:
 
 
 def test_a_store_that_has_become_fast_is_used_again() -> None:
-    store = worth(memory=(0.5, 1e9))
+    store = worth(memory=(0.0, 20e6))
     assert store.chunks(hit(3), 0.0) == 0
-    for now in (5.0, 15.0, 35.0, 65.0):
-        loaded = store.chunks(hit(3), now)
-        assert loaded
-        store.loaded("memory", 0.001, loaded * CHUNK, loaded * CHUNK / 1e9)
-    assert loaded == 3
+    assert store.probe(hit(3), 4.9) is None
+    assert store.probe(hit(3), 5.0) == 0
+    assert store.chunks(hit(3), 5.1) == 0, "the probe is under way"
+    store.probed("memory", CHUNK, CHUNK / 1e9)
+    assert store.chunks(hit(3), 5.2) == 3
+
+
+def test_what_only_probes_find_fast_is_tried_ever_more_rarely() -> None:
+    """Reading is fast, but placing what was read is slow."""
+    store, tried = worth(memory=(0.0, 20e6)), []
+    for now in range(100):
+        if store.chunks(hit(3), float(now)):
+            tried.append(now)
+            store.loaded("memory", 0.0, CHUNK, CHUNK / 20e6)
+        if store.probe(hit(3), float(now)) is not None:
+            store.probed("memory", CHUNK, CHUNK / 1e9)
+    assert [b - a for a, b in itertools.pairwise(tried)] == [10, 20, 30, 30]
 
 
 def test_a_store_that_does_not_answer_is_left_alone_for_5_to_30_seconds() -> None:
     store = worth(memory=(0.0, 1e10))
-    now, pauses = 0.0, []
-    for _ in range(5):
-        store.silent("memory", now)
-        assert store.chunks(hit(3), now + FIRST_PAUSE_S - 0.1) == 0
-        waited = next(s for s in range(100) if store.chunks(hit(3), now + s))
-        pauses.append(waited)
-        now += waited
-    assert pauses == [5, 10, 20, 30, 30]
-    store.loaded("memory", 0.0, CHUNK, CHUNK / 1e10)
-    store.silent("memory", now)
-    assert store.chunks(hit(3), now + 5) == 3, "it has answered since"
+    store.silent("memory", 0.0)
+    probed = []
+    for now in range(100):
+        assert store.chunks(hit(3), float(now)) == 0, "no request waits for it"
+        if store.probe(hit(3), float(now)) is not None:
+            probed.append(now)
+    assert probed == [5, 15, 35, 65, 95]
+    store.probed("memory", CHUNK, CHUNK / 1e10)
+    assert store.chunks(hit(3), 96.0) == 3
+    store.silent("memory", 100.0)
+    assert store.probe(hit(3), 105.0) == 0, "it has answered since"
+
+
+def test_a_late_store_is_not_asked_and_then_asked_without_anybody_waiting() -> None:
+    answers = Answers()
+    assert answers.asks(0.0)
+    assert answers.waited_for
+    answers.late(0.0)
+    asked = [now for now in range(100) if answers.asks(float(now))]
+    assert asked == [5, 15, 35, 65, 95]
+    assert not answers.waited_for
+    answers.late(95.0)
+    assert not answers.asks(96.0), "each pause is as long as it was meant to be"
+    answers.in_time()
+    assert answers.asks(96.0)
+    assert answers.waited_for
 
 
 def test_chunks_behind_one_in_a_silent_tier_are_not_loaded() -> None:

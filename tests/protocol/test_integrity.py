@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state machines notice when their books disagree: each case breaks one entry of a machine that is right."""
 
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -136,7 +137,8 @@ def a_load_of_another(consumer: Consumer) -> None:
 
 
 def kept_back(consumer: Consumer) -> None:
-    consumer._fetches._unsent[next(iter(consumer._sessions))] = [messages.Done("transfer9")]
+    source = next(iter(consumer._sessions))
+    consumer._fetches._unsent[source] = deque([(0.0, messages.Done("transfer9"))])
 
 
 @pytest.mark.parametrize(

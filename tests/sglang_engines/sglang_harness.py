@@ -223,9 +223,10 @@ class EnginePool:
         ahead and no pair has had them yet."""
         self._ahead -= {prefill, decode}
         kept = {prefill, decode, REFERENCE} | self._ahead
-        stop_services(self._running.pop(recipe) for recipe in self._running.keys() - kept)
+        over = [self._running.pop(recipe) for recipe in self._running.keys() - kept]
         self.start(prefill)
         self.start(decode)
+        stop_services(over)  # meanwhile: SGLang looks every five seconds whether it is to end
         wait_all([self._running[prefill], self._running[decode]])
         return self._running[prefill], self._running[decode]
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from support.engine_nursery import fork_engine
+
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch.sglang import SglangEngine, sglang_python
 
@@ -27,13 +29,15 @@ class Recipe:
     args: tuple[str, ...] = ()
     config: str = "{}"  # JSON, so that a recipe can be a key
     env: tuple[tuple[str, str], ...] = ()
+    forked: bool = True
+    """Started within seconds (`support.engine_nursery`); False for as users start it."""
 
     def engine(self, name: str, log: Path, port: int | None = None) -> SglangEngine:
         env = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()), **dict(self.env)}
         if self.role == "decode":
             env["PYTHONPATH"] = sglang_plugin(log.parent / "faulty", "faulty", _FAULTY)
             env[FAULTS] = str(log.with_suffix(""))
-        return SglangEngine(
+        engine = SglangEngine(
             MODEL_DIR,
             self.role,  # type: ignore[arg-type]
             extra_config=json.loads(self.config),
@@ -45,6 +49,9 @@ class Recipe:
             log_path=log,
             port=port,
         )
+        if self.forked:
+            engine.popen = fork_engine
+        return engine
 
 
 CHUNK_TOKENS = 128
@@ -52,8 +59,9 @@ CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
 REFERENCE = Recipe(None, args=("--disable-radix-cache",))
 SHORT_LEASE = '{"lease_s": 10}'  # what nobody fetches is given back soon
-PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE)
-DECODE = Recipe("decode", 16, config=SHORT_LEASE)
+PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE, forked=False)
+DECODE = Recipe("decode", 16, config=SHORT_LEASE, forked=False)
+"""One pair is started as users start it: each of its processes is an interpreter that finds our plug-ins itself."""
 PERMITS_INT8 = '{"codec": "int8"}'  # used where both engines permit it
 SMALL_PAGES = Recipe("prefill", 1, args=CHUNKED, config=PERMITS_INT8)
 LARGE_PAGES_TOKENS = 2560

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from sglang_engines.sglang_harness import Answer, EnginePool, SglangEngine, assert_idle, send, text
-from sglang_engines.sglang_recipes import CHUNKED, DECODE, SHORT_LEASE, Recipe
+from sglang_engines.sglang_recipes import CHUNKED, SHORT_LEASE, Recipe
 
 from pd_connector.tools.launch import RouterProcess, stop_services
 from pd_connector.tools.launch.client import HttpError
@@ -17,11 +17,12 @@ CONTEXT = 1024
 LONGEST = CONTEXT - 7
 """SGLang keeps a few tokens of its context for itself."""
 SHORT = Recipe("prefill", 16, args=(*CHUNKED, "--context-length", str(CONTEXT)), config=SHORT_LEASE)
+LONG = Recipe("decode", 16, config=SHORT_LEASE)
 
 
 @pytest.fixture
 def pair(engines: EnginePool) -> tuple[SglangEngine, SglangEngine]:
-    return engines.pair(SHORT, DECODE)
+    return engines.pair(SHORT, LONG)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that engines of tests are forks of: it has imported an engine, and waits for calls.
 
-`python engine_forks.py vllm` is run by `support.engine_nursery`. Its standard input is a socket. A call says what
+`python engine_forks.py vllm` (or `sglang`) is run by `support.engine_nursery`. Its standard input is a socket. A call says what
 to start, or asks how a fork has ended; its answer is a number.
 """
 
@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import socket
@@ -44,6 +45,20 @@ def vllm_forks() -> None:
     registry._run_in_subprocess = lambda look: look()
 
 
+def sglang_forks() -> None:
+    """Let an engine's scheduler and detokenizer be forks of its first process. SGLang starts each as a new
+    interpreter, which imports SGLang."""
+    from sglang.srt.entrypoints import engine
+
+    configure = engine._set_envs_and_config
+
+    def configure_and_fork(server_args: Any) -> None:
+        configure(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = configure_and_fork
+
+
 class Kind(NamedTuple):
     """A kind of engine.
 
@@ -71,6 +86,17 @@ KINDS = {
             "pd_connector.vllm.connector",
         ),
         vllm_forks,
+    ),
+    "sglang": Kind(
+        "sglang.launch_server",
+        (
+            "sglang.launch_server",
+            "sglang.srt.entrypoints.http_server",
+            "sglang.srt.managers.scheduler",
+            "sglang.srt.models.llama",
+            "pd_connector.sglang.plugin",
+        ),
+        sglang_forks,
     ),
 }
 

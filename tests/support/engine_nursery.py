@@ -19,9 +19,11 @@ from contextlib import suppress
 from functools import cache
 from typing import IO, Any, NamedTuple
 
-from pd_connector.tools.launch import proc
-from pd_connector.tools.launch.engine import CPU_ENVIRONMENT, on_cpu
+from pd_connector.config import CONFIG_VARIABLE
+from pd_connector.tools.launch import engine, proc, sglang
+from pd_connector.tools.launch.engine import on_cpu
 from pd_connector.tools.launch.guard import guarded
+from pd_connector.tools.launch.sglang import sglang_on_cpu
 from support import engine_forks
 
 START_S = 600.0
@@ -42,7 +44,7 @@ class Variables(NamedTuple):
 VARIABLES = {
     "vllm": Variables(
         {
-            **CPU_ENVIRONMENT,
+            **engine.CPU_ENVIRONMENT,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "TORCH_COMPILE_DISABLE": "1",
@@ -57,6 +59,23 @@ VARIABLES = {
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
                 "VLLM_ENABLE_V1_MULTIPROCESSING",
                 "VLLM_SERVER_DEV_MODE",
+            }
+        ),
+    ),
+    "sglang": Variables(
+        {
+            **sglang.CPU_ENVIRONMENT,
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        },
+        frozenset(
+            {
+                CONFIG_VARIABLE,
+                "PD_SCHEDULER_CONFIG",
+                "PD_TEST_FAULTS",
+                "PYTHONPATH",
+                "SGLANG_CPU_OMP_THREADS_BIND",
+                "SGLANG_DISABLED_MODEL_ARCHS",
             }
         ),
     ),
@@ -154,19 +173,29 @@ def nursery(kind: str, python: str) -> Nursery:
 def fork_engine(
     command: Sequence[str], *, env: Mapping[str, str], stdout: IO[bytes], **others: Any
 ) -> Forked | subprocess.Popen[bytes]:
-    """`Service.popen` of engines of tests. vLLM's CPU build in this environment is forked; all else is started.
+    """`Service.popen` of engines of tests. A CPU build in the environment of its kind is forked; all else is started.
 
     Raises:
         ValueError: an import reads a variable of this engine: it would be ignored in a fork. A test that needs it
             has an engine that is not forked.
     """
-    ours = command[0] == sys.executable and command[2] == engine_forks.KINDS["vllm"].server
-    if not (ours and on_cpu()):
+    kind = _kind(command)
+    if kind is None:
         return subprocess.Popen(command, env=env, stdout=stdout, **others)
-    forks = nursery("vllm", sys.executable)
+    forks = nursery(kind, command[0])
     if unlike := forks.unlike(env):
         raise ValueError(
             f"variables {sorted(unlike)} differ from those of the process that engines are forked of: name them in "
             "VARIABLES if only a running engine reads them, else start the engine without `fork_engine`"
         )
     return forks.start(command[3:], env, stdout.fileno())
+
+
+def _kind(command: Sequence[str]) -> str | None:
+    """The kind of engine that a command starts, if it can be forked."""
+    python, server = command[0], command[2]
+    if server == engine_forks.KINDS["vllm"].server and python == sys.executable and on_cpu():
+        return "vllm"
+    if server == engine_forks.KINDS["sglang"].server and sglang_on_cpu(python):
+        return "sglang"
+    return None

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.layers import CacheId
 from pd_connector.vllm.messages import StepCommands
@@ -144,18 +144,22 @@ class ComputingEngine(SteppedEngine):
         self.agent = Agent(
             Config(**settings),
             engine_id,
-            ModelFacts(b"config", b"weights"),
+            ModelFacts(b"config", b"weights", weights_full=b"all bytes"),
             PagedCache(views, geometry),
             produces=role != "kv_consumer",
             consumes=role != "kv_producer",
             late_revokes=late,
+            store=pool[0] if (pool := open_pool(settings.get("pool", False))) else None,
         )
         self._parts = parts
         parallel = SimpleNamespace(
             rank=0, world_size=1, data_parallel_size=1, use_ubatching=parts > 1
         )
         config: Any = SimpleNamespace(parallel_config=parallel)
-        self._worker = WorkerSide(config, MagicMock(), Config(**settings))
+        cache = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        )
+        self._worker = WorkerSide(config, cast(Any, cache), Config(**settings))
         self._worker._agent = self.agent
         caches = {f"layer {n}": CacheId(n, "model/attention") for n in self._layers}
         if hooks_tell_layers(config, caches):
@@ -277,6 +281,7 @@ class ComputingEngine(SteppedEngine):
             finished_sending=sent or None,
             finished_recving=received or None,
             failed_recving=failed or None,
+            invalid_block_ids=self._worker.fills.take_invalid_pages(),
             kv_connector_worker_meta=self._worker.activity(),
         )
         return result

@@ -479,3 +479,16 @@ def test_who_waits_for_landing_memory_is_not_forgotten_when_somebody_else_gets_s
     landing.give_back(slot)
     assert landing.take() is not None  # another one, in the same turn
     assert landing.starved
+
+
+def test_the_port_for_data_may_be_fixed() -> None:
+    slab = Slab(1, 4096)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        ports = range(port, port + 1)
+        with pytest.raises(TransportError, match=f"port {port} is taken.*data_port"):
+            TcpTransport(slab, slab, "127.0.0.1", is_loopback, ports=ports)
+    made = TcpTransport(slab, slab, "127.0.0.1", is_loopback, ports=ports)
+    assert made.port == port
+    made.close()
+    TcpTransport(slab, slab, "127.0.0.1", is_loopback, ports=ports).close()

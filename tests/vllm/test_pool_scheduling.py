@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +15,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support.vllm_steps import SteppedEngine
+from support.faulty_store import FaultyStore
+from support.vllm_computing import full, window
+from support.vllm_steps import PAGE, SteppedEngine
 
-from pd_connector.errors import Cause
-from pd_connector.pool import host
+from pd_connector.errors import Cause, Miss
+from pd_connector.pool import host, worth
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
 from pd_connector.pool.told import find_engine
 from pd_connector.vllm import pool as pool_module
-from pd_connector.vllm import pool_looks
-from pd_connector.vllm.messages import AuditReport, WorkerActivity
+from pd_connector.vllm import pool_looks, pool_sharing
+from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
 
 MODEL = b"m" * 32
 
@@ -106,6 +109,27 @@ def test_pages_are_kept_until_the_ranks_have_answered() -> None:
     assert not of.side.pending_work
 
 
+def test_the_prefix_cache_can_be_reset_while_pages_are_kept_for_saves() -> None:
+    of = engine()
+    add(of, "a", CHUNK_TOKENS, max_tokens=1)
+    for _ in range(4):
+        of.step()
+    assert of.side.saving
+    free = of.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert of.scheduler.reset_prefix_cache()
+    assert of.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free, "still kept"
+    add(of, "b", CHUNK_TOKENS - 20, max_tokens=4)
+    of.step()
+    kept = {page for save in saves(of) for table in save.pages for page in table}
+    tables = of.scheduler.kv_cache_manager.get_block_ids("b")
+    pages = {page for table in tables for page in table}
+    assert pages
+    assert not kept & pages, "nothing overwrites them"
+    assert not of.scheduler.reset_prefix_cache(), "a request runs, as in vLLM alone"
+    run(of)
+    of.assert_nothing_held()
+
+
 def test_a_step_that_fills_cached_pages_saves_none_of_them() -> None:
     """vLLM puts pages into its cache when it schedules their computation: a second request finds them before they
     are filled."""
@@ -167,6 +191,241 @@ def test_a_load_that_fails_is_computed_and_not_tried_again() -> None:
     run(of)
     assert len(fills(of)) == 1
     of.assert_nothing_held()
+
+
+def break_off(of: SteppedEngine, name: str, stop: int, cause: Cause, miss: Miss | None) -> None:
+    """The rank's load ends at a chunk that it cannot use; vLLM is told which pages it has left."""
+    (fill,) = [one for one in fills(of) if one.request == name][-1:]
+    activity = WorkerActivity(causes={name: cause}, cuts={name: Cut(stop, cause, miss)})
+    invalid = set(fill.pages[0][stop // PAGE :]) if stop > fill.first_token else set()
+    failed = set() if invalid else {name}
+    of.step(activity, finished_recving={name}, failed_recving=failed, invalid_block_ids=invalid)
+
+
+@pytest.mark.parametrize("miss", [Miss.DAMAGED, Miss.EVICTED, Miss.UNLIKE, None])
+def test_a_load_that_breaks_off_keeps_its_first_chunks(miss: Miss | None) -> None:
+    of = engine()
+    keys = stored(of, 3)
+    add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    cause = Cause.POOL if miss else Cause.STALLED
+    if miss in (Miss.DAMAGED, Miss.EVICTED):
+        of.side.pool._store.remove(keys[1:2])
+    break_off(of, "a", CHUNK_TOKENS, cause, miss)
+    output = of.scheduler.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == CHUNK_TOKENS
+    assert len(fills(of)) == 1, "nothing of it is asked for again"
+
+
+def test_a_chunk_that_was_removed_is_saved_again_and_hits_are_those_that_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = engine()
+    hits: list[float] = []
+    monkeypatch.setattr(
+        of.side.telemetry, "count", lambda name, n=1, **_: name == "pool_hits" and hits.append(n)
+    )
+    keys = stored(of, 3)
+    add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    of.side.pool._store.remove(keys[1:2])
+    break_off(of, "a", CHUNK_TOKENS, Cause.POOL, Miss.DAMAGED)
+    run(of)
+    assert hits == [1]
+    assert saves(of)[0].chunk.key == keys[1]
+    of.assert_nothing_held()
+
+
+def test_a_chunk_that_no_one_here_can_use_is_not_looked_for_again() -> None:
+    of = engine()
+    stored(of, 3)
+    for name in ("a", "b"):
+        add(of, name, 3 * CHUNK_TOKENS + 50, max_tokens=1)
+        of.step()
+        if name == "a":
+            break_off(of, name, CHUNK_TOKENS, Cause.POOL, Miss.UNLIKE)
+        run(of)
+        of.scheduler.kv_cache_manager.reset_prefix_cache()
+    assert [len(fill.chunks) for fill in fills(of)] == [3, 1]
+
+
+def test_ranks_that_break_off_at_unlike_chunks_keep_what_all_have() -> None:
+    of = engine()
+    stored(of, 3)
+    add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    pages = fills(of)[0].pages[0]
+    for stop in (2 * CHUNK_TOKENS, CHUNK_TOKENS):
+        cut = Cut(stop, Cause.POOL, Miss.EVICTED)
+        ended = {"a"} if stop == CHUNK_TOKENS else None
+        of.step(
+            WorkerActivity(causes={"a": Cause.POOL}, cuts={"a": cut}),
+            finished_recving=ended,
+            invalid_block_ids=set(pages[stop // PAGE :]),
+        )
+    output = of.scheduler.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == CHUNK_TOKENS
+
+
+def test_an_unlike_writer_behind_good_chunks_is_compared_from_its_chunk_on() -> None:
+    of = engine()
+    stored(of, 3)
+    add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=4)
+    of.step()
+    break_off(of, "a", CHUNK_TOKENS, Cause.UNAUDITED, None)
+    run(of)
+    compared = fills(of)[-1]
+    assert compared.compares
+    assert (compared.first_token, compared.stop_token) == (CHUNK_TOKENS, 3 * CHUNK_TOKENS)
+
+
+def test_where_a_window_slides_the_first_chunks_are_loaded_again() -> None:
+    """vLLM keeps nothing of such a load: pages before the window of its end were never filled."""
+    of = SteppedEngine(
+        specs=(window(64), full()), budget=CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"}
+    )
+    of.step(WorkerActivity(models={0: MODEL}))
+    stored(of, 3)
+    add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    cut = Cut(CHUNK_TOKENS, Cause.POOL, Miss.EVICTED)
+    of.step(
+        WorkerActivity(causes={"a": Cause.POOL}, cuts={"a": cut}),
+        finished_recving={"a"},
+        failed_recving={"a"},
+    )
+    of.step()
+    assert [fill.stop_token for fill in fills(of)] == [3 * CHUNK_TOKENS, CHUNK_TOKENS]
+    of.step(finished_recving={"a"})
+    run(of)
+    of.assert_nothing_held()
+
+
+def test_requests_at_once_read_a_chunk_once() -> None:
+    of = engine()
+    stored(of, 3)
+    for name in "abcd":
+        add(of, name, 3 * CHUNK_TOKENS + 30, max_tokens=2)
+    for _ in range(3):
+        of.step()
+    assert [fill.request for fill in fills(of)] == ["a"], "the others wait for its load"
+    of.step(finished_recving={"a"})
+    run(of)
+    assert len(fills(of)) == 1, "they found its pages in vLLM's cache"
+    assert not of.scheduler.requests
+    of.assert_nothing_held()
+
+
+def test_a_longer_prefix_is_read_from_where_the_other_load_ends() -> None:
+    of = engine()
+    stored(of, 4)
+    add(of, "a", 2 * CHUNK_TOKENS + 1, max_tokens=2)
+    add(of, "b", 4 * CHUNK_TOKENS + 1, max_tokens=2)
+    of.step()
+    of.step(finished_recving={"a"})
+    of.step()
+    assert [(one.request, one.first_token, one.stop_token) for one in fills(of)] == [
+        ("a", 0, 2 * CHUNK_TOKENS),
+        ("b", 2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS),
+    ]
+
+
+@pytest.mark.parametrize("how", ["fails", "is aborted", "breaks off"])
+def test_who_waits_for_a_load_that_comes_to_nothing_reads_or_computes(how: str) -> None:
+    of = engine()
+    keys = stored(of, 3)
+    for name in "ab":
+        add(of, name, 3 * CHUNK_TOKENS + 30, max_tokens=2)
+    of.step()
+    if how == "is aborted":
+        of.abort("a")
+        of.step(finished_recving={"a"})
+    elif how == "fails":
+        of.step(
+            WorkerActivity(causes={"a": Cause.POOL}), finished_recving={"a"}, failed_recving={"a"}
+        )
+    else:
+        of.side.pool._store.remove(keys[1:])
+        break_off(of, "a", CHUNK_TOKENS, Cause.POOL, Miss.EVICTED)
+    of.step()
+    if [fill for fill in fills(of) if fill.request == "b"]:
+        of.step(finished_recving={"b"})
+    run(of)
+    assert not of.scheduler.requests
+    of.assert_nothing_held()
+
+
+def test_where_pages_are_not_shared_nobody_waits_for_anothers_load() -> None:
+    of = engine()
+    stored(of, 3)
+    of.side.pool._looks.shared.caching = False
+    for name in "ab":
+        add(of, name, 3 * CHUNK_TOKENS + 30, max_tokens=2)
+    of.step()
+    assert [fill.request for fill in fills(of)] == ["a", "b"]
+
+
+def test_a_load_that_goes_on_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_sharing, "_LONGEST_WAIT_S", 0.01)
+    of = engine()
+    stored(of, 3)
+    for name in "ab":
+        add(of, name, 3 * CHUNK_TOKENS + 30, max_tokens=2)
+    of.step()
+    time.sleep(0.02)
+    of.step()
+    assert [fill.request for fill in fills(of)] == ["a", "b"]
+
+
+def test_a_silent_store_is_left_alone_by_look_ups_and_probed_by_nobody_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_looks, "LOOK_S", 0.02)
+    monkeypatch.setattr(worth, "FIRST_PAUSE_S", 0.5)
+    of = engine()
+    store, answers = FaultyStore(of.side.pool._store), threading.Event()
+    stored(of, 1)
+    of.side.pool._looks._store = store
+    store.silent = answers
+    of.add("a", CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    time.sleep(0.03)
+    of.step()
+    assert of.scheduler.running, "it has waited once"
+    began_s = time.monotonic()
+    for name in ("b", "c", "d"):
+        of.add(name, CHUNK_TOKENS + 50, max_tokens=2, seed=3)
+        run(of, 4)
+    assert time.monotonic() < began_s + 0.5, "else this test says nothing"
+    assert store.calls == ["find"], "the others did not ask"
+    answers.set()
+    settle(of)
+    time.sleep(0.5)
+    stored(of, 1, seed=5)
+    add(of, "probe", CHUNK_TOKENS + 50, max_tokens=2, seed=5)
+    add(of, "next", CHUNK_TOKENS + 50, max_tokens=2, seed=5)
+    of.step()
+    assert fills(of), "it has answered"
+
+
+def test_saves_do_not_ask_the_store_in_the_schedulers_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = engine(read=False)
+    stored(of, 1)
+    threads: list[str] = []
+    store = of.side.pool._store
+    find = store.find
+
+    def finds(keys: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return find(keys)
+
+    monkeypatch.setattr(store, "find", finds)
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=2)
+    run(of)
+    assert [save.chunk.number for save in saves(of)] == [1], "the other is there"
+    assert [name for name in threads if not name.startswith("pd-pool-look")] == []
 
 
 def test_a_late_look_up_makes_no_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from pd_connector.agent.producing.refusals import Refusals, one_line
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import Cause, MalformedMessageError
-from pd_connector.hosts import is_loopback
+from pd_connector.hosts import is_loopback, port_range
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import Slab
 from pd_connector.protocol.producing.outgoing import Action, Free, Reply
@@ -40,7 +40,7 @@ class ProducerSide:
         sending: the send slots.
         gate: shut by the engine's thread for requests whose pages may not be read.
         report: told of every request whose pages may be freed.
-        port: control port to listen on; 0 lets the system choose.
+        port: control port to listen on; 0: the config says.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class ProducerSide:
         self._producer = Producer(
             config, resources.cache.pages, late_revokes=resources.steps.late_revokes
         )
+        ports = range(port, port + 1) if port else port_range(config.control_port)
         self._listener = Listener(
-            resources.context, config.host, resources.keys, port, config.connect_timeout_s
+            resources.context, config.host, resources.keys, ports, config.connect_timeout_s
         )
         if config.insecure and is_loopback(config.host):
             logger.warning(

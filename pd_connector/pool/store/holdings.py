@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pd_connector.pool.store.alive import Alive, claim
 from pd_connector.pool.store.base import DISK, MEMORY, Refusal, Why
-from pd_connector.pool.store.books import Books, BooksError
+from pd_connector.pool.store.books import WAIT_S, Books, BooksError
 from pd_connector.pool.store.entry import Entry, entry_of, file_name
 from pd_connector.pool.store.eviction import make_room, reserve
 from pd_connector.pool.store.folder import RESERVE_BYTES, Folder
@@ -181,11 +181,19 @@ class Holdings:
             if isinstance(entry, Entry):
                 folder.enter(part.key, entry, self.stamp())
                 if self.books.name != name:  # others were made before they could tell of this chunk
-                    self.adopt(part.tier, part.key)
+                    self._adopt_or_forget(part.tier, part.key)
                 self.wake.set()
         except (OSError, BooksError):
             return False
         return bool(entry)
+
+    def _adopt_or_forget(self, tier: int, key: bytes) -> None:
+        """Write down a chunk that was published into books that are no longer in force. Raises BooksError if it is lost."""
+        try:
+            self.adopt(tier, key, wait_s=_PUBLISHES_S)
+        except BooksError:
+            self.forget(self.folders[tier], key, self.folders[tier].text(key))
+            raise
 
     def _cancel(self, part: Part) -> None:
         self.folders[part.tier].discard(part.name)
@@ -202,15 +210,15 @@ class Holdings:
         self._owed.append(gone)
         self.flush()
 
-    def adopt(self, tier: int, key: bytes) -> None:
-        """Write down a chunk that a folder has and the books lack. One that is not whole is removed."""
+    def adopt(self, tier: int, key: bytes, wait_s: float = WAIT_S) -> None:
+        """Write down a chunk that a folder has and the books lack. One that is not whole is removed. Raises BooksError."""
         folder = self.folders[tier]
         text = folder.text(key)
         entry = entry_of(text)
         if entry is None or not folder.is_whole(key, entry):
             self.forget(folder, key, text)
         else:
-            with contextlib.suppress(BooksError), self.books.transaction() as books:
+            with self.books.transaction(wait_s=wait_s) as books:
                 insert_if_missing(books, tier, key, entry)
 
     def erase(self, evicted: Iterable[Evicted]) -> None:

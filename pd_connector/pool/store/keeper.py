@@ -37,6 +37,7 @@ _TURN_S = 0.25
 _SWEEP_S = 2.0
 _STOCKTAKING_S = 600.0
 """All processes of a host take stock once in this time together."""
+_TAKES_STOCK_S = 5.0
 _LEFT_BEHIND_S = 5.0
 """Files of evicted chunks that are still to be removed after this time are removed by any process."""
 _UNCOPIED_SHARE = 7 / 8
@@ -130,7 +131,7 @@ class Keeper:
         if self._store.books.make_anew(lambda books: fill(books, self._store)):
             log.info("pool: books made anew from the folders, because %s", why)
             self._told = False
-            take_stock(self._store)  # others may have published into the old books meanwhile
+            self._take_stock()
 
     def _tell_budgets(self) -> None:
         """The budgets that this process was given. A default gives way to what another process was told to take."""
@@ -198,15 +199,20 @@ class Keeper:
             self._store.folders[tier].discard(name)
 
     def _take_stock(self) -> None:
-        """Compare the books with the folders, if no process of the host has done so lately."""
+        """Compare the books with the folders, if no process of the host has done so lately. Who begins has `_TAKES_STOCK_S`
+        for it: if it fails, or its process ends, another one begins."""
         store = self._store
-        name = stocktaking_of(store)
+        name, write = stocktaking_of(store), "INSERT OR REPLACE INTO counters VALUES (?, ?)"
         with store.books.transaction() as books:
             row = books.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
             if row and 0 <= now_s() - row[0] < _STOCKTAKING_S:
                 return
-            books.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (name, int(now_s())))
+            books.execute(write, (name, int(now_s() - _STOCKTAKING_S + _TAKES_STOCK_S)))
+            generation = store.books.name
         take_stock(store)
+        with store.books.transaction(wait_s=_TURN_S) as books:
+            if store.books.name == generation:
+                books.execute(write, (name, int(now_s())))
         with store.books.transaction(reading=True) as books:
             if sums_differ(books):
                 store.books.damaged = "their sums are wrong"

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def fill(books: sqlite3.Connection, store: Holdings) -> None:
-    """Write all that the folders hold into empty books."""
+    """Write all that the folders hold into empty books. These say that stock was never taken: what others publish into the
+    old books meanwhile, the next stocktaking finds."""
     for tier, (folder, space) in enumerate(zip(store.folders, store.spaces, strict=True)):
         books.execute(
             "INSERT INTO tiers (tier, path, budget, chosen) VALUES (?, ?, ?, ?)",
             (tier, str(folder.path.parent), space.budget, space.chosen),
         )
-    books.execute("INSERT INTO counters VALUES (?, ?)", (stocktaking_of(store), int(now_s())))
     for tier, folder in enumerate(store.folders):
         unclaimed = set(folder.names(folder.data, folder.staged))
         rows = []
@@ -85,7 +85,11 @@ def _write_or_discard(
 
 
 def take_stock(store: Holdings) -> None:
-    """Remove files that nothing knows, enter chunks that lack their entry, write down those that the books lack."""
+    """Remove files that nothing knows, enter chunks that lack their entry, write down those that the books lack.
+
+    Raises:
+        BooksError: the books could not be read or written; stock must be taken again.
+    """
     for tier, folder in enumerate(store.folders):
         # First the names: a row is written before its file is made, and goes after it.
         names = list(folder.names(folder.data, folder.staged))

@@ -35,6 +35,10 @@ from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import ChunkHeader
 from pd_connector.protocol.wire.peers import Peer, Source
 
+_UNHEARD = frozenset({Cause.SESSION_LIMIT, Cause.SESSION_LOST, Cause.UNREACHABLE})
+"""Causes for which there is no connection: last messages are kept for the next session, or the producer's pages would
+stay leased although nobody wants them."""
+
 
 class Consumer:
     """All transfers of one rank that consumes. Used by one thread.
@@ -211,8 +215,9 @@ class Consumer:
                 self._fetches.stalled(source, session, incoming, now)
             actions += self._fetches.finish(incoming, cause, detail, now)
         self._grants.session_lost(source, slots, silenced=silenced or not self._one_sided)
-        # Also where the two did not agree: pages need not be kept for who will not take them.
-        return self._fetches.send_unsent(source) + actions + self._grants.grant_free(now)
+        # Also where the two did not agree: pages need not be kept for a consumer that will not take them.
+        last = [] if cause in _UNHEARD else self._fetches.send_unsent(source)
+        return last + actions + self._grants.grant_free(now)
 
     def ready(self, source: Source, transfer: str) -> list[Action]:
         """The prefill of a watched transfer has begun."""
@@ -292,6 +297,7 @@ class Consumer:
                 continue
             actions += self._fetches.look_after(incoming, now)
         self._grants.tick(now)
+        self._fetches.forget_unsent(now)
         return actions + self._grants.grant_free(now)
 
     def check_integrity(self) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a consumer fetches a transfer: whom it asks, what it opens, and when the fetch has ended."""
 
+from collections import deque
+
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry
@@ -13,6 +15,9 @@ from pd_connector.protocol.consuming.incoming_transfers import IncomingTransfers
 from pd_connector.protocol.consuming.silences import Silences
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
+
+_MOST_UNSENT = 1024
+"""Last messages that are kept for a producer without a session. Older ones are forgotten first."""
 
 
 class Fetches:
@@ -44,8 +49,8 @@ class Fetches:
         self._needs_words = needs_words
         self._audits = audits
         self._stalls = Silences(config.stall_timeout_s)
-        # Last messages to producers whose session does not stand yet.
-        self._unsent: dict[Source, list[messages.Message]] = {}
+        # Last messages to producers whose session does not stand, by when each was due.
+        self._unsent: dict[Source, deque[tuple[float, messages.Done | messages.Cancel]]] = {}
 
     def ask_all(self, incoming: IncomingTransfer, now: float) -> list[Action]:
         """Ask every producer of the transfer."""
@@ -208,14 +213,24 @@ class Fetches:
             if source in self._sessions:
                 actions.append(Tell(source, message))
             else:
-                self._unsent.setdefault(source, []).append(message)
+                unsent = self._unsent.setdefault(source, deque(maxlen=_MOST_UNSENT))
+                unsent.append((now, message))
             cancelled = cause is not None and source in self._sessions
             self._grants.end_stream(transfer, source, stream, until, cancelled=cancelled)
         return actions + incoming.outcome(cause, detail, now) + self._grants.grant_free(now)
 
     def send_unsent(self, source: Source) -> list[Action]:
-        """Send the last messages that this producer could not be told before."""
-        return [Tell(source, message) for message in self._unsent.pop(source, [])]
+        """Send the last messages that this producer could not be told before. What is wanted again is not cancelled."""
+        unsent = self._unsent.pop(source, ())
+        return [Tell(source, last) for _, last in unsent if last.transfer not in self._transfers]
+
+    def forget_unsent(self, now: float) -> None:
+        """Forget last messages that came too late: by now the producer's leases have ended by themselves."""
+        for source, unsent in list(self._unsent.items()):
+            while unsent and unsent[0][0] + self._config.lease_s <= now:
+                unsent.popleft()
+            if not unsent:
+                del self._unsent[source]
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if messages are kept back although their session stands."""

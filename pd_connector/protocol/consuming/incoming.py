@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, Miss
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
@@ -94,7 +94,8 @@ class Held(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A load has ended; without a cause every page is in place and verified."""
+    """A load has ended; without a cause every page is in place and verified. A load from the pool that broke off has
+    a cause, and its first pages are in place all the same."""
 
     request: str
     cause: Cause | None
@@ -104,6 +105,8 @@ class Finished(NamedTuple):
     seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
     words: LastWords | None = None  # what the producer's engine decided besides
     comparison: Comparison | None = None  # of a load that compares: what it has found
+    stop_token: int = 0  # of a load from the pool: tokens before this one are in place and verified
+    miss: Miss | None = None  # of a load from the pool: what is wrong with the chunk at that token
 
 
 class Stalled(NamedTuple):

@@ -63,7 +63,7 @@ class IncomingTransfer:
         self.nbytes += header.nbytes
         self.chunks += 1
 
-    def last_message(self, source: Source, cause: Cause | None) -> messages.Message:
+    def last_message(self, source: Source, cause: Cause | None) -> messages.Done | messages.Cancel:
         """What a rank is told at the end."""
         if cause is None:
             return messages.Done(self.transfer)

@@ -18,8 +18,11 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from pd_connector.kv.geometry import MAX_LAYERS, Shard
+from pd_connector.protocol.wire import engine_name
 from pd_connector.protocol.wire.peers import Peer, Source
 
+FOREIGN = {"remote_bootstrap_addr": "Mooncake's", "remote_handshake_port": "MoRI-IO's"}
+"""Fields by which decode requests of other connectors' protocols are known."""
 MAX_RANKS = 1024
 """The most ranks of one producer: tensor-parallel size times pipeline stages."""
 
@@ -85,6 +88,7 @@ class ProducerAddress(NamedTuple):
     engine_id: str
     peers: tuple[Peer, ...] = ()  # all ranks; the first is the one that `remote_host` names
     seal: str = ""  # the producer's proof that the address is its own
+    data_ports: tuple[int, ...] = ()  # of its ranks, for people who open firewalls
 
     @property
     def host(self) -> str:
@@ -124,6 +128,16 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
     if parsed.do_remote_prefill and parsed.do_remote_decode:
         raise ValueError("do_remote_prefill and do_remote_decode are both true: must be one")
     if parsed.do_remote_prefill:
+        for field, whose in FOREIGN.items():
+            if params.get(field) is not None and not parsed.remote_ranks:
+                raise ValueError(
+                    f"{field}: the proxy speaks {whose} protocol; PDConnector speaks NixlConnector's: set the proxy to that "
+                    "(llm-d's routing sidecar: --kv-connector=nixlv2)"
+                )
+        if (
+            parsed.transfer_id
+        ):  # what a proxy that starts both sides at once has told the prefill engine
+            parsed = msgspec.structs.replace(parsed, remote_request_id=parsed.transfer_id)
         for name in ("remote_request_id", "remote_host", "remote_port"):
             if getattr(parsed, name) is None:
                 raise ValueError(f"do_remote_prefill without {name}: required to fetch KV")
@@ -142,7 +156,7 @@ def parse_address(params: object) -> ProducerAddress | None:
     """
     try:
         parsed = _read(params)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, ValueError):
         return None
     if not (parsed.remote_engine_id and parsed.remote_host and parsed.remote_port):
         return None
@@ -193,8 +207,12 @@ def response(
         pages: page ids by page table.
         tokens: tokens of the prompt.
     """
+    ranks = tuple(tuple(rank) for rank in address.fields()["remote_ranks"])
+    named = engine_name.NamedEngine(address.engine_id, ranks, address.seal)
     return {
         **decode_params(address, transfer),
+        "remote_engine_id": engine_name.write(named),
+        "transfer_mode": "push",  # llm-d's routing sidecar then starts both sides of the next request at once
         "remote_block_ids": [list(table) for table in pages],
         "remote_num_tokens": tokens,
         "pp_size": _stages(address),
@@ -203,13 +221,19 @@ def response(
 
 def description(address: ProducerAddress) -> dict[str, Any]:
     """The answer to `describe_params`."""
-    return {"describe": True, **address.fields(), "pp_size": _stages(address)}
+    ports = {"data_ports": sorted(address.data_ports)} if address.data_ports else {}
+    return {"describe": True, **address.fields(), "pp_size": _stages(address), **ports}
 
 
 def _read(params: object) -> TransferParams:
-    """Raises msgspec.ValidationError. Proxies in typed languages write null for what they do not set."""
+    """Raises msgspec.ValidationError, or ValueError. Proxies in typed languages write null for what they do not set."""
     if isinstance(params, Mapping):
         params = {name: value for name, value in params.items() if value is not None}
+        if isinstance(name := params.get("remote_engine_id"), str):
+            told = engine_name.read(name)
+            params["remote_engine_id"] = told.engine_id
+            if told.ranks and "remote_ranks" not in params:
+                params |= {"remote_ranks": told.ranks, "remote_seal": told.seal}
     return msgspec.convert(params, TransferParams)
 
 

@@ -23,7 +23,7 @@ COMMANDS = "pd_connector.commands"
 """The group of entry points."""
 BENCHMARKS = "pd_connector.benchmarks"
 """The group of entry points for `pd-connector bench`."""
-FIRST = ("demo", "doctor", "pool", "audit", "bench", "profile", "key")
+FIRST = ("demo", "check", "doctor", "pool", "audit", "bench", "profile", "key")
 """Order of the commands in the help. Commands of other packages follow, by name."""
 FAILED = 1
 

@@ -11,11 +11,16 @@ from rich.console import Console
 
 from pd_connector.tools.bench.serve.bench import ServeBench
 from pd_connector.tools.bench.serve.measure import Plan, ServeFindings
+from pd_connector.tools.bench.serve.pool import AGAIN, PLAIN, POOL, PoolServeBench
 from pd_connector.tools.bench.serve.stack import PARTS, RIVAL
 from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.tools.output import Json
 
 LOADS = (0.5, 0.8, 1.1)
+SCALE = 32.0
+POOL_LOADS = (0.5,)
+POOL_SCALE = 16.0
+"""A chunk of the pool has 128 tokens: prompts have to be longer than that."""
 
 
 def serve(
@@ -31,9 +36,23 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    pool: Annotated[
+        bool,
+        typer.Option(
+            "--pool",
+            help="Compare our stack with a KV pool and without, and after its engines have died.",
+        ),
+    ] = False,
     requests: Annotated[int, typer.Option(min=10, help="Requests of one run.")] = 50,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with other requests.")] = 3,
-    scale: Annotated[float, typer.Option(min=1.0, help="Divisor of the trace's lengths.")] = 32.0,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Divisor of the trace's lengths (32; with --pool 16).",
+            show_default=False,
+        ),
+    ] = None,
     link_mbit: Annotated[
         float, typer.Option(min=1.0, help="Rate of the link each way, in Mbit/s.")
     ] = 1000.0,
@@ -45,13 +64,45 @@ def serve(
     vllm-router, vLLM's scheduler. Each has a prefill and a decode engine in two network namespaces
     joined by a limited link (needs root). Both serve the same requests in turn, at shares of the
     rival's capacity. Exit code 1 when a bar is missed, 2 when nothing was measured.
+
+    With --pool both sides are ours, on this host and without a link: with a KV pool and without, at
+    shares (0.5) of what the one without completes. Then both engines with the pool are killed, and
+    the same requests come again.
     """
-    bench = ServeBench(trace, peer_env, link_mbit, Plan(load or LOADS, requests, rounds, scale))
     stderr = Console(stderr=True)
+    if pool:
+        _serve_pool(
+            PoolServeBench(trace, Plan(load or POOL_LOADS, requests, rounds, scale or POOL_SCALE)),
+            stderr,
+            json,
+        )
+        return
+    bench = ServeBench(
+        trace, peer_env, link_mbit, Plan(load or LOADS, requests, rounds, scale or SCALE)
+    )
     with exit_codes(stderr):
         version = bench.check()
         findings = bench.measure(stderr)
     report([(RIVAL, findings.comparisons)], _notes(bench, version, findings), json)
+
+
+def _serve_pool(bench: PoolServeBench, stderr: Console, json: Path | None) -> None:
+    with exit_codes(stderr):
+        found = bench.measure(stderr)
+    named, asked = found.named
+    notes = [
+        "both: PDConnector (codec raw, float32), pd-router, PrefixAwareScheduler, on one host",
+        f"load 1.0: {found.capacity:.2f} requests/s, the capacity without a pool",
+        f"{AGAIN}: {named:.0f} of {asked} decisions of the router named the pool",
+        f"{AGAIN}: engines loaded {found.loaded:,.0f} chunks",
+        *(
+            f"failed {count} times, {name}: {failure}"
+            for name, failed in found.failed.items()
+            for failure, count in failed.items()
+        ),
+        noise_note(found.others_cores),
+    ]
+    report([(PLAIN, found.first), (f"{POOL}, before", found.again)], notes, json)
 
 
 def _notes(bench: ServeBench, version: str, findings: ServeFindings) -> list[str]:

@@ -9,7 +9,7 @@ import errno
 import socket
 from collections.abc import Callable
 
-from pd_connector.control.addresses import bound, numeric
+from pd_connector.control.addresses import bound_within, numeric
 from pd_connector.transport.tcp.address import TcpAddress
 from pd_connector.transport.tcp.cipher import dial_code, same
 from pd_connector.transport.tcp.connection import Pace, tune
@@ -33,14 +33,17 @@ class Listening:
 
     Args:
         host: name or address to listen on; looked up once, here.
+        ports: the first free one is taken; 0 lets the system choose.
 
     Raises:
-        OSError: it is no address of this machine.
+        OSError: it is no address of this machine, or no port is free.
     """
 
-    def __init__(self, host: str, watch: Watch, pace: Pace, introduce: Introduce) -> None:
+    def __init__(
+        self, host: str, ports: range, watch: Watch, pace: Pace, introduce: Introduce
+    ) -> None:
         self.host = numeric(host)
-        self._socket = bound(self.host, 0, _BACKLOG)
+        self._socket = bound_within(self.host, ports, _BACKLOG, again=True)
         self.port = int(self._socket.getsockname()[1])
         self._watch = watch
         self._pace = pace

@@ -70,6 +70,7 @@ class TcpTransport(Transport):
         permits: Callable[[str], bool],
         shared: bytes = b"",
         pace: Pace = Pace(1.0, 5.0),  # noqa: B008
+        ports: range = range(1),
     ) -> None:
         self.sends_from = sending
         self.verifies = bool(shared)
@@ -87,13 +88,14 @@ class TcpTransport(Transport):
         self._watch = Watch()
         self._common = Common(self._watch, Segments(), pace)
         try:
-            self._listening = Listening(host, self._watch, pace, self._introduce)
+            self._listening = Listening(host, ports, self._watch, pace, self._introduce)
         except OSError as error:
             self._watch.close()
             raise TransportError(
                 f"tcp transport cannot listen on {host!r}: {error}; set `host` to a name or address of "
-                "this machine (config key host)"
+                "this machine, and `data_port` to ports that are free (config keys host, data_port)"
             ) from error
+        self.port = self._listening.port
         self._address = TcpAddress(
             self._listening.host,
             self._listening.port,

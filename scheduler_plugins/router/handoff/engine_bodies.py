@@ -64,7 +64,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "st
 generated tokens only, and at the first token there are none."""
 _PASSED = ("cache_salt", "priority")
 _OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-"""Fields about transfers. The router drops them from clients' requests, because clients are not trusted."""
+"""Fields about transfers. Clients are not trusted with them. Only wishes about the KV pool reach vLLM engines."""
 
 
 class Prefill(NamedTuple):
@@ -147,16 +147,16 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
         return Handoff(
             path,
             body.prefill_copy(request, transfer),
-            body.decode_copy(_clean(request), prefill.addresses[0], transfer),
+            body.decode_copy(alone(request), prefill.addresses[0], transfer),
         )
     both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
-    alone = {name: value for name, value in both.items() if name != "stream_options"}
+    copy = {name: value for name, value in both.items() if name != "stream_options"}
     # The prefill engine generates one token, so the rest of the answer need not fit into its context.
-    alone |= {"stream": False, "max_tokens": 1}
+    copy |= {"stream": False, "max_tokens": 1}
     for name in ("max_completion_tokens", "min_tokens"):
-        if alone.get(name):
-            alone[name] = 1
-    return Handoff(path, alone, both)
+        if copy.get(name):
+            copy[name] = 1
+    return Handoff(path, copy, both)
 
 
 def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int]) -> Handoff:
@@ -175,7 +175,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
         return Handoff(
             GENERATE,
             {**copy, **passed, **bootstrap},
-            body.decode_copy(_clean(request), address, str(room)),
+            body.decode_copy(alone(request), address, str(room)),
         )
     wanted = _wanted_logprobs(request)
     return Handoff(
@@ -189,7 +189,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             **({"min_tokens": 1} if request.get("min_tokens") else {}),
             **({} if wanted < 0 else {"logprobs": wanted}),
             **passed,
-            "kv_transfer_params": prefill_params(str(room)),
+            "kv_transfer_params": {**prefill_params(str(room)), **body.pool_wishes(request)},
         },
         {**_clean(request), **bootstrap},
         lends_logprobs=wanted,
@@ -198,7 +198,8 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
 
 def alone(request: Mapping[str, Any]) -> dict[str, Any]:
     """The client's request for one engine, without a transfer."""
-    return _clean(request)
+    wishes = body.pool_wishes(request)
+    return _clean(request) | ({"kv_transfer_params": wishes} if wishes else {})
 
 
 def tokenize_body(request: Mapping[str, Any], decode: Kind) -> dict[str, Any]:

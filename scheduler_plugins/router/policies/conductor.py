@@ -9,11 +9,11 @@ from random import Random
 
 from scheduler_plugins.router.policies.base import (
     EngineView,
-    PrefixSource,
     Request,
     View,
     cached_tokens,
 )
+from scheduler_plugins.router.policies.prefix import Prefill, pool_matches, prefill
 from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 THRESHOLD = 2.0
@@ -91,25 +91,13 @@ class Conductor(Rule):
         engines: Sequence[EngineView],
         matches: Sequence[int],
         view: View,
-    ) -> list[tuple[float, PrefixSource | None]]:
-        """For each engine: the seconds that this prompt takes there, and the source of a fetched
-        prefix (None: no fetch)."""
+    ) -> list[Prefill]:
         best = max(matches)
         owner = engines[matches.index(best)]
-        pools = view.pools()
-        pooled = list(zip(pools, view.match(request.hashes, pools), strict=True)) if pools else []
-        found = list[tuple[float, PrefixSource | None]]()
+        pooled = pool_matches(request, view)
+        found = list[Prefill]()
         for engine, blocks in zip(engines, matches, strict=True):
             own = cached_tokens(request, engine, blocks)
-            prefill_s = engine.costs.prefill_s(request.tokens, own)
-            pull_from: PrefixSource | None = None
             others = [(owner, best), *pooled] if engine.pull_prefix else pooled
-            for other, there in others:
-                most = cached_tokens(request, other, there)
-                if own * self._threshold < most:  # in tokens: a pool has blocks of another size
-                    pulled_s = view.transfer_s(other, engine, most - own)
-                    pulled_s += engine.costs.prefill_s(request.tokens, most)
-                    if pulled_s < prefill_s:
-                        prefill_s, pull_from = pulled_s, other
-            found.append((prefill_s, pull_from))
+            found.append(prefill(request, engine, engine.costs, own, others, view, self._threshold))
         return found

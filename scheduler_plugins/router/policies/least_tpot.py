@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from random import Random
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.router.policies.base import EngineView, Request, View
+from scheduler_plugins.router.policies.base import EngineView, Request, Role, View
+from scheduler_plugins.router.policies.prefix import NOTHING, Prefill, prefills
 from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 
@@ -23,6 +24,10 @@ class LeastTpot(Rule):
 
     If an engine's decode costs are unknown, the mean of the other engines stands in. If all are
     unknown, the fewest sequences decide, then the fewest tokens.
+
+    Without a prefill engine, the chosen engine computes the prompt as well. Then all sequences wait
+    for the prompt and for each token of its answer: the sum is `sequences * (prefill + max_tokens *
+    step time)`. A prefix that the engine has cached, or can load from a KV pool, makes it smaller.
     """
 
     def choose(
@@ -36,20 +41,29 @@ class LeastTpot(Rule):
         known = [engine.costs for engine in engines if engine.costs.knows_decode]
         assumed = CostModel.mean(known) if known else CostModel.token_count()
 
-        def step_s(engine: EngineView) -> float:
-            costs = engine.costs if engine.costs.knows_decode else assumed
-            sequences = engine.batch + engine.prefills + 1
-            return costs.decode_step_s(sequences, engine.context + request.tokens)
+        costs = {one.name: one.costs if one.costs.knows_decode else assumed for one in engines}
+        alone = not view.engines(Role.PREFILL)
+        computed = dict[str, Prefill]()
+        if alone:
+            computed = prefills(request, engines, view, costs)
 
-        def rank(engine: EngineView) -> tuple[bool, bool, float, int, int]:
+        def step_s(engine: EngineView) -> float:
+            sequences = engine.batch + engine.prefills + 1
+            return costs[engine.name].decode_step_s(sequences, engine.context + request.tokens)
+
+        tokens = request.max_tokens if alone else 1
+
+        def rank(engine: EngineView) -> tuple[bool, bool, float, int, float, int]:
             one_s, sequences = step_s(engine), engine.batch + engine.prefills + 1
+            prefill_s, _ = computed.get(engine.name, NOTHING)
             return (
                 engine.free_kv < request.tokens,
                 one_s > request.tpot_slo_s,
-                one_s * sequences,
+                (prefill_s + tokens * one_s) * sequences if one_s else 0.0,
                 sequences,
+                prefill_s,
                 engine.context,
             )
 
         chosen = least(engines, rank, random)
-        return Choice(chosen, step_s(chosen))
+        return Choice(chosen, step_s(chosen), computed.get(chosen.name, NOTHING)[1])

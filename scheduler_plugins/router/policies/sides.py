@@ -106,5 +106,5 @@ class Sides(Policy):
             # steps.
             return Reject("tpot", request.max_tokens * d.expected_s)
         if p is None:
-            return Route(None, d.engine.name)
+            return Route(None, d.engine.name, d.source)
         return Route(p.engine.name, d.engine.name, p.source)

@@ -62,6 +62,8 @@ NOT_FOR_PREFILL = (
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Fields that tell an engine where to fetch KV and encoder outputs. Clients must not set them."""
+_POOL = "pool"
+"""The only part of `kv_transfer_params` that clients may set: their wishes about the KV pool (docs/pool.md)."""
 
 
 _READS_TEXT = ("echo", "suffix", "truncate_prompt_tokens", "return_prompt_text")
@@ -96,7 +98,8 @@ def parsing(raw: bytes | bytearray, path: str) -> Steps:
         BadRequestError: the body is no JSON object, or a field that the router reads has a wrong type. The engine
             checks all other fields.
 
-    Fields about transfers are dropped, because clients are not trusted with them.
+    Fields about transfers are dropped, because clients are not trusted with them. Of a completion's or chat's
+    `kv_transfer_params` the part `pool` stays.
     """
     try:
         if len(raw) <= PIECE_BYTES:
@@ -130,8 +133,11 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
         _check(
             body, "prompt", "a string or a list", prompt is None or isinstance(prompt, str | list)
         )
+    told = body.get("kv_transfer_params")
     for name in _TRANSFERS:
         body.pop(name, None)
+    if path in (COMPLETIONS, CHAT) and isinstance(told, dict) and told.get(_POOL) is not None:
+        body["kv_transfer_params"] = {_POOL: told[_POOL]}
     if isinstance(extra := body.get("vllm_xargs"), dict):
         # vLLM reads the transfer fields from here as well. The new dict also loses the client's own JSON text.
         body["vllm_xargs"] = {name: one for name, one in extra.items() if name not in _TRANSFERS}
@@ -272,21 +278,20 @@ def prefill_copy(body: Mapping[str, Any], transfer: str) -> dict[str, Any]:
     copy["max_tokens"] = 1
     if "max_completion_tokens" in body:
         copy["max_completion_tokens"] = 1
-    copy["kv_transfer_params"] = prefill_params(transfer)
+    copy["kv_transfer_params"] = {**prefill_params(transfer), **pool_wishes(body)}
     return copy
 
 
 def decode_copy(body: Mapping[str, Any], address: ProducerAddress, transfer: str) -> dict[str, Any]:
     """The client's request, with the prompt's KV from `address` under the id `transfer`."""
-    return {**body, "kv_transfer_params": decode_params(address, transfer)}
+    params = {**decode_params(address, transfer), **pool_wishes(body)}
+    return {**body, "kv_transfer_params": params}
 
 
-def single_engine_copy(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's request for one engine, without a transfer.
-
-    Transfer parameters of the client are not trusted, so they are dropped.
-    """
-    return {name: value for name, value in body.items() if name != "kv_transfer_params"}
+def pool_wishes(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's wishes about the KV pool, as a part of `kv_transfer_params`; empty without any."""
+    told = body.get("kv_transfer_params")
+    return {_POOL: told[_POOL]} if isinstance(told, dict) and _POOL in told else {}
 
 
 def probe(model: str) -> dict[str, Any]:

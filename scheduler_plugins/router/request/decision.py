@@ -40,7 +40,8 @@ async def next_attempt(
             Role.CPU_PREFILL: engines.cpu_prefill,
         }
         able = (*engines.prefill, *engines.cpu_prefill)
-        places = {one.name: one.store for one in able if one.store}
+        computing = able if engines.prefill else engines.decode
+        places = {one.name: one.store for one in computing if one.store}
         view = LiveView(by_role, shared.pool.prefixes, now, places)
         margin = shared.margins.of(request.qos)
         asked = _asked(request, engines.prefill, engines.decode, now - arrived, margin, begun)
@@ -54,8 +55,10 @@ async def next_attempt(
         answering = next(one for one in engines.decode if one.name == decision.d)
         p = None if decision.p == decision.d else decision.p
         others = [one for one in engines.prefill if one is not answering]
+        pool = next((one for one in view.pools() if one.name == decision.pull_from), None)
+        name = "" if pool is None else pool.name
         if p is None and (answering.computes_prompts or not others):
-            return Attempt(answering, None, engines.cause or "policy")
+            return Attempt(answering, None, engines.cause or "policy", pool=name)
         # An engine that computes no prompts gets the least busy prefill engine.
         prefill = (
             least(others, lambda one: one.open_requests, shared.random)
@@ -64,7 +67,6 @@ async def next_attempt(
         )
         (blocks,) = view.match(request.hashes, [prefill])
         cached, loaded_s = cached_tokens(request, prefill, blocks), 0.0
-        pool = next((one for one in view.pools() if one.name == decision.pull_from), None)
         if pool is not None:
             (chunks,) = view.match(request.hashes, [pool])
             stored = max(cached, cached_tokens(request, pool, chunks))
@@ -74,7 +76,6 @@ async def next_attempt(
         if prefill.costs.known:
             own_s = loaded_s + prefill.costs.prefill_s(request.tokens, cached)
             expected_s = now - arrived + prefill.queued_s(now) + own_s
-        name = "" if pool is None else pool.name
         return Attempt(answering, prefill, "", request.tokens - cached, expected_s, name)
     return None
 

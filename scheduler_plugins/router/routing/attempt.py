@@ -65,13 +65,13 @@ class Attempt:
     expected_s: float | None = None
     """Predicted time to the first token; None: costs are not known."""
     pool: str = ""
-    """The KV pool from which `prefill` is expected to load a part of the prompt; empty: none."""
+    """The KV pool from which a part of the prompt is expected to be loaded; empty: none."""
 
     def __str__(self) -> str:
         """The decision, for the log."""
-        if self.prefill is None:
-            return f"{self.answering.url} answers alone ({self.cause})"
         source = f", the beginning from {self.pool}" if self.pool else ""
+        if self.prefill is None:
+            return f"{self.answering.url} answers alone ({self.cause}){source}"
         return (
             f"{self.prefill.url} prefills, {self.fresh_tokens} tokens are new{source}; "
             f"{self.answering.url} answers"

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chunks import begin, chain, loads, save, there
@@ -16,9 +17,11 @@ from support.waits import until
 from whole import problems, sweep
 
 from pd_connector.errors import ConfigError, PoolError
+from pd_connector.pool.store import keeper, stocktaking
 from pd_connector.pool.store.base import Refusal, Why
-from pd_connector.pool.store.folder import charge_of
-from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.books import BooksError
+from pd_connector.pool.store.folder import Folder, charge_of
+from pd_connector.pool.store.holdings import Holdings, Space
 from pd_connector.pool.store.local import LocalStore
 
 pytestmark = pytest.mark.quiet  # it waits for other processes, which must have their processor
@@ -317,3 +320,49 @@ def test_files_and_folders_are_this_users_alone(open_store: Open, folder: Path) 
     for path in [folder / "pool", *(folder / "pool").rglob("*")]:
         if not path.is_symlink():
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaking_fails_first(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_TAKES_STOCK_S", 0.1)
+    maker, other = open_store(), open_store()
+    keys, failures = chain("a", 3), [BooksError("the machine is busy")]
+
+    def fill(*arguments: Any) -> None:
+        stocktaking.fill(*arguments)
+        assert save(other, keys) == 3, "into the books that are in force still"
+
+    def take_stock(store: Holdings) -> None:
+        if failures:
+            raise failures.pop()
+        stocktaking.take_stock(store)
+
+    monkeypatch.setattr(keeper, "fill", fill)
+    monkeypatch.setattr(keeper, "take_stock", take_stock)
+    with pytest.raises(BooksError):
+        maker.keeper.make_books_anew("a test wants it")
+    assert there(other, keys) == 3
+    assert problems(other) == []
+
+
+def test_a_chunk_that_no_books_have_is_not_kept(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its books were replaced while it was published, and the new ones cannot be written."""
+    maker, writer = open_store(), open_store()
+    monkeypatch.setattr(keeper, "take_stock", lambda _: None)
+    enter, (key,) = Folder.enter, chain("a", 1)
+
+    def enters(*arguments: Any) -> None:
+        enter(*arguments)
+        maker.keeper.make_books_anew("a test wants it")
+
+    def adopts(*_: Any, **__: Any) -> None:
+        raise BooksError("the machine is busy")
+
+    monkeypatch.setattr(Folder, "enter", enters)
+    monkeypatch.setattr(Holdings, "adopt", adopts)
+    assert save(writer, [key]) == 0
+    assert there(writer, [key]) == 0
+    assert problems(writer) == []

@@ -572,6 +572,45 @@ def test_a_watched_hold_whose_kv_will_not_come_is_told_so_once(how: str):
     assert bench.consumer.ready(SOURCE, "t") == []
 
 
+@pytest.mark.parametrize("cause", [Cause.UNREACHABLE, Cause.SESSION_LOST, Cause.SESSION_LIMIT])
+def test_a_producer_that_could_not_be_told_the_end_is_told_when_a_session_stands(cause: Cause):
+    """Otherwise its pages stay leased although nobody wants them."""
+    bench = Bench()
+    bench.consumer.load(bench.load, 0.0)
+    actions = bench.consumer.session_down(SOURCE, cause, "", 1.0)
+    assert not any(isinstance(action, Tell) for action in actions), "there is no connection"
+    last = Tell(SOURCE, messages.Cancel("t", cause))
+    assert bench.up(PEERS[0], CONFIG.lease_s) == [last]
+    assert bench.up(PEERS[0], CONFIG.lease_s) == [], "once"
+
+
+def test_a_producer_with_which_no_session_is_agreed_on_is_told_at_once():
+    """The connection stands."""
+    bench = Bench()
+    bench.consumer.load(bench.load, 0.0)
+    actions = bench.consumer.session_down(SOURCE, Cause.MODEL, "", 1.0)
+    assert Tell(SOURCE, messages.Cancel("t", Cause.MODEL)) in actions
+    assert bench.up(PEERS[0]) == []
+
+
+def test_the_end_is_not_told_any_more_when_the_lease_is_over():
+    bench = Bench()
+    bench.consumer.load(bench.load, 0.0)
+    bench.consumer.session_down(SOURCE, Cause.UNREACHABLE, "", 1.0)
+    bench.consumer.tick(1.0 + CONFIG.lease_s)
+    assert bench.consumer._fetches._unsent == {}
+    assert bench.up(PEERS[0], 1.0 + CONFIG.lease_s) == []
+
+
+def test_what_is_wanted_again_is_not_cancelled():
+    bench = Bench()
+    bench.consumer.load(bench.load, 0.0)
+    bench.consumer.session_down(SOURCE, Cause.UNREACHABLE, "", 1.0)
+    bench.consumer.load(bench.load, 2.0)
+    (told,) = bench.up(PEERS[0], 2.0)
+    assert isinstance(told.message, messages.Open)
+
+
 def test_a_second_hold_of_a_transfer_that_is_watched_is_told_that_it_is_one():
     bench = Bench()
     bench.consumer.hold("request", "t", PEERS, True, 0.0)

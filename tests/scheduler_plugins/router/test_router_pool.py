@@ -126,6 +126,23 @@ def test_a_stored_prompt_goes_to_an_engine_of_its_host_although_no_engine_has_it
     run(scenario())
 
 
+def test_a_stored_prompt_counts_for_engines_that_answer_alone() -> None:
+    async def scenario() -> None:
+        world = World(prefill=1, decode=3, **LEAST_DELAY)
+        store = Store(A, world.d[1])
+        async with world:
+            for seed in range(PROMPTS):
+                store.has(keys(seed))
+            await known(world, 7 * PROMPTS)
+            for seed in range(PROMPTS):
+                assert (await world.complete(prompt=prompt(seed), n=2)).status == 200
+                await world.idle()
+            assert len(world.d[1].bodies) == PROMPTS
+            assert await world.metric("pool_requests_total", pool=f"pool {A[:12]}") == PROMPTS
+
+    run(scenario())
+
+
 def test_a_prompt_goes_to_the_host_that_has_it_and_of_two_to_the_one_that_has_more() -> None:
     async def scenario() -> None:
         world = World(prefill=3, **LEAST_DELAY)

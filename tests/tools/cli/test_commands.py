@@ -56,6 +56,7 @@ def greeting(tmp_path: Path) -> Path:
 def test_the_help_has_the_commands_of_all_our_packages_in_their_order() -> None:
     assert listed(run("--help").stdout) == [
         "demo",
+        "check",
         "doctor",
         "pool",
         "audit",
@@ -66,7 +67,7 @@ def test_the_help_has_the_commands_of_all_our_packages_in_their_order() -> None:
 
 
 def test_another_package_adds_commands_behind_ours(greeting: Path) -> None:
-    assert listed(run("--help", folder=greeting).stdout)[7:] == ["broken", "greet", "several"]
+    assert listed(run("--help", folder=greeting).stdout)[8:] == ["broken", "greet", "several"]
     assert run("greet", "world", folder=greeting).stdout == "hello world\n"
     assert run("several", "goodbye", folder=greeting).stdout == "bye\n"
 

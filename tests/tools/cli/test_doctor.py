@@ -390,6 +390,59 @@ def test_a_peer_that_cannot_hand_over_fails_where_it_goes_wrong(findings, name, 
     assert finding.advice
 
 
+@pytest.mark.parametrize(("ports", "chosen"), [((7100, 7200), False), ((40001, 40002), True)])
+def test_the_ports_to_open_are_named_and_how_to_keep_them(ports, chosen):
+    control, data = ports
+    ranks = [["10.0.0.2", control, 0, 4, 0]]
+    finding = only(
+        visit(params={**DESCRIPTION, "remote_ranks": ranks, "data_ports": [data]}), "ports"
+    )
+    assert finding.found == f"TCP {control}, {data}"
+    assert ("set control_port and data_port" in finding.advice) == chosen
+
+
+SILENT = 'pd_connector:unmoved_prompts_total{cause="no_params",engine="0"} 9.0'
+
+
+@pytest.mark.parametrize("params", [None, DESCRIPTION])
+def test_an_engine_that_no_proxy_asks_for_kv_fails_with_what_to_set(params):
+    finding = only(visit(params=params, metrics=f"{SILENT}\npd_connector:x 0"), "transfers")
+    assert finding.status is Status.FAIL
+    assert "no request has asked for it" in finding.found
+    assert "docs/proxies.md" in finding.advice
+
+
+def engine_of(role, **more):
+    return {"url": f"http://{role}", "role": role, "state": "up", **more}
+
+
+def visit_router(*engines, disaggregates=True):
+    told = {"status": "ok", "disaggregates": disaggregates, "engines": engines}
+    return visit({"/health": json.dumps(told)})
+
+
+def test_a_router_is_known_when_it_is_met():
+    healthy = visit_router(engine_of("prefill", hands_over_kv=True), engine_of("decode"))
+    assert worst(healthy) is Status.OK
+    assert only(healthy, "router").found == "pd-router; hands KV over; 1 prefill, 1 decode"
+
+
+def test_a_router_names_the_engines_that_do_not_hand_over():
+    warning = "no KV has moved there. What to do: set the proxy"
+    findings = visit_router(
+        engine_of("prefill", hands_over_kv=False, reason="no KV connector answers there"),
+        engine_of("decode", warning=warning),
+        engine_of("other", state="down", reason="refused"),
+        disaggregates=False,
+    )
+    assert only(findings, "router").status is Status.FAIL
+    assert only(findings, "prefill http://prefill").found == "no KV connector answers there"
+    decode = only(findings, "decode http://decode")
+    assert (decode.status, decode.found) == (Status.FAIL, "no KV has moved there")
+    assert decode.advice == "set the proxy"
+    assert only(findings, "other http://other").status is Status.FAIL
+
+
 OUTAGE = """
 pd_connector:failing_ranks{engine="0"} 2.0
 pd_connector:failed_transfers_total{cause="unreachable",engine="0"} 41.0

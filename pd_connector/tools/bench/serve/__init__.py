@@ -5,5 +5,6 @@
 - `sending`: sends requests at their times, and records each answer
 - `stack`: engines with their router; ours and the rival
 - `measure`: measures both stacks in turn, and compares them
+- `pool`: a stack with a KV pool beside one without, and after its engines have died
 - `bench`: starts the stacks, measures, and ends them
 """

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import secrets
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +24,12 @@ from pd_connector.tools.bench.serve.stack import (
     StackSetup,
     router_version,
 )
-from pd_connector.tools.bench.serve.trace import Line, read
+from pd_connector.tools.bench.serve.trace import longest, read
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.tools.launch.netns import Bed, available
 from pd_connector.tools.launch.service import log_folder
 
 TESTED_VERSION = "0.1.17"
-PAGE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class ServeBench:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))
             setup = StackSetup(
                 str(write_model(Path(folder))),
-                _longest(lines, self.plan.scale),
+                longest(lines, self.plan.scale),
                 logs,
                 stack.enter_context(Bed(self.link_mbit)).namespaces,
                 MADE_UP_WEIGHTS,
@@ -107,9 +105,3 @@ class ServeBench:
                 return Measurement(ours, rival, lines, self.plan, say).measure()
             finally:
                 stop_services(services)
-
-
-def _longest(lines: Sequence[Line], scale: float) -> int:
-    """Tokens of the longest request, in whole pages, with a page to spare."""
-    longest = max((line.input_length + line.output_length) / scale for line in lines)
-    return (int(longest) // PAGE_TOKENS + 2) * PAGE_TOKENS

@@ -23,6 +23,7 @@ class Answer:
     ttft_s: float = 0.0  # due -> first token read
     tpot_s: float = 0.0  # average time between two later tokens
     failure: str = ""
+    text: str = ""
 
 
 def send(client: Client, model: str, requests: Sequence[TimedRequest]) -> list[Answer]:
@@ -59,11 +60,13 @@ def _ask(client: Client, model: str, request: TimedRequest, due: float) -> Answe
         "ignore_eos": True,
     }
     first = last = 0.0
+    texts = list[str]()
     try:
         for event in client.stream(_PATH, body, _PATIENCE_S):
             if "error" in event:
                 return Answer(failure=str(event["error"]))
-            if event.get("choices"):
+            if choices := event.get("choices"):
+                texts += [choice.get("text", "") for choice in choices]
                 last = time.monotonic()
                 first = first or last
     except (HttpError, OSError, ValueError) as error:
@@ -71,4 +74,5 @@ def _ask(client: Client, model: str, request: TimedRequest, due: float) -> Answe
     if not first:
         return Answer(failure="the answer ended without a token")
     # An event can hold several tokens, but their total is known.
-    return Answer(first - due, (last - first) / (request.max_tokens - 1))
+    each_s = (last - first) / (request.max_tokens - 1)
+    return Answer(first - due, each_s, text="".join(texts))

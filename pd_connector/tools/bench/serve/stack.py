@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ PARTS = {
 }
 """The parts of each stack, by name."""
 
+POOL_REPORTS = ("--middleware", "scheduler_plugins.vllm.PoolMiddleware")
+_POOL_IN_USE = "pool: in use"
+_STARTED = "\n$ "
+"""Before the command, at the beginning of each run's part of a log."""
 _PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 
 
@@ -36,7 +41,7 @@ class StackSetup:
         model: folder of the model.
         max_model_len: tokens of the longest request.
         logs: folder for logs.
-        namespaces: where prefill and decode engines run.
+        namespaces: where prefill and decode engines run; None: here.
         args: further arguments of all engines.
         env: further variables of all engines.
     """
@@ -44,7 +49,7 @@ class StackSetup:
     model: str
     max_model_len: int
     logs: Path
-    namespaces: tuple[Namespace, Namespace]
+    namespaces: tuple[Namespace | None, Namespace | None]
     args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -123,13 +128,60 @@ class OurStack(Stack):
     def __init__(self, setup: StackSetup, key: Mapping[str, str]) -> None:
         # Shared memory would bypass the link.
         config = {"transports": ["tcp"], "codec": "auto", "overlap": "auto"}
-        prefill, decode = _engines("ours", "PDConnector", config, setup, OUR_SCHEDULER, key)
-        log = setup.logs / "ours-router.log"
+        self._begin("ours", config, setup, OUR_SCHEDULER, key)
+
+    def _begin(
+        self,
+        side: str,
+        config: Mapping[str, Any],
+        setup: StackSetup,
+        args: Sequence[str],
+        env: Mapping[str, str],
+    ) -> None:
+        prefill, decode = _engines(side, "PDConnector", config, setup, args, env)
+        log = setup.logs / f"{side}-router.log"
         urls = [prefill.base_url], [decode.base_url]
-        super().__init__(prefill, decode, RouterProcess(*urls, name="our router", log_path=log))
+        super().__init__(prefill, decode, RouterProcess(*urls, name=f"{side} router", log_path=log))
 
     def rest(self) -> None:
         """Nothing to do: a waiting stack uses a hundredth of a core."""
+
+
+class PoolStack(OurStack):
+    """PDConnector on one host, with or without a KV pool, our router and our scheduler."""
+
+    def __init__(
+        self, name: str, setup: StackSetup, pool: Mapping[str, Any] | None, env: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        # Answers are compared with each other, so nothing may be rounded on the way.
+        config = {"codec": "raw", "overlap": "auto"} | ({"pool": dict(pool)} if pool else {})
+        side = "pool" if pool else "plain"
+        self._begin(side, config, setup, (*OUR_SCHEDULER, *POOL_REPORTS), env)
+
+    def kill_engines(self) -> None:
+        """End both engines with SIGKILL, and start them anew."""
+        for engine in self.engines:
+            engine.kill()
+        for engine in self.engines:
+            engine.start()
+        self._pids = []
+
+    def uses_pool(self) -> bool:
+        """Whether both engines use the pool, and the router knows what is in it."""
+        logs = (engine.log_path.read_text() for engine in self.engines)
+        if not all(_POOL_IN_USE in log.rpartition(_STARTED)[2] for log in logs):
+            return False
+        state = json.loads(self.router.client.get("/health", timeout_s=10.0))
+        return all(one.get("cache", {}).get("pool") for one in state["engines"])
+
+    def named_pool(self) -> float:
+        """Decisions of the router that named a pool."""
+        return self.router.metrics().total("pd_router:pool_requests_total")
+
+    def loaded_chunks(self) -> float:
+        """Chunks that both engines have loaded since their start."""
+        return sum(one.metrics().total("pd_connector:pool_hits_total") for one in self.engines)
 
 
 class RivalStack(Stack):

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.launch.engine import PAGE_TOKENS
 
 BLOCK_TOKENS = 512
 """Tokens for which an id of the trace stands."""
@@ -89,3 +90,9 @@ def _text(line: Line, scale: float, seed: int) -> str:
         for name in line.hash_ids
     )
     return "".join(blocks)[:letters]
+
+
+def longest(lines: Sequence[Line], scale: float) -> int:
+    """Tokens of the longest request, in whole pages, with a page to spare."""
+    most = max((line.input_length + line.output_length) / scale for line in lines)
+    return (int(most) // PAGE_TOKENS + 2) * PAGE_TOKENS

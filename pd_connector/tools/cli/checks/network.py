@@ -131,7 +131,10 @@ def port(facts: Facts) -> Finding:
 def firewall(facts: Facts) -> Finding:
     """Only root can ask firewalls; the doctor says which ports must be open."""
     first, last = facts.network.port_range
-    advice = f"between machines let TCP ports {first}-{last} through from the other engines"
+    advice = (
+        f"between machines let TCP ports {first}-{last} through from the other engines; or set control_port and "
+        "data_port of the prefill engines, and let those through"
+    )
     active = ", ".join(facts.network.firewalls)
     if _loopback_only(facts):
         return Finding(AREA, "firewall", Status.OK, active or "none seen", advice)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine elsewhere: whether it is up, uses PDConnector, and has a control port that is reachable from here."""
+"""An engine or a router elsewhere: whether it is up, uses PDConnector, and has a control port that is reachable from here."""
 
 import json
 import socket
@@ -12,11 +12,14 @@ from urllib.request import ProxyHandler, Request, build_opener
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.hosts import is_loopback
 from pd_connector.remedies import outage_in, staged_in
+from pd_connector.tools.cli.checks import router
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 BACKEND = "pd_connector"
 """SGLang's name for our transfer backend."""
 TIMEOUT_S = 10.0
+FIRST_CHOSEN = 32768
+"""The first port that Linux gives to programs that ask for any."""
 DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after its present work
 _DESCRIBE = {"do_remote_decode": True, "do_remote_prefill": False, "describe": True}
 
@@ -35,7 +38,7 @@ class PeerError(Exception):
 def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
     """All findings about one peer. Each needs the finding before it."""
     try:
-        ask("/health", None)
+        health = ask("/health", None)
     except PeerError as error:
         return [
             Finding(
@@ -48,6 +51,8 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
             )
         ]
     reachable = Finding(url, "reachable", Status.OK, "healthy")
+    if (routing := router.told(health)) is not None:
+        return [reachable, *router.check(url, routing)]
     if (told := _sglang(ask)) is not None:
         return [reachable, *_sglang_findings(url, told, ask, connect, greet), *_transfers(url, ask)]
     findings = [reachable, _version(url, ask)]
@@ -166,10 +171,22 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect, greet: Greet) 
         ]
     if problem := greet(host, port):
         return [ours, Finding(url, name, Status.FAIL, *problem)]
-    return [
-        ours,
-        Finding(url, name, Status.OK, f"{host}:{port} accepts connections and the key from here"),
-    ]
+    accepts = f"{host}:{port} accepts connections and the key from here"
+    return [ours, Finding(url, name, Status.OK, accepts), *_ports(url, params)]
+
+
+def _ports(url: str, params: Mapping[str, Any]) -> list[Finding]:
+    """The ports to open for decode engines on other machines."""
+    ranks, data = params.get("remote_ranks"), params.get("data_ports")
+    control = [rank[1] for rank in ranks if len(rank) > 1] if isinstance(ranks, list) else []
+    ports = sorted({port for port in [*control, *(data or ())] if isinstance(port, int)})
+    if not ports or is_loopback(str(params.get("remote_host"))):
+        return []
+    shown = ", ".join(map(str, ports))
+    advice = f"let decode engines reach TCP {shown} there"
+    if any(port >= FIRST_CHOSEN for port in ports):
+        advice += "; the system chose them, and chooses others at the next start: set control_port and data_port"
+    return [Finding(url, "ports", Status.OK, f"TCP {shown}", advice)]
 
 
 def _without_address(url: str, params: Any, ask: Ask) -> Finding:

@@ -3,16 +3,18 @@
 
 import tracemalloc
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_engines import FixedView, Known
 
-from scheduler_plugins.router.policies.base import Defer, Reject, Request, Role, Route
+from scheduler_plugins.router.policies.base import Decision, Defer, Reject, Request, Role, Route
 from scheduler_plugins.router.policies.conductor import Conductor
 from scheduler_plugins.router.policies.kv_cost import KvCostPrefill
 from scheduler_plugins.router.policies.length import Length
@@ -281,6 +283,24 @@ def test_least_tpot_looks_at_batch_and_context_and_leaves_full_engines_out() -> 
     a, b = Known("a", batch=2, context=1000), Known("b", batch=2, context=500)
     assert decode_of("least_tpot", [a, b]) == "b"
     assert decode_of("least_tpot", [a, replace(b, free_kv=100)]) == "a"
+
+
+def test_an_engine_that_computes_its_prompt_itself_is_chosen_by_what_is_cached_or_stored() -> None:
+    blocks = frozenset(range(10))
+    a, b = Known("a", blocks=blocks), Known("b")
+    request = Request("r", 160, tuple(range(10)), max_tokens=4)
+
+    def route(decode: Sequence[Known], prefill: Sequence[Known] = (), **pooled: Any) -> Decision:
+        view = FixedView(prefill, decode, **pooled)
+        return create("least_delay").decide(request, view, 0.0, Random(0))
+
+    assert route([b, a]) == Route(None, "a")
+    assert route([b, replace(a, batch=40)]) == Route(None, "b"), "a full batch waits for it"
+    assert route([b, replace(a, context=9)], [Known("p")]) == Route("p", "b"), "p computes it"
+    store = Known("pool", blocks=blocks)
+    for pools, source in (([], None), ([store], "pool")):
+        assert route([b], transfer_s=0.01, pools=pools) == Route(None, "b", source)
+    assert route([b], transfer_s=9.0, pools=[store]) == Route(None, "b")
 
 
 def test_power_of_two_takes_the_one_with_fewer_heavy_decodes_of_those_with_room() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.wire import params
 from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.protocol.wire.peers import Peer, Source
 from scheduler_plugins.router.client.answers import (
@@ -17,6 +18,7 @@ from scheduler_plugins.router.client.answers import (
     headers_to_client,
     headers_to_engine,
 )
+from scheduler_plugins.router.handoff import engine_bodies
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.prompt.pieces import MOST_PARTS, MOST_VALUES
 
@@ -52,7 +54,6 @@ def test_the_decode_side_gets_the_request_unchanged_but_for_the_transfer(
 ) -> None:
     sent = body.decode_copy(content, ADDRESS, "t")
     assert sent.pop("kv_transfer_params")["remote_request_id"] == "t"
-    assert sent == body.single_engine_copy(content)
     assert sent == {k: v for k, v in content.items() if k != "kv_transfer_params"}
 
 
@@ -86,7 +87,6 @@ def test_rewriting_leaves_the_clients_body_alone(content: dict[str, Any]) -> Non
     before = json.dumps(content)
     body.prefill_copy(content, "t")
     body.decode_copy(content, ADDRESS, "t")
-    body.single_engine_copy(content)
     assert json.dumps(content) == before
 
 
@@ -249,3 +249,25 @@ def test_what_a_client_says_of_transfers_reaches_no_engine() -> None:
         assert "kv_transfer_params" not in found
         assert "ec_transfer_params" not in found
         assert found["vllm_xargs"] == {"kept": 1}
+
+
+def test_wishes_about_the_kv_pool_are_all_that_a_client_may_set_of_a_transfer() -> None:
+    wishes = {"tenant": "a", "pin_s": 5}
+    told = {"do_remote_prefill": True, "remote_host": "h", "pool": wishes}
+    sent = json.dumps({"messages": [], "prompt": "p", "kv_transfer_params": told}).encode()
+    for route in (body.COMPLETIONS, body.CHAT):
+        found = body.parse(sent, route)
+        assert found["kv_transfer_params"] == {"pool": wishes}
+        prefill = body.prefill_copy(found, "t")["kv_transfer_params"]
+        assert prefill == {**params.prefill_params("t"), "pool": wishes}
+        decode = body.decode_copy(found, ADDRESS, "t")["kv_transfer_params"]
+        assert decode == {**params.decode_params(ADDRESS, "t"), "pool": wishes}
+        assert engine_bodies.alone(found)["kv_transfer_params"] == {"pool": wishes}
+    assert "kv_transfer_params" not in body.parse(sent, "/v1/responses")
+
+
+@pytest.mark.parametrize("told", [None, [], "pool", {}, {"pool": None}])
+def test_parameters_without_wishes_are_dropped(told: object) -> None:
+    found = body.parse(json.dumps({"messages": [], "kv_transfer_params": told}).encode(), body.CHAT)
+    assert "kv_transfer_params" not in found
+    assert "kv_transfer_params" not in engine_bodies.alone(found)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's whole address in the one text that every proxy keeps: `remote_engine_id`.
+
+A proxy that starts prefill and decode at once has no answer of the prefill to pass on. llm-d's routing sidecar builds
+the decode request from what an earlier answer said of the engine, and keeps only fields that are a text or a number:
+lists (`remote_ranks`) and fields that it does not know (`remote_seal`) are lost. So the engine's name carries them.
+"""
+
+import base64
+import binascii
+from typing import NamedTuple
+
+import msgspec
+
+MARK = "@pd1."
+"""Stands between an engine's own id and its address."""
+MAX_CHARACTERS = 16_384
+
+_Rank = tuple[str, int, int, int, int]
+
+
+class NamedEngine(NamedTuple):
+    """What an engine's name says.
+
+    Attributes:
+        ranks: host, port, first and stop layer, and tensor-parallel rank of each; as in `remote_ranks`.
+        seal: as `remote_seal`.
+    """
+
+    engine_id: str
+    ranks: tuple[_Rank, ...] = ()
+    seal: str = ""
+
+
+class _Body(msgspec.Struct, array_like=True):
+    hosts: list[str]
+    ranks: list[tuple[int, int, int, int, int]]  # index of the host, and the rest
+    seal: bytes
+
+
+def write(engine: NamedEngine) -> str:
+    """The name with the address in it."""
+    hosts = list(dict.fromkeys(rank[0] for rank in engine.ranks))
+    ranks = [(hosts.index(host), *rest) for host, *rest in engine.ranks]
+    body = _Body(hosts, ranks, bytes.fromhex(engine.seal))  # type: ignore[arg-type]
+    text = base64.urlsafe_b64encode(msgspec.msgpack.encode(body)).decode().rstrip("=")
+    return f"{engine.engine_id}{MARK}{text}"
+
+
+def read(name: str) -> NamedEngine:
+    """What a name says; a name without an address is the engine's id alone.
+
+    Raises:
+        ValueError: its address cannot be read.
+    """
+    engine_id, mark, text = name.rpartition(MARK)
+    if not mark:
+        return NamedEngine(name)
+    try:
+        packed = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        body = msgspec.msgpack.decode(packed, type=_Body)
+        ranks = tuple((body.hosts[host], *rest) for host, *rest in body.ranks if host >= 0)
+    except (binascii.Error, msgspec.MsgspecError, UnicodeError, IndexError, ValueError) as error:
+        raise ValueError(f"remote_engine_id: its address cannot be read ({error})") from None
+    return NamedEngine(engine_id, ranks, body.seal.hex())  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector check`: whether engines would start with a config, without starting one."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pd_connector.config import KEY_VARIABLE
+from pd_connector.control.keys import new_key
+from pd_connector.errors import ConfigError
+from pd_connector.tools.cli.checks import transfer_config, written_configs
+from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.tools.cli.doctor import show
+
+
+def check(
+    configs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG...",
+            help="The JSON of --kv-transfer-config, or a file that has it: JSON, values of a chart, manifests, a "
+            "compose file; `-` reads standard input.",
+        ),
+    ],
+) -> None:
+    """Check what --kv-transfer-config says, without an engine.
+
+    Ends with status 1 if an engine would not start, or no KV could move.
+    """
+    findings = [finding for config in configs for finding in examine(config, os.environ)]
+    show(findings, Console())
+    if any(finding.status is Status.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(config: str, environment: Mapping[str, str]) -> list[Finding]:
+    """All findings about a JSON text or a file.
+
+    Args:
+        environment: variables of the engine's process. A file that names PD_CONNECTOR_KEY is taken to set a good one.
+    """
+    inline = config.lstrip().startswith("{")
+    place = "config" if inline else "standard input" if config == "-" else config
+    try:
+        text = config if inline else _read(config)
+        found = written_configs.in_text(text, place)
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        return [Finding(place, "file", Status.FAIL, str(error))]
+    if not inline:
+        environment = {KEY_VARIABLE: new_key()} if KEY_VARIABLE in text else {}
+    if not found:
+        advice = 'engines need --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\''
+        return [Finding(place, "connector", Status.FAIL, "no kv_connector in it", advice)]
+    findings = [one for written in found for one in transfer_config.check(written, environment)]
+    findings += transfer_config.together(found)
+    if not inline and not text.lstrip().startswith("{"):
+        findings += transfer_config.reaches_others(text, found)
+    return findings
+
+
+def _read(file: str) -> str:
+    return sys.stdin.read() if file == "-" else Path(file).read_text()

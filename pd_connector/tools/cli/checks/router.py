@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router of ours, by what its `/health` says."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+
+def told(health: str) -> Mapping[str, Any] | None:
+    """What a router says; None for an engine."""
+    try:
+        found = json.loads(health)
+    except ValueError:
+        return None
+    ours = isinstance(found, dict) and "disaggregates" in found
+    return found if ours and isinstance(found.get("engines"), list) else None
+
+
+def check(url: str, health: Mapping[str, Any]) -> list[Finding]:
+    """All findings about a router: whether it hands KV over, and each engine that does not serve well."""
+    engines = [one for one in health["engines"] if isinstance(one, dict)]
+    roles = ", ".join(f"{_count(engines, role)} {role}" for role in ("prefill", "decode"))
+    if health["disaggregates"]:
+        first = Finding(url, "router", Status.OK, f"pd-router; hands KV over; {roles}")
+    else:
+        advice = "it needs one engine of each role that is up and answers as PDConnector: see below"
+        first = Finding(url, "router", Status.FAIL, f"pd-router; hands no KV over; {roles}", advice)
+    return [first, *(_engine(url, one) for one in engines if _complaint(one))]
+
+
+def _engine(url: str, engine: Mapping[str, Any]) -> Finding:
+    name = f"{engine.get('role')} {engine.get('url')}"
+    found, _, advice = _complaint(engine).partition(". What to do: ")
+    up = engine.get("state") == "up" and not engine.get("warning")
+    status = Status.WARN if up else Status.FAIL
+    see = advice or f"pd-connector doctor --peer {engine.get('url')}"
+    return Finding(url, name, status, found, see)
+
+
+def _complaint(engine: Mapping[str, Any]) -> str:
+    """What is wrong with an engine; empty if nothing is."""
+    if engine.get("state") != "up":
+        return str(engine.get("reason") or f"it is {engine.get('state')}")
+    if engine.get("role") == "prefill" and engine.get("hands_over_kv") is False:
+        return str(engine.get("reason") or "it does not say its address: no KV comes from it")
+    return str(engine.get("warning") or "")
+
+
+def _count(engines: list[dict[str, Any]], role: str) -> int:
+    return sum(one.get("role") == role for one in engines)

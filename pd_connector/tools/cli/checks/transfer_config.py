@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a `--kv-transfer-config`, without an engine. Pure."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
+from pd_connector.errors import ConfigError
+from pd_connector.pool.settings import check as check_pool
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+NAME = "PDConnector"
+WRAPPERS = ("MultiConnector", "PdConnector")
+"""Connectors that have others as parts: vLLM's, and Dynamo's subclass of it."""
+ANSWERING = ("MooncakeConnector", "NixlConnector", "NixlPushConnector", "NixlPullConnector")
+"""Connectors that answer with `kv_transfer_params`, as ours does. vLLM's engine ends where two of them do."""
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+KEYS = (
+    "kv_connector",
+    "kv_role",
+    "kv_connector_extra_config",
+    "kv_connector_module_path",
+    "kv_load_failure_policy",
+    "engine_id",
+    "enable_permute_local_kv",
+)
+UNUSED = (
+    "kv_buffer_device",
+    "kv_buffer_size",
+    "kv_ip",
+    "kv_parallel_size",
+    "kv_port",
+    "kv_rank",
+)
+"""Keys of vLLM's for other connectors. 0.32 knows the first and `kv_port` only."""
+ENGINE_HOST_VARIABLE = "VLLM_HOST_IP"
+
+
+class Written(NamedTuple):
+    """A `--kv-transfer-config`, and where it was found.
+
+    Attributes:
+        value: the config, as JSON has it; a text says why there is none.
+    """
+
+    place: str
+    value: Mapping[str, Any] | str
+
+
+def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
+    """All findings about one config.
+
+    Args:
+        environment: variables of the engine's process.
+    """
+    place, value = written
+    if isinstance(value, str):
+        return [Finding(place, "JSON", Status.FAIL, value, "write it as one JSON object")]
+    if "kv_connector" not in value and any(key in Config.__struct_fields__ for key in value):
+        return [_extra(place, value, environment)]  # as PD_CONNECTOR_CONFIG has it
+    findings = [*_unknown(place, value), *_name(place, value), *_role(place, value)]
+    extra = value.get("kv_connector_extra_config", {})
+    if not isinstance(extra, Mapping):
+        found = f"kv_connector_extra_config {extra!r}"
+        return [*findings, Finding(place, "config", Status.FAIL, found, "must be a JSON object")]
+    if _is_wrapper(value):
+        return [*findings, *_parts(place, value, extra, environment)]
+    if _meant(value.get("kv_connector")):
+        if "kv_load_failure_policy" in value:
+            found = "kv_load_failure_policy has no effect on PDConnector"
+            advice = "set `on_failure` in kv_connector_extra_config instead, or leave it out"
+            findings.append(Finding(place, "failures", Status.WARN, found, advice))
+        findings.append(_extra(place, extra, environment))
+    return findings
+
+
+def together(configs: Sequence[Written]) -> Iterator[Finding]:
+    """Findings about engines that serve together, each of which is right alone."""
+    ours = [
+        (written.place, part)
+        for written in configs
+        if isinstance(written.value, Mapping)
+        for part in _ours(written.value)
+    ]
+    roles = {str(part.get("kv_role")) for _, part in ours}
+    if len(ours) > 1 and len(roles) == 1 and roles <= {"kv_producer", "kv_consumer"}:
+        yield Finding(
+            ours[0][0],
+            "roles",
+            Status.FAIL,
+            f"all {len(ours)} engines are {roles.pop()}: no KV can move between them",
+            "give prefill engines kv_producer and decode engines kv_consumer",
+        )
+    codecs = {str(_extra_of(part).get("codec", "raw")) for _, part in ours}
+    if len(codecs) > 1:
+        yield Finding(
+            ours[0][0],
+            "codec",
+            Status.WARN,
+            f"the engines name different codecs ({', '.join(sorted(codecs))}): one that only one side permits is not used",
+            "set `codec` alike on both sides",
+        )
+
+
+def _extra(place: str, extra: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:
+    try:
+        config = Config.load(extra, environment, ENGINE_HOST_VARIABLE)
+        check_pool(config.pool)
+    except ConfigError as error:
+        return Finding(place, "config", Status.FAIL, str(error))
+    found = ", ".join(f"{name} {extra[name]!r}" for name in extra if name != "key") or "defaults"
+    if "key" in extra:
+        return Finding(
+            place,
+            "config",
+            Status.WARN,
+            "the key is in the config: engines log their arguments, and other users of the machine see them",
+            f"set it in the variable {KEY_VARIABLE}",
+        )
+    return Finding(place, "config", Status.OK, f"{found}; host {config.host}")
+
+
+def _unknown(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
+    for key in value:
+        if key in UNUSED:
+            found = f"{key} has no effect on PDConnector"
+            yield Finding(place, key, Status.WARN, found, "leave it out")
+        elif key in Config.__struct_fields__:
+            found = f"{key!r} is a key of the connector, not of vLLM"
+            advice = f'write "kv_connector_extra_config": {{{json.dumps(key)}: {json.dumps(value[key])}}}'
+            yield Finding(place, "keys", Status.FAIL, found, advice)
+        elif key not in KEYS:
+            near = difflib.get_close_matches(str(key), KEYS, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"vLLM knows {', '.join(KEYS)}"
+            yield Finding(place, "keys", Status.FAIL, f"unknown key {key!r}", advice)
+
+
+def _is_wrapper(value: Mapping[str, Any]) -> bool:
+    """Whether it has other connectors as parts. Dynamo's PdConnector lies in a module that has to be named."""
+    name = value.get("kv_connector")
+    return name in WRAPPERS and (name != "PdConnector" or "kv_connector_module_path" in value)
+
+
+def _meant(name: object) -> bool:
+    """Whether a name is ours, or was meant to be."""
+    close = difflib.get_close_matches(str(name).lower(), [NAME.lower()], cutoff=0.8)
+    return isinstance(name, str) and bool(close)
+
+
+def _name(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
+    name = value.get("kv_connector")
+    if name == NAME or _is_wrapper(value):
+        return
+    advice = f'write "kv_connector": "{NAME}"'
+    if _meant(name):
+        found = f"kv_connector {name!r}: did you mean {NAME!r}?"
+        if name == "PdConnector":
+            found += " PdConnector is Dynamo's own connector"
+        yield Finding(place, "connector", Status.FAIL, found, advice)
+    elif not isinstance(name, str):
+        yield Finding(place, "connector", Status.FAIL, f"kv_connector is {name!r}", advice)
+    else:
+        found = f"{name}, not PDConnector: nothing of pd-connector is used"
+        yield Finding(place, "connector", Status.WARN, found, advice)
+
+
+def _role(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
+    role = value.get("kv_role")
+    if role in ROLES:
+        yield Finding(place, "connector", Status.OK, f"{value.get('kv_connector')}, {role}")
+        return
+    words = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+    asked = f"kv_{str(role).lower().removeprefix('kv_')}"
+    near = words.get(str(role)) or "".join(difflib.get_close_matches(asked, ROLES, n=1))
+    found = "no kv_role" if role is None else f"kv_role {role!r}"
+    advice = (
+        f"did you mean {near!r}?"
+        if near and role is not None
+        else f"must be one of {', '.join(ROLES)}"
+    )
+    yield Finding(place, "role", Status.FAIL, found, advice)
+
+
+def _parts(
+    place: str, value: Mapping[str, Any], extra: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    parts = extra.get("connectors")
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        found = f"kv_connector_extra_config.connectors is {parts!r}"
+        yield Finding(
+            place, "parts", Status.FAIL, found, "must be a list of objects, one a connector"
+        )
+        return
+    names = [str(part.get("kv_connector")) for part in parts]
+    if NAME not in names:
+        found = f"{', '.join(names) or 'no connector'}: PDConnector is not among the parts"
+        yield Finding(place, "parts", Status.WARN, found, f"add one with kv_connector {NAME}")
+        return
+    for number, part in enumerate(parts):
+        if part.get("kv_connector") == NAME:
+            yield from check(Written(f"{place} connectors[{number}]", part), environment)
+    if rivals := [name for name in names if name in ANSWERING]:
+        yield Finding(
+            place,
+            "parts",
+            Status.FAIL,
+            f"{', '.join(rivals)} answers with kv_transfer_params, too: vLLM's engine ends at the first such request",
+            f"leave {rivals[0]} out",
+        )
+    if names[0] != NAME:
+        found = (
+            f"{names[0]} comes before PDConnector: the first part that has KV of a prompt loads it"
+        )
+        yield Finding(place, "parts", Status.WARN, found, "name PDConnector first")
+    if value.get("kv_load_failure_policy", "fail") != "recompute":
+        found = "requests whose KV does not arrive fail"
+        advice = 'write "kv_load_failure_policy": "recompute" beside "kv_connector"'
+        yield Finding(place, "failures", Status.WARN, found, advice)
+
+
+def _ours(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if value.get("kv_connector") == NAME:
+        return [value]
+    parts = _extra_of(value).get("connectors")
+    parts = parts if isinstance(parts, list) else []
+    return [p for p in parts if isinstance(p, Mapping) and p.get("kv_connector") == NAME]
+
+
+def _extra_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra = value.get("kv_connector_extra_config")
+    return extra if isinstance(extra, Mapping) else {}
+
+
+def reaches_others(text: str, configs: Sequence[Written]) -> Iterator[Finding]:
+    """Whether engines that a file starts in different pods or on different hosts can reach each other.
+
+    Args:
+        text: the whole file.
+    """
+    hosts = [
+        "host" in _extra_of(part)
+        for written in configs
+        if isinstance(written.value, Mapping)
+        for part in _ours(written.value)
+    ]
+    named = any(variable in text for variable in (HOST_VARIABLE, ENGINE_HOST_VARIABLE))
+    if hosts and not all(hosts) and not named:
+        yield Finding(
+            configs[0].place.partition(":")[0],
+            "host",
+            Status.WARN,
+            "no engine is told its own address: KV passes between processes of one machine only",
+            f"in each pod set {HOST_VARIABLE} to the pod's address (valueFrom: fieldRef: status.podIP), and the same "
+            f"{KEY_VARIABLE} from a Secret",
+        )

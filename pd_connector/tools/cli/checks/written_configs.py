@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds every `--kv-transfer-config` in a file: values of a chart, manifests, compose files, or JSON."""
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pd_connector.errors import ConfigError
+from pd_connector.tools.cli.checks.transfer_config import Written
+
+_FLAG = "--kv-transfer-config"
+_DECODER = json.JSONDecoder()
+
+
+def in_text(text: str, place: str) -> list[Written]:
+    """The configs in a text that is JSON, or YAML of one or more documents.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text.lstrip().startswith("{") and "{{" not in text:
+        return [Written(place, _object(text))]
+    return list(_in_yaml(text, place))
+
+
+def _object(text: str) -> dict[str, Any] | str:
+    """The object, or why the text has none."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        at = getattr(error, "pos", 0)
+        return f"{error}: ... {text[max(0, at - 20) : at + 20].strip()} ..."
+    return found if isinstance(found, dict) else f"{text[:40]!r} is no JSON object"
+
+
+def _in_yaml(text: str, place: str) -> Iterator[Written]:
+    yaml = _pyyaml(place)
+    try:
+        for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
+            yield from _in_node(document, place)
+    except yaml.YAMLError as error:
+        advice = "; it is a template: check the output of `helm template`" if "{{" in text else ""
+        told = " ".join(str(error).split())
+        raise ConfigError(f"{place}: is no YAML: {told}{advice}") from None
+
+
+def _pyyaml(place: str) -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError:
+        raise ConfigError(f"{place}: PyYAML reads it: pip install pyyaml") from None
+
+
+def _in_node(node: Any, place: str) -> Iterator[Written]:
+    yaml = _pyyaml(place)
+    where = f"{place}:{node.start_mark.line + 1}" if node is not None else place
+    if isinstance(node, yaml.MappingNode):
+        if any(key.value == "kv_connector" for key, _ in node.value):
+            yield Written(where, _constructed(node))
+            return
+        for _, value in node.value:
+            yield from _in_node(value, place)
+    elif isinstance(node, yaml.SequenceNode):
+        flagged = False
+        for item in node.value:
+            scalar = item.value if isinstance(item, yaml.ScalarNode) else ""
+            if flagged:
+                yield Written(f"{place}:{item.start_mark.line + 1}", _object(scalar))
+            else:
+                yield from _in_node(item, place)
+            flagged = scalar == _FLAG
+    elif isinstance(node, yaml.ScalarNode):
+        yield from _in_scalar(node.value, where)
+
+
+def _constructed(node: Any) -> dict[str, Any]:
+    loader = _pyyaml("").SafeLoader("")
+    return dict(loader.construct_document(node))
+
+
+def _in_scalar(text: str, where: str) -> Iterator[Written]:
+    """Configs in an argument, a command or a shell script."""
+    if '\\"' in text:
+        text = text.replace('\\"', '"')
+    start = 0
+    while (
+        match := re.search(rf"{_FLAG}[=\s]+['\"]?(?=\{{)|(?=\{{\s*\"kv_)", text[start:])
+    ) is not None:
+        at = start + match.end()
+        try:
+            found, end = _DECODER.raw_decode(text, at)
+        except ValueError:
+            yield Written(where, _object(text[at:].split("'")[0].strip()))
+            return
+        yield Written(where, found)
+        start = end

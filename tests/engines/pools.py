@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that share a KV pool of their own, and what tests ask of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from harness import Answer, completion, wait_until
+from recipes import (
+    COMPILE_NOTHING,
+    EXACT_ARGS,
+    MODEL,
+    NAME_ARGS,
+    PROBE_ARGS,
+    PROBE_ENVIRONMENT,
+    WORKER_IN_CORE,
+    Recipe,
+    frozen,
+)
+
+from pd_connector.pool.settings import SHM_VARIABLE
+from pd_connector.tools.launch import VllmEngine
+
+CHUNKS = 5
+PROMPT = [3 + (7 * place) % 250 for place in range(700)]
+IN_USE = "pool: in use"
+
+
+class PooledEngines:
+    """Starts engines that share a pool, each ready to use it. Made by `sharing_a_pool`."""
+
+    def __init__(self, shm: Path, logs: Path) -> None:
+        self.shm = shm
+        self.started: list[VllmEngine] = []
+        self._logs = logs
+
+    def start(
+        self,
+        page: int = 32,
+        *args: str,
+        audit: str = "off",
+        model: Path = MODEL,
+        beside: dict[str, Any] | None = None,
+    ) -> VllmEngine:
+        """`beside`: another connector in a `MultiConnector`."""
+        config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}}
+        connector = "PDConnector"
+        if beside is not None:
+            own = {
+                "kv_connector": connector,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": config,
+            }
+            config, connector = {"connectors": [own, beside]}, "MultiConnector"
+        recipe = Recipe(
+            str(model),
+            (*EXACT_ARGS, *NAME_ARGS, *PROBE_ARGS, "--block-size", str(page), *args),
+            frozen(
+                PROBE_ENVIRONMENT, COMPILE_NOTHING, WORKER_IN_CORE, {SHM_VARIABLE: str(self.shm)}
+            ),
+            "kv_both",
+            connector,
+            json.dumps(config),
+        )
+        log = self._logs / f"{len(self.started)}.log"
+        engine = recipe.engine(f"engine {len(self.started)}", log)
+        self.started.append(engine)
+        engine.start().wait_ready()
+        wait_until(lambda: IN_USE in log.read_text(), "the engine knows its weights")
+        return engine
+
+    def files(self) -> list[Path]:
+        """Those of all chunks."""
+        return list(self.shm.glob("*/pool/*/data/*"))
+
+    def computed(self, engine: VllmEngine, salt: str, chunks: int = CHUNKS, **extra: Any) -> Answer:
+        """Have an engine compute the prompt, and wait until so many chunks more are in the pool."""
+        before = len(self.files())
+        answer = completion(engine, PROMPT, 32, cache_salt=salt, **extra)
+        wait_until(lambda: len(self.files()) >= before + chunks, "the chunks in the pool")
+        return answer
+
+
+@contextmanager
+def sharing_a_pool(logs: Path) -> Iterator[PooledEngines]:
+    """At the end no engine and no chunk is left."""
+    shm = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
+    engines = PooledEngines(shm, logs)
+    try:
+        yield engines
+    finally:
+        for engine in engines.started:
+            engine.stop()
+        shutil.rmtree(shm)
+
+
+def counted(engine: VllmEngine, name: str, **labels: str) -> float:
+    """A counter of the connector."""
+    return engine.metrics().total(f"pd_connector:{name}_total", **labels)
+
+
+def hits(engine: VllmEngine) -> float:
+    """Chunks that this engine has loaded, told with one more step."""
+    completion(engine, [1, 2, 3], 2)
+    return counted(engine, "pool_hits")
+
+
+def forget(engine: VllmEngine) -> bool:
+    """Have an engine empty its own prefix cache. Returns whether it did."""
+    url = f"{engine.base_url}/reset_prefix_cache?reset_external=true"
+    with urlopen(Request(url, method="POST"), timeout=60) as answer:
+        assert answer.status == 200
+        return bool(json.loads(answer.read())["success"])

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with a pool while adapters, weights and their own caches change: what was saved before is used only for what it
+was computed with. Most tests share one engine: it reads from the pool what it has forgotten itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from harness import Answer, assert_same_logprobs, completion, fresh_salt, wait_until
+from pools import CHUNKS, IN_USE, PROMPT, PooledEngines, counted, forget, hits, sharing_a_pool
+from recipes import MODEL
+from test_adapters_live import adapter, tell
+from test_codecs_live import BFLOAT16, FP8_CACHE, distance
+from test_identity_live import retrained, update
+from tools import TOLERANCE, delta, probe_all
+
+from pd_connector.tools.launch import VllmEngine
+
+NO_READ = {"kv_transfer_params": {"pool": {"read": False, "write": False}}}
+LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+TRAINER = ("--worker-extension-cls", "probe.Trainer")
+FP8_BOUND = 0.5
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PooledEngines]:
+    with sharing_a_pool(tmp_path_factory.mktemp("pool")) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def engine(pool: PooledEngines) -> VllmEngine:
+    return pool.start(32, *LORA, *TRAINER)
+
+
+@pytest.fixture(scope="module")
+def other(pool: PooledEngines) -> VllmEngine:
+    return pool.start(64, *LORA, *TRAINER)
+
+
+def alone(engine: VllmEngine, **extra: object) -> Answer:
+    """What the engine computes itself."""
+    return completion(engine, PROMPT, 32, cache_salt=fresh_salt(), **NO_READ, **extra)
+
+
+def loaded(engine: VllmEngine, salt: str, wanted: Answer, **extra: object) -> float:
+    """Ask again, once the engine has forgotten its own KV; returns how many chunks it loaded."""
+    assert forget(engine)
+    before = hits(engine)
+    found = completion(engine, PROMPT, 32, cache_salt=salt, **extra)
+    assert_same_logprobs(found, wanted, TOLERANCE)
+    return hits(engine) - before
+
+
+def test_an_adapter_loaded_anew_under_its_name_finds_nothing_of_the_one_before(
+    pool: PooledEngines, engine: VllmEngine, tmp_path: Path
+) -> None:
+    folder, salt = adapter(tmp_path / "sql", 1), fresh_salt()
+    tell(engine, "load", lora_path=str(folder))
+    before = pool.computed(engine, salt, model="sql")
+    assert loaded(engine, salt, before, model="sql") == CHUNKS
+    adapter(folder, 2)
+    tell(engine, "load", lora_path=str(folder), load_inplace=True)
+    after = alone(engine, model="sql")
+    with pytest.raises(AssertionError):
+        assert_same_logprobs(after, before, TOLERANCE)
+    assert loaded(engine, salt, after, model="sql") == 0
+    adapter(folder, 1)
+    tell(engine, "load", lora_path=str(folder), load_inplace=True)
+    assert loaded(engine, salt, before, model="sql") == CHUNKS, "it is known by its content"
+    tell(engine, "unload")
+
+
+def test_the_prefix_cache_can_be_reset_while_and_after_chunks_are_saved(
+    pool: PooledEngines, engine: VllmEngine
+) -> None:
+    salts = [fresh_salt() for _ in range(4)]
+    before = len(pool.files())
+    wanted = []
+    for salt in salts:
+        wanted.append(completion(engine, PROMPT, 2, cache_salt=salt))
+        assert forget(engine), "its chunks may still be copied"
+    wait_until(lambda: len(pool.files()) == before + len(salts) * CHUNKS, "all chunks")
+    assert loaded(engine, salts[-1], completion(engine, PROMPT, 32, cache_salt=salts[-1])) == CHUNKS
+
+
+def test_two_engines_that_save_one_prompt_at_once_save_it_once(
+    pool: PooledEngines, engine: VllmEngine, other: VllmEngine
+) -> None:
+    salt, before = fresh_salt(), len(pool.files())
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(
+            threads.map(lambda one: completion(one, PROMPT, 32, cache_salt=salt), (engine, other))
+        )
+    assert_same_logprobs(*answers, TOLERANCE)
+    wait_until(lambda: len(pool.files()) >= before + CHUNKS, "the chunks in the pool")
+    saves = [counted(one, "pool_saves", cause=cause) for one in (engine, other) for cause in SAVED]
+    assert sum(saves) >= CHUNKS
+    assert len(pool.files()) == before + CHUNKS
+    for one in (engine, other):
+        assert loaded(one, salt, answers[0]) == CHUNKS
+
+
+SAVED = ("saved", "there", "being_written")
+
+
+def test_kv_of_weights_that_changed_without_a_version_is_neither_read_nor_written(
+    pool: PooledEngines, engine: VllmEngine
+) -> None:
+    salt = fresh_salt()
+    before = pool.computed(engine, salt)
+    update(engine, 1.25)
+    completion(engine, "a step", 1)
+    after, files = alone(engine), len(pool.files())
+    with pytest.raises(AssertionError):
+        assert_same_logprobs(after, before, TOLERANCE)
+    assert loaded(engine, salt, after) == 0
+    assert loaded(engine, salt, after) == 0, "nor was it written"
+    assert len(pool.files()) == files
+    probe_all(engine, "set_weights_version", "step 7")
+    assert_same_logprobs(pool.computed(engine, salt), after, TOLERANCE)
+    assert loaded(engine, salt, after) == CHUNKS
+
+
+def test_weights_that_are_reloaded_are_those_of_their_files(
+    pool: PooledEngines, other: VllmEngine, tmp_path: Path
+) -> None:
+    salt = fresh_salt()
+    before = pool.computed(other, salt)
+
+    def reload(folder: Path) -> Answer:
+        known = in_use(other)
+        probe_all(other, "reload_weights", None, str(folder))
+        completion(other, "a step", 1)
+        wait_until(lambda: in_use(other) > known, "the engine knows its weights")
+        return alone(other)
+
+    after = reload(retrained(tmp_path / "other"))
+    with pytest.raises(AssertionError):
+        assert_same_logprobs(after, before, TOLERANCE)
+    assert loaded(other, salt, after) == 0
+    reload(MODEL)
+    assert loaded(other, salt, before) == CHUNKS
+
+
+def in_use(engine: VllmEngine) -> int:
+    return engine.log_path.read_text().count(IN_USE)
+
+
+def test_the_pool_works_beside_another_connector(pool: PooledEngines, tmp_path: Path) -> None:
+    beside = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    several = pool.start(32, "--disable-hybrid-kv-cache-manager", beside=beside)
+    salt = fresh_salt()
+    wanted = pool.computed(several, salt)
+    assert loaded(several, salt, wanted) == CHUNKS
+    assert loaded(several, fresh_salt(), wanted) == 0
+
+
+def test_an_fp8_cache_is_read_by_one_with_pages_of_another_size(pool: PooledEngines) -> None:
+    args = (*BFLOAT16, *FP8_CACHE)
+    writer, salt = pool.start(32, *args), fresh_salt()
+    pool.computed(writer, salt)
+    writer.kill()
+    reader = pool.start(64, *args)
+    with delta(reader, "pd_connector:pool_hits_total") as loads:
+        found = completion(reader, PROMPT, 32, cache_salt=salt)
+        completion(reader, [1, 2, 3], 2)
+    assert loads.amount == CHUNKS
+    assert distance(reader, PROMPT, found.tokens, found.logprobs) <= FP8_BOUND

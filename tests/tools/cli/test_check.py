@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector check` tells what is wrong with a config, where, and what to write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
+from pd_connector.control.keys import new_key
+from pd_connector.tools.cli.app import app
+from pd_connector.tools.cli.check import examine
+from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.tools.cli.checks.transfer_config import KEYS, UNUSED
+
+RIGHT = {"kv_connector": "PDConnector", "kv_role": "kv_producer"}
+KEY = {KEY_VARIABLE: new_key()}
+MULTI = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+
+
+def extra(**keys: Any) -> dict[str, Any]:
+    return {**RIGHT, "kv_connector_extra_config": keys}
+
+
+def multi(*names: str, **keys: Any) -> dict[str, Any]:
+    parts = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    return {**MULTI, "kv_connector_extra_config": {"connectors": parts}, **keys}
+
+
+def told(config: object, environment: dict[str, str] | None = None) -> list[Finding]:
+    """What is not in order."""
+    text = config if isinstance(config, str) else json.dumps(config)
+    return [one for one in examine(text, environment or {}) if one.status is not Status.OK]
+
+
+def text_of(findings: list[Finding]) -> str:
+    return "\n".join(f"{one.area} {one.name}: {one.found}: {one.advice}" for one in findings)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (extra(codc="int8"), "unknown config key 'codc': did you mean 'codec'?"),
+        (extra(slots="16"), "slots '16': Expected `int`"),
+        (extra(codec="int4"), "codec 'int4' is not known"),
+        (extra(transports=["rdma"]), "transport 'rdma' is not known"),
+        (extra(host="10.0.0.1"), "Set PD_CONNECTOR_KEY"),
+        (extra(host="0.0.0.0", insecure=True), "not a wildcard"),
+        (extra(key="secret"), "could be guessed"),
+        (extra(lease_s=0.5), "must be at least twice heartbeat_s"),
+        (extra(pool={"memori": "16GiB"}), "did you mean 'memory'?"),
+        (extra(pool={"memory": "lots"}), "must be a size"),
+        (extra(audit=7), "must be `first`, `off`, or a share"),
+        ({**RIGHT, "codec": "int8"}, 'write "kv_connector_extra_config": {"codec": "int8"}'),
+        ({**RIGHT, "kv_rol": "kv_both"}, "did you mean 'kv_role'?"),
+        ({**RIGHT, "kv_role": "prefill"}, "did you mean 'kv_producer'?"),
+        ({**RIGHT, "kv_role": "consumer"}, "did you mean 'kv_consumer'?"),
+        ({"kv_connector": "PDConnector"}, "no kv_role"),
+        ({**RIGHT, "kv_connector": "PdConnector"}, "PdConnector is Dynamo's own connector"),
+        ({**RIGHT, "kv_connector": "PDConector"}, "did you mean 'PDConnector'?"),
+        ({**RIGHT, "kv_connector_extra_config": "{}"}, "must be a JSON object"),
+        (multi("PDConnector", "NixlConnector"), "leave NixlConnector out"),
+        ({**MULTI, "kv_connector_extra_config": {}}, "must be a list of objects"),
+        ('{"kv_connector": "PDConnector" "kv_role": "kv_both"}', "Expecting ',' delimiter"),
+        ("{'kv_connector': 'PDConnector'}", "property name enclosed in double quotes"),
+    ],
+)
+def test_an_engine_that_would_not_start_is_told_with_what_to_write(
+    config: object, wanted: str
+) -> None:
+    findings = told(config)
+    assert wanted in text_of(findings)
+    assert any(one.status is Status.FAIL for one in findings)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({**RIGHT, "kv_load_failure_policy": "fail"}, "set `on_failure`"),
+        ({**RIGHT, "kv_ip": "10.0.0.1"}, "kv_ip has no effect"),
+        ({**RIGHT, "kv_connector": "NixlConnector"}, "nothing of pd-connector is used"),
+        (multi("OffloadingConnector", "PDConnector"), "name PDConnector first"),
+        (multi("PDConnector", "OffloadingConnector"), '"kv_load_failure_policy": "recompute"'),
+        (multi("OffloadingConnector"), "PDConnector is not among the parts"),
+        (extra(key=KEY[KEY_VARIABLE]), "other users of the machine see them"),
+    ],
+)
+def test_what_starts_and_is_not_meant_is_a_warning(config: object, wanted: str) -> None:
+    findings = told(config)
+    assert wanted in text_of(findings)
+    assert {one.status for one in findings} == {Status.WARN}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RIGHT,
+        extra(codec="int8", pool={"memory": "16GiB"}),
+        {"codec": "int8"},  # as PD_CONNECTOR_CONFIG has it
+        multi("PDConnector", "OffloadingConnector", kv_load_failure_policy="recompute"),
+    ],
+)
+def test_a_right_config_has_no_complaints(config: object) -> None:
+    assert told(config) == []
+
+
+def test_the_keys_of_the_environment_count() -> None:
+    assert told(extra(host="10.0.0.1")) != []
+    assert told(extra(host="10.0.0.1"), KEY) == []
+
+
+def test_a_key_is_never_printed() -> None:
+    assert KEY[KEY_VARIABLE] not in str(examine(json.dumps(extra(key=KEY[KEY_VARIABLE])), {}))
+
+
+def test_all_keys_of_vllms_config_are_known() -> None:
+    vllm = pytest.importorskip("vllm.config")
+    assert set(vllm.KVTransferConfig.__dataclass_fields__) <= {*KEYS, *UNUSED}
+    assert not set(KEYS) & set(Config.__struct_fields__)
+
+
+VALUES = """
+prefill:
+  args: ["--model", "m", "--kv-transfer-config", '{"kv_connector": "PDConnector", "kv_role": "kv_producer"}']
+decode:
+  command: |
+    exec vllm serve m \\
+      --kv-transfer-config '{"kv_connector": "PDConnector", "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"codc": "int8"}}'
+other:
+  - --kv-transfer-config={"kv_connector":"PDConnector","kv_role":"kv_producr"}
+  - "vllm serve m --kv-transfer-config {\\"kv_connector\\": \\"PDConnector\\"}"
+  - --kv-transfer-config
+  - '{"kv_connector": "PDConnector" "kv_role": "kv_both"}'
+written_out:
+  kv_connector: PDConnector
+  kv_role: kv_both
+  slots: 4
+"""
+
+
+def test_every_config_in_a_values_file_is_found_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(VALUES)
+    areas = {one.area: one for one in told(str(file)) if one.status is Status.FAIL}
+    assert [area.removeprefix(f"{file}:") for area in areas] == ["5", "10", "11", "13", "15"]
+    ok = [one.area for one in examine(str(file), {}) if one.status is Status.OK]
+    assert f"{file}:3" in ok
+
+
+def test_engines_in_pods_without_an_address_are_told_what_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    pair = [
+        {"args": ["--kv-transfer-config", json.dumps({**RIGHT, "kv_role": role})]}
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    file.write_text("engines: " + json.dumps(pair))
+    assert HOST_VARIABLE in text_of(told(str(file)))
+    file.write_text(f"env: [{HOST_VARIABLE}, {KEY_VARIABLE}]\nengines: " + json.dumps(pair))
+    assert told(str(file)) == []
+
+
+@pytest.mark.parametrize(
+    ("roles", "codecs", "wanted"),
+    [
+        (("kv_producer", "kv_producer"), ("raw", "raw"), "all 2 engines are kv_producer"),
+        (("kv_producer", "kv_consumer"), ("raw", "int8"), "different codecs (int8, raw)"),
+    ],
+)
+def test_engines_that_do_not_fit_together_are_told(
+    tmp_path: Path, roles: tuple[str, str], codecs: tuple[str, str], wanted: str
+) -> None:
+    file = tmp_path / "engines.yaml"
+    configs = [
+        {**RIGHT, "kv_role": role, "kv_connector_extra_config": {"codec": codec, "host": "::1"}}
+        for role, codec in zip(roles, codecs, strict=True)
+    ]
+    file.write_text("engines: " + json.dumps(configs))
+    assert wanted in text_of(told(str(file)))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a: [", "is no YAML"),
+        ("{{- if .Values.x }}\na: 1\n{{- end }}", "helm template"),
+        ("replicas: 3", "no kv_connector in it"),
+    ],
+)
+def test_a_file_that_has_no_config_is_told_apart(tmp_path: Path, text: str, wanted: str) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(text)
+    assert wanted in text_of(told(str(file)))
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    assert "No such file" in text_of(told(str(tmp_path / "none.yaml")))
+
+
+@pytest.mark.parametrize(("config", "status"), [(RIGHT, 0), (extra(codc="int8"), 1)])
+def test_the_command_ends_with_its_verdict(config: object, status: int) -> None:
+    result = CliRunner().invoke(app, ["check", json.dumps(config)])
+    assert result.exit_code == status, result.output

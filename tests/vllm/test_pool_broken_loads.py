@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that compute, with one pool: what a chunk that is damaged, gone or late costs, and that no answer is wrong."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from support.vllm_computing import ComputingEngine, answered, full, until_over, window
+
+from pd_connector.agent import pool_loads
+from pd_connector.errors import Cause
+from pd_connector.pool import host
+from pd_connector.pool.jobs import Fill
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.vllm.pool_fills import PoolFills
+
+Make = Callable[..., ComputingEngine]
+CHUNKS = 4
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes engines with a pool that they share. No engine has computed anything wrong at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
+    monkeypatch.setenv("PD_CONNECTOR_SHM", str(folder))
+    monkeypatch.setattr(host, "_stores", {})
+    made: list[ComputingEngine] = []
+
+    def engine(name: str, **more: Any) -> ComputingEngine:
+        made.append(ComputingEngine(name, budget=256, pool={"memory": "64MiB"}, **more))
+        return made[-1]
+
+    yield engine
+    assert [wrong for one in made for wrong in one.wrong] == []
+    for one in made:
+        one.close()
+    for store in host._stores.values():
+        store.close()
+    shutil.rmtree(folder)
+
+
+def run(of: ComputingEngine, name: str) -> list[Fill]:
+    """A prompt of whole chunks and a few tokens is answered; returns the loads for it."""
+    until_over([of], lambda: bool(of.side.pool.model))
+    request = of.add(name, CHUNKS * CHUNK_TOKENS + 30, max_tokens=4)
+    until_over([of], lambda: name in of.ended)
+    assert list(request.output_token_ids) == answered(request)
+    return [one for one in of.commands if isinstance(one, Fill) and one.request == name]
+
+
+def keys_of(of: ComputingEngine) -> list[bytes]:
+    """Keys of the prompt's chunks, once all are there."""
+    store = of.side.pool._store
+
+    def there() -> bool:
+        return bool(store.status().tiers[0].chunks >= CHUNKS)
+
+    until_over([of], there)
+    by_parent = {chunk.parent: chunk.key for chunk in store.chunks()}
+    (parent,) = set(by_parent) - set(by_parent.values())
+    keys = []
+    while parent in by_parent:
+        keys.append(parent := by_parent[parent])
+    return keys
+
+
+@pytest.mark.parametrize("bad", range(CHUNKS))
+@pytest.mark.parametrize("harm", ["flipped", "gone", "late"])
+def test_what_comes_before_a_bad_chunk_is_not_computed_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, harm: str, bad: int
+) -> None:
+    writer = make("writer")
+    run(writer, "a")
+    key = keys_of(writer)[bad]
+    reader = make("reader")
+    computed: list[int] = []
+    compute = reader._compute
+
+    def computes(number: int, request: str, first: int, count: int) -> None:
+        computed.append(first)
+        compute(number, request, first, count)
+
+    monkeypatch.setattr(reader, "_compute", computes)
+    _harm(reader, harm, key, monkeypatch)
+    (load,) = run(reader, "b")
+    assert load.stop_token == CHUNKS * CHUNK_TOKENS
+    assert min(computed) == bad * CHUNK_TOKENS
+
+
+def _harm(reader: ComputingEngine, harm: str, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the look-up, nothing is left of a chunk but its entry, or it does not come."""
+    read = pool_loads.Loader.read
+
+    def reads(loader: Any, chunk: Any, *args: Any) -> Any:
+        if chunk.key == key:
+            if harm == "late":
+                time.sleep(1.0)
+            elif harm == "gone":
+                loader._store.remove([key])
+            else:
+                (path,) = Path(loader._store.status().tiers[0].path).rglob(f"data/{key.hex()}*")
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+        return read(loader, chunk, *args)
+
+    monkeypatch.setattr(pool_loads, "_STALL_S", 0.5)
+    monkeypatch.setattr(pool_loads.Loader, "read", reads)
+
+
+@pytest.mark.parametrize("specs", [(window(64),), (full(), window(64))], ids=["window", "both"])
+def test_where_a_window_slides_what_comes_before_a_bad_chunk_is_loaded_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, specs: Any
+) -> None:
+    writer = make("writer", specs=specs)
+    run(writer, "a")
+    key = keys_of(writer)[2]
+    reader = make("reader", specs=specs)
+    _harm(reader, "gone", key, monkeypatch)
+    loads = run(reader, "b")
+    assert [one.stop_token // CHUNK_TOKENS for one in loads] == [CHUNKS, 2]
+
+
+@pytest.mark.parametrize(
+    ("page", "first", "stop", "invalid"),
+    [
+        (16, 0, 256, {26, 27, 28}),
+        (256, 0, 384, {11}),
+        (16, 256, 384, {34, 35}),
+        (16, 256, 256, None),
+    ],
+)
+def test_vllm_is_told_of_the_pages_that_are_not_filled_as_a_whole(
+    page: int, first: int, stop: int, invalid: set[int] | None
+) -> None:
+    """`invalid` is None if no page is filled."""
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full(page))])
+    fills, last = PoolFills(cache), 512 if page == 256 else stop + (48 if first == 0 else 32)
+    table = [-1] * (first // page) + list(range(10 + first // page, 10 + -(-last // page)))
+    fills.begin(Fill("a", b"", (), first, last, (table,)))
+    kept = fills.ended(Finished("a", Cause.POOL, "why", stop_token=stop))
+    assert kept == (invalid is not None)
+    assert fills.take_invalid_pages() == (invalid or set())
+    assert fills.take_invalid_pages() == set(), "told once"
