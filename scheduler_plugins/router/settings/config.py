@@ -269,6 +269,14 @@ class RouterConfig:
         return moving_of(self.roles, elastic=self._elastic)
 
     @property
+    def route_policy(self) -> str:
+        """The policy that chooses engines: `policy`, unless that is the default and the role policy has a route policy
+        of its own."""
+        if self.policy != DEFAULT or (moving := self.moving) is None:
+            return self.policy
+        return create_roles(moving.policy).route or self.policy
+
+    @property
     def default_group(self) -> str:
         """The group of requests that no route leads to one."""
         return default_group(self.places.values()) if self.places else DEFAULT_GROUP
