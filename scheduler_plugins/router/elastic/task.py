@@ -21,6 +21,9 @@ from scheduler_plugins.router.settings.elastic import Bounds, Moving
 
 logger = logging.getLogger(__name__)
 
+FIRST_S = 120.0
+"""A group waits this long after the router's start for engines that have never been up. Otherwise, if one side starts
+more slowly, engines of the other side would take its place."""
 EVERY_S = 1.0
 """Pause between two questions to the policy."""
 
@@ -36,6 +39,7 @@ class Elastic:
         self._mover = mover
         self._front = front
         self._groups = Groups()
+        self._begun_s = asyncio.get_running_loop().time()
         self._controllers: dict[str, tuple[Moving, Bounds, RoleController]] = {}
         self._moves = set[asyncio.Task[None]]()
 
@@ -71,12 +75,19 @@ class Elastic:
         for gone in self._controllers.keys() - groups.keys():
             del self._controllers[gone]
         for group, members in groups.items():
+            if now_s - self._begun_s < FIRST_S and self._awaits(group):
+                continue
             controller = self._controller(group, moving)
             for engine in self._pool.engines:
                 (controller.pin if engine.standing.pinned else controller.release)(engine.name)
             waiting = {group: front[group]} if group in front else {}
             for move in controller.moves(Fleet(members, self._pool.history, waiting), now_s):
                 self._begin(controller, move, moving)
+
+    def _awaits(self, group: str) -> bool:
+        """Whether an engine of the group has never been up."""
+        known = [one for one in self._pool.engines if one.standing.place.group == group]
+        return not all(one.starts for one in known)
 
     def _controller(self, group: str, moving: Moving) -> RoleController:
         bounds = self._pool.config.groups.get(group, Bounds())

@@ -150,6 +150,7 @@ class EnginePool(Pool):
             if engine.role is not place.home:
                 self.metrics.role_moves.labels(engine.role, place.home, "settings").inc()
             self.set_role(engine, place.home, pinned=False)
+            self.look_again(engine)  # an SGLang engine may be on the other side
 
     def add(self, url: str, place: Place) -> BackendEngine:
         """Start to watch an engine. It gets requests once it is up."""
@@ -220,6 +221,7 @@ class EnginePool(Pool):
             engine.role_given = True
             engine.change_role(role, asyncio.get_running_loop().time())
             self._watches[engine].side_changed()
+            assume_costs(engine, self._watches)
         self._on_change()
 
     def inquiry(self, engine: BackendEngine) -> Inquiry:

@@ -151,6 +151,25 @@ def test_the_last_engine_of_a_side_and_a_router_that_does_not_lead_move_nothing(
     run(scenario())
 
 
+def test_a_side_that_starts_more_slowly_is_waited_for_and_then_replaced() -> None:
+    async def scenario() -> None:
+        world = both_kinds(World(1, 2, roles="fixed"))
+        world.p[0].healthy = False
+        async with world:
+            await until(lambda: all(world.known(d).asked_for_address for d in world.d), "asked")
+            elastic = Elastic(world.app[SHARED].pool, world.app[MOVER], dict)
+            elastic.tick(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.05)
+            assert [world.known(d).role for d in world.d] == [Role.DECODE] * 2
+            elastic.tick(later())
+            await until(
+                lambda: any(world.known(d).role is Role.PREFILL for d in world.d),
+                "no prefill engine is alive, so one moves at once",
+            )
+
+    run(scenario())
+
+
 def test_a_group_with_two_models_is_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         world = both_kinds(World(1, 2, roles="wanted"))
