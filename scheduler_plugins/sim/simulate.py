@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.router.policies.added import added_names
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.policies.registry import PREFILL, create
+from scheduler_plugins.router.policies.registry import BOTH_SIDES, PREFILL, create
 from scheduler_plugins.sim.cluster import Cluster
 from scheduler_plugins.sim.kv_pool import KvPool, PoolSettings
 from scheduler_plugins.sim.links import Network
@@ -34,10 +35,18 @@ DEFAULT, BACKGROUND = "default", "background"
 """Classes of requests for which a user waits, and of background requests."""
 _BACKGROUND_PART = 0.05
 """Fraction of every engine's time that is reserved for background requests."""
-_LETTERS = {Role.PREFILL: "p", Role.DECODE: "d", Role.WHOLE: "b", Role.CPU_PREFILL: "c"}
+_LETTERS = {Role.DECODE: "d", Role.WHOLE: "b", Role.CPU_PREFILL: "c"}
 """Names of engines begin with these."""
 CONDUCTOR_GLOBAL = "conductor+pull"
 """The policy `conductor` with engines that fetch prefixes from each other."""
+
+
+class Unlike(NamedTuple):
+    """A prefill engine that is unlike the others, as of another tensor parallelism."""
+
+    costs: CostModel
+    gpus: int = 1
+    """It has this many times the others' prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +60,8 @@ class Scenario:
     cpu_prefill: int = 0
     """Engines for long prompts of background requests: policy `length`."""
     costs: CostModel = COSTS
+    unlike: tuple[Unlike, ...] = ()
+    """The first prefill engines, if they are unlike the others."""
     cpu_costs: CostModel = CPU_COSTS
     """Cost model of the `cpu_prefill` engines."""
     level: int = 1
@@ -82,6 +93,8 @@ class Scenario:
                 raise ValueError(
                     f"{name} {count}: must be a number of engines up to {MOST_ENGINES:,}"
                 )
+        if len(self.unlike) > self.prefill:
+            raise ValueError(f"unlike {len(self.unlike)}: must be at most prefill {self.prefill}")
         for name in ("speed", "kv_tokens"):
             if not (value := getattr(self, name)) > 0 or (name == "speed" and value == inf):
                 raise ValueError(f"{name} {value}: must be a number above 0")
@@ -128,13 +141,19 @@ class Scenario:
             pull_prefix=self.pull_prefix,
         )
         slow = replace(settings, truth=self._at_level(self.cpu_costs))
+        unlike = [
+            replace(
+                settings, truth=self._at_level(one.costs), cache_blocks=self.cache_blocks * one.gpus
+            )
+            for one in self.unlike
+        ]
+        prefill = [*unlike, *[settings] * (self.prefill - len(unlike))]
         counts = (
-            (Role.PREFILL, self.prefill, settings),
             (Role.DECODE, self.decode, settings),
             (Role.WHOLE, self.both, settings),
             (Role.CPU_PREFILL, self.cpu_prefill, slow),
         )
-        return [
+        return [Node(f"p{n}", Role.PREFILL, made_so) for n, made_so in enumerate(prefill)] + [
             Node(f"{_LETTERS[role]}{n}", role, made_so)
             for role, count, made_so in counts
             for n in range(count)
@@ -216,4 +235,4 @@ def policies(asked: str) -> list[str]:
     """The policies that `--compare` names: a list with commas, or `all`."""
     if asked != "all":
         return [name.strip() for name in asked.split(",") if name.strip()]
-    return [*PREFILL, CONDUCTOR_GLOBAL, *added_names()]
+    return [*PREFILL, *BOTH_SIDES, CONDUCTOR_GLOBAL, *added_names()]
