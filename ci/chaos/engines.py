@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine, a decode engine and the router under load, with faults, every answer compared.
+"""A prefill engine, a decode engine and the router under load, with faults, every answer compared. Both engines use one KV
+pool, whose files are harmed as well.
 
 The reference is the answer of the prefill engine alone, before any fault. In float32 an engine gives the same greedy
 tokens with computed and with received KV. A request that fails or gets other tokens breaks a promise, under any fault,
@@ -8,14 +9,20 @@ because clients here never retry.
 
 import itertools
 import random
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 
+from chaos.asking import REQUEST_S, answer, body
 from chaos.ledger import Ledger
+from chaos.pool_files import KINDS, harm
+from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
@@ -32,9 +39,6 @@ from pd_connector.tools.launch.service import log_folder
 
 PROMPTS = 24
 CLIENTS = 3
-DECODED_TOKENS = 8
-REQUEST_S = 120.0
-"""A request without an answer after this time is lost. The longest fault is a restart of the prefill engine."""
 QUIET_S = 60.0
 """After the load has ended, everything must be free within this time."""
 CONFIG = {
@@ -46,6 +50,7 @@ CONFIG = {
     "stall_timeout_s": 6,
     "connect_timeout_s": 4,
     "wait_timeout_s": 60,
+    "pool": {"memory": "64MiB"},
 }
 BURST = 4
 """Number of long prompts at once, which cause preemption of prefills."""
@@ -74,6 +79,7 @@ class EngineFault(StrEnum):
     STOP_DECODE = "decode SIGSTOP"
     LEAVE = "clients leave"
     KILL_PREFILL = "prefill SIGKILL"
+    HARM = "pool files harmed"
 
 
 class EnginesBench:
@@ -94,6 +100,7 @@ class EnginesBench:
         self._expected: dict[str, str] = {}
         self._current = "none"
         self._ledgers: dict[str, Ledger] = {}
+        self._pool = Path()
 
     def run(self, say: Callable[[str], None]) -> list[Ledger]:
         """A ledger for each fault. The ledger `none` has requests that no fault was near.
@@ -103,6 +110,8 @@ class EnginesBench:
         """
         logs = log_folder()
         say(f"logs in {logs}")
+        shm = Path(tempfile.mkdtemp(prefix="pd-chaos-", dir=memory_folder().parents[1]))
+        self._pool = memory_folder({SHM_VARIABLE: str(shm)})
         roles = (("prefill", "kv_producer", _FEW_PAGES), ("decode", "kv_consumer", ()))
         prefill, decode = (
             VllmEngine(
@@ -111,6 +120,7 @@ class EnginesBench:
                 extra_config=CONFIG,
                 name=name,
                 args=[*_COMMON_ARGS, *args],
+                env={SHM_VARIABLE: str(shm)},
                 log_path=logs / f"{name}.log",
             )
             for name, role, args in roles
@@ -126,6 +136,7 @@ class EnginesBench:
         finally:
             self._over.set()
             stop_services(services)
+            shutil.rmtree(shm, ignore_errors=True)
         return list(self._ledgers.values())
 
     def _under_load(
@@ -136,7 +147,7 @@ class EnginesBench:
         say: Callable[[str], None],
     ) -> None:
         for prompt in itertools.islice(self._expected, 2):  # the first session is not growth
-            _answer(router.client, prompt)
+            answer(router.client, prompt)
         census = {one.name: Census.of(one.family) for one in (prefill, decode) if one.family}
         moved = decode.metrics()
         threads = [
@@ -151,13 +162,16 @@ class EnginesBench:
             EngineFault.STOP_DECODE: lambda: self._stop(decode),
             EngineFault.LEAVE: lambda: self._leave(router.client),
             EngineFault.KILL_PREFILL: lambda: self._kill(prefill),
+            EngineFault.HARM: self._harm,
         }
         left: list[EngineFault] = []
+        loaded = 0.0
         end = time.monotonic() + self._seconds
         while time.monotonic() < end:
             left = left or self._random.sample(self._faults, len(self._faults))
             fault = left.pop()
             with self._during(fault):
+                loaded += self._loaded(prefill) if fault is EngineFault.KILL_PREFILL else 0
                 say(f"{fault}, {max(0.0, end - time.monotonic()):.0f} s left")
                 self._ledger(fault).injected += inject[fault]()
                 time.sleep(2.0)  # requests that the fault may have hit end
@@ -175,17 +189,20 @@ class EnginesBench:
         received = grown.total("pd_connector:received_transfers_total")
         if not received:
             raise BenchError("no transfer has arrived: nothing was tested")
+        loaded += self._loaded(prefill, decode)
+        if not loaded:
+            raise BenchError("no chunk of the pool was loaded: nothing was tested")
         decode_now = Census.of(decode.family) if decode.family else census["decode"]
         was = census["decode"]
         last.growth = decode_now.files - was.files, decode_now.threads - was.threads, 0
-        last.note = f"{received:.0f} transfers arrived; growth is the decode engine's"
+        last.note = f"{received:.0f} transfers arrived, {loaded:.0f} chunks were loaded; growth is the decode engine's"
 
     def _ask_references(self, engine: VllmEngine) -> None:
         text = "Nobody knew what the seven quiet machines were counting, or why they had begun. "
         for number in range(PROMPTS):
             size = self._random.randrange(40, 1500)
             prompt = f"{number}: " + "".join(self._random.choices(text, k=size))
-            self._expected[prompt] = _answer(engine.client, prompt)
+            self._expected[prompt] = answer(engine.client, prompt)
 
     def _ask(self, client: Client, number: int) -> None:
         """One client: asks, compares, asks again."""
@@ -200,7 +217,7 @@ class EnginesBench:
     def _compare(self, client: Client, prompt: str, fault: str) -> None:
         """Ask once, and count the answer for this fault, or for the fault that came during the request."""
         try:
-            right = _answer(client, prompt) == self._expected[prompt]
+            right = answer(client, prompt) == self._expected[prompt]
             problem = ""
         except (HttpError, OSError) as error:
             right, problem = False, repr(error)[:300]
@@ -250,11 +267,19 @@ class EnginesBench:
         ledger.slowest_s = max(ledger.slowest_s, time.monotonic() - began)
         return 1
 
+    def _harm(self) -> int:
+        files = sorted(self._pool.glob("*/data/*"))
+        return sum(harm(files, kind, self._random) for kind in 2 * KINDS)
+
+    @staticmethod
+    def _loaded(*engines: VllmEngine) -> float:
+        return sum(one.metrics().total("pd_connector:pool_hits_total") for one in engines)
+
     def _leave(self, client: Client) -> int:
         """Clients that hang up in the middle of their answers, or before they begin."""
         for _ in range(3):
             prompt = self._random.choice(list(self._expected))
-            stream = client.stream("/v1/completions", _body(client, prompt), REQUEST_S)
+            stream = client.stream("/v1/completions", body(client, prompt), REQUEST_S)
             for _event in itertools.islice(stream, self._random.randrange(1, 3)):
                 pass
             stream.close()  # type: ignore[attr-defined]
@@ -269,18 +294,3 @@ class EnginesBench:
             if not any(held) or time.monotonic() > deadline:
                 return round(sum(held))
             time.sleep(0.5)
-
-
-_models: dict[str, str] = {}
-
-
-def _body(client: Client, prompt: str) -> dict[str, object]:
-    model = _models.setdefault(client.base_url, "") or client.model()
-    _models[client.base_url] = model
-    body = {"model": model, "prompt": prompt, "max_tokens": DECODED_TOKENS, "temperature": 0}
-    return {**body, "ignore_eos": True, "cache_salt": str(random.random())}
-
-
-def _answer(client: Client, prompt: str) -> str:
-    answer = client.post("/v1/completions", _body(client, prompt), REQUEST_S)
-    return str(answer["choices"][0]["text"])

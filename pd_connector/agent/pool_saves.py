@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,8 @@ _BUFFERS = 4
 """Chunks that are copied and not written yet."""
 _WAITS_S = 1.0
 """Longest wait of a save for a buffer, in seconds. Its pages are kept meanwhile, and a store may never answer."""
+_LAST_WRITES_S = 2.0
+"""How long an engine that ends waits until these are written, in seconds. A store that is well takes milliseconds."""
 
 
 class PoolSaves:
@@ -61,6 +63,7 @@ class PoolSaves:
         last = places(self._form, cache.geometry)[-1]
         self._free = [bytearray(last.offset + last.nbytes) for _ in range(_BUFFERS)]
         self._writers = ThreadPoolExecutor(1, "pd-pool-save")
+        self._written_last: Future[None] | None = None  # ends after all others
 
     @property
     def waits_for_device(self) -> bool:
@@ -82,7 +85,9 @@ class PoolSaves:
         self._waiting.append((save, fence, time.monotonic()))
 
     def close(self) -> None:
-        """End the thread; what is not written is dropped."""
+        """End the thread. What is copied is written, as far as the store takes it in time."""
+        if self._written_last is not None:
+            wait([self._written_last], _LAST_WRITES_S)
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, facts: ModelFacts) -> None:
@@ -98,7 +103,7 @@ class PoolSaves:
             if form is None:
                 self._free.append(buffer)
                 continue
-            self._writers.submit(self._write, save, form, facts, buffer)
+            self._written_last = self._writers.submit(self._write, save, form, facts, buffer)
         while time.monotonic() >= self.due_s:
             save, *_ = self._waiting.popleft()
             self._report(Saved(save.request))

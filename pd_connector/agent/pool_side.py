@@ -107,7 +107,7 @@ class PoolSide:
             self._loads.tick()
 
     def close(self) -> None:
-        """End the threads; what they write or read is dropped."""
+        """End the threads. What they read is dropped, and what they write is written if the store is quick."""
         self._saves.close()
         self._loads.close()
 

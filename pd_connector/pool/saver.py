@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a rank's part of a chunk into the store."""
 
+import msgspec
+
 from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
-from pd_connector.pool.form import Form
+from pd_connector.pool.form import Form, places
 from pd_connector.pool.jobs import PromptChunk
-from pd_connector.pool.record import Record, Writer, encode, sealed
+from pd_connector.pool.record import SUM_BYTES, LayerBytes, Record, Writer, encode, sealed
 from pd_connector.pool.store.base import Refusal, Store, Why
 
 SAVED = "saved"
@@ -38,7 +40,9 @@ class Saver:
         Raises:
             PoolError: it cannot be described, or the store takes no more bytes.
         """
-        layers = sealed(form, self._geometry, payload)
+        unsealed = tuple(
+            LayerBytes(*place, bytes(SUM_BYTES)) for place in places(form, self._geometry)
+        )
         record = Record(
             key=chunk.key,
             parent=chunk.parent,
@@ -50,12 +54,12 @@ class Saver:
             facts=facts,
             geometry=self._geometry,
             form=form,
-            layers=layers,
+            layers=unsealed,
             writer=self._writer,
             parts=self._parts,
         )
-        head = encode(record)
-        nbytes = len(head) + record.payload_bytes
+        # Another engine has often saved the chunk already: sums are computed once the store wants it.
+        nbytes = len(encode(record)) + record.payload_bytes
         writing = self._store.begin(
             chunk.key,
             parent=chunk.parent,
@@ -68,6 +72,8 @@ class Saver:
         if isinstance(writing, Refusal):
             return writing.why
         with writing:
+            layers = sealed(form, self._geometry, payload)
+            head = encode(msgspec.structs.replace(record, layers=layers))
             writing.write(0, memoryview(head))
             writing.write(len(head), payload[: record.payload_bytes])
             return SAVED if writing.publish() else Why.UNWELL

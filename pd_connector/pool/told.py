@@ -3,7 +3,7 @@
 it loads chunks. Its API server reads it, which has neither weights nor pages."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -25,15 +25,18 @@ class EngineInPool(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
 
+def engines_told(told: Iterable[bytes]) -> Iterator[EngineInPool]:
+    """The engines among what processes tell (`Store.told`)."""
+    for about in told:
+        try:
+            yield msgspec.json.decode(about, type=EngineInPool)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue  # being written, or of another version
+
+
 def find_engine(told: Iterable[bytes], engine: str) -> EngineInPool | None:
     """The engine of this id among what processes tell (`Store.told`), or one of its data-parallel ranks. None: it has not
     told its model."""
     own = re.compile(re.escape(engine) + r"(_dp\d+)?")
-    for about in told:
-        try:
-            one = msgspec.json.decode(about, type=EngineInPool)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            continue  # being written, or of another version
-        if one.model and own.fullmatch(one.engine):
-            return one
-    return None
+    known = (one for one in engines_told(told) if one.model and own.fullmatch(one.engine))
+    return next(known, None)

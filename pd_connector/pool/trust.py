@@ -14,6 +14,8 @@ from pd_connector.pool.keys import model_root
 from pd_connector.pool.record import Record
 
 WRITER_BYTES = 16
+MOST_WRITERS = 4096
+"""Kinds of writers that a book remembers. A kind that is forgotten is compared again."""
 
 
 def writer_of(record: Record) -> bytes:
@@ -44,7 +46,7 @@ class WriterTrust:
     def __init__(self, own: str, *, audits: bool) -> None:
         self._own = own
         self._audits = audits
-        self._passed: set[bytes] = set()
+        self._passed: dict[bytes, None] = {}
         self._distrusted: dict[bytes, str] = {}
 
     def problem(self, engine_id: str, writer: bytes) -> tuple[Cause, str] | None:
@@ -62,12 +64,16 @@ class WriterTrust:
 
     def passed(self, writer: bytes) -> None:
         """Everything that was compared of this writer is what this engine computes."""
-        self._passed.add(writer)
+        self._passed[writer] = None
+        while len(self._passed) > MOST_WRITERS:
+            del self._passed[next(iter(self._passed))]
 
     def distrust(self, writer: bytes, why: str) -> None:
         """Something of this writer differs."""
-        self._passed.discard(writer)
+        self._passed.pop(writer, None)
         self._distrusted[writer] = why
+        while len(self._distrusted) > MOST_WRITERS:
+            del self._distrusted[next(iter(self._distrusted))]
 
     def forget(self) -> None:
         """This engine serves other weights."""

@@ -83,6 +83,7 @@ class PoolSide:
         self._warned = False
         self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
         self._loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
+        self._tell()
 
     def bind(self, blocks: "BlockPool") -> None:
         """Attach vLLM's pages."""
@@ -255,8 +256,14 @@ class PoolSide:
                 saves += self._saves_of(prompt, computed, prompt.pages)
         return saves
 
-    def finished(self, request: "Request", pages: Sequence[Sequence[int]]) -> list[Save | Fill]:
-        """A request has ended. Returns saves of the chunks that it has computed last, and comparisons."""
+    def finished(
+        self, request: "Request", pages: Sequence[Sequence[int]], *, unchanged: bool
+    ) -> list[Save | Fill]:
+        """A request has ended. Returns saves of the chunks that it has computed last, and comparisons.
+
+        Args:
+            unchanged: whether its adapter is still the one that it began with.
+        """
         prompt = self._prompts.pop(request.request_id, None)
         self._looks.shared.forget(request.request_id)
         if prompt is None:
@@ -264,7 +271,7 @@ class PoolSide:
         if prompt.loading:
             self._looks.unpin(prompt.loading.keys)
             return []
-        usable = prompt.stepped and self._identity.adapters.unchanged(request)
+        usable = prompt.stepped and unchanged
         commands: list[Save | Fill] = []
         if usable:
             computed = request.num_computed_tokens

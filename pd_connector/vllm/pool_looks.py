@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from pd_connector.errors import Cause, PoolError
+from pd_connector.errors import Cause, Miss, PoolError
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.pool.worth import Answers, Worth
@@ -81,7 +81,7 @@ class PoolLooks:
         self._hear()
         if not prompt.look.done():
             late = time.monotonic() >= prompt.asked_s + LOOK_S or not self._answers.waited_for
-            return self._missed(prompt, "late") if late else None
+            return self._missed(prompt, Miss.LATE) if late else None
         if prompt.pays is None:
             try:
                 look = prompt.look.result()
@@ -138,7 +138,12 @@ class PoolLooks:
             self._found_in.append(time.monotonic() - began_s)
         found: list[Found] = []
         for key, one in zip(keys[1:], there, strict=True):
-            if one is None or self._audit.refused(key):
+            if one is None:
+                missing = len(keys) - 1 - len(found)
+                cause = Miss.EVICTED if self._store.was_stored(key) else Miss.NEVER_STORED
+                self._telemetry.count("pool_misses", missing, cause=cause)
+                break
+            if self._audit.refused(key):
                 break
             found.append(one)
         return Look(keys, found)
@@ -149,7 +154,7 @@ class PoolLooks:
         missing = [(one.tier, one.nbytes) for one in found[first:]]
         pays = min(first, len(found)) + self._worth.chunks(missing, now)
         if pays < len(found):
-            self._telemetry.count("pool_misses", len(found) - pays, cause="not_worth")
+            self._telemetry.count("pool_misses", len(found) - pays, cause=Miss.NOT_WORTH)
             idle = self._probe is None or self._probe.done()
             if idle and (place := self._worth.probe(missing, now)) is not None:
                 key, one = look.keys[first + place + 1], found[first + place]

@@ -52,11 +52,11 @@ class PoolSaves:
             kept = [block for pages, _ in self._kept.values() for block in pages]
             blocks.free_blocks(reversed(kept))
             try:
-                return reset()
+                return bool(reset())
             finally:
                 blocks.touch(kept)
 
-        blocks.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
+        blocks.reset_prefix_cache = reset_prefix_cache
 
     @property
     def full(self) -> bool:

@@ -245,9 +245,10 @@ class SchedulerSide:
         """
         request_id = request.request_id
         self._stale.finished(request_id, pages)
-        complete = request.status in _COMPLETE and self.identity.adapters.unchanged(request)
+        unchanged = self.identity.adapters.unchanged(request)
+        complete = request.status in _COMPLETE and unchanged
         if self.pool:
-            self._commands += self.pool.finished(request, pages)
+            self._commands += self.pool.finished(request, pages, unchanged=unchanged)
         compared, commands = self._fetching.finished(request, complete=complete)
         self._commands += commands
         if compared:

@@ -8,6 +8,7 @@ import itertools
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from support.waits import until
 from pd_connector.agent import pool_loads, pool_saves
 from pd_connector.errors import Cause, Miss
 from pd_connector.kv.geometry import Shard, page_span
+from pd_connector.pool import record
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
 from pd_connector.pool.store.holdings import Space
@@ -218,6 +220,37 @@ def test_a_save_of_other_weights_writes_nothing(store: LocalStore, rank: Make) -
     writer.agent.submit(Save("save", b"n" * 32, chunks()[0], (pages,)))
     assert isinstance(writer.end_of("save"), Saved), "its pages come free all the same"
     assert files(store) == []
+
+
+def test_an_engine_that_ends_has_written_what_it_had_copied(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, begin = rank(PAGE, "a"), store.begin
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(0.3)
+        return begin(*args, **more)
+
+    monkeypatch.setattr(store, "begin", slow)
+    for chunk in chunks():
+        span = page_span(chunk.first_token, chunk.stop_token, PAGE)
+        name = f"save {chunk.number}"
+        writer.agent.submit(Save(name, ROOT or b"", chunk, (list(span),)))
+        assert isinstance(writer.end_of(name), Saved)
+    writer.agent.close()
+    assert None not in store.find([chunk.key for chunk in chunks()])
+
+
+def test_a_chunk_that_the_store_has_already_costs_no_sums(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, summed = rank(PAGE, "a"), rank(PAGE, "b"), []
+    save(first, store)
+    monkeypatch.setattr(record, "layer_sum", lambda data: summed.append(len(data)) or bytes(16))
+    (chunk, _) = chunks()
+    second.agent.submit(Save("again", ROOT or b"", chunk, (list(range(CHUNK_TOKENS // PAGE)),)))
+    until(lambda: second.count("pool_saves", cause="exists") == 1, "its answer")
+    assert summed == []
 
 
 def ones(*ranks: Rank) -> None:

@@ -28,6 +28,8 @@ from recipes import (
 from pd_connector.pool.settings import SHM_VARIABLE
 from pd_connector.tools.launch import VllmEngine
 
+OLDER = Path(__file__).parents[2] / ".venv" / "vllm-0.31"
+"""Where `ci/setup` puts vLLM 0.31 beside the 0.32 of the environment."""
 CHUNKS = 5
 PROMPT = [3 + (7 * place) % 250 for place in range(700)]
 IN_USE = "pool: in use"
@@ -48,8 +50,9 @@ class PooledEngines:
         audit: str = "off",
         model: Path = MODEL,
         beside: dict[str, Any] | None = None,
+        older: bool = False,
     ) -> VllmEngine:
-        """`beside`: another connector in a `MultiConnector`."""
+        """`beside`: another connector in a `MultiConnector`. `older`: with vLLM 0.31."""
         config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}}
         connector = "PDConnector"
         if beside is not None:
@@ -69,6 +72,10 @@ class PooledEngines:
             connector,
             json.dumps(config),
         )
+        if older:
+            path = f"{OLDER}:{PROBE_ENVIRONMENT['PYTHONPATH']}"
+            env = frozen(dict(recipe.env), {"PYTHONPATH": path})
+            recipe = recipe._replace(env=env, forked=False)
         log = self._logs / f"{len(self.started)}.log"
         engine = recipe.engine(f"engine {len(self.started)}", log)
         self.started.append(engine)

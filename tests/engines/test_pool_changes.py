@@ -9,8 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import Answer, assert_same_logprobs, completion, fresh_salt, wait_until
-from pools import CHUNKS, IN_USE, PROMPT, PooledEngines, counted, forget, hits, sharing_a_pool
+from harness import Answer, assert_idle, assert_same_logprobs, completion, fresh_salt, wait_until
+from pools import (
+    CHUNKS,
+    IN_USE,
+    OLDER,
+    PROMPT,
+    PooledEngines,
+    counted,
+    forget,
+    hits,
+    sharing_a_pool,
+)
 from recipes import MODEL
 from test_adapters_live import adapter, tell
 from test_codecs_live import BFLOAT16, FP8_CACHE, distance
@@ -121,6 +131,7 @@ def test_kv_of_weights_that_changed_without_a_version_is_neither_read_nor_writte
     assert loaded(engine, salt, after) == 0, "nor was it written"
     assert len(pool.files()) == files
     probe_all(engine, "set_weights_version", "step 7")
+    completion(engine, "a step", 1)
     assert_same_logprobs(pool.computed(engine, salt), after, TOLERANCE)
     assert loaded(engine, salt, after) == CHUNKS
 
@@ -163,11 +174,26 @@ def test_the_pool_works_beside_another_connector(pool: PooledEngines, tmp_path: 
     assert loaded(several, fresh_salt(), wanted) == 0
 
 
-def test_an_fp8_cache_is_read_by_one_with_pages_of_another_size(pool: PooledEngines) -> None:
+@pytest.mark.skipif(not OLDER.is_dir(), reason="no vLLM 0.31 beside 0.32: run ci/setup")
+def test_versions_0_31_and_0_32_read_each_others_chunks(
+    pool: PooledEngines, other: VllmEngine
+) -> None:
+    older = pool.start(32, older=True)
+    for writer, reader in ((older, other), (other, older)):
+        salt = fresh_salt()
+        assert loaded(reader, salt, pool.computed(writer, salt)) == CHUNKS
+    older.stop()
+
+
+def test_a_drained_engine_has_saved_its_fp8_cache_for_one_with_other_pages(
+    pool: PooledEngines,
+) -> None:
     args = (*BFLOAT16, *FP8_CACHE)
-    writer, salt = pool.start(32, *args), fresh_salt()
-    pool.computed(writer, salt)
-    writer.kill()
+    writer, salt, before = pool.start(32, *args), fresh_salt(), len(pool.files())
+    completion(writer, PROMPT, 32, cache_salt=salt)
+    assert_idle(writer)
+    writer.stop()
+    assert len(pool.files()) == before + CHUNKS
     reader = pool.start(64, *args)
     with delta(reader, "pd_connector:pool_hits_total") as loads:
         found = completion(reader, PROMPT, 32, cache_salt=salt)

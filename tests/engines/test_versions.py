@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from harness import (
@@ -12,12 +11,10 @@ from harness import (
     two_step,
 )
 from pairs import EnginePool, Pair, Setup, Side
+from pools import OLDER
 from recipes import COMPILE_NOTHING, PROBE_ENVIRONMENT, Recipe, frozen
 from test_handoff import prompt_of
 from tools import TOLERANCE, delta
-
-OLDER = Path(__file__).parents[2] / ".venv" / "vllm-0.31"
-"""Where `ci/setup` puts vLLM 0.31 beside the 0.32 of the environment."""
 
 
 class MixedSetup(Setup):

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -426,6 +427,22 @@ def test_saves_do_not_ask_the_store_in_the_schedulers_thread(
     run(of)
     assert [save.chunk.number for save in saves(of)] == [1], "the other is there"
     assert [name for name in threads if not name.startswith("pd-pool-look")] == []
+
+
+def test_chunks_that_are_not_there_are_counted_by_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, misses = engine(), Counter[str]()
+
+    def count(name: str, amount: float = 1, **labels: str) -> None:
+        if name == "pool_misses":
+            misses[labels["cause"]] += int(amount)
+
+    monkeypatch.setattr(of.side.telemetry, "count", count)
+    keys = stored(of, 2)
+    of.side.pool._store.remove(keys[1:])
+    add(of, "a", 2 * CHUNK_TOKENS + 5, max_tokens=1)
+    add(of, "b", 3 * CHUNK_TOKENS + 5, max_tokens=1, seed=3)
+    of.step()
+    assert misses == {"evicted": 1, "never_stored": 3}
 
 
 def test_a_late_look_up_makes_no_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:

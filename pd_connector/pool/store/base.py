@@ -212,7 +212,7 @@ class Store(ABC):
 
     @abstractmethod
     def was_stored(self, key: bytes) -> bool:
-        """Whether a missing chunk has been there before, as far as the journal remembers."""
+        """Whether a missing chunk has been there before, as far as the journal remembers. Waits for nobody."""
 
     @abstractmethod
     def begin(

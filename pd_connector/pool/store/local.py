@@ -106,7 +106,11 @@ class LocalStore(Store):
             books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
 
     def was_stored(self, key: bytes) -> bool:
-        with contextlib.suppress(BooksError), self._books.transaction(reading=True) as books:
+        # A look-up asks: it waits for nobody who holds the books.
+        with (
+            contextlib.suppress(BooksError),
+            self._books.transaction(reading=True, wait_s=0.0) as books,
+        ):
             found = books.execute("SELECT 1 FROM journal WHERE key = ? AND tier = -1", (key,))
             return found.fetchone() is not None
         return False

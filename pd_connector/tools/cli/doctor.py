@@ -17,6 +17,7 @@ from pd_connector.tools.cli.checks import (
     limits,
     network,
     peer,
+    pool,
     probe,
     software,
     transports,
@@ -59,7 +60,7 @@ def doctor(
 
 def examine(facts: Facts) -> list[Finding]:
     """All findings about this machine. Pure."""
-    areas = (software, additions, transports, network, limits)
+    areas = (software, additions, transports, network, limits, pool)
     return [finding for area in areas for finding in area.check(facts)]
 
 

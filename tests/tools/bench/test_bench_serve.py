@@ -6,12 +6,16 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pd_connector.tools.bench.flow import BenchError
-from pd_connector.tools.bench.serve.measure import Promise, Turn, compared
+from pd_connector.tools.bench.serve import pool
+from pd_connector.tools.bench.serve.measure import Plan, Promise, Turn, compared
 from pd_connector.tools.bench.serve.sending import Answer, completion_rate, send
 from pd_connector.tools.bench.serve.trace import Line, TimedRequest, read, timed
 from pd_connector.tools.cli import bench as command
@@ -90,7 +94,7 @@ class _Server(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         for _ in range(body["max_tokens"]):
-            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+            self.wfile.write(b'data: {"choices": [{"text": "%b"}]}\n\n' % self.server.letter)
         if body["prompt"] != "cut":
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -101,9 +105,12 @@ class _Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as found:
+        found.letter = b"a"
         thread = threading.Thread(target=found.serve_forever)
         thread.start()
-        yield Client(f"http://127.0.0.1:{found.server_port}")
+        client = Client(f"http://127.0.0.1:{found.server_port}")
+        client.server = found
+        yield client
         found.shutdown()
         thread.join()
 
@@ -127,3 +134,41 @@ def test_without_the_rivals_router_the_command_says_how_to_get_it(tmp_path):
     said = " ".join(result.output.split())
     assert "python3 -m venv" in said
     assert "vllm-router==0.1.17" in said
+
+
+class _Stack:
+    """A stack whose engines answer something else once they have been killed."""
+
+    services, engines, pids = (), (), ()
+
+    def __init__(self, name, client, after):
+        self.name, self._after = name, after
+        self.router = SimpleNamespace(client=client, log_path=Path("log"))
+
+    def kill_engines(self):
+        self.router.client.server.letter = self._after
+
+    def uses_pool(self):
+        return True
+
+    def named_pool(self):
+        return 0.0
+
+    loaded_chunks = named_pool
+
+
+@pytest.mark.parametrize(("after", "equal"), [(b"a", 3), (b"b", 0)])
+def test_answers_after_the_engines_death_are_held_to_those_without_a_pool(
+    server, monkeypatch, after, equal
+):
+    monkeypatch.setattr(pool, "_SAVED_S", 0.0)
+    monkeypatch.setattr(server, "model", lambda: "m", raising=False)
+    pooled, plain = (_Stack(name, server, after) for name in (pool.POOL, pool.PLAIN))
+    pooled.engines = (SimpleNamespace(client=server),)
+    plan = Plan((0.5,), 3, 1, 32.0)
+    found = pool.PoolMeasurement(pooled, plain, LINES, plan, lambda _: None, Console()).measure()
+    before, died = ({one.name: one for one in side} for side in (found.first, found.again))
+    assert before["answers equal"].ok
+    assert died["answers equal"].ours.values == (equal,)
+    assert died["answers equal"].ok is (equal == 3)
+    assert (before["TTFT mean"].bar, died["TTFT mean"].bar) == (1.1, 0.5)

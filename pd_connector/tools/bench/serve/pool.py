@@ -252,7 +252,7 @@ def _adder(
         bar: float,
         more: bool,
     ) -> None:
-        sides = (Sample(tuple(float(value) for value in side)) for side in (ours, theirs))
-        found.append(Comparison(name, dict(params), *sides, unit, bar, more))
+        mine, others = (Sample(tuple(float(value) for value in side)) for side in (ours, theirs))
+        found.append(Comparison(name, dict(params), mine, others, unit, bar, more))
 
     return add

@@ -219,7 +219,7 @@ def _engines(
     args: Sequence[str],
     env: Mapping[str, str],
 ) -> tuple[VllmEngine, VllmEngine]:
-    def engine(part: str, role: Role, namespace: Namespace) -> VllmEngine:
+    def engine(part: str, role: Role, namespace: Namespace | None) -> VllmEngine:
         return VllmEngine(
             setup.model,
             role,

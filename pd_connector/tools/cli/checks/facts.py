@@ -102,6 +102,28 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """The KV pool of this user on this host."""
+
+    folder: str
+    kind: str = "tmpfs"
+    """Type of the file system; empty if nothing is there."""
+    tmpfs_bytes: int = 0
+    default_bytes: int = 0
+    """Memory that an engine with `pool: true` would give it."""
+    refused: str = ""
+    """Why such an engine would not start, and what to do; empty if it would."""
+    held: tuple[tuple[str, str, int, int, int], ...] = ()
+    """By tier: name, folder, chunks, bytes, budget in bytes (0: not set). Empty if no engine has used the pool."""
+    engines: int = 0
+    """Processes that use it."""
+    unknown: tuple[str, ...] = ()
+    """Engines that do not use it, because they do not know their weights."""
+    problem: str = ""
+    """Why nothing is saved at the moment."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """All facts, with the environment variables."""
 
@@ -110,3 +132,5 @@ class Facts:
     network: Network = Network()
     limits: Limits = Limits()
     environment: Mapping[str, str] = field(default_factory=dict)
+    pool: Pool | None = None
+    """None: not looked at."""

@@ -17,6 +17,7 @@ import zmq
 import pd_connector
 from pd_connector.config import CODEC_GROUP, TRANSPORT_GROUP
 from pd_connector.extensions import load_entry_points
+from pd_connector.tools.cli.checks import pool
 from pd_connector.tools.cli.checks.facts import Addition, Facts, Limits, Software, Transports, Trial
 from pd_connector.tools.cli.checks.network import configured_host
 from pd_connector.tools.cli.checks.network_probe import network
@@ -84,6 +85,7 @@ def look() -> Facts:
         network(configured_host(os.environ)),
         _limits(),
         dict(os.environ),
+        pool.look(),
     )
 
 

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV pool of this user on this host: where it lies, what is in it, and why it is off."""
+
+import os
+from pathlib import Path
+
+from pd_connector.errors import ConfigError, PDConnectorError
+from pd_connector.pool.room import file_system
+from pd_connector.pool.settings import load, memory_folder, text_of
+from pd_connector.pool.store.base import DISK
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.told import engines_told
+from pd_connector.tools.cli.checks.facts import Facts, Pool
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+AREA = "KV pool"
+
+
+def look() -> Pool:
+    """The facts. Changes nothing."""
+    memory = memory_folder()
+    tmpfs = memory.parents[1]
+    size = 0
+    if tmpfs.is_dir():
+        room = os.statvfs(tmpfs)
+        size = room.f_blocks * room.f_frsize
+    budget, refused = 0, ""
+    try:
+        if settings := load(True):
+            budget = settings.memory.budget
+    except ConfigError as error:
+        refused = str(error)
+    facts = Pool(str(memory), file_system(tmpfs), size, budget, refused)
+    if not memory.is_dir():
+        return facts
+    try:
+        return _inside(facts, memory)
+    except (PDConnectorError, OSError) as error:
+        return Pool(str(memory), facts.kind, size, budget, refused or str(error))
+
+
+def _inside(facts: Pool, memory: Path) -> Pool:
+    store = LocalStore(Space(memory, 0), visits=True)
+    try:
+        found = store.status()
+        disk = next((Path(tier.path) for tier in found.tiers if tier.name == DISK), None)
+        if disk is not None:
+            store.close()
+            store = LocalStore(Space(memory, 0), Space(disk, 0), visits=True)
+            found = store.status()
+        held = tuple(
+            (tier.name, tier.path, tier.chunks, tier.nbytes, tier.budget) for tier in found.tiers
+        )
+        unknown = tuple(one.engine for one in engines_told(store.told()) if not one.model)
+        return Pool(
+            facts.folder,
+            facts.kind,
+            facts.tmpfs_bytes,
+            facts.default_bytes,
+            facts.refused,
+            held,
+            found.engines - 1,
+            unknown,
+            found.problem,
+        )
+    finally:
+        store.close()
+
+
+def check(facts: Facts) -> list[Finding]:
+    """All findings of this area."""
+    pool = facts.pool
+    if pool is None:
+        return []
+    return [folder(pool), *contents(pool), *engines(pool)]
+
+
+def folder(pool: Pool) -> Finding:
+    """Whether an engine with `pool: true` would start."""
+    found = f"{pool.folder} ({pool.kind or 'nothing there'}, {text_of(pool.tmpfs_bytes)})"
+    if not pool.refused:
+        found += f"; memory by default {text_of(pool.default_bytes)}"
+        return Finding(AREA, "folder", Status.OK, found)
+    advice = f"engines with the config key pool do not start: {pool.refused}"
+    return Finding(AREA, "folder", Status.WARN, found, advice)
+
+
+def contents(pool: Pool) -> list[Finding]:
+    """What is held, by tier."""
+    if not pool.held:
+        found = "no engine of this user has used it since this machine started"
+        return [Finding(AREA, "contents", Status.OK, found)]
+    lines = []
+    for tier, path, chunks, nbytes, budget in pool.held:
+        of = f" of {text_of(budget)}" if budget else ""
+        lines.append(
+            Finding(
+                AREA,
+                tier,
+                Status.OK,
+                f"{chunks:,} chunks, {text_of(nbytes)}{of}, in {path}",
+            )
+        )
+    return lines
+
+
+def engines(pool: Pool) -> list[Finding]:
+    """The engines that use it, and why one of them does not."""
+    if not pool.held:
+        return []
+    lines = [Finding(AREA, "engines", Status.OK, f"{pool.engines} processes use it")]
+    if pool.problem:
+        advice = "engines mend that by themselves within seconds; look-ups go on"
+        lines.append(Finding(AREA, "saves", Status.WARN, pool.problem, advice))
+    if pool.unknown:
+        found = f"{', '.join(pool.unknown)}: does not know all bytes of its weights"
+        advice = (
+            "it neither reads nor writes until it does: after a start that takes a while; weights without files, or changed "
+            "without a version, are never known (docs/pool.md)"
+        )
+        lines.append(Finding(AREA, "off at", Status.WARN, found, advice))
+    return lines

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor says of the KV pool."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pd_connector.pool.settings import memory_folder
+from pd_connector.pool.store.base import Writing
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.told import EngineInPool
+from pd_connector.tools.cli.checks import pool
+from pd_connector.tools.cli.checks.facts import Facts, Pool
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+MIB = 1 << 20
+USED = Pool(
+    "/dev/shm/pd_connector-0/pool",
+    "tmpfs",
+    4096 * MIB,
+    1024 * MIB,
+    held=(("memory", "/dev/shm/pd_connector-0/pool", 7, 70 * MIB, 1024 * MIB),),
+    engines=2,
+)
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
+    monkeypatch.setenv("PD_CONNECTOR_SHM", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def found(facts: Pool) -> dict[str, Finding]:
+    return {one.name: one for one in pool.check(Facts(pool=facts))}
+
+
+def test_a_pool_in_use_is_told_with_its_folder_budget_and_contents() -> None:
+    told = found(USED)
+    assert {one.status for one in told.values()} == {Status.OK}
+    assert "tmpfs, 4 GiB" in told["folder"].found
+    assert "by default 1 GiB" in told["folder"].found
+    assert told["memory"].found.startswith("7 chunks, 70 MiB of 1 GiB")
+    assert told["engines"].found == "2 processes use it"
+
+
+def test_why_a_pool_is_off_comes_with_what_to_do() -> None:
+    refused = found(
+        replace(USED, refused="pool true: 64MiB are left; start it with --shm-size=16g")
+    )
+    assert refused["folder"].status is Status.WARN
+    assert "--shm-size=16g" in refused["folder"].advice
+    unsure = found(replace(USED, unknown=("engine-1",), problem="the books are held"))
+    assert "engine-1" in unsure["off at"].found
+    assert "without a version" in unsure["off at"].advice
+    assert unsure["saves"].status is Status.WARN
+
+
+def test_it_looks_at_what_is_there_and_changes_nothing(shm: Path) -> None:
+    assert pool.look().held == ()
+    assert list(shm.iterdir()) == []
+    folder = memory_folder()
+    folder.parent.mkdir(mode=0o700)
+    store = LocalStore(Space(folder, 8 * MIB))
+    try:
+        store.tell(EngineInPool(engine="engine-1", model="").encode())
+        writing = store.begin(b"k" * 32, parent=b"", part="a", parts=1, nbytes=100)
+        assert isinstance(writing, Writing)
+        with writing:
+            assert writing.publish()
+        told = pool.look()
+    finally:
+        store.close()
+    ((tier, _, chunks, _, budget),) = told.held
+    assert (tier, chunks, budget) == ("memory", 1, 8 * MIB)
+    assert (told.engines, told.unknown, told.refused) == (1, ("engine-1",), "")
+
+
+def test_a_folder_that_others_can_open_is_said_to_prevent_engines(shm: Path) -> None:
+    folder = memory_folder()
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    told = found(pool.look())["folder"]
+    assert told.status is Status.WARN
+    assert str(folder) in told.advice
