@@ -207,11 +207,8 @@ class EnginePool(Pool):
     def set_role(
         self, engine: BackendEngine, role: Role, *, pinned: bool, version: Version | None = None
     ) -> None:
-        """Use an engine for another side from now on. Its open requests go on.
-
-        Args:
-            pinned: whether the engine keeps this role until it is released.
-            version: of the role, if another router gave it; None: this router gives it now.
+        """Use an engine for another side from now on. Its open requests go on. A pinned engine keeps the role until it is
+        released. `version`: of a role that another router gave; None: this router gives it now.
         """
         standing = engine.standing
         if version is None:

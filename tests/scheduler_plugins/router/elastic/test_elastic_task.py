@@ -270,3 +270,23 @@ def test_pairs_that_a_move_may_make_are_audited_before_it(monkeypatch: pytest.Mo
     run(scenario("off", {("p0", "d0"), ("p0", "d1")}))
     names = ("p0", "d0", "d1")
     run(scenario("wanted", {(p, d) for p in names for d in names if p != d}))
+
+
+@pytest.mark.parametrize("policy", ROLES)
+def test_every_policy_of_ours_runs_in_the_router(
+    policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_module, "EVERY_S", 0.02)
+
+    async def scenario() -> None:
+        async with both_kinds(World(2, 2, roles=policy)) as world:
+            await ready(world)
+            for n in range(20):
+                assert (await world.complete(prompt=f"{n} " * 100, stream=n % 2 == 0)).status == 200
+            await asyncio.sleep(0.2)
+            pool = world.app[SHARED].pool
+            now_s = asyncio.get_running_loop().time()
+            assert pool.history.over(now_s, 600, "default").arrivals == 20
+
+    run(scenario())
+    assert "the role policy failed" not in caplog.text
