@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from math import inf
 
 from scheduler_plugins.router.elastic.fleet import Groups
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -16,7 +17,9 @@ from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.standing import Decision
 from scheduler_plugins.router.roles.base import Fleet, Front, Move
 from scheduler_plugins.router.roles.controller import RoleController
+from scheduler_plugins.router.roles.group import ASSUMED_TPOT_S, ASSUMED_TTFT_S
 from scheduler_plugins.router.roles.registry import create
+from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.elastic import Bounds, Moving
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,18 @@ FIRST_S = 120.0
 more slowly, engines of the other side would take its place."""
 EVERY_S = 1.0
 """Pause between two questions to the policy."""
+
+
+def _assumed(config: RouterConfig) -> str:
+    """What the policy assumes, because the settings do not say it; empty: nothing."""
+    lacking = []
+    if all(one.slo.ttft_s == inf for one in config.classes):
+        lacking.append(f"{ASSUMED_TTFT_S:g} s to the first token")
+    if all(one.slo.tpot_s == inf for one in config.classes):
+        lacking.append(f"{ASSUMED_TPOT_S:g} s for each further token")
+    if not lacking:
+        return ""
+    return f"; no class has a promise (slo), so {' and '.join(lacking)} are assumed"
 
 
 class Elastic:
@@ -98,6 +113,13 @@ class Elastic:
             create(moving.policy), min_prefill=bounds.min_prefill, min_decode=bounds.min_decode
         )
         self._controllers[group] = moving, bounds, made
+        logger.info(
+            "group %s: %s %s%s",
+            group,
+            moving.policy,
+            "only says which engines it would move" if moving.dry_run else "moves its engines",
+            _assumed(self._pool.config),
+        )
         return made
 
     def _begin(self, controller: RoleController, move: Move, moving: Moving) -> None:

@@ -72,6 +72,7 @@ def test_a_decision_is_carried_out_counted_logged_and_shown(
             await until(lambda: bool(world.app[SHARED].pool.decisions), "it is shown")
             assert await world.metric("role_moves_total", **moves) == 1
             assert "prefill waits 3.1 s of 2.0 s" in caplog.text
+            assert "no class has a promise (slo), so 2 s to the first token" in caplog.text
             await until(
                 lambda: state(world.app[SHARED], 0.0)["decisions"][0]["outcome"] == "done", "done"
             )
