@@ -57,6 +57,12 @@ def _check_switch(server_args: Any, parallel: Any) -> None:
         if size != 1:
             mend = "leave --enable-pd-role-switch out, or use tensor parallelism alone"
             raise ConfigError(_refusal(f"--enable-pd-role-switch with {name} {size}", mend))
+    # A prefill engine that becomes a decode engine keeps its radix cache. Without the flag SGLang's decode side does not
+    # reckon with one, loses pages, and ends the engine.
+    cached = server_args.disaggregation_decode_enable_radix_cache or server_args.disable_radix_cache
+    if not cached:
+        mend = "add --disaggregation-decode-enable-radix-cache, or --disable-radix-cache"
+        raise ConfigError(_refusal("--enable-pd-role-switch with the radix cache of prefill", mend))
 
 
 _BY_ROOM = "follow_bootstrap_room"

@@ -33,8 +33,9 @@ async def reloading(
 def use_settings(shared: Shared, config: RouterConfig) -> None:
     """Use these settings for new requests."""
     old, shared.config = shared.config, config
-    if (old.policy, old.decode_policy) != (config.policy, config.decode_policy):
-        shared.policy = create(config.policy, config.decode_policy)
+    wanted = config.route_policy, config.decode_policy
+    if (old.route_policy, old.decode_policy) != wanted:
+        shared.policy = create(*wanted)
 
 
 async def _reload(settings: SettingsFile, use: Callable[[RouterConfig], None]) -> None:

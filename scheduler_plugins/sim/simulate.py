@@ -7,20 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.router.policies.added import added_names
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.policies.registry import PREFILL, create
+from scheduler_plugins.router.policies.registry import BOTH_SIDES, DEFAULT, PREFILL, create
+from scheduler_plugins.router.roles.controller import RoleController
+from scheduler_plugins.router.roles.registry import create as create_roles
 from scheduler_plugins.sim.cluster import Cluster
 from scheduler_plugins.sim.kv_pool import KvPool, PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
-from scheduler_plugins.sim.report import Summary, summarize
+from scheduler_plugins.sim.report import RoleMove, Summary, summarize
 from scheduler_plugins.sim.served import Served
-from scheduler_plugins.sim.trace import jittered
+from scheduler_plugins.sim.trace import at_rate, jittered, one_after_another
 
 COSTS = CostModel(a=6e-5, b=6e-10, c=0.02, d0=0.01, d1=2e-4, d2=1e-8)
 """An invented engine of about 15,000 tokens per second. Ratios count, not seconds. `pd-connector profile` measures a
@@ -30,14 +33,22 @@ CPU_COSTS = CostModel(a=6e-4, b=6e-9, c=0.2, d0=0.1, d1=2e-3, d2=1e-7)
 CHUNK_TOKENS = 2048
 MOST_ENGINES = 10_000
 """The most engines of each kind. A larger number is a typing mistake, and memory would run out."""
-DEFAULT, BACKGROUND = "default", "background"
+ONLY_CLASS, BACKGROUND = "default", "background"
 """Classes of requests for which a user waits, and of background requests."""
 _BACKGROUND_PART = 0.05
 """Fraction of every engine's time that is reserved for background requests."""
-_LETTERS = {Role.PREFILL: "p", Role.DECODE: "d", Role.WHOLE: "b", Role.CPU_PREFILL: "c"}
+_LETTERS = {Role.DECODE: "d", Role.WHOLE: "b", Role.CPU_PREFILL: "c"}
 """Names of engines begin with these."""
 CONDUCTOR_GLOBAL = "conductor+pull"
 """The policy `conductor` with engines that fetch prefixes from each other."""
+
+
+class Unlike(NamedTuple):
+    """A prefill engine that is unlike the others, as of another tensor parallelism."""
+
+    costs: CostModel
+    gpus: int = 1
+    """It has this many times the others' prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +62,8 @@ class Scenario:
     cpu_prefill: int = 0
     """Engines for long prompts of background requests: policy `length`."""
     costs: CostModel = COSTS
+    unlike: tuple[Unlike, ...] = ()
+    """The first prefill engines, if they are unlike the others."""
     cpu_costs: CostModel = CPU_COSTS
     """Cost model of the `cpu_prefill` engines."""
     level: int = 1
@@ -82,6 +95,8 @@ class Scenario:
                 raise ValueError(
                     f"{name} {count}: must be a number of engines up to {MOST_ENGINES:,}"
                 )
+        if len(self.unlike) > self.prefill:
+            raise ValueError(f"unlike {len(self.unlike)}: must be at most prefill {self.prefill}")
         for name in ("speed", "kv_tokens"):
             if not (value := getattr(self, name)) > 0 or (name == "speed" and value == inf):
                 raise ValueError(f"{name} {value}: must be a number above 0")
@@ -128,13 +143,19 @@ class Scenario:
             pull_prefix=self.pull_prefix,
         )
         slow = replace(settings, truth=self._at_level(self.cpu_costs))
+        unlike = [
+            replace(
+                settings, truth=self._at_level(one.costs), cache_blocks=self.cache_blocks * one.gpus
+            )
+            for one in self.unlike
+        ]
+        prefill = [*unlike, *[settings] * (self.prefill - len(unlike))]
         counts = (
-            (Role.PREFILL, self.prefill, settings),
             (Role.DECODE, self.decode, settings),
             (Role.WHOLE, self.both, settings),
             (Role.CPU_PREFILL, self.cpu_prefill, slow),
         )
-        return [
+        return [Node(f"p{n}", Role.PREFILL, made_so) for n, made_so in enumerate(prefill)] + [
             Node(f"{_LETTERS[role]}{n}", role, made_so)
             for role, count, made_so in counts
             for n in range(count)
@@ -151,17 +172,24 @@ class Scenario:
             seed=self.seed,
         )
 
-    def arrivals(self, requests: Sequence[Waiting]) -> list[Waiting]:
-        """A trace as this scenario plays it: from 0 on, at its speed, with binned times spread out."""
-        moved = jittered(requests, self.seed)
-        begun_s, random = moved[0].arrival_s, Random(self.seed)
+    def arrivals(self, *traces: Sequence[Waiting], per_s: Sequence[float] = ()) -> list[Waiting]:
+        """Traces one after another as this scenario plays them: from 0 on, at its speed, with binned times spread out.
+
+        `per_s`: mean requests a second of each trace, before the speed counts; empty: as recorded.
+        """
+        moved = [
+            at_rate(one, per_s[n], self.seed) if per_s else jittered(one, self.seed)
+            for n, one in enumerate(traces)
+        ]
+        joined = moved[0] if len(moved) == 1 else one_after_another(moved)
+        begun_s, random = joined[0].arrival_s, Random(self.seed)
         return [
             replace(
                 one,
                 arrival_s=(one.arrival_s - begun_s) / self.speed,
-                qos=BACKGROUND if random.random() < self.background else DEFAULT,
+                qos=BACKGROUND if random.random() < self.background else ONLY_CLASS,
             )
-            for one in moved
+            for one in joined
         ]
 
     @property
@@ -171,10 +199,10 @@ class Scenario:
         )
         slo = Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms)
         if not self.background:
-            return (QosClass(name=DEFAULT, reserved_fraction=1.0, slo=slo),)
+            return (QosClass(name=ONLY_CLASS, reserved_fraction=1.0, slo=slo),)
         rest = 1 - _BACKGROUND_PART
         return (
-            QosClass(name=DEFAULT, reserved_fraction=rest, slo=slo),
+            QosClass(name=ONLY_CLASS, reserved_fraction=rest, slo=slo),
             QosClass(
                 name=BACKGROUND,
                 reserved_fraction=_BACKGROUND_PART,
@@ -185,29 +213,41 @@ class Scenario:
 
 
 def simulate(
-    scenario: Scenario, arrivals: Sequence[Waiting], policy: str, decode_policy: str = ""
+    scenario: Scenario,
+    arrivals: Sequence[Waiting],
+    policy: str = "",
+    decode_policy: str = "",
+    roles: str = "",
 ) -> tuple[Summary, list[Served]]:
     """Play a trace with one policy.
 
     Args:
         arrivals: see `Scenario.arrivals`.
-        policy: a value of the router's `--policy`, or `conductor+pull`.
+        policy: a value of the router's `--policy`, or `conductor+pull`; empty: the policy that belongs to `roles`, or
+            the default.
+        roles: a value of the router's `--roles`; empty: no engine changes its role.
 
     Raises:
         ConfigError: no policy has that name.
     """
-    name = policy
-    if policy == CONDUCTOR_GLOBAL:
+    controller = RoleController(create_roles(roles)) if roles else None
+    belongs = controller.policy.route if controller is not None else ""
+    name = told = policy or belongs or DEFAULT
+    if told == CONDUCTOR_GLOBAL:
         name, scenario = "conductor", replace(scenario, pull_prefix=True)
     cluster = scenario.cluster(name, decode_policy)
-    served = cluster.run(arrivals)
+    served = cluster.run(arrivals, controller=controller)
     summary = summarize(
-        policy,
+        f"{roles}, {told}" if roles else told,
         served,
         cluster.nodes.values(),
         ttft_slo_s=scenario.ttft_slo_s,
         tpot_slo_s=scenario.tpot_slo_s,
         moved_bytes=cluster.links.moved_bytes,
+        moves=[
+            RoleMove(round(one.at_s, 3), one.move.engine, one.before, one.move.role, one.move.cause)
+            for one in cluster.roles.moved
+        ],
     )
     return summary, served
 
@@ -216,4 +256,4 @@ def policies(asked: str) -> list[str]:
     """The policies that `--compare` names: a list with commas, or `all`."""
     if asked != "all":
         return [name.strip() for name in asked.split(",") if name.strip()]
-    return [*PREFILL, CONDUCTOR_GLOBAL, *added_names()]
+    return [*PREFILL, *BOTH_SIDES, CONDUCTOR_GLOBAL, *added_names()]

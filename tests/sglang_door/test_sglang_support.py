@@ -30,6 +30,13 @@ ALONE = SimpleNamespace(
     load_balance_method="round_robin",
 )
 DECODE = SimpleNamespace(**_WANTED, disaggregation_mode="decode", enable_pd_role_switch=False)
+SWITCHES = SimpleNamespace(
+    **_WANTED,
+    disaggregation_mode="prefill",
+    enable_pd_role_switch=True,
+    disaggregation_decode_enable_radix_cache=True,
+    disable_radix_cache=False,
+)
 PLAIN = SimpleNamespace(state_types=[], num_draft_entries=0)
 
 
@@ -45,6 +52,7 @@ def test_every_argument_that_is_looked_at_is_one_of_sglangs() -> None:
 def test_an_engine_as_it_comes_is_fine() -> None:
     check_supported(PLAIN, ARGS, ALONE)
     check_supported(PLAIN, changed(ARGS, enable_pdmux=None), ALONE)
+    check_supported(PLAIN, SWITCHES, ALONE)
     check_supported(changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE)
 
 
@@ -61,19 +69,25 @@ def test_an_engine_as_it_comes_is_fine() -> None:
         (PLAIN, changed(ARGS, enable_hisparse=True), ALONE, "--enable-hisparse True"),
         (
             PLAIN,
-            changed(ARGS, enable_pd_role_switch=True),
+            changed(SWITCHES, disaggregation_decode_enable_radix_cache=False),
+            ALONE,
+            "--enable-pd-role-switch with the radix cache of prefill",
+        ),
+        (
+            PLAIN,
+            SWITCHES,
             changed(ALONE, pp_size=2),
             "--enable-pd-role-switch with pp_size 2",
         ),
         (
             PLAIN,
-            changed(ARGS, enable_pd_role_switch=True),
+            SWITCHES,
             changed(ALONE, dp_size=2, load_balance_method="follow_bootstrap_room"),
             "--enable-pd-role-switch with dp_size 2",
         ),
         (
             PLAIN,
-            changed(ARGS, enable_pd_role_switch=True, ep_size=2),
+            changed(SWITCHES, ep_size=2),
             ALONE,
             "--enable-pd-role-switch with ep_size 2",
         ),

@@ -19,7 +19,7 @@ from sglang_engines.sglang_harness import (
     received_bytes,
     text,
 )
-from sglang_engines.sglang_recipes import CHUNKED, SHORT_LEASE, Recipe
+from sglang_engines.sglang_recipes import CHUNKED, RADIX, SHORT_LEASE, Recipe
 
 from pd_connector.tools.launch import RouterProcess, stop_services
 from pd_connector.tools.launch.client import HttpError
@@ -27,7 +27,8 @@ from pd_connector.tools.launch.sglang import SWITCH_ARG
 
 KEY = "0123456789abcdef-operator-of-a-test"
 P, D = (
-    Recipe(role, args=(*CHUNKED, SWITCH_ARG), config=SHORT_LEASE) for role in ("prefill", "decode")
+    Recipe(role, args=(*CHUNKED, *RADIX, SWITCH_ARG), config=SHORT_LEASE)
+    for role in ("prefill", "decode")
 )
 
 Pair = tuple[SglangEngine, SglangEngine]
@@ -60,7 +61,7 @@ def test_engines_that_change_their_sides_and_back_hand_over_as_before(
     for turn in range(3):
         before = received_bytes(d)
         for length, answer in zip(LENGTHS, wanted, strict=True):
-            assert_same(handed_over(p, d, text(length)), answer)
+            assert_same(handed_over(p, d, text(length), cache_salt=f"turn {turn}"), answer)
         assert received_bytes(d) > before, f"KV moves after {turn} changes"
         assert_idle(p, d)
         switch(p, "decode")

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from math import inf
 
 from scheduler_plugins.router.elastic.fleet import Groups
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -16,13 +17,30 @@ from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.standing import Decision
 from scheduler_plugins.router.roles.base import Fleet, Front, Move
 from scheduler_plugins.router.roles.controller import RoleController
+from scheduler_plugins.router.roles.group import ASSUMED_TPOT_S, ASSUMED_TTFT_S
 from scheduler_plugins.router.roles.registry import create
+from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.elastic import Bounds, Moving
 
 logger = logging.getLogger(__name__)
 
+FIRST_S = 120.0
+"""A group waits this long after the router's start for engines that have never been up. Otherwise, if one side starts
+more slowly, engines of the other side would take its place."""
 EVERY_S = 1.0
 """Pause between two questions to the policy."""
+
+
+def _assumed(config: RouterConfig) -> str:
+    """What the policy assumes, because the settings do not say it; empty: nothing."""
+    lacking = []
+    if all(one.slo.ttft_s == inf for one in config.classes):
+        lacking.append(f"{ASSUMED_TTFT_S:g} s to the first token")
+    if all(one.slo.tpot_s == inf for one in config.classes):
+        lacking.append(f"{ASSUMED_TPOT_S:g} s for each further token")
+    if not lacking:
+        return ""
+    return f"; no class has a promise (slo), so {' and '.join(lacking)} are assumed"
 
 
 class Elastic:
@@ -36,6 +54,7 @@ class Elastic:
         self._mover = mover
         self._front = front
         self._groups = Groups()
+        self._begun_s = asyncio.get_running_loop().time()
         self._controllers: dict[str, tuple[Moving, Bounds, RoleController]] = {}
         self._moves = set[asyncio.Task[None]]()
 
@@ -71,12 +90,19 @@ class Elastic:
         for gone in self._controllers.keys() - groups.keys():
             del self._controllers[gone]
         for group, members in groups.items():
+            if now_s - self._begun_s < FIRST_S and self._awaits(group):
+                continue
             controller = self._controller(group, moving)
             for engine in self._pool.engines:
                 (controller.pin if engine.standing.pinned else controller.release)(engine.name)
             waiting = {group: front[group]} if group in front else {}
             for move in controller.moves(Fleet(members, self._pool.history, waiting), now_s):
                 self._begin(controller, move, moving)
+
+    def _awaits(self, group: str) -> bool:
+        """Whether an engine of the group has never been up."""
+        known = [one for one in self._pool.engines if one.standing.place.group == group]
+        return not all(one.starts for one in known)
 
     def _controller(self, group: str, moving: Moving) -> RoleController:
         bounds = self._pool.config.groups.get(group, Bounds())
@@ -87,6 +113,13 @@ class Elastic:
             create(moving.policy), min_prefill=bounds.min_prefill, min_decode=bounds.min_decode
         )
         self._controllers[group] = moving, bounds, made
+        logger.info(
+            "group %s: %s %s%s",
+            group,
+            moving.policy,
+            "only says which engines it would move" if moving.dry_run else "moves its engines",
+            _assumed(self._pool.config),
+        )
         return made
 
     def _begin(self, controller: RoleController, move: Move, moving: Moving) -> None:

@@ -27,7 +27,7 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
     async with watching_session(config) as watching:
         connections = client_connections(config)
         pool = app[BACKEND].pool(config, watching, app[METRICS])
-        policy = create(config.policy, config.decode_policy)
+        policy = create(config.route_policy, config.decode_policy)
         tokens = PromptTokens(connections, pool.all_up, config.tokenizer, config.api_key)
         tracing = Tracing(config.otlp)
         app[SHARED] = Shared(config, pool, connections, app[METRICS], policy, tokens, tracing)

@@ -98,7 +98,7 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
             }
         )
     return {
-        "policy": shared.config.policy,
+        "policy": shared.config.route_policy,
         "waiting": shared.front.waiting,
         "handoffs": handoffs_of(shared.pool),
         "decisions": [

@@ -69,10 +69,13 @@ class Mover:
             MoveFailedError: the engine has its old role.
         """
         before, pool = engine.role, self._pool
+        if role is before:
+            pool.set_role(engine, role, pinned=pinned)
+            return
         logger.info("%s moves from %s to %s: %s", engine.url, before, role, why)
         with self._tracing.move(engine.url, before, role, why) as span:
             try:
-                if engine.kind is Kind.SGLANG and role is not before:
+                if engine.kind is Kind.SGLANG:
                     await self._switch(engine, role)
             except MoveFailedError as failure:
                 logger.warning("%s stays %s: %s", engine.url, engine.role, failure)
@@ -90,17 +93,13 @@ class Mover:
         ask = pool.inquiry(engine)
         pool.move(engine, role)
         try:
-            async with asyncio.timeout(pool.config.drain_timeout_s) as limit:
-                await self._idle(engine)
-                while (refusal := await ask.switch_role(role, SWITCH_S)) is not None:
-                    if not refusal.again:
-                        raise MoveFailedError("switch", refusal.message)
-                    await asyncio.sleep(REFUSED_S)
-                limit.reschedule(None)
-        except TimeoutError:
-            raise MoveFailedError(
-                "drain", f"it was not idle within {pool.config.drain_timeout_s:g} s"
-            ) from None
+            until_s = asyncio.get_running_loop().time() + pool.config.drain_timeout_s
+            await self._idle(engine, until_s)
+            while (refusal := await ask.switch_role(role, SWITCH_S)) is not None:
+                if not refusal.again:
+                    raise MoveFailedError("switch", refusal.message)
+                await asyncio.sleep(REFUSED_S)
+                await self._idle(engine, until_s)
         except EngineFailedError as failure:
             # The engine may have switched all the same: its own word decides.
             if await self._side(engine) != role:
@@ -113,8 +112,15 @@ class Mover:
             if engine.role is before:
                 pool.look_again(engine)
 
-    async def _idle(self, engine: BackendEngine) -> None:
-        while engine.in_flight or engine.open_requests:  # noqa: ASYNC110 - a count, not an event
+    async def _idle(self, engine: BackendEngine, until_s: float) -> None:
+        """Wait until the engine has no requests. Raises MoveFailedError at `until_s`."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if loop.time() >= until_s:
+                limit_s = self._pool.config.drain_timeout_s
+                raise MoveFailedError("drain", f"it was not idle within {limit_s:g} s")
+            if not (engine.in_flight or engine.open_requests):
+                return
             await asyncio.sleep(LOOK_S)
 
     async def _side(self, engine: BackendEngine, assumed: str = "") -> str:

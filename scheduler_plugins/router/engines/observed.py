@@ -12,7 +12,7 @@ from scheduler_plugins.router.roles.history import History
 
 TOGETHER_S = 0.1
 """Events within this time are sent together."""
-MOST_EVENTS = 20_000
+MOST_EVENTS = 5_000
 """Most events that wait to be sent. Further events are dropped: they would be late anyway."""
 
 Kind = Literal["arrived", "prefilled", "answered", "refused"]
@@ -83,6 +83,14 @@ class SharedHistory(History):
         self.listened = False
         """Whether other routers listen."""
         self._unsent: list[Event] = []
+
+    def heard(self, events: Iterable[Event], now_s: float, groups: frozenset[str]) -> None:
+        """Another router tells its events. They are not told on."""
+        before, self.listened = self.listened, False
+        try:
+            note(self, events, now_s, groups)
+        finally:
+            self.listened = before
 
     def take_unsent(self) -> list[Event]:
         """Events of this router that were not taken yet."""

@@ -70,8 +70,7 @@ class EnginePool(Pool):
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named = NamedEngines(lambda: self._config, session)
-        self.name = secrets.token_hex(8)
-        """This router's name among its fellows."""
+        self.name = secrets.token_hex(8)  # among fellows
         self.leads = True
         """Whether this router decides on roles, and not one of its fellows."""
         self.history: SharedHistory = SharedHistory()
@@ -151,6 +150,7 @@ class EnginePool(Pool):
             if engine.role is not place.home:
                 self.metrics.role_moves.labels(engine.role, place.home, "settings").inc()
             self.set_role(engine, place.home, pinned=False)
+            self.look_again(engine)  # an SGLang engine may be on the other side
 
     def add(self, url: str, place: Place) -> BackendEngine:
         """Start to watch an engine. It gets requests once it is up."""
@@ -207,11 +207,8 @@ class EnginePool(Pool):
     def set_role(
         self, engine: BackendEngine, role: Role, *, pinned: bool, version: Version | None = None
     ) -> None:
-        """Use an engine for another side from now on. Its open requests go on.
-
-        Args:
-            pinned: whether the engine keeps this role until it is released.
-            version: of the role, if another router gave it; None: this router gives it now.
+        """Use an engine for another side from now on. Its open requests go on. A pinned engine keeps the role until it is
+        released. `version`: of a role that another router gave; None: this router gives it now.
         """
         standing = engine.standing
         if version is None:
@@ -221,6 +218,7 @@ class EnginePool(Pool):
             engine.role_given = True
             engine.change_role(role, asyncio.get_running_loop().time())
             self._watches[engine].side_changed()
+            assume_costs(engine, self._watches)
         self._on_change()
 
     def inquiry(self, engine: BackendEngine) -> Inquiry:

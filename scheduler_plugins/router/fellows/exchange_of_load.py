@@ -20,7 +20,6 @@ import zmq.asyncio
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.observed import Event
-from scheduler_plugins.router.engines.observed import note as note_all
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts
@@ -204,7 +203,7 @@ class Fellows:
         self._heard[told.router] = _Heard(now_s, told)
         self._roles.heard(told.router, told.roles)
         groups = frozenset(engine.standing.place.group for engine in self._pool.engines)
-        note_all(self._pool.history, told.events, now_s, groups)
+        self._pool.history.heard(told.events, now_s, groups)
 
     def show(self, now_s: float) -> None:
         """Show the load of other routers to policies."""

@@ -17,6 +17,7 @@ from scheduler_plugins.router.policies.arrow import Arrow
 from scheduler_plugins.router.policies.base import Policy
 from scheduler_plugins.router.policies.cache_aware import CacheAware
 from scheduler_plugins.router.policies.conductor import Conductor
+from scheduler_plugins.router.policies.dop import Dop
 from scheduler_plugins.router.policies.jsq import ShortestQueue
 from scheduler_plugins.router.policies.kv_cost import KvCostDecode, KvCostPrefill
 from scheduler_plugins.router.policies.least_tpot import LeastTpot
@@ -58,6 +59,7 @@ DECODE: dict[str, Callable[[], Rule]] = {
 """This package's rules for the decode side: the names of `--decode-policy`."""
 BOTH_SIDES: dict[str, Callable[[Rule | None], Policy]] = {
     "arrow": Arrow,
+    "dop": Dop,
 }
 """This package's policies that choose on both sides at once: names of `--policy`, too. They get the decode rule."""
 WRAPPER = "length"

@@ -26,7 +26,7 @@ from scheduler_plugins.router.settings.elastic import (
     moving_of,
 )
 from scheduler_plugins.router.settings.members import is_name
-from scheduler_plugins.router.settings.urls import base_url, base_urls, host_with_port, is_url
+from scheduler_plugins.router.settings.urls import base_urls, checked_events, host_with_port, is_url
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 """Settings that list engines."""
@@ -191,7 +191,8 @@ class RouterConfig:
         self._check_roles()
         if self.profile:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
-        object.__setattr__(self, "kv_events", self._checked_events())
+        urls = {url for side in SIDES for url in getattr(self, side)}
+        object.__setattr__(self, "kv_events", checked_events(self.kv_events, urls))
         for name in ("port", "admin_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 65535")
@@ -221,20 +222,6 @@ class RouterConfig:
                     raise ValueError(
                         f"{name} {address}: must be a loopback address without a key; set {KEY_VARIABLE} at all routers"
                     )
-
-    def _checked_events(self) -> dict[str, tuple[str, str | None]]:
-        found = {}
-        for given, (endpoint, replay) in self.kv_events.items():
-            url = base_url("kv_events", given)
-            if not any(url in getattr(self, side) for side in SIDES):
-                raise ValueError(
-                    f"kv_events {given}: no engine has this URL; write it as in --prefill, --decode or --engine"
-                )
-            for address in (endpoint, replay):
-                if address is not None and not address.startswith(("tcp://", "ipc://")):
-                    raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
-            found[url] = (endpoint, replay)
-        return found
 
     def placed(self, members: Callable[[str], Iterable[str]]) -> dict[str, Place]:
         """Every engine's place. An engine that is named on both sides has the home `BOTH`.
@@ -267,6 +254,14 @@ class RouterConfig:
     def moving(self) -> Moving | None:
         """The policy that moves engines; None: no engine is moved."""
         return moving_of(self.roles, elastic=self._elastic)
+
+    @property
+    def route_policy(self) -> str:
+        """The policy that chooses engines: `policy`, unless that is the default and the role policy has a route policy
+        of its own."""
+        if self.policy != DEFAULT or (moving := self.moving) is None:
+            return self.policy
+        return create_roles(moving.policy).route or self.policy
 
     @property
     def default_group(self) -> str:

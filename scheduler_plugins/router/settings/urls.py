@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from pd_connector.hosts import is_host
@@ -54,3 +54,28 @@ def base_url(side: str, given: str) -> str:
         raise ValueError(f"{wanted}, without query, fragment or user name")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def checked_events(
+    given: Mapping[str, tuple[str, str | None]], urls: Collection[str]
+) -> dict[str, tuple[str, str | None]]:
+    """Endpoints of KV events, by the engines' URLs in their usual form.
+
+    Args:
+        urls: of all engines.
+
+    Raises:
+        ValueError: no engine has such a URL, or an endpoint is none of ZeroMQ's.
+    """
+    found = {}
+    for engine, (endpoint, replay) in given.items():
+        url = base_url("kv_events", engine)
+        if url not in urls:
+            raise ValueError(
+                f"kv_events {engine}: no engine has this URL; write it as in --prefill, --decode or --engine"
+            )
+        for address in (endpoint, replay):
+            if address is not None and not address.startswith(("tcp://", "ipc://")):
+                raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
+        found[url] = (endpoint, replay)
+    return found

@@ -72,6 +72,7 @@ def test_a_decision_is_carried_out_counted_logged_and_shown(
             await until(lambda: bool(world.app[SHARED].pool.decisions), "it is shown")
             assert await world.metric("role_moves_total", **moves) == 1
             assert "prefill waits 3.1 s of 2.0 s" in caplog.text
+            assert "no class has a promise (slo), so 2 s to the first token" in caplog.text
             await until(
                 lambda: state(world.app[SHARED], 0.0)["decisions"][0]["outcome"] == "done", "done"
             )
@@ -147,6 +148,25 @@ def test_the_last_engine_of_a_side_and_a_router_that_does_not_lead_move_nothing(
             Wanted.shown.clear()
             elastic.tick(later())
             assert not Wanted.shown
+
+    run(scenario())
+
+
+def test_a_side_that_starts_more_slowly_is_waited_for_and_then_replaced() -> None:
+    async def scenario() -> None:
+        world = both_kinds(World(1, 2, roles="fixed"))
+        world.p[0].healthy = False
+        async with world:
+            await until(lambda: all(world.known(d).asked_for_address for d in world.d), "asked")
+            elastic = Elastic(world.app[SHARED].pool, world.app[MOVER], dict)
+            elastic.tick(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.05)
+            assert [world.known(d).role for d in world.d] == [Role.DECODE] * 2
+            elastic.tick(later())
+            await until(
+                lambda: any(world.known(d).role is Role.PREFILL for d in world.d),
+                "no prefill engine is alive, so one moves at once",
+            )
 
     run(scenario())
 
@@ -251,3 +271,23 @@ def test_pairs_that_a_move_may_make_are_audited_before_it(monkeypatch: pytest.Mo
     run(scenario("off", {("p0", "d0"), ("p0", "d1")}))
     names = ("p0", "d0", "d1")
     run(scenario("wanted", {(p, d) for p in names for d in names if p != d}))
+
+
+@pytest.mark.parametrize("policy", ROLES)
+def test_every_policy_of_ours_runs_in_the_router(
+    policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_module, "EVERY_S", 0.02)
+
+    async def scenario() -> None:
+        async with both_kinds(World(2, 2, roles=policy)) as world:
+            await ready(world)
+            for n in range(20):
+                assert (await world.complete(prompt=f"{n} " * 100, stream=n % 2 == 0)).status == 200
+            await asyncio.sleep(0.2)
+            pool = world.app[SHARED].pool
+            now_s = asyncio.get_running_loop().time()
+            assert pool.history.over(now_s, 600, "default").arrivals == 20
+
+    run(scenario())
+    assert "the role policy failed" not in caplog.text

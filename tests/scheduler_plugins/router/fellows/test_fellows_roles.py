@@ -123,13 +123,17 @@ def test_what_happens_at_one_router_is_in_the_history_of_all() -> None:
         async with engines() as fakes, server(fakes, a, b) as one, server(fakes, b, a) as two:
             loop = asyncio.get_running_loop()
 
-            def seen() -> float:
-                history = pool_of(two).history
-                history.arrived(loop.time(), "default", 1, 1.0, 1.0)  # its own
-                pool_of(one).history.arrived(loop.time(), "default", 1000, 1.0, 1.0)
-                return history.over(loop.time(), 60, "default").tokens
+            def seen(router: RouterServer) -> float:
+                return pool_of(router).history.over(loop.time(), 600, "default").tokens
 
-            await until(lambda: seen() >= 1000, "the other router's request is known")
+            await until(
+                lambda: pool_of(one).leads is not pool_of(two).leads, "they hear each other"
+            )
+            pool_of(one).history.arrived(loop.time(), "default", 1000, 1.0, 1.0)
+            pool_of(two).history.arrived(loop.time(), "default", 1, 1.0, 1.0)
+            await until(lambda: seen(one) == seen(two) == 1001, "both know both")
+            await asyncio.sleep(0.5)
+            assert seen(one) == seen(two) == 1001, "nothing is told on, or twice"
 
     run(scenario())
 

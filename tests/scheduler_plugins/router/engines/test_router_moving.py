@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang engines change their sides in steps: idle, switched, asked. A step that fails leaves the old role."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+from router_fakes import FakeEngine, World, run, slow, until
+
+from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
+from scheduler_plugins.router.engines import moving
+from scheduler_plugins.router.engines.description import described
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.moving import MoveFailedError, Mover
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "REFUSED_S", 0.05)
+
+
+class Switching(FakeEngine):
+    """An SGLang engine that can change its side."""
+
+    def __init__(self, name: str, mode: str) -> None:
+        super().__init__(name, f"engine-{name}")
+        self.mode, self.switches = mode, True
+        self.asked: list[str] = []
+        self.refusals: list[dict[str, Any]] = []
+        """What it answers before it obeys."""
+        self.then = ""
+        """What it does instead of obeying: `die`, `die switched`, `other` (it says yes and stays)."""
+
+    def routes(self, app: web.Application) -> None:
+        super().routes(app)
+        app.router.add_get("/server_info", self._info)
+        app.router.add_post("/pd_role_switch", self._switch)
+
+    async def _info(self, request: web.Request) -> web.StreamResponse:
+        address = {"remote_engine_id": self.engine_id, "remote_host": "127.0.0.1"}
+        address |= {"remote_port": 7001}
+        ours = {"side": self.mode, **(address if self.mode == "prefill" else {})}
+        told = {
+            "disaggregation_mode": "prefill",  # of its start, whatever its side is now
+            "disaggregation_bootstrap_port": 1,
+            "served_model_name": "m",
+            "enable_pd_role_switch": self.switches,
+            "internal_states": [{"pd_connector": ours}],
+        }
+        return web.json_response(told)
+
+    async def _switch(self, request: web.Request) -> web.StreamResponse:
+        role = (await request.json())["new_role"]
+        self.asked.append(role)
+        assert self.running == 0, "it is idle"
+        if self.refusals:
+            return web.json_response({"success": False, **self.refusals.pop(0)}, status=400)
+        if self.then.startswith("die"):
+            self.mode = role if self.then == "die switched" else self.mode
+            assert request.transport is not None
+            request.transport.abort()
+        elif self.then != "other":
+            self.mode = role
+        return web.json_response({"success": True, "message": "ok"})
+
+
+def world(**settings: Any) -> World:
+    """One engine of each side, and a second one of the decode side, all SGLang's."""
+    made = World(1, 2, **settings)
+    made.p = [Switching("p0", "prefill")]
+    made.d = [Switching(f"d{n}", "decode") for n in range(2)]
+    return made
+
+
+async def ready(made: World) -> tuple[Mover, BackendEngine, Switching]:
+    fake = made.d[0]
+    assert isinstance(fake, Switching)
+    return made.app[MOVER], made.known(fake), fake
+
+
+async def to_prefill(mover: Mover, engine: BackendEngine) -> None:
+    await mover.move(engine, Role.PREFILL, pinned=False, cause="wanted", why="a test wants it")
+
+
+def test_an_engine_is_drained_switched_and_used_on_its_new_side() -> None:
+    async def scenario() -> None:
+        async with world() as made:
+            mover, engine, fake = await ready(made)
+            for one in made.d:
+                one.behave = slow(0.2)
+            asked = [asyncio.create_task(made.complete()) for _ in range(4)]
+            await until(lambda: all(one.running for one in made.d), "both decode")
+            moving = asyncio.create_task(to_prefill(mover, engine))
+            await asyncio.sleep(0.05)
+            assert (engine.standing.moving, fake.asked) == (Role.PREFILL, [])
+            assert described(engine)["moving"] == "prefill"
+            more = [asyncio.create_task(made.complete()) for _ in range(2)]
+            await moving
+            assert fake.asked == ["prefill"]
+            assert (engine.role, engine.standing.moving) == (Role.PREFILL, None)
+            assert all([(await one).status == 200 for one in (*asked, *more)])
+            assert sum(len(one.bodies) for one in made.d) == 6
+            await until(lambda: engine.address is not None, "its address is known")
+            assert await made.metric("role_moves_total", cause="wanted") == 1
+
+    run(scenario())
+
+
+BUSY = {"message": "instance is not idle; drain all requests", "safe_to_restore": True}
+NEVER = {"message": "--enable-pd-role-switch is not set", "safe_to_restore": True}
+
+
+@pytest.mark.parametrize(
+    ("refusals", "then", "step"),
+    [
+        ([NEVER], "", "switch"),
+        ([BUSY] * 100, "", "drain"),
+        ([], "die", "switch"),
+        ([], "other", "confirm"),
+    ],
+)
+def test_a_step_that_fails_leaves_the_old_role_and_the_engine_serves_on(
+    refusals: list[dict[str, Any]], then: str, step: str
+) -> None:
+    async def scenario() -> None:
+        limit_s = 0.5 if step == "drain" else 60.0
+        async with world(drain_timeout_s=limit_s) as made:
+            mover, engine, fake = await ready(made)
+            fake.refusals, fake.then = list(refusals), then
+            with pytest.raises(MoveFailedError) as failed:
+                await to_prefill(mover, engine)
+            assert failed.value.step == step
+            assert (engine.role, engine.standing.moving) == (Role.DECODE, None)
+            assert engine in made.app[SHARED].pool.up(Role.DECODE)
+            assert await made.metric("role_moves_total", cause=f"failed_{step}") == 1
+            assert await made.metric("role_moves_total") == 1
+
+    run(scenario())
+
+
+def test_an_engine_that_was_not_idle_yet_is_asked_again() -> None:
+    async def scenario() -> None:
+        async with world() as made:
+            mover, engine, fake = await ready(made)
+            fake.refusals = [BUSY, BUSY]
+            await to_prefill(mover, engine)
+            assert (fake.asked, engine.role) == (["prefill"] * 3, Role.PREFILL)
+
+    run(scenario())
+
+
+def test_an_engine_that_switched_and_whose_answer_was_lost_is_on_its_new_side() -> None:
+    async def scenario() -> None:
+        async with world() as made:
+            mover, engine, fake = await ready(made)
+            fake.then = "die switched"
+            await to_prefill(mover, engine)
+            assert engine.role is Role.PREFILL
+
+    run(scenario())
+
+
+def test_a_router_that_ends_in_mid_move_leaves_the_engine_to_the_next_one() -> None:
+    """The move is cancelled while the engine switches. The next router asks the engine for its side."""
+
+    async def scenario() -> None:
+        async with world() as made:
+            mover, engine, fake = await ready(made)
+            fake.refusals = [BUSY] * 100
+            moving = asyncio.create_task(to_prefill(mover, engine))
+            await until(lambda: bool(fake.asked), "it is under way")
+            moving.cancel()
+            await asyncio.gather(moving, return_exceptions=True)
+            assert (engine.role, engine.standing.moving) == (Role.DECODE, None)
+            fake.mode = "prefill"  # what the lost move had done
+            made.app[SHARED].pool.look_again(engine)
+            await until(lambda: engine.role is Role.PREFILL, "its own word counts")
+
+    run(scenario())
+
+
+def test_an_engine_without_the_flag_is_refused_by_name() -> None:
+    async def scenario() -> None:
+        made = world()
+        made.d[0].switches = False  # type: ignore[attr-defined]
+        async with made:
+            mover, engine, _ = await ready(made)
+            with pytest.raises(ValueError, match="--enable-pd-role-switch"):
+                mover.check(engine, Role.PREFILL)
+            assert engine.able == frozenset()
+            with pytest.raises(ValueError, match="has one side"):
+                mover.check(made.known(made.d[1]), Role.BOTH)
+
+    run(scenario())
