@@ -134,9 +134,8 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
                     f"{field}: the proxy speaks {whose} protocol; PDConnector speaks NixlConnector's: set the proxy to that "
                     "(llm-d's routing sidecar: --kv-connector=nixlv2)"
                 )
-        if (
-            parsed.transfer_id
-        ):  # what a proxy that starts both sides at once has told the prefill engine
+        # A proxy that starts both sides at once has told the prefill engine this name.
+        if parsed.transfer_id:
             parsed = msgspec.structs.replace(parsed, remote_request_id=parsed.transfer_id)
         for name in ("remote_request_id", "remote_host", "remote_port"):
             if getattr(parsed, name) is None:
