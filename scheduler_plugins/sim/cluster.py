@@ -138,7 +138,7 @@ class Cluster:
         self._changed(now_s)
 
     def _started(self, node: Node, now_s: float) -> None:
-        if self.nodes[node.name] is node:
+        if self.nodes[node.name] is node and node.ticket >= 0:  # it has not died meanwhile
             node.up = True
             self._changed(now_s)
 

@@ -17,7 +17,6 @@ from rich.table import Table
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.output import write_problem
 from scheduler_plugins.cost.profile import load
-from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.kv_pool import PoolSettings
@@ -28,6 +27,10 @@ from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.simulate import COSTS, CPU_COSTS, Scenario, policies, simulate
 
 FAILED = 2
+_LEVEL_1_MISLEADS = (
+    "At level 1 a step is a whole prompt: an engine that moves to decode first ends its prompts, and its sequences wait for "
+    "whole prompts. Use --level 2 to compare role policies."
+)
 _WIDTH = 120
 """Width of the table if there is no terminal."""
 _COUNTS = {
@@ -67,20 +70,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check(given)
         scenario = _scenario(given)
-        recorded = trace.load(given.trace, given.limit)
+        recorded = [trace.load(one, given.limit) for one in given.trace]
+        arrivals = scenario.arrivals(*recorded, per_s=given.per_s or ())
         names = policies(given.compare) if given.compare else [given.policy]
-        arrivals = scenario.arrivals(recorded)
+        runs = [(name, roles) for name in names for roles in _names(given.roles) or [""]]
         found = list[tuple[Summary, list[Served]]]()
         took_s = list[float]()
-        for name in names:
+        for name, roles in runs:
             begun_s = time.perf_counter()
-            found.append(_run(scenario, arrivals, name, given.decode_policy, console))
+            with console.status(f"{name or 'its policy'} {roles}: {len(arrivals):,} requests"):
+                found.append(simulate(scenario, arrivals, name, given.decode_policy, roles))
             took_s.append(time.perf_counter() - begun_s)
     except (PDConnectorError, ValueError) as error:
         print(f"not simulated: {error}", file=sys.stderr)
         return FAILED
     summaries = [summary for summary, _ in found]
     console.print(_table(summaries, took_s))
+    if given.roles and scenario.level == 1:
+        console.print(_LEVEL_1_MISLEADS, soft_wrap=True, highlight=False)
     try:
         _write(given, summaries, {summary.policy: served for summary, served in found})
     except OSError as error:
@@ -93,6 +100,10 @@ def _check(given: argparse.Namespace) -> None:
     """Raises ValueError for errors that would otherwise appear only after the simulation."""
     if given.limit is not None and given.limit < 1:
         raise ValueError(f"limit {given.limit}: must be 1 or more requests")
+    if given.per_s and len(given.per_s) != len(given.trace):
+        raise ValueError(
+            f"per_s {given.per_s}: must have a rate for each of {len(given.trace)} traces"
+        )
     if given.compare is not None and not policies(given.compare):
         raise ValueError(f"compare {given.compare!r}: must name policies, with commas, or be all")
     for path in (given.json, given.svg):
@@ -100,15 +111,8 @@ def _check(given: argparse.Namespace) -> None:
             raise ValueError(problem)
 
 
-def _run(
-    scenario: Scenario,
-    arrivals: Sequence[Waiting],
-    policy: str,
-    decode_policy: str,
-    console: Console,
-) -> tuple[Summary, list[Served]]:
-    with console.status(f"{policy}: {len(arrivals):,} requests"):
-        return simulate(scenario, arrivals, policy, decode_policy)
+def _names(given: str | None) -> list[str]:
+    return [name.strip() for name in (given or "").split(",") if name.strip()]
 
 
 def _scenario(given: argparse.Namespace) -> Scenario:
@@ -135,9 +139,28 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "trace", type=Path, help="trace file: Mooncake's JSON lines, or Azure's .csv"
+        "trace",
+        type=Path,
+        nargs="+",
+        help="trace file: Mooncake's JSON lines, or Azure's .csv; several are played one after another",
     )
-    parser.add_argument("--policy", default=DEFAULT, metavar="NAME", help="the router's --policy")
+    parser.add_argument(
+        "--per-s",
+        type=_rates,
+        metavar="N,...",
+        help="mean requests a second of each trace, with commas; by default as recorded",
+    )
+    parser.add_argument(
+        "--policy",
+        default="",
+        metavar="NAME",
+        help=f"the router's --policy; by default {DEFAULT}, or the policy that belongs to --roles",
+    )
+    parser.add_argument(
+        "--roles",
+        metavar="NAMES",
+        help="role policies to compare, with commas: engines change between prefill and decode; needs --level 2",
+    )
     parser.add_argument(
         "--decode-policy", default="", metavar="NAME", help="the router's --decode-policy"
     )
@@ -194,6 +217,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _rates(text: str) -> list[float]:
+    found = [float(one) for one in text.split(",")]
+    if not all(0 < one < float("inf") for one in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be numbers above 0, with commas")
+    return found
+
+
 def _write(
     given: argparse.Namespace,
     summaries: Sequence[Summary],
@@ -220,7 +250,7 @@ def _write(
 
 def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
     columns = (
-        "policy", "TTFT s", "p50", "p99", "TPOT ms", "p99", "hit", "goodput /s", "P busy", "D busy", "rejected", "took s",
+        "policy", "TTFT s", "p50", "p99", "TPOT ms", "p99", "hit", "goodput /s", "in time", "P busy", "D busy", "moves", "rejected", "took s",
     )  # fmt: skip
     table = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:
@@ -232,7 +262,9 @@ def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
             *(f"{one.tpot_s[key] * 1e3:.1f}" for key in ("mean", "p99")),
             f"{one.hit:.3f}",
             f"{one.goodput_per_s:.2f}",
+            f"{one.attained * one.served / one.requests:.3f}",
             *(_busy(one, letter) for letter in ("p", "d")),
+            str(len(one.moves)),
             str(sum(one.rejected.values())),
             f"{seconds:.2f}",
         )
@@ -240,6 +272,6 @@ def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
 
 
 def _busy(summary: Summary, letter: str) -> str:
-    """Mean utilisation of the engines whose names begin with this letter. Engines `b` do both."""
+    """Mean utilisation of the engines whose names begin with this letter, by their first role. Engines `b` do both."""
     parts = [part for name, part in summary.utilisation.items() if name[0] in (letter, "b")]
     return f"{sum(parts) / len(parts):.0%}" if parts else "-"

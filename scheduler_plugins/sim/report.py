@@ -7,11 +7,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from scheduler_plugins.sim.node import Node
 from scheduler_plugins.sim.served import Served
 
 PERCENTILES = (50, 90, 95, 99)
+
+
+class RoleMove(NamedTuple):
+    """An engine that changed its role."""
+
+    at_s: float
+    engine: str
+    before: str
+    after: str
+    cause: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,7 @@ class Summary:
     attained: float  # part of the served requests that were
     utilisation: Mapping[str, float]  # by engine, fraction of the time in which it computed
     moved_bytes: int  # over the links
+    moves: Sequence[RoleMove] = ()
 
 
 def summarize(
@@ -43,6 +55,7 @@ def summarize(
     ttft_slo_s: float,
     tpot_slo_s: float,
     moved_bytes: int,
+    moves: Sequence[RoleMove] = (),
 ) -> Summary:
     """Sum up a run of `Cluster`. `served` has at least one request."""
     done = [one for one in served if one.end_s is not None]
@@ -68,6 +81,7 @@ def summarize(
         attained=kept / max(1, len(done)),
         utilisation={one.name: one.busy_s / duration_s for one in nodes},
         moved_bytes=moved_bytes,
+        moves=moves,
     )
 
 

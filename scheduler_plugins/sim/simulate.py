@@ -14,14 +14,16 @@ from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.router.policies.added import added_names
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.policies.registry import BOTH_SIDES, PREFILL, create
+from scheduler_plugins.router.policies.registry import BOTH_SIDES, DEFAULT, PREFILL, create
+from scheduler_plugins.router.roles.controller import RoleController
+from scheduler_plugins.router.roles.registry import create as create_roles
 from scheduler_plugins.sim.cluster import Cluster
 from scheduler_plugins.sim.kv_pool import KvPool, PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
-from scheduler_plugins.sim.report import Summary, summarize
+from scheduler_plugins.sim.report import RoleMove, Summary, summarize
 from scheduler_plugins.sim.served import Served
-from scheduler_plugins.sim.trace import jittered
+from scheduler_plugins.sim.trace import at_rate, jittered, one_after_another
 
 COSTS = CostModel(a=6e-5, b=6e-10, c=0.02, d0=0.01, d1=2e-4, d2=1e-8)
 """An invented engine of about 15,000 tokens per second. Ratios count, not seconds. `pd-connector profile` measures a
@@ -31,7 +33,7 @@ CPU_COSTS = CostModel(a=6e-4, b=6e-9, c=0.2, d0=0.1, d1=2e-3, d2=1e-7)
 CHUNK_TOKENS = 2048
 MOST_ENGINES = 10_000
 """The most engines of each kind. A larger number is a typing mistake, and memory would run out."""
-DEFAULT, BACKGROUND = "default", "background"
+ONLY_CLASS, BACKGROUND = "default", "background"
 """Classes of requests for which a user waits, and of background requests."""
 _BACKGROUND_PART = 0.05
 """Fraction of every engine's time that is reserved for background requests."""
@@ -170,17 +172,24 @@ class Scenario:
             seed=self.seed,
         )
 
-    def arrivals(self, requests: Sequence[Waiting]) -> list[Waiting]:
-        """A trace as this scenario plays it: from 0 on, at its speed, with binned times spread out."""
-        moved = jittered(requests, self.seed)
-        begun_s, random = moved[0].arrival_s, Random(self.seed)
+    def arrivals(self, *traces: Sequence[Waiting], per_s: Sequence[float] = ()) -> list[Waiting]:
+        """Traces one after another as this scenario plays them: from 0 on, at its speed, with binned times spread out.
+
+        `per_s`: mean requests a second of each trace, before the speed counts; empty: as recorded.
+        """
+        moved = [
+            at_rate(one, per_s[n], self.seed) if per_s else jittered(one, self.seed)
+            for n, one in enumerate(traces)
+        ]
+        joined = moved[0] if len(moved) == 1 else one_after_another(moved)
+        begun_s, random = joined[0].arrival_s, Random(self.seed)
         return [
             replace(
                 one,
                 arrival_s=(one.arrival_s - begun_s) / self.speed,
-                qos=BACKGROUND if random.random() < self.background else DEFAULT,
+                qos=BACKGROUND if random.random() < self.background else ONLY_CLASS,
             )
-            for one in moved
+            for one in joined
         ]
 
     @property
@@ -190,10 +199,10 @@ class Scenario:
         )
         slo = Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms)
         if not self.background:
-            return (QosClass(name=DEFAULT, reserved_fraction=1.0, slo=slo),)
+            return (QosClass(name=ONLY_CLASS, reserved_fraction=1.0, slo=slo),)
         rest = 1 - _BACKGROUND_PART
         return (
-            QosClass(name=DEFAULT, reserved_fraction=rest, slo=slo),
+            QosClass(name=ONLY_CLASS, reserved_fraction=rest, slo=slo),
             QosClass(
                 name=BACKGROUND,
                 reserved_fraction=_BACKGROUND_PART,
@@ -204,29 +213,41 @@ class Scenario:
 
 
 def simulate(
-    scenario: Scenario, arrivals: Sequence[Waiting], policy: str, decode_policy: str = ""
+    scenario: Scenario,
+    arrivals: Sequence[Waiting],
+    policy: str = "",
+    decode_policy: str = "",
+    roles: str = "",
 ) -> tuple[Summary, list[Served]]:
     """Play a trace with one policy.
 
     Args:
         arrivals: see `Scenario.arrivals`.
-        policy: a value of the router's `--policy`, or `conductor+pull`.
+        policy: a value of the router's `--policy`, or `conductor+pull`; empty: the policy that belongs to `roles`, or
+            the default.
+        roles: a value of the router's `--roles`; empty: no engine changes its role.
 
     Raises:
         ConfigError: no policy has that name.
     """
-    name = policy
-    if policy == CONDUCTOR_GLOBAL:
+    controller = RoleController(create_roles(roles)) if roles else None
+    belongs = controller.policy.route if controller is not None else ""
+    name = told = policy or belongs or DEFAULT
+    if told == CONDUCTOR_GLOBAL:
         name, scenario = "conductor", replace(scenario, pull_prefix=True)
     cluster = scenario.cluster(name, decode_policy)
-    served = cluster.run(arrivals)
+    served = cluster.run(arrivals, controller=controller)
     summary = summarize(
-        policy,
+        f"{roles}, {told}" if roles else told,
         served,
         cluster.nodes.values(),
         ttft_slo_s=scenario.ttft_slo_s,
         tpot_slo_s=scenario.tpot_slo_s,
         moved_bytes=cluster.links.moved_bytes,
+        moves=[
+            RoleMove(round(one.at_s, 3), one.move.engine, one.before, one.move.role, one.move.cause)
+            for one in cluster.roles.moved
+        ],
     )
     return summary, served
 

@@ -134,6 +134,27 @@ def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waitin
     return [replace(one, arrival_s=(one.arrival_s - begun_s) * scale) for one in moved]
 
 
+def one_after_another(traces: Sequence[Sequence[Waiting]]) -> list[Waiting]:
+    """Traces as one: each begins at the last arrival of the trace before it.
+
+    Ids are unique, and prompts of different traces share no prefix.
+    """
+    joined, begins_s = list[Waiting](), 0.0
+    for n, requests in enumerate(traces):
+        first_s = requests[0].arrival_s
+        joined += [
+            replace(
+                one,
+                id=f"{n}/{one.id}",
+                arrival_s=one.arrival_s - first_s + begins_s,
+                block_hashes=[(n, block) for block in one.block_hashes],
+            )
+            for one in requests
+        ]
+        begins_s = joined[-1].arrival_s
+    return joined
+
+
 def _request(n: int, line: _Line) -> Waiting:
     return Waiting(
         id=str(n),

@@ -16,6 +16,7 @@ from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.cli.bench_report import exit_codes, report
 from pd_connector.tools.output import Json
 from scheduler_plugins.bench.roles import decision_cost
+from scheduler_plugins.bench.roles import dop as paralleling
 from scheduler_plugins.bench.roles import shift as shifting
 from scheduler_plugins.bench.roles import steady as steadying
 from scheduler_plugins.bench.roles.fleets import FLEETS, FleetKind
@@ -116,6 +117,39 @@ def _steady_bars(fleet: FleetKind, found: steadying.Steady) -> list[Comparison]:
         moves, most = _one(float(ours.moves)), _one(float(found.case.moves))
         rows.append(Comparison("moves", params, moves, most, "", 1.0))
     return rows
+
+
+@app.command("dop")
+def dop(
+    traces: Annotated[list[Path], typer.Argument(help="Mooncake's traces.")],
+    requests: Requests = 3000,
+    speed: Annotated[float, typer.Option(min=0.1, help="Times faster than recorded.")] = 1.0,
+    jobs: Jobs = 2,
+    json: Json = None,
+) -> None:
+    """Prefill engines of unlike tensor parallelism with the policy dop, beside the best uniform fleet."""
+    tables = []
+    with exit_codes(Console(stderr=True)):
+        for path in traces:
+            found = paralleling.compare(_read(path, requests), speed, jobs)
+            for one in found:
+                _say(f"{path.stem}, {one.name}: mean TTFT {one.ttft_s:.3f} s")
+            uniform = [one for one in found if one.sizes in paralleling.UNIFORM]
+            best = min(uniform, key=lambda one: one.ttft_s)
+            eight = uniform[0]
+            for one in found:
+                if one.policy != "dop":
+                    continue
+                params = {"trace": path.stem, "engines": one.name}
+                ours = _one(one.ttft_s)
+                beside = f"mean TTFT beside {best.name}"
+                tables.append(
+                    Comparison(beside, params, ours, _one(best.ttft_s), "s", paralleling.BAR)
+                )
+                tables.append(
+                    Comparison("mean TTFT beside eight TP1", params, ours, _one(eight.ttft_s), "s")
+                )
+    report([("uniform", tables)], ["simulated: no engine was run"], json)
 
 
 @app.command("cost")

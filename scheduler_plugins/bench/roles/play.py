@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from scheduler_plugins.bench.roles.fleets import ENGINES, FleetKind
@@ -21,7 +20,7 @@ UNGUARDED = ("arrow_paper",)
 """Policies that are published without guards, and run without."""
 KEPT = 0.9
 """A rate is sustained if this part of the requests is served in time."""
-_CLOSE = 0.02
+_CLOSE = 0.03
 T = TypeVar("T")
 Say = Callable[[str], None]
 
@@ -117,23 +116,12 @@ def sustained(fleet: FleetKind, requests: Sequence[Waiting], prefill: int) -> fl
     high = 1.0
     while keeps(high):
         high *= 2
-    return largest(keeps, high / 2 if high > 1 else 0.0, high, 0.04)
+    return largest(keeps, high / 2 if high > 1 else 0.0, high, 0.06)
 
 
 def ratios() -> range:
     """Every number of prefill engines that leaves an engine for decode."""
     return range(1, ENGINES)
-
-
-def one_after_another(traces: Sequence[Sequence[Waiting]]) -> list[Waiting]:
-    """Traces as one: each begins when the one before it has had its last arrival. Ids are unique."""
-    joined, begins_s = list[Waiting](), 0.0
-    for n, requests in enumerate(traces):
-        joined += [
-            replace(one, id=f"{n}/{one.id}", arrival_s=one.arrival_s + begins_s) for one in requests
-        ]
-        begins_s = joined[-1].arrival_s
-    return joined
 
 
 def in_parallel(

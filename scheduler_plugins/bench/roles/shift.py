@@ -15,7 +15,6 @@ from scheduler_plugins.bench.roles.play import (
     Sustained,
     in_parallel,
     largest,
-    one_after_another,
     play,
     ratios,
     sustained,
@@ -27,6 +26,8 @@ from scheduler_plugins.sim.cluster import Change, Cluster
 
 ORACLE = "oracle"
 POLICIES = ("pressure", "ratio", "arrow", "tetri", "mixed", "arrow_paper")
+LEAST = 0.3
+"""Rates below this are not told apart."""
 OF_ORACLE = 0.92
 """`pressure` sustains at least this part of the oracle's rate."""
 OVER_FIXED = 1.3
@@ -108,14 +109,14 @@ def _sustained(fleet: FleetKind, name: str, requests: Sequence[Waiting], prefill
 
 
 def _rate(fleet: FleetKind, halves: Sequence[Half], name: str) -> float:
-    return largest(lambda rate: _outcome(fleet, halves, name, rate).worst >= KEPT, 0.2, 1.1)
+    return largest(lambda rate: _outcome(fleet, halves, name, rate).worst >= KEPT, LEAST, 1.1)
 
 
 def _outcome(fleet: FleetKind, halves: Sequence[Half], name: str, rate: float) -> Outcome:
     """One run. Every policy starts with the best ratio of the first half."""
     first, second = halves
     parts = [trace.at_rate(half.requests, rate * half.capacity.most, 0) for half in halves]
-    requests, split = one_after_another(parts), len(parts[0])
+    requests, split = trace.one_after_another(parts), len(parts[0])
     prefill = first.capacity.prefill
     if name == ORACLE:
         changes = _switch(prefill, second.capacity.prefill, requests[split - 1].arrival_s)

@@ -23,7 +23,7 @@ from scheduler_plugins.router.policies.base import (
 from scheduler_plugins.router.policies.least_tpot import LeastTpot
 from scheduler_plugins.router.policies.sides import Choice, Rule
 
-AHEAD = 2
+AHEAD = 8
 """An engine with fewer prompts gets the next. Others wait in the router, where they can still go elsewhere."""
 RETRY_S = 0.02
 """Pause before a request that waits is decided again."""

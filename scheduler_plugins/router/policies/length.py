@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 from scheduler_plugins.router.policies.base import (
     Decision,
     EngineView,
     Policy,
+    Reject,
     Request,
     Role,
     Route,
@@ -28,7 +30,8 @@ class Length(Policy):
 
     If the decode engine lacks fewer than `min_uncached` tokens, it computes them itself. If the
     prefill engine lacks more than `max_uncached` and the class is not interactive, the least busy
-    `cpu_prefill` engine computes the prompt. Otherwise the wrapped policy's decision stands.
+    `cpu_prefill` engine computes the prompt. If the wrapped policy refuses because every prefill engine would be late,
+    and a `cpu_prefill` engine would not, that one computes the prompt. Otherwise the wrapped policy's decision stands.
     """
 
     def __init__(
@@ -40,6 +43,8 @@ class Length(Policy):
 
     def decide(self, request: Request, view: View, now_s: float, random: Random) -> Decision:
         decision = self._inner.decide(request, view, now_s, random)
+        if isinstance(decision, Reject) and decision.cause == "ttft":
+            return self._by_cpu(request, view, now_s, random) or decision
         if type(decision) is not Route or decision.p is None:
             return decision
         d = [one for one in view.engines(Role.DECODE) if one.name == decision.d]
@@ -52,6 +57,22 @@ class Length(Policy):
                 slow = least(cpus, lambda engine: engine.queued_s(now_s), random)
                 return Route(slow.name, decision.d)
         return decision
+
+    def _by_cpu(
+        self, request: Request, view: View, now_s: float, random: Random
+    ) -> Decision | None:
+        """The decision with the soonest `cpu_prefill` engine; None if none keeps the promised TTFT."""
+        soonest: tuple[float, str] | None = None
+        for one in view.engines(Role.CPU_PREFILL):
+            (blocks,) = view.match(request.hashes, [one])
+            cached = cached_tokens(request, one, blocks)
+            expected_s = one.queued_s(now_s) + one.costs.prefill_s(request.tokens, cached)
+            if expected_s <= request.ttft_slo_s and (soonest is None or expected_s < soonest[0]):
+                soonest = expected_s, one.name
+        if soonest is None:
+            return None
+        decision = self._inner.decide(request._replace(ttft_slo_s=inf), view, now_s, random)
+        return decision._replace(p=soonest[1], pull_from=None) if type(decision) is Route else None
 
     def _uncached(self, request: Request, view: View, engine: EngineView) -> int:
         (blocks,) = view.match(request.hashes, [engine])

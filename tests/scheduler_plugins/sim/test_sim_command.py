@@ -16,7 +16,7 @@ from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import save
 from scheduler_plugins.router.__main__ import main as router
-from scheduler_plugins.router.policies.registry import PREFILL
+from scheduler_plugins.router.policies.registry import BOTH_SIDES, PREFILL
 from scheduler_plugins.sim.report import spread
 
 
@@ -44,7 +44,7 @@ def test_all_policies_on_one_trace(recorded: Path, tmp_path: Path, capsys) -> No
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     assert simulate(recorded, "--compare", "all", "--json", out, "--svg", picture) == 0
     rows = json.loads(out.read_text())
-    assert [row["policy"] for row in rows] == [*PREFILL, "conductor+pull"]
+    assert [row["policy"] for row in rows] == [*PREFILL, *BOTH_SIDES, "conductor+pull"]
     for row in rows:
         assert row["served"] + sum(row["rejected"].values()) == row["requests"] == 60
         assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"]
@@ -253,3 +253,32 @@ def test_the_goodput_of_one_request_is_that_of_its_time(recorded: Path, capsys) 
     assert simulate(recorded, "--limit", 1, "--json", "-") == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["goodput_per_s"] == pytest.approx(1 / found["duration_s"])
+
+
+def test_roles_are_compared_on_traces_one_after_another(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    given = (recorded, recorded, "--per-s", "2,8", "--level", "2", "--json", out)
+    assert simulate(*given, "--roles", "pressure,arrow,fixed") == 0
+    rows = json.loads(out.read_text())
+    assert [row["policy"] for row in rows] == [
+        "pressure, least_delay",
+        "arrow, arrow",
+        "fixed, least_delay",
+    ]
+    assert all(row["requests"] == row["served"] == 120 for row in rows)
+    assert rows[2]["moves"] == []
+    assert "level 1" not in capsys.readouterr().out
+
+
+def test_level_1_is_said_to_mislead_about_roles(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(recorded, "--roles", "fixed") == 0
+    assert "Use --level 2" in capsys.readouterr().out
+
+
+def test_every_trace_needs_its_rate(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(recorded, recorded, "--per-s", "2") == 2
+    assert "a rate for each of 2 traces" in capsys.readouterr().err
