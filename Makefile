@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest --durations=15
 # Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and
-# run four at a time. Tests marked `quiet` measure time, and run alone.
+# run six at a time. Tests marked `quiet` measure time, and run alone.
 COMPUTING := tests/kernels tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
 	tests/scheduler_plugins
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
@@ -30,7 +30,7 @@ SGLANG := .venv-sglang/bin/python
 
 fast: setup
 	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 2 --dist loadfile $(COMPUTING)
-	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 4 --dist loadfile $(COMPUTING:%=--ignore=%)
+	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 6 --dist loadfile $(COMPUTING:%=--ignore=%)
 	$(PYTEST) -m quiet --timeout=300 $(QUIET)
 	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
 		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi

@@ -34,7 +34,7 @@ COUNTERS_BY_CAUSE = {
     "unmoved_prompts": "Prompts of more than a page whose requests ask for no handoff: `no_params`, or `nothing_asked` in their kv_transfer_params.",
     "lost_sessions": "Sessions with producers that ended (consumer).",
     "rejected_sessions": "Sessions refused to consumers (producer).",
-    "pool_misses": "Loads from the pool that did not come about, by cause: `late`, `refused`; or chunks not saved, `busy`.",
+    "pool_misses": "Chunks of the pool that were not found or not tried, loads that did not come about, and chunks not saved, by cause.",
     "pool_saves": "Chunks given to the pool, by what became of them: `saved`, `there` already, `full`, `failed`; counted by each rank.",
     "stale_chunks": "Chunks that landed for no transfer, and were dropped (consumer).",
 }

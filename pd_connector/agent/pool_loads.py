@@ -41,6 +41,7 @@ class _Filling:
     """A load under way.
 
     Attributes:
+        facts: the model that will use it.
         waits: numbers of the chunks that are neither placed nor given up.
         stop: number of the first chunk that cannot be used. Chunks from it on are not placed.
         cause: why that chunk cannot be used.
@@ -49,6 +50,7 @@ class _Filling:
 
     fill: Fill
     fence: Any
+    facts: ModelFacts
     waits: set[int]
     stop: int
     began_s: float
@@ -66,9 +68,9 @@ class _Filling:
         return number < self.stop and number in self.waits
 
     def fail(self, number: int, cause: Cause, detail: str, miss: Miss | None = None) -> None:
-        """This chunk cannot be used. A comparison is of all chunks or none."""
+        """This chunk cannot be used."""
         if number < self.stop:
-            self.stop = min(self.waits, default=number) if self.fill.compares else number
+            self.stop = number
             self.cause, self.detail, self.miss = cause, detail, miss
 
     @property
@@ -81,6 +83,16 @@ class _Filling:
         """Tokens of the load before this one are in place."""
         fill = self.fill
         return max(fill.first_token, min(self.stop * CHUNK_TOKENS, fill.stop_token))
+
+
+class _Readers:
+    """Threads that read, and the memory that they read into."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load")
+        self.landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
+        for _ in range(_LANDINGS):
+            self.landings.put(Landing())
 
 
 class PoolLoads:
@@ -116,11 +128,8 @@ class PoolLoads:
         self._done = done
         self._experts = experts
         self._placing = ChunkLoader(cache)
-        self._landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
-        for _ in range(_LANDINGS):
-            self._landings.put(Landing())
         self._fillings: list[_Filling] = []
-        self._readers = ThreadPoolExecutor(_READERS, "pd-pool-load")
+        self._readers = _Readers()
 
     @property
     def due_s(self) -> float:
@@ -128,16 +137,23 @@ class PoolLoads:
         return min((one.moved_s + _STALL_S for one in self._fillings), default=float("inf"))
 
     def tick(self) -> None:
-        """Give up loads that have stalled."""
-        for filling in list(self._fillings):
-            if time.monotonic() >= filling.moved_s + _STALL_S:
-                detail = f"the store has not answered for {_STALL_S:g} s"
-                filling.fail(min(filling.waits), Cause.STALLED, detail)
-                self._end(filling)
+        """Give up loads that have stalled, and threads that wait for the store: another tier may answer the others."""
+        now = time.monotonic()
+        stalled = [one for one in self._fillings if now >= one.moved_s + _STALL_S]
+        for filling in stalled:
+            detail = f"the store has not answered for {_STALL_S:g} s"
+            filling.fail(min(filling.waits), Cause.STALLED, detail)
+            self._end(filling)
+        if stalled:
+            self._readers.threads.shutdown(wait=False, cancel_futures=True)
+            self._readers = _Readers()
+            for filling in self._fillings:
+                filling.moved_s = now
+                self._begin_reads(filling)
 
     def close(self) -> None:
         """End the threads; what they read is dropped."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.threads.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, fill: Fill, fence: Any, facts: ModelFacts) -> None:
         """Begin a load, or a comparison.
@@ -148,44 +164,52 @@ class PoolLoads:
         """
         now = time.monotonic()
         numbers = [chunk.number for chunk in fill.chunks]
-        filling = _Filling(fill, fence, set(numbers), numbers[-1] + 1, now, now)
+        filling = _Filling(fill, fence, facts, set(numbers), numbers[-1] + 1, now, now)
         self._fillings.append(filling)
         if fill.compares:
             filling.comparison = Comparison(fill.chunks[0].adapter, experts=self._experts)
         if fill.model != model_root(facts):
             filling.fail(numbers[0], Cause.MODEL, "the weights have changed")
-        for chunk in fill.chunks:
-            self._readers.submit(self._read, filling, chunk, facts)
+        self._begin_reads(filling)
 
-    def _read(self, filling: _Filling, chunk: PromptChunk, facts: ModelFacts) -> None:
+    def _begin_reads(self, filling: _Filling) -> None:
+        """Read all that the load still waits for."""
+        for chunk in filling.fill.chunks:
+            if chunk.number in filling.waits:
+                self._readers.threads.submit(self._read, self._readers.landings, filling, chunk)
+
+    def _read(
+        self, landings: queue.SimpleQueue[Landing], filling: _Filling, chunk: PromptChunk
+    ) -> None:
         """In a thread that reads."""
         found: ReadChunk | PDConnectorError | None = None
         landing: Landing | None = None
         if filling.wants(chunk.number):
             try:
-                landing = self._landings.get(timeout=_LANDING_WAIT_S)
-                found = self._loader.read(chunk, facts, landing)
+                landing = landings.get(timeout=_LANDING_WAIT_S)
+                found = self._loader.read(chunk, filling.facts, landing)
             except PDConnectorError as error:
                 found = error
             except Exception as error:
                 logger.exception("pool: a chunk was not read")
                 found = PDConnectorError(repr(error))
-        self._done(partial(self._place, filling, chunk, found, landing))
+        give_back = partial(landings.put, landing) if landing else None
+        self._done(partial(self._place, filling, chunk, found, give_back))
 
     def _place(
         self,
         filling: _Filling,
         chunk: PromptChunk,
         found: ReadChunk | PDConnectorError | None,
-        landing: Landing | None,
+        give_back: Callable[[], None] | None,
     ) -> None:
         if isinstance(found, PDConnectorError):
             miss = found.cause if isinstance(found, PoolError) else None
             filling.fail(chunk.number, Cause.POOL, str(found), miss)
         elif found is not None and filling.wants(chunk.number):
             self._use(filling, chunk, found)
-        if landing is not None:
-            self._landings.put(landing)
+        if give_back is not None:
+            give_back()
         filling.waits.discard(chunk.number)
         filling.moved_s = time.monotonic()
         if filling.ended and filling in self._fillings:

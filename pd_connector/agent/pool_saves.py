@@ -60,8 +60,9 @@ class PoolSaves:
         self._form = describe(cache)
         # Each with its fence, and when it came.
         self._waiting: deque[tuple[Save, Any, float]] = deque()
-        last = places(self._form, cache.geometry)[-1]
-        self._free = [bytearray(last.offset + last.nbytes) for _ in range(_BUFFERS)]
+        ends = (place.offset + place.nbytes for place in places(self._form, cache.geometry))
+        nbytes = max(ends, default=0)
+        self._free = [bytearray(nbytes) for _ in range(_BUFFERS)]
         self._writers = ThreadPoolExecutor(1, "pd-pool-save")
         self._written_last: Future[None] | None = None  # ends after all others
 

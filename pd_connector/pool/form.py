@@ -90,7 +90,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.pages * (self.page_size // self.key.tokens)
 
 
-Form = Annotated[tuple[Run, ...], msgspec.Meta(min_length=1, max_length=4096)]
+Form = Annotated[tuple[Run, ...], msgspec.Meta(max_length=4096)]
 
 
 class Place(NamedTuple):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the parts of a chunk that a rank needs, and verifies them before anybody uses a byte."""
 
+import mmap
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -54,15 +55,16 @@ class ReadChunk(NamedTuple):
 
 
 class Landing:
-    """Memory of one chunk on its way. It grows to the largest chunk."""
+    """Memory of one chunk on its way. It grows to the largest chunk. It begins at pages of memory, so that a disk can read
+    straight into it."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, bytearray] = {}
+        self._blocks: dict[int, mmap.mmap] = {}
 
     def room(self, place: int, nbytes: int) -> memoryview:
         """Memory for a part; `place` tells the parts of a chunk apart."""
         if len(self._blocks.get(place, b"")) < nbytes:
-            self._blocks[place] = bytearray(nbytes)
+            self._blocks[place] = mmap.mmap(-1, nbytes)
         return memoryview(self._blocks[place])[:nbytes]
 
 

@@ -58,7 +58,7 @@ class SavePlan(NamedTuple):
 def plan_save(
     form: Sequence[Run], geometry: Geometry, tables: Tables, number: int
 ) -> SavePlan | None:
-    """How a rank writes a chunk that it has computed; None if it holds nothing of it.
+    """How a rank writes a chunk that it has computed; None if it holds nothing of it any more.
 
     Args:
         form: from `stored.describe`, of whole chunks.
@@ -66,6 +66,8 @@ def plan_save(
         tables: the request's pages, by table.
         number: of the chunk.
     """
+    if not form:
+        return SavePlan((), 0, ())
     every = ((run, *_held(run, geometry, tables, number)) for run in form)
     held = [one for one in every if one[2]]
     if not held:

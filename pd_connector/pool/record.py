@@ -74,7 +74,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         facts: the writer's model.
         geometry: the writer's cache.
         form: what the payload looks like.
-        layers: where each layer lies in the payload, in the order of `form`.
+        layers: where each layer lies in the payload, in the order of `form`. None if other ranks hold the same heads and
+            write all layers: a chunk has a part of every rank.
         parts: parts of the chunk. This is the one named `part`.
     """
 
@@ -88,7 +89,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     facts: ModelFacts
     geometry: Geometry
     form: Form
-    layers: Annotated[tuple[LayerBytes, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+    layers: Annotated[tuple[LayerBytes, ...], msgspec.Meta(max_length=MAX_LAYERS)]
     writer: Writer
     parts: Parts = 1
 
@@ -99,8 +100,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def payload_bytes(self) -> int:
-        last = self.layers[-1]
-        return last.offset + last.nbytes
+        return max((one.offset + one.nbytes for one in self.layers), default=0)
 
 
 class Wanted(NamedTuple):

@@ -31,7 +31,7 @@ Buffer = memoryview
 
 
 def describe(cache: PagedCache) -> Form:
-    """What this rank's part of a whole chunk looks like at rest.
+    """What this rank's part of a whole chunk looks like at rest. Empty if ranks with the same heads write all layers.
 
     Raises:
         UnsupportedGeometryError: the pool cannot keep chunks of this cache.
@@ -53,12 +53,6 @@ def describe(cache: PagedCache) -> Form:
                 form.append(wire_run(tuple(layers), group, len(geometry.heads(group))))
             else:
                 form.append(msgspec.structs.replace(run, layers=tuple(layers)))
-    if not form:
-        shard = geometry.shard
-        raise UnsupportedGeometryError(
-            f"rank {shard.tp_rank} of {shard.tp_size} has nothing to write to the pool: {shard.tp_size} ranks share "
-            f"the heads of {shard.stop_layer - shard.first_layer} layers; use fewer tensor-parallel ranks"
-        )
     return tuple(form)
 
 

@@ -16,8 +16,6 @@ LONGEST_PAUSE_S = 30.0
 """How long a tier, or the whole store, is left alone: first for `FIRST_PAUSE_S`, then each time for twice as long, up to
 `LONGEST_PAUSE_S`."""
 
-_FASTER = 0.5
-"""A probe tells something new if it took less than this share of the time that loads took."""
 _NEW = 0.5
 """Weight of a new measurement. Two of them suffice to notice that a speed has changed."""
 
@@ -110,9 +108,8 @@ class Worth:
         """A probe has ended: the tier has this speed at best."""
         known = self._tier(tier)
         known.silent = _Pause()
-        if not known.measured or seconds / nbytes < _FASTER * known.byte_s:
-            known.latency_s, known.byte_s = 0.0, seconds / nbytes
-            known.measured = known.probed = True
+        known.latency_s, known.byte_s = 0.0, seconds / nbytes
+        known.measured = known.probed = True
 
     def chunks(self, found: Sequence[tuple[str, int]], now: float) -> int:
         """How many chunks of a hit to load, from its first one on.
@@ -136,7 +133,9 @@ class Worth:
     def _best(self, found: Sequence[tuple[str, int]]) -> int:
         """The number of chunks that saves most time."""
         if self._token_s is None:
-            return len(found)
+            # Loads alone never tell how long computing takes: the last chunk of the next hit is computed.
+            measured = any(self._tier(name).measured for name, _ in found)
+            return len(found) - measured
         best, most, saved = 0, 0.0, 0.0
         begun: set[str] = set()
         for place, (name, nbytes) in enumerate(found):

@@ -7,15 +7,17 @@ import logging
 def register() -> None:
     """Register `"kv_connector": "PDConnector"` with vLLM, check its config before anything is loaded, and make AMX
     usable. Also record the modules of the model that is built, and the files from which it and its config are loaded.
-    Harmless to repeat."""
+    Make it known to Dynamo, too. Harmless to repeat."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from pd_connector.vllm import config_files, early_check, owners, weight_loads
+    from pd_connector.vllm import config_files, dynamo, early_check, owners, weight_loads
 
     if "PDConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "PDConnector", "pd_connector.vllm.connector", "PDConnector"
         )
+    join_engine_log()
+    dynamo.join()
     early_check.watch()
     config_files.watch()
     owners.watch()

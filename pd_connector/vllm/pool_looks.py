@@ -7,6 +7,7 @@ not answer is left alone: `Answers` says when for look-ups, `Worth` for loads.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -23,6 +24,9 @@ logger = logging.getLogger("pd_connector.vllm")
 
 LOOK_S = 0.1
 """Longest wait of a request for its look-up, in seconds."""
+_SLOW_S = 0.25
+"""A store that takes longer for a look-up is left alone, in seconds. It takes 10 ms for the longest prompts; the rest is for a
+busy machine."""
 _PIN_S = 60.0
 """Chunks that a request will load are not evicted for this time, in seconds."""
 _SAVED_WITHIN_S = 2.0
@@ -50,7 +54,7 @@ class PoolLooks:
         self._probe: Future[None] | None = None
         self._probed: list[tuple[str, int, float]] = []  # tier, bytes, seconds
         self._answers = Answers()
-        self._found_in: list[float] = []  # seconds that the store took for look-ups
+        self._found_in: deque[float] = deque()  # seconds that the store took for look-ups
         self._asked_s = float("inf")  # since when the store has not answered the thread
         self.shared = SharedLoads()
 
@@ -120,10 +124,10 @@ class PoolLooks:
         while self._probed:
             self._worth.probed(*self._probed.pop())
         now = time.monotonic()
-        if now - self._asked_s >= LOOK_S:
+        if now - self._asked_s >= _SLOW_S:
             self._answers.late(now)
         while self._found_in:
-            if self._found_in.pop() < LOOK_S:
+            if self._found_in.popleft() < _SLOW_S:
                 self._answers.in_time()
             else:
                 self._answers.late(now)

@@ -5,6 +5,9 @@ import re
 
 SUPPORTED = ((0, 31), (0, 33))  # first and last, both included
 
+DYNAMO_KNOWN = ("1.6.1",)
+"""Versions of Dynamo (`ai-dynamo`) whose table of connectors was read and tried."""
+
 
 def supported_range() -> tuple[str, str]:
     """The first and the last version."""

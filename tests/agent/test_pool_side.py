@@ -17,7 +17,6 @@ import msgspec
 import pytest
 import torch
 from support.agents import MODEL, SHORT, Rank, Ranks, geometry_of, ranks
-from support.faulty_store import FaultyStore
 from support.waits import until
 
 from pd_connector.agent import pool_loads, pool_saves
@@ -29,6 +28,7 @@ from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 
 __all__ = ["ranks"]
 
@@ -326,3 +326,27 @@ def test_a_store_that_does_not_answer_keeps_no_page_of_a_save(
         assert isinstance(writer.end_of(save_.request), Saved)
     silent.silent.set()
     until(lambda: store.find([chunks()[0].key])[0] is not None, "the first one", 10.0)
+
+
+def test_a_silent_store_takes_no_thread_away_from_later_loads(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may be silent while the memory answers."""
+    released, read = threading.Event(), pool_loads.Loader.read
+    silent = [True]
+
+    def hangs(*args: Any) -> Any:
+        if silent[0]:
+            released.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(pool_loads, "_STALL_S", 0.5)
+    monkeypatch.setattr(pool_loads.Loader, "read", hangs)
+    writer = rank(PAGE, "a")
+    reader = rank(OTHER_PAGE, "other")
+    save(writer, store)
+    assert fill(reader).cause is Cause.STALLED
+    silent[0] = False
+    monkeypatch.setattr(pool_loads, "_STALL_S", 30.0)
+    assert fill(reader, "again").cause is None
+    released.set()

@@ -88,7 +88,7 @@ class PooledEngines:
         return list(self.shm.glob("*/pool/*/data/*"))
 
     def computed(self, engine: VllmEngine, salt: str, chunks: int = CHUNKS, **extra: Any) -> Answer:
-        """Have an engine compute the prompt, and wait until so many chunks more are in the pool."""
+        """Have an engine compute the prompt, and wait until its chunks are in the pool."""
         before = len(self.files())
         answer = completion(engine, PROMPT, 32, cache_salt=salt, **extra)
         wait_until(lambda: len(self.files()) >= before + chunks, "the chunks in the pool")

@@ -114,7 +114,7 @@ def test_two_engines_that_save_one_prompt_at_once_save_it_once(
         assert loaded(one, salt, answers[0]) == CHUNKS
 
 
-SAVED = ("saved", "there", "being_written")
+SAVED = ("saved", "exists", "being_written")
 
 
 def test_kv_of_weights_that_changed_without_a_version_is_neither_read_nor_written(

@@ -61,7 +61,7 @@ def test_damaged_chunks_cost_a_computation_and_no_answer(pool: PooledEngines) ->
     reader = pool.start(32)
     assert_same_logprobs(completion(reader, PROMPT, 32, cache_salt=salt), wanted, TOLERANCE)
     assert hits(reader) == 0
-    assert counted(reader, "pool_misses", cause="pool") == 1
+    assert counted(reader, "pool_misses", cause="damaged") >= 1
 
 
 def test_an_engine_with_other_weights_finds_nothing(pool: PooledEngines, tmp_path: Path) -> None:

@@ -448,11 +448,20 @@ def test_whatever_a_record_says_nothing_but_its_bytes_is_read_and_nothing_but_pa
         event("read")
 
 
-def test_a_rank_that_has_nothing_to_write_is_named() -> None:
+def test_a_rank_that_has_nothing_to_write_has_a_part_without_layers() -> None:
+    """Two ranks hold the only layer of a latent: the first one writes it."""
     every = ranks((LATENT,), Setup(tp=2), TOKENS, 1)
-    assert describe(every[0].cache)
-    with pytest.raises(UnsupportedGeometryError, match="rank 1 of 2 has nothing to write"):
-        describe(every[1].cache)
+    files = write(every, 0)
+    assert [bool(describe(rank.cache)) for rank in every] == [True, False]
+    assert [len(decode(data).layers) for data in files.values()] == [1, 0]
+    for setup in (Setup(), Setup(tp=2, page_sizes=(32,))):
+        for reader in ranks((LATENT,), setup, TOKENS, 2):
+            read(reader, files, 0, (0, CHUNK_TOKENS))
+    whole, empty = files.items()
+    (reader,) = ranks((LATENT,), Setup(), TOKENS, 2)
+    with pytest.raises(PoolError):
+        read(reader, dict([empty]), 0, (0, CHUNK_TOKENS))
+    assert whole
 
 
 def test_a_table_that_ends_too_early_is_an_error() -> None:

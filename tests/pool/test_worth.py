@@ -53,6 +53,15 @@ def test_what_was_not_measured_is_loaded() -> None:
     assert worth().chunks(hit(9), 0.0) == 9
 
 
+def test_an_engine_that_only_loads_computes_a_chunk_to_know_how_long_that_takes() -> None:
+    store = Worth()
+    assert store.chunks(hit(9), 0.0) == 9
+    store.loaded("memory", 0.0, 9 * CHUNK, 9 * CHUNK / 20e6)
+    assert store.chunks(hit(9), 0.0) == 8
+    store.computed(CHUNK_TOKENS, CHUNK_TOKENS * 1e-3)
+    assert store.chunks(hit(9), 0.0) == 0, "it would not have learnt this otherwise"
+
+
 def test_one_load_from_a_slow_store_suffices_to_leave_it() -> None:
     for speeds in ((0.0, 20e6), (0.5, 1e9)):
         slow = worth(token_s=1e-3, memory=speeds)

@@ -76,6 +76,7 @@ class Rig:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_worker_niceness": "0",  # 15 otherwise: the last on a busy machine
                 "RAY_METRICS_REPORT_INTERVAL_MS": "500",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a worker may live in its engine core's process
                 "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its sampler at an engine's first request
                 "SPT_NOENV": "1",  # what ends its processes by their environment can read it
             }

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.server import llm_server
+from ray.llm._internal.serve.engines.vllm import vllm_models
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import DefaultConnectorBackend
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDOrchestratorMixin
 
@@ -26,12 +27,13 @@ _two_steps: ContextVar[bool] = ContextVar("two_steps", default=False)
 
 
 class QuickStart(CallbackBase):
-    """Leaves out of a replica's start what a model on this disk does not need: a download task, and an actor
-    that counts usage. Each would import vLLM, which takes nine seconds of a core."""
+    """Leaves out of a replica's start what a model of one rank on this disk does not need: a download task, an actor
+    that counts usage, and a process for the worker. Each would import vLLM, which takes nine seconds of a core."""
 
     async def on_before_node_init(self) -> None:
         self.ctx.run_init_node = False
         llm_server.push_telemetry_report_for_all_models = lambda **_: None
+        vllm_models.EXECUTOR_BACKEND_MP = "uni"
 
 
 class Memory:

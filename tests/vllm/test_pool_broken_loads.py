@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that compute, with one pool: what a chunk that is damaged, gone or late costs, and that no answer is wrong."""
+"""Engines that compute, with one pool: what a chunk that is damaged, gone or late costs, or a store that is slow or silent,
+and that no answer is wrong."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,8 @@ from pd_connector.pool import host
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.tools.bench.pool.faulty_store import FaultyStore
+from pd_connector.vllm import pool_looks
 from pd_connector.vllm.pool_fills import PoolFills
 
 Make = Callable[..., ComputingEngine]
@@ -35,6 +39,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
     monkeypatch.setenv("PD_CONNECTOR_SHM", str(folder))
     monkeypatch.setattr(host, "_stores", {})
+    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(pool_looks, "_SLOW_S", 60.0)
     made: list[ComputingEngine] = []
 
     def engine(name: str, **more: Any) -> ComputingEngine:
@@ -153,3 +159,59 @@ def test_vllm_is_told_of_the_pages_that_are_not_filled_as_a_whole(
     assert kept == (invalid is not None)
     assert fills.take_invalid_pages() == (invalid or set())
     assert fills.take_invalid_pages() == set(), "told once"
+
+
+Fault = Callable[[FaultyStore, threading.Event], None]
+LEARNT_FROM = 4
+
+
+def slow(store: FaultyStore, _: threading.Event) -> None:
+    store.bytes_per_s = 8e3  # this engine's chunks have 8 KiB, and take it next to no time
+
+
+def late(store: FaultyStore, _: threading.Event) -> None:
+    store.call_s = 0.5
+
+
+def silent(store: FaultyStore, answers: threading.Event) -> None:
+    store.silent = answers
+
+
+@pytest.mark.parametrize("fault", [slow, late, silent])
+def test_from_the_fifth_request_on_nobody_waits_for_the_store(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    for name, seconds in (("LOOK_S", 0.1), ("_SLOW_S", 0.25)):
+        monkeypatch.setattr(pool_looks, name, seconds)
+    monkeypatch.setattr(pool_loads, "_STALL_S", 60.0 if fault is slow else 1.0)
+    writer = make("writer")
+    reader = make("reader")
+    for one in (writer, reader):
+        until_over([one], lambda one=one: bool(one.side.pool.model))
+    seeds = range(1, 9)
+    for seed in seeds:
+        writer.add(f"w{seed}", CHUNKS * CHUNK_TOKENS + 30, 2, seed)
+        until_over([writer], lambda seed=seed: f"w{seed}" in writer.ended)
+    until_over([writer], lambda: chunks(writer) == CHUNKS * len(seeds))
+    answers = threading.Event()
+    store: Any = FaultyStore(reader.side.pool._store)
+    fault(store, answers)
+    reader.side.pool._looks._store = store
+    reader.agent._loop.pool_side._loads._loader._store = store
+    try:
+        for number, seed in enumerate(seeds):
+            name, before = f"r{seed}", len(reader.commands)
+            request = reader.add(name, CHUNKS * CHUNK_TOKENS + 30, 2, seed)
+            reader.step()
+            if number >= LEARNT_FROM and fault is not slow:  # its look-ups are fast
+                assert request.num_computed_tokens > 0, f"request {number} waits"
+            until_over([reader], lambda name=name: name in reader.ended)
+            assert list(request.output_token_ids) == answered(request)
+            loads = [one for one in reader.commands[before:] if isinstance(one, Fill)]
+            assert number < LEARNT_FROM or not loads
+    finally:
+        answers.set()
+
+
+def chunks(of: Any) -> int:
+    return int(of.side.pool._store.status().tiers[0].chunks)

@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support.faulty_store import FaultyStore
 from support.vllm_computing import full, window
 from support.vllm_steps import PAGE, SteppedEngine
 
@@ -26,6 +25,7 @@ from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
 from pd_connector.pool.told import find_engine
+from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 from pd_connector.vllm import pool as pool_module
 from pd_connector.vllm import pool_looks, pool_sharing
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
@@ -250,20 +250,30 @@ def test_a_chunk_that_no_one_here_can_use_is_not_looked_for_again() -> None:
     assert [len(fill.chunks) for fill in fills(of)] == [3, 1]
 
 
-def test_ranks_that_break_off_at_unlike_chunks_keep_what_all_have() -> None:
+@pytest.mark.parametrize(
+    "stops", [(2 * CHUNK_TOKENS, CHUNK_TOKENS), (CHUNK_TOKENS, 2 * CHUNK_TOKENS)]
+)
+def test_ranks_that_break_off_at_unlike_chunks_keep_what_all_have(
+    stops: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     of = engine()
+    hits: list[float] = []
+    monkeypatch.setattr(
+        of.side.telemetry, "count", lambda name, n=1, **_: name == "pool_hits" and hits.append(n)
+    )
     stored(of, 3)
     add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
     of.step()
     pages = fills(of)[0].pages[0]
-    for stop in (2 * CHUNK_TOKENS, CHUNK_TOKENS):
+    for stop in stops:
         cut = Cut(stop, Cause.POOL, Miss.EVICTED)
-        ended = {"a"} if stop == CHUNK_TOKENS else None
+        ended = {"a"} if stop == stops[-1] else None
         of.step(
             WorkerActivity(causes={"a": Cause.POOL}, cuts={"a": cut}),
             finished_recving=ended,
             invalid_block_ids=set(pages[stop // PAGE :]),
         )
+    assert hits == [1]
     output = of.scheduler.schedule()
     assert output.scheduled_new_reqs[0].num_computed_tokens == CHUNK_TOKENS
 
@@ -382,6 +392,7 @@ def test_a_silent_store_is_left_alone_by_look_ups_and_probed_by_nobody_who_waits
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_looks, "LOOK_S", 0.02)
+    monkeypatch.setattr(pool_looks, "_SLOW_S", 0.02)
     monkeypatch.setattr(worth, "FIRST_PAUSE_S", 0.5)
     of = engine()
     store, answers = FaultyStore(of.side.pool._store), threading.Event()
@@ -399,11 +410,17 @@ def test_a_silent_store_is_left_alone_by_look_ups_and_probed_by_nobody_who_waits
         run(of, 4)
     assert time.monotonic() < began_s + 0.5, "else this test says nothing"
     assert store.calls == ["find"], "the others did not ask"
+    time.sleep(0.5)
+    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)
+    of.add("probe", CHUNK_TOKENS + 50, max_tokens=2, seed=3)
+    of.step()
+    assert "probe" in [request.request_id for request in of.scheduler.running], (
+        "it waits for nothing"
+    )
     answers.set()
     settle(of)
-    time.sleep(0.5)
+    assert store.calls.count("find") == 2
     stored(of, 1, seed=5)
-    add(of, "probe", CHUNK_TOKENS + 50, max_tokens=2, seed=5)
     add(of, "next", CHUNK_TOKENS + 50, max_tokens=2, seed=5)
     of.step()
     assert fills(of), "it has answered"

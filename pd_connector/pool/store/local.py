@@ -106,7 +106,7 @@ class LocalStore(Store):
             books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
 
     def was_stored(self, key: bytes) -> bool:
-        # A look-up asks: it waits for nobody who holds the books.
+        # Look-ups call this: it must not wait for the books.
         with (
             contextlib.suppress(BooksError),
             self._books.transaction(reading=True, wait_s=0.0) as books,

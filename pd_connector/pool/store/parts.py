@@ -2,11 +2,17 @@
 """A part that is being written or read in a folder."""
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.pool.store.base import Reading, Writing
+from pd_connector.pool.store.base import DISK, Reading, Writing
+from pd_connector.pool.store.folder import PAGE
+
+_DIRECT_BYTES = 256 << 10
+"""Shorter reads go through the kernel's cache."""
+_DIRECT = os.O_RDONLY | os.O_DIRECT
 
 
 class LocalWriting(Writing):
@@ -84,20 +90,43 @@ class LocalReading(Reading):
     def __init__(self, descriptor: int, nbytes: int, tier: str, ended: Callable[[], None]) -> None:
         self.nbytes, self.tier = nbytes, tier
         self.descriptor = descriptor
+        self._direct: int | None = None  # the same file, past the kernel's cache
         self._ended = ended
 
     def into(self, buffer: memoryview, offset: int) -> None:
         flat = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         try:
             while flat:
-                got = os.preadv(self.descriptor, [flat], offset)
+                got = self._read(flat, offset)
                 if not got:
                     raise PoolError(Miss.DAMAGED, f"the file ends before byte {offset + len(flat)}")
                 offset, flat = offset + got, flat[got:]
         except OSError as error:
             raise PoolError(Miss.DAMAGED, f"a part cannot be read: {error.strerror}") from error
 
+    def _read(self, buffer: memoryview, offset: int) -> int:
+        """Read some bytes. Much of a disk's file is read straight into the buffer, if the kernel's cache does not have it:
+        through the cache it would be read in small steps, and copied."""
+        if (
+            self.tier != DISK
+            or len(buffer) < _DIRECT_BYTES
+            or offset % PAGE
+            or _address(buffer) % PAGE
+        ):
+            return os.preadv(self.descriptor, [buffer], offset)
+        with contextlib.suppress(OSError):  # not cached, or the file system cannot say so
+            return os.preadv(self.descriptor, [buffer], offset, os.RWF_NOWAIT)
+        whole = buffer[: len(buffer) // PAGE * PAGE]
+        with contextlib.suppress(OSError):  # the file system has no direct reads
+            if self._direct is None:
+                self._direct = os.open(f"/proc/self/fd/{self.descriptor}", _DIRECT)
+            return os.preadv(self._direct, [whole], offset)
+        return os.preadv(self.descriptor, [buffer], offset)
+
     def close(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -106,3 +135,7 @@ class LocalReading(Reading):
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
+
+
+def _address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -10,8 +10,12 @@ import typer
 from rich.console import Console
 
 from pd_connector.tools.bench.machine import Noise
+from pd_connector.tools.bench.pool import disk as disk_reads
 from pd_connector.tools.bench.pool import lookups
+from pd_connector.tools.bench.pool import slow as slow_stores
+from pd_connector.tools.bench.pool import trace as hit_rates
 from pd_connector.tools.bench.pool.engines import running
+from pd_connector.tools.bench.pool.folders import own_folder
 from pd_connector.tools.bench.pool.measure import PROMPT_TOKENS, EngineMeasurement
 from pd_connector.tools.bench.pool.raw import RawBench
 from pd_connector.tools.bench.report import Comparison
@@ -30,6 +34,24 @@ def pool(
     engines: Annotated[
         bool, typer.Option("--engines", help="Four vLLM engines, one of them without a pool.")
     ] = False,
+    slow: Annotated[
+        bool,
+        typer.Option(
+            "--slow", help="Five vLLM engines, three of them with a store that is slow or silent."
+        ),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hit rates of this trace (Mooncake's JSON lines), with four processes that save."
+        ),
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder on the disk whose reads are measured; the pool's files go into one below it."
+        ),
+    ] = None,
     peer_env: Annotated[Path, typer.Option(help="Virtual environment that has Mooncake.")] = Path(
         "mooncake-env"
     ),
@@ -46,14 +68,14 @@ def pool(
 ) -> None:
     """The KV pool of a host, beside Mooncake's store, computing, and the engine's own prefix cache.
 
-    Everything, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    Everything but slow stores, a trace and a disk, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
     stderr = Console(stderr=True)
 
     def say(line: str) -> None:
         stderr.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    everything = not (raw or lookup or engines)
+    everything = not (raw or lookup or engines or trace or disk or slow)
     tables: list[tuple[str, list[Comparison]]] = []
     notes: list[str] = []
     others_cores = 0.0
@@ -67,6 +89,21 @@ def pool(
             noise = Noise([])
             tables.append(("limit", lookups.measure(chunks, runs, warm_ups, say)))
             others_cores = max(others_cores, noise.cores())
+        if trace:
+            noise = Noise([])
+            tables.append(("exact LRU", hit_rates.measure(trace, say)))
+            others_cores = max(others_cores, noise.cores())
+        if disk:
+            noise = Noise([])
+            with own_folder(disk) as folder:
+                rates = disk_reads.measure(folder, objects, runs, warm_ups, say)
+            tables.append(("raw reads", rates))
+            others_cores = max(others_cores, noise.cores())
+        if slow:
+            with slow_stores.running(stderr) as with_faults:
+                noise = Noise(with_faults.pids)
+                tables.append(("no pool", with_faults.measure(prompt_tokens, say)))
+                others_cores = max(others_cores, noise.cores())
         if engines or everything:
             with running(stderr) as started:
                 noise = Noise(started.pids)

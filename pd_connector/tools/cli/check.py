@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_connector.config import KEY_VARIABLE
+from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
 from pd_connector.tools.cli.checks import transfer_config, written_configs
@@ -42,7 +42,7 @@ def examine(config: str, environment: Mapping[str, str]) -> list[Finding]:
     """All findings about a JSON text or a file.
 
     Args:
-        environment: variables of the engine's process. A file that names PD_CONNECTOR_KEY is taken to set a good one.
+        environment: variables of the engine's process. A file that names PD_CONNECTOR_KEY or PD_CONNECTOR_HOST is taken to set them well.
     """
     inline = config.lstrip().startswith("{")
     place = "config" if inline else "standard input" if config == "-" else config
@@ -52,7 +52,8 @@ def examine(config: str, environment: Mapping[str, str]) -> list[Finding]:
     except (ConfigError, OSError, UnicodeDecodeError) as error:
         return [Finding(place, "file", Status.FAIL, str(error))]
     if not inline:
-        environment = {KEY_VARIABLE: new_key()} if KEY_VARIABLE in text else {}
+        set_there = {KEY_VARIABLE: new_key(), HOST_VARIABLE: f"value-of-{HOST_VARIABLE}"}
+        environment = {name: value for name, value in set_there.items() if name in text}
     if not found:
         advice = 'engines need --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\''
         return [Finding(place, "connector", Status.FAIL, "no kv_connector in it", advice)]

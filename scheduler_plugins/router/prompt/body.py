@@ -98,8 +98,8 @@ def parsing(raw: bytes | bytearray, path: str) -> Steps:
         BadRequestError: the body is no JSON object, or a field that the router reads has a wrong type. The engine
             checks all other fields.
 
-    Fields about transfers are dropped, because clients are not trusted with them. Of a completion's or chat's
-    `kv_transfer_params` the part `pool` stays.
+    Fields about transfers are dropped, because clients are not trusted with them. Only the part `pool` of
+    `kv_transfer_params` stays, in completions and chats.
     """
     try:
         if len(raw) <= PIECE_BYTES:

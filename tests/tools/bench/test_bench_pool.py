@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.model import HEAD_DIM, KV_HEADS, LAYERS, write_model, write_weights
+from pd_connector.tools.bench.pool import trace as hit_rates
 from pd_connector.tools.bench.pool.raw import RawPair
 from pd_connector.tools.bench.pool.raw_party import OBJECT_BYTES, Objects
 from pd_connector.tools.cli import bench as command
@@ -66,6 +67,29 @@ def test_look_ups_and_starts_are_held_to_their_limits(tmp_path: Path) -> None:
     assert code in (0, 1), said
     judged = [row for row in json.loads(figures.read_text()) if row["bar"] is not None]
     assert [row["name"] for row in judged] == ["look-up", "look-up", "store ready"]
+
+
+def test_a_disk_is_read_beside_raw_reads_and_left_empty(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["--objects", "2", "--runs", "1", "--warm-ups", "0", "--json", str(figures)]
+    code, said = bench("--disk", str(tmp_path), *arguments)
+    assert code in (0, 1), said
+    assert {row["name"] for row in json.loads(figures.read_text())} == {"disk get"}
+    assert list(tmp_path.iterdir()) == [figures]
+
+
+def test_a_traces_hit_rate_is_held_to_that_of_an_exact_lru(tmp_path: Path) -> None:
+    prompts = [[user, *range(100 * user, 100 * user + 9)] for user in (1, 1, 2, 2, 3, 3)]
+    trace, figures = tmp_path / "trace.jsonl", tmp_path / "figures.json"
+    trace.write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in prompts))
+    assert hit_rates.exact(prompts, 30) == 50.0
+    assert hit_rates.exact(prompts, 3) == 15.0
+    code, said = bench("--trace", str(trace), "--json", str(figures))
+    assert code in (0, 1), said
+    rows = [row for row in json.loads(figures.read_text()) if row["bar"] is not None]
+    assert [row["params"]["room"] for row in rows] == ["10%", "20%", "30%"]
+    trace.write_text("{}")
+    assert bench("--trace", str(trace))[0] == 2
 
 
 def test_the_weights_are_the_same_in_each_folder(tmp_path: Path) -> None:

@@ -3,5 +3,8 @@
 
 - `raw_party`, `raw`: objects of another process, without engines
 - `lookups`: how soon a look-up is ready, and how soon the store is
+- `disk`: chunks of the disk tier beside raw reads
+- `trace`: how much of a trace's prompts is found, with several processes that save
+- `slow`, `slow_connector`, `faulty_store`: engines whose store is slow or silent
 - `engines`, `measure`: vLLM engines with one pool, and one engine without
 """

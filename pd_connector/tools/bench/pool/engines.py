@@ -75,7 +75,7 @@ class PoolEngines:
         self.model = self.writer.client.model()
         users = [one for one in self.all if one is not self.plain]
         for engine in users:
-            _until(
+            until(
                 lambda one=engine: "pool: in use" in one.log_path.read_text(),  # type: ignore[misc]
                 _STARTS_S,
                 f"{engine.name} does not use the pool; see {engine.log_path}",
@@ -152,7 +152,8 @@ def first_token(client: Client, body: Mapping[str, Any]) -> tuple[float, str]:
     return first_s, "".join(texts)
 
 
-def _until(condition: Callable[[], bool], timeout_s: float, problem: str) -> None:
+def until(condition: Callable[[], bool], timeout_s: float, problem: str) -> None:
+    """Wait for something. Raises BenchError with this problem."""
     ends = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= ends:

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
-from pd_connector.pool.settings import memory_folder
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.pool.folders import own_folder
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
 
@@ -40,7 +38,7 @@ def measure(chunks: int, runs: int, warm_ups: int, say: Say) -> list[Comparison]
     Raises:
         BenchError: a chunk was not stored, or not found.
     """
-    with _folder() as folder, _folder() as empty:
+    with own_folder() as folder, own_folder() as empty:
         found = _looks(folder, runs, warm_ups, say)
         _store(folder, _made_up(chunks), "")
         starts: dict[Path, list[float]] = {folder: [], empty: []}
@@ -112,14 +110,3 @@ def _store(folder: Path, keys: list[bytes], tenant: str) -> None:
 
 def _made_up(count: int) -> list[bytes]:
     return [b"%032d" % number for number in range(count)]
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """A pool's folder of its own in the tmpfs that the pool uses."""
-    shm = memory_folder().parents[1]
-    folder = Path(tempfile.mkdtemp(prefix="pd-bench-", dir=shm))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

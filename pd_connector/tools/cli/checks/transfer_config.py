@@ -246,6 +246,7 @@ def reaches_others(text: str, configs: Sequence[Written]) -> Iterator[Finding]:
         for part in _ours(written.value)
     ]
     named = any(variable in text for variable in (HOST_VARIABLE, ENGINE_HOST_VARIABLE))
+    named |= "network_mode: host" in text  # a compose file of one machine
     if hosts and not all(hosts) and not named:
         yield Finding(
             configs[0].place.partition(":")[0],

@@ -1,0 +1,107 @@
+{{- define "labels" -}}
+app.kubernetes.io/name: pd-connector
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .side }}
+{{- end }}
+
+{{- /* The ports of one kind that a prefill pod's ranks use: "7100", or "7100-7107". */}}
+{{- define "ports" -}}
+{{- $last := sub (add .first .ranks) 1 -}}
+{{- if eq (int .ranks) 1 }}{{ .first }}{{ else }}{{ .first }}-{{ $last }}{{ end -}}
+{{- end }}
+
+{{- define "engine" -}}
+{{- $root := .root -}}
+{{- $side := .side -}}
+{{- $mine := index $root.Values $side -}}
+{{- $ranks := $mine.tensorParallelSize -}}
+{{- $ports := dict -}}
+{{- if eq $side "prefill" -}}
+{{- $_ := set $ports "control_port" (include "ports" (dict "first" $root.Values.ports.control "ranks" $ranks)) -}}
+{{- $_ := set $ports "data_port" (include "ports" (dict "first" $root.Values.ports.data "ranks" $ranks)) -}}
+{{- end -}}
+{{- $role := ternary "kv_producer" "kv_consumer" (eq $side "prefill") -}}
+{{- $transfer := dict "kv_connector" "PDConnector" "kv_role" $role "kv_connector_extra_config" (merge (dict) $ports $mine.connector) -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ $root.Release.Name }}-{{ $side }}
+  labels: {{- include "labels" . | nindent 4 }}
+spec:
+  replicas: {{ $mine.replicas }}
+  selector:
+    matchLabels: {{- include "labels" . | nindent 6 }}
+  template:
+    metadata:
+      labels: {{- include "labels" . | nindent 8 }}
+    spec:
+      terminationGracePeriodSeconds: 120
+      {{- with $mine.nodeSelector }}
+      nodeSelector: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $mine.tolerations }}
+      tolerations: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      containers:
+        - name: engine
+          image: {{ $root.Values.image }}
+          command: ["vllm", "serve", {{ $root.Values.model | quote }}]
+          args:
+            - --host=0.0.0.0
+            - --port=8000
+            - --tensor-parallel-size={{ $ranks }}
+            - --kv-transfer-config
+            - {{ $transfer | toJson | squote }}
+            {{- range $mine.args }}
+            - {{ . | quote }}
+            {{- end }}
+          env:
+            - name: PD_CONNECTOR_KEY
+              valueFrom: {secretKeyRef: {name: {{ $root.Values.keySecret }}, key: key}}
+            - name: PD_CONNECTOR_HOST
+              valueFrom: {fieldRef: {fieldPath: status.podIP}}
+            {{- with $mine.env }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          ports:
+            - {name: http, containerPort: 8000}
+            {{- if eq $side "prefill" }}
+            {{- range $rank := until (int $ranks) }}
+            - {name: control-{{ $rank }}, containerPort: {{ add $root.Values.ports.control $rank }}}
+            - {name: data-{{ $rank }}, containerPort: {{ add $root.Values.ports.data $rank }}}
+            {{- end }}
+            {{- end }}
+          # A model may take half an hour to load.
+          startupProbe:
+            httpGet: {path: /health, port: http}
+            periodSeconds: 10
+            failureThreshold: 180
+          livenessProbe:
+            httpGet: {path: /health, port: http}
+            periodSeconds: 10
+            timeoutSeconds: 5
+            failureThreshold: 6
+          readinessProbe:
+            httpGet: {path: /health, port: http}
+            periodSeconds: 5
+            timeoutSeconds: 5
+          resources:
+            limits: {nvidia.com/gpu: {{ $ranks | quote }}}
+          volumeMounts:
+            - {name: shm, mountPath: /dev/shm}
+      volumes:
+        - name: shm
+          emptyDir: {medium: Memory, sizeLimit: {{ $root.Values.sharedMemory }}}
+---
+# Headless: the router looks up each pod's address.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ $root.Release.Name }}-{{ $side }}
+  labels: {{- include "labels" . | nindent 4 }}
+spec:
+  clusterIP: None
+  selector: {{- include "labels" . | nindent 4 }}
+  ports:
+    - {name: http, port: 8000, targetPort: http}
+{{- end }}

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image, the chart and the compose file say what engines and the router understand."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pd_connector.hosts import port_range
+from pd_connector.tools.cli.check import examine
+from pd_connector.tools.cli.checks.finding import Status
+from pd_connector.vllm.versions import advice
+from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.options import parser as router_parser
+
+FOLDER = Path(__file__).parents[2] / "examples" / "deploy"
+MANIFESTS = FOLDER / "kubernetes.yaml"
+WIDE = {
+    "prefill": {
+        "tensorParallelSize": 4,
+        "args": ["--block-size=64"],
+        "connector": {"codec": "int8"},
+    },
+    "networkPolicy": {"alsoFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]},
+    "podMonitor": {"enabled": True},
+}
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chart's manifests, by Helm's own library."""
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+    with helm.Chart.load(FOLDER / "chart") as chart:
+        found = chart.render(values=values, name="pd")
+    text = found if isinstance(found, str) else "\n---\n".join(found.values())
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+def committed() -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all(MANIFESTS.read_text()) if one]
+
+
+def by_name(documents: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one for one in documents if one["kind"] == kind}
+
+
+def container(deployment: dict[str, Any]) -> dict[str, Any]:
+    (found,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def transfer(deployment: dict[str, Any]) -> dict[str, Any]:
+    args = container(deployment)["args"]
+    found = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_manifests_are_the_charts() -> None:
+    def sorted_(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return sorted(documents, key=lambda one: (one["kind"], one["metadata"]["name"]))
+
+    assert sorted_(rendered({})) == sorted_(committed())
+
+
+@pytest.mark.parametrize("values", [None, WIDE])
+def test_every_manifest_is_valid_by_kubernetes_own_schema(values: dict[str, Any] | None) -> None:
+    schemas = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
+    for one in committed() if values is None else rendered(values):
+        if one["kind"] != "PodMonitor":  # no kind of Kubernetes' own
+            schemas.validate(one, schemas.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("file", [MANIFESTS, FOLDER / "compose.yaml"])
+def test_the_engines_configs_pass_our_own_check(file: Path) -> None:
+    findings = examine(str(file), {})
+    assert [one for one in findings if one.status is not Status.OK] == []
+    assert len([one for one in findings if one.name == "config"]) == 2
+
+
+def assert_policies_fit(documents: list[dict[str, Any]]) -> None:
+    """What a decode engine dials is what the policy of prefill engines lets through."""
+    engine = transfer(by_name(documents, "Deployment")["pd-prefill"])
+    extra = engine["kv_connector_extra_config"]
+    wanted = {*port_range(extra["control_port"]), *port_range(extra["data_port"])}
+    policy = by_name(documents, "NetworkPolicy")["pd-prefill"]
+    (rule,) = [
+        one
+        for one in policy["spec"]["ingress"]
+        if one["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "decode"
+    ]
+    passed = {
+        number for port in rule["ports"] for number in range(port["port"], port["endPort"] + 1)
+    }
+    assert passed == wanted
+    named = container(by_name(documents, "Deployment")["pd-prefill"])["ports"]
+    assert {port["containerPort"] for port in named} == {*wanted, 8000}
+
+
+def test_the_network_policy_passes_the_ports_of_the_config() -> None:
+    assert_policies_fit(committed())
+
+
+def test_the_network_policy_passes_the_ports_of_four_ranks() -> None:
+    documents = rendered(WIDE)
+    assert_policies_fit(documents)
+    extra = transfer(by_name(documents, "Deployment")["pd-prefill"])["kv_connector_extra_config"]
+    assert extra == {"control_port": "7100-7103", "data_port": "7200-7203", "codec": "int8"}
+
+
+def test_every_service_and_policy_selects_the_pods_of_a_deployment() -> None:
+    documents = committed()
+    pods = [
+        one["spec"]["template"]["metadata"]["labels"]
+        for one in by_name(documents, "Deployment").values()
+    ]
+    selectors = [one["spec"]["selector"] for one in by_name(documents, "Service").values()]
+    for policy in by_name(documents, "NetworkPolicy").values():
+        selectors.append(policy["spec"]["podSelector"]["matchLabels"])
+        for rule in policy["spec"]["ingress"]:
+            selectors += [one["podSelector"]["matchLabels"] for one in rule["from"]]
+    assert all(selector in pods for selector in selectors)
+
+
+def test_the_router_understands_its_arguments_and_finds_the_services() -> None:
+    documents = committed()
+    router = container(by_name(documents, "Deployment")["pd-router"])
+    assert router["command"] == ["pd-router", "serve"]
+    asked = router_parser(RouterConfig).parse_args(router["args"])
+    services = by_name(documents, "Service")
+    for url, side in ((asked.prefill, "prefill"), (asked.decode, "decode")):
+        assert url == [f"dns+http://pd-{side}:8000"]
+        assert services[f"pd-{side}"]["spec"]["clusterIP"] == "None"
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    router_parser(RouterConfig).parse_args(compose["router"]["command"])
+
+
+def test_vllm_understands_its_arguments() -> None:
+    pytest.importorskip("vllm.entrypoints.launchers.cli_args", reason="no vLLM of 0.32")
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    commands = [compose[side]["command"] for side in ("prefill", "decode")]
+    deployments = by_name(committed(), "Deployment")
+    commands += [container(deployments[f"pd-{side}"])["args"] for side in ("prefill", "decode")]
+    parser = make_arg_parser(FlexibleArgumentParser())
+    for command in commands:
+        assert parser.parse_args(command).kv_transfer_config.kv_connector == "PDConnector"
+
+
+def test_the_image_is_of_a_version_that_is_supported_and_checks_itself() -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    base = re.search(r"^ARG BASE=.*:v(\S+)$", text, re.MULTILINE)
+    assert base
+    assert advice(base[1]) == ""
+    checked = re.search(r"pd-connector check '(.*)'", text)
+    assert checked
+    assert all(one.status is Status.OK for one in examine(checked[1], {}))
