@@ -106,7 +106,7 @@ class LocalStore(Store):
             books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
 
     def was_stored(self, key: bytes) -> bool:
-        # A look-up asks: it waits for nobody who holds the books.
+        # A look-up asks: it does not wait for books that another process holds.
         with (
             contextlib.suppress(BooksError),
             self._books.transaction(reading=True, wait_s=0.0) as books,
