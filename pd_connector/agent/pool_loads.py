@@ -277,17 +277,9 @@ class PoolLoads:
             self._telemetry.count("pool_loaded_bytes", filling.nbytes)
             if filling.cause is not None:
                 self._miss(filling, filling.cause)
+        told = filling.cause, filling.detail, filling.nbytes, len(fill.chunks), seconds
         self._report(
-            Finished(
-                fill.request,
-                filling.cause,
-                filling.detail,
-                filling.nbytes,
-                len(fill.chunks),
-                seconds,
-                stop_token=filling.stop_token,
-                miss=filling.miss,
-            )
+            Finished(fill.request, *told, stop_token=filling.stop_token, miss=filling.miss)
         )
 
     def _miss(self, filling: _Filling, cause: Cause) -> None:

@@ -135,12 +135,11 @@ class PoolSide:
 
     def _tell(self, chunk_bytes: int = 0) -> None:
         """Let the engine's API server know what a router wants to know."""
-        speeds = self._worth.bytes_per_s()
         told = EngineInPool(
             engine=self._engine_id,
             model=self.model.hex(),
             chunk_bytes=chunk_bytes,
-            bytes_per_s=speeds,
+            bytes_per_s=self._worth.bytes_per_s(),
         )
         self._store.tell(told.encode())
 

@@ -199,8 +199,8 @@ class Keeper:
             self._store.folders[tier].discard(name)
 
     def _take_stock(self) -> None:
-        """Compare the books with the folders, if no process of the host has done so lately. Who begins has `_TAKES_STOCK_S`
-        for it: if it fails, or its process ends, another one begins."""
+        """Compare the books with the folders, if no process of the host has done so lately. The process that begins has
+        `_TAKES_STOCK_S` for it. If it fails or ends, another one begins."""
         store = self._store
         name, write = stocktaking_of(store), "INSERT OR REPLACE INTO counters VALUES (?, ?)"
         with store.books.transaction() as books:
