@@ -7,5 +7,6 @@
 - `sending`: the trace, sent in time, and how each request was answered
 - `rotations`: each router with the same requests in front of fresh engines
 - `truth`: the simulator beside a live run
+- `roles/`: role policies in the simulator
 - `deaths`, `overload`, `two`: engines that are killed, twice the load, two routers
 """

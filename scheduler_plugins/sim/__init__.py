@@ -7,7 +7,7 @@
 | `cache`, `prefill`, `decode`, `engine` | one engine: its prefix cache, its two stages, the whole |
 | `links`, `kv_pool` | KV between engines, and KV that all engines share |
 | `node`, `view`, `journey` | an engine and a cluster as a policy sees them, and one request's way |
-| `timeline`, `cluster` | one heap of events, and the whole cluster |
+| `timeline`, `rooms`, `roles`, `cluster` | one heap of events, prompts that wait for room, roles that change, and the whole cluster |
 | `report`, `picture`, `simulate`, `command` | the results, and the way from settings to results |
 | `mock/` | an engine with HTTP that takes its times from the same model |
 """

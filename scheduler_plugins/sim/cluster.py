@@ -26,6 +26,7 @@ from scheduler_plugins.sim.links import Links, Network
 from scheduler_plugins.sim.node import Node
 from scheduler_plugins.sim.prefill import RunningPrefill
 from scheduler_plugins.sim.roles import EVERY_S, Roles
+from scheduler_plugins.sim.rooms import Rooms
 from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.timeline import Timeline
 from scheduler_plugins.sim.view import ClusterView
@@ -74,7 +75,7 @@ class Cluster:
         self._timeline = Timeline(self.links)
         self._journeys: dict[str, Journey] = {}
         self._stranded: list[Journey] = []
-        self._rooms: dict[str, list[tuple[Journey, int]]] = {}
+        self._rooms = Rooms(self._timeline)
         self.roles = Roles(self.nodes, self.set_role)
         self._arriving = False
         for node in nodes:
@@ -92,9 +93,8 @@ class Cluster:
         Args:
             requests: in order of arrival. Each generates exactly `max_tokens` tokens.
             changes: engines that join, leave, die or change their role.
-            controller: changes roles; asked every `every_s` seconds. The moves are in `roles.moved`. With whole
-                prompts as steps (level 1) its results mislead: an engine that moves to decode first ends its prompts,
-                and its sequences stand still for whole prompts.
+            controller: changes roles; asked every `every_s` seconds. The moves are in `roles.moved`. At level 1, with
+                whole prompts as steps, the results mislead: sequences stand still for whole prompts.
         """
         timeline, served = self._timeline, list[Served]()
         if controller is not None:
@@ -128,7 +128,7 @@ class Cluster:
         if known is not None and known.up:
             raise ValueError(f"engine {node.name}: is there already; names must be unique")
         self.nodes[node.name] = node
-        self._rooms[node.name] = []
+        self._rooms.clear(node.name)
         node.engine.hand_over = partial(self._computed, node)
         node.engine.on_end = partial(self._ended, node)
         node.engine.on_first_token = self._first_token
@@ -153,14 +153,14 @@ class Cluster:
         if self.pool is not None:
             self.pool.drop(name)
         lost = [one for one in self._journeys.values() if node in (one.p, one.d, one.source)]
-        self._rooms[name] = []
+        self._rooms.clear(name)
         self._changed(now_s)
         for journey in lost:
             journey.record.restarts += 1
             self._take_back(journey, now_s)
         for other in self.nodes.values():
             if other.up:
-                self._give_room(other, now_s)
+                self._rooms.give(other, now_s)
         for journey in lost:
             self._decide(journey, now_s)
 
@@ -246,7 +246,7 @@ class Cluster:
         return None if route.pull_from is None else self.nodes[route.pull_from]
 
     def _put(self, node: Node, hashes: Sequence[object], now_s: float) -> None:
-        """Called when an engine has computed a prompt. The pool gets the blocks that it lacks."""
+        """Give the pool the blocks of a computed prompt that it lacks."""
         pool = self.pool
         if pool is None or not hashes:
             return
@@ -282,27 +282,8 @@ class Cluster:
         network, fresh = self.links.network, one.request.tokens - journey.record.cached_tokens
         prefill_s = node.costs.prefill_s(one.request.tokens, one.request.tokens - fresh)
         size = int(network.exposed_bytes(one.request.tokens, prefill_s))
-        self._rooms[journey.d.name].append((journey, size))
-        self._give_room(journey.d, now_s)
+        self._rooms.wait(journey, size, now_s)
         return True
-
-    def _give_room(self, node: Node, now_s: float) -> None:
-        """Begin the transfers to an engine that has room for their KV, in the order in which they
-        wait."""
-        waiting, engine = self._rooms[node.name], node.engine
-        while waiting and engine.has_room(waiting[0][0].waiting.tokens):
-            journey, size = waiting.pop(0)
-            engine.reserved_tokens += journey.waiting.tokens
-            journey.in_transfer = True
-            assert journey.p is not None
-            done = partial(self._received, journey, node, journey.attempt)
-            self._timeline.transfer(journey.p.name, node.name, size, now_s, done)
-
-    def _received(self, journey: Journey, node: Node, attempt: int, now_s: float) -> None:
-        if journey.attempt == attempt:
-            journey.in_transfer, journey.p = False, None  # it no longer needs its prefill engine
-            node.engine.receive(journey.waiting, journey.record, now_s)
-            self._timeline.schedule(node)
 
     def _first_token(self, record: Served) -> None:
         self.roles.first_token(self._journeys[record.request.id])
@@ -310,8 +291,7 @@ class Cluster:
     def _ended(self, node: Node, record: Served) -> None:
         node.load.decode_ended(record.request.id)
         self.roles.ended(self._journeys.pop(record.request.id))
-        if self._rooms[node.name]:
-            self._give_room(node, self._timeline.now_s)
+        self._rooms.give(node, self._timeline.now_s)
 
     def _take_back(self, journey: Journey, now_s: float) -> None:
         """Forget the place of a request; keep its tokens."""
@@ -322,9 +302,5 @@ class Cluster:
                 left = max(left, node.engine.cancel(request.id))
                 node.load.prefill_ended(request.id, now_s)
                 node.load.decode_ended(request.id)
-        if journey.d is not None:
-            rooms = self._rooms[journey.d.name]
-            rooms[:] = [pair for pair in rooms if pair[0] is not journey]
-            if journey.in_transfer:
-                journey.d.engine.reserved_tokens -= request.tokens
+        self._rooms.leave(journey)
         journey.go_on(left)

@@ -25,7 +25,7 @@ SWING = 0.8
 POINTS, POINTS_NEAR_FULL = 1.0, 3.0
 """`pressure` serves at most this many points less in time than the best fixed ratio: up to a load of 0.8, above it."""
 MOST_MOVES = 2
-"""Of `pressure`, under Poisson arrivals."""
+"""Bar for the moves of `pressure` under Poisson arrivals."""
 
 
 class Case(NamedTuple):

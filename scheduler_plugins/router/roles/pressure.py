@@ -9,7 +9,7 @@ from scheduler_plugins.router.roles.group import Group, Work, groups
 
 HIGH = 0.8
 """A side with more pressure than this needs help. No side gives an engine that would bring it above this."""
-MISSED = 0.05
+MISSED = 0.07
 """A group that misses or refuses this part of its requests is under a pressure of 1."""
 LOADS_S = (20.0, 40.0)
 """A move must suit the load of each of these times. The short one knows a shift, the long one outlasts a burst."""
