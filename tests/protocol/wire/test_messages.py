@@ -242,3 +242,22 @@ def test_this_release_accepts_one_version_back_at_most() -> None:
 def test_every_version_that_is_accepted_has_rules_for_its_plans() -> None:
     assert {*range(messages.OLDEST_SCHEMA, messages.SCHEMA + 1)} <= set(RULES)
     assert max(RULES) == messages.SCHEMA
+
+
+DEFAULTS: dict[tuple[str, str], Any] = {
+    ("Open", "coded"): True,
+    ("Open", "readers"): 1,
+    ("Cancel", "readers"): 1,
+    ("Accept", "words"): None,
+}
+
+
+@pytest.mark.parametrize("kind", [*CONSUMER_TYPES, *PRODUCER_TYPES])
+def test_what_a_peer_does_not_say_is_off(kind: type[msgspec.Struct]) -> None:
+    """A default belongs to the schema: a peer that leaves a field out means this value."""
+    for field in msgspec.structs.fields(kind):
+        if field.required:
+            continue
+        made = field.default_factory is not msgspec.NODEFAULT
+        value = field.default_factory() if made else field.default
+        assert value == DEFAULTS.get((kind.__name__, field.name), type(value)()), field.name
