@@ -19,6 +19,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.tools.cli.app import app as pd_connector
 from scheduler_plugins.admission.metrics import metrics as admission_metrics
+from scheduler_plugins.bench.__main__ import app as scheduling
 from scheduler_plugins.router.metrics import Metrics as RouterMetrics
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.options import parser as router_parser
@@ -89,6 +90,7 @@ def commands() -> dict[str, set[str]]:
         **dict(of_click(get_command(pd_connector), "pd-connector")),
         **dict(of_click(get_command(measure), "python ci/measure")),
         **dict(of_click(get_command(chaos), "python -m chaos")),
+        **dict(of_click(get_command(scheduling), "python -m scheduler_plugins.bench")),
         "python -m scheduler_plugins.router": router,
         "pd-router serve": router,
         "pd-router simulate": of_argparse(simulate_parser()),
@@ -138,7 +140,7 @@ def wrong_options(text: str, known: dict[str, set[str]]) -> list[str]:
 def test_options_that_documents_name_exist() -> None:
     known = set[str]().union(
         *commands().values(),
-        written_in("ci/gpu_run", "kernels/pd_kernels/bench", "scheduler_plugins/bench/roles", "tests/fuzz"),
+        written_in("ci/gpu_run", "kernels/pd_kernels/bench", "tests/fuzz"),
         OTHERS,
         of_engines(),
     )
