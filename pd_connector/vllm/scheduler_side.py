@@ -127,7 +127,9 @@ class SchedulerSide:
         try:
             parsed = transfer_params.parse(request.kv_transfer_params)
             if parsed is None:
-                self._unmoved.note(request.num_prompt_tokens, request.kv_transfer_params)
+                alone = self.pool and self._produces and self._consumes  # for its pool only
+                if not alone:
+                    self._unmoved.note(request.num_prompt_tokens, request.kv_transfer_params)
                 return
             if request.prompt_token_ids is None or request.prompt_embeds is not None:
                 raise ValueError("the prompt has embeddings: only token prompts are moved")

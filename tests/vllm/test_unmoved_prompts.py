@@ -31,6 +31,15 @@ def counts_of(
     return counted(engine.side.telemetry)
 
 
+@pytest.mark.parametrize(("role", "told"), [("kv_both", 0), ("kv_consumer", 1)])
+def test_an_engine_that_has_a_pool_and_both_roles_may_serve_without_a_proxy(
+    role: str, told: int
+) -> None:
+    engine = SteppedEngine(role, pool={"memory": "64MiB"})
+    engine.add("a", PAGE + 1)
+    assert counted(engine.side.telemetry).get(("unmoved_prompts", "no_params"), 0) == told
+
+
 @pytest.mark.parametrize("role", ["kv_both", "kv_consumer", "kv_producer"])
 def test_a_long_prompt_without_parameters_is_counted_and_told(
     role: str, caplog: pytest.LogCaptureFixture

@@ -14,7 +14,6 @@ import msgspec
 
 MARK = "@pd1."
 """Stands between an engine's own id and its address."""
-MAX_CHARACTERS = 16_384
 
 _Rank = tuple[str, int, int, int, int]
 
