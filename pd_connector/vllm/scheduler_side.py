@@ -80,7 +80,7 @@ class SchedulerSide:
         self._config = config
         self._produces = produces
         self._consumes = consumes
-        address = transfer_params.ProducerAddress(engine_id)
+        address = transfer_params.ProducerAddress(engine_id, consumes=consumes)
         self.offers = Offers(windows, address, streams=config.overlap != "off")
         self.identity = RequestIdentity(adapters, processor)
         self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)

@@ -63,6 +63,8 @@ class TransferParams(msgspec.Struct, frozen=True):
     """A name for the KV that the proxy chose, so that it can tell both sides at once."""
     describe: bool = False
     """Keep nothing; only tell this producer's address."""
+    consumes: bool = True
+    """In an answer to `describe`: whether the engine takes KV, too."""
 
     def peers(self) -> tuple[Peer, ...]:
         """The producer's ranks. Needs `remote_host` and `remote_port`."""
@@ -89,6 +91,7 @@ class ProducerAddress(NamedTuple):
     peers: tuple[Peer, ...] = ()  # all ranks; the first is the one that `remote_host` names
     seal: str = ""  # the producer's proof that the address is its own
     data_ports: tuple[int, ...] = ()  # of its ranks, for people who open firewalls
+    consumes: bool = True  # whether the engine takes KV, too
 
     @property
     def host(self) -> str:
@@ -159,7 +162,9 @@ def parse_address(params: object) -> ProducerAddress | None:
         return None
     if not (parsed.remote_engine_id and parsed.remote_host and parsed.remote_port):
         return None
-    return ProducerAddress(parsed.remote_engine_id, parsed.peers(), parsed.remote_seal)
+    return ProducerAddress(
+        parsed.remote_engine_id, parsed.peers(), parsed.remote_seal, consumes=parsed.consumes
+    )
 
 
 def prefill_params(transfer: str | None = None) -> dict[str, Any]:
@@ -221,7 +226,8 @@ def response(
 def description(address: ProducerAddress) -> dict[str, Any]:
     """The answer to `describe_params`."""
     ports = {"data_ports": sorted(address.data_ports)} if address.data_ports else {}
-    return {"describe": True, **address.fields(), "pp_size": _stages(address), **ports}
+    more = {"consumes": address.consumes, "pp_size": _stages(address), **ports}
+    return {"describe": True, **address.fields(), **more}
 
 
 def _read(params: object) -> TransferParams:

@@ -124,6 +124,8 @@ class BackendEngine(Loaded):
         """Roles that the engine can have besides its present one, as far as it is known."""
         if self.kind is Kind.SGLANG:
             return frozenset((Role.PREFILL, Role.DECODE) if self.switches else ())
+        if self.addresses and not all(one.consumes for one in self.addresses):
+            return frozenset((Role.PREFILL,))  # `kv_producer`
         return MOVABLE if self.addresses else frozenset((Role.DECODE,))
 
     def serves(self, role: Role) -> bool:

@@ -33,6 +33,11 @@ def test_a_decode_engine_finds_every_rank_that_the_prefill_engine_described():
     assert (asked.remote_request_id, asked.wait) == ("t", True)
 
 
+def test_a_prefill_engine_says_that_it_takes_no_kv():
+    only_produces = ADDRESS._replace(consumes=False)
+    assert params.parse_address(sent(params.description(only_produces))) == only_produces
+
+
 def test_a_prefill_engine_reads_the_transfer_that_the_proxy_chose():
     asked = params.parse(sent(params.prefill_params("t")))
     assert (asked.do_remote_decode, asked.transfer_id, asked.describe) == (True, "t", False)

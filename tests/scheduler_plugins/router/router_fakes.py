@@ -176,6 +176,7 @@ class FakeEngine:
     def __init__(self, name: str, engine_id: str | None = None) -> None:
         self.name = name
         self.engine_id = engine_id
+        self.consumes = True
         self.behave: Behaviour = answer
         self.api_key = ""
         self.healthy = True
@@ -330,6 +331,7 @@ class FakeEngine:
         if self.engine_id is not None:
             params = {
                 "remote_engine_id": self.engine_id,
+                "consumes": self.consumes,
                 "remote_host": "127.0.0.1",
                 "remote_port": 7000,
                 "describe": True,

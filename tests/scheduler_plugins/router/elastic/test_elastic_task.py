@@ -119,6 +119,22 @@ def test_an_engine_that_cannot_prefill_is_never_moved_there_and_named_once(
     run(scenario())
 
 
+def test_an_engine_that_only_produces_kv_never_decodes(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        world = both_kinds(World(2, 1, roles="wanted"))
+        for fake in world.p:
+            fake.consumes = False
+        async with world:
+            elastic, engine = await ready(world), world.known(world.p[0])
+            Wanted.moves = [Move(engine.name, PolicyRole.DECODE, "because")]
+            elastic.tick(later())
+            await asyncio.sleep(0.05)
+            assert engine.role is Role.PREFILL
+            assert any("never moved to decode" in text for text in caplog.messages)
+
+    run(scenario())
+
+
 def test_a_pinned_engine_stays_until_it_is_released() -> None:
     async def scenario() -> None:
         async with both_kinds(World(1, 2, roles="wanted")) as world:
