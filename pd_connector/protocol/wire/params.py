@@ -101,6 +101,10 @@ class ProducerAddress(NamedTuple):
     def port(self) -> int:
         return self.peers[0].source.port
 
+    def same_place(self, other: "ProducerAddress") -> bool:
+        """Whether both name one place. What else they say may differ: only an answer to `describe` says all."""
+        return self[:3] == other[:3]
+
     def fields(self) -> dict[str, Any]:
         """The address as fields of `kv_transfer_params`."""
         return {

@@ -189,7 +189,8 @@ class BackendEngine(Loaded):
 
     def moved(self, rank: int, seen: ProducerAddress) -> bool:
         """Whether a rank answered from another address than the known one."""
-        return bool(self.addresses) and seen not in self.addresses[rank : rank + 1]
+        known = self.addresses[rank : rank + 1]
+        return bool(self.addresses) and not any(map(seen.same_place, known))
 
     def bootstrap(self, rank: int = 0) -> tuple[str, int]:
         """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's registry if there

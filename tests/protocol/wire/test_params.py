@@ -38,6 +38,16 @@ def test_a_prefill_engine_says_that_it_takes_no_kv():
     assert params.parse_address(sent(params.description(only_produces))) == only_produces
 
 
+def test_an_answer_names_the_place_that_the_description_named():
+    """Otherwise a router would take each answer of an engine that takes no KV for a new address."""
+    only_produces = ADDRESS._replace(consumes=False)
+    described = params.parse_address(sent(params.description(only_produces)))
+    answer = params.response(only_produces, transfer="t", pages=[[3]], tokens=40)
+    answered = params.parse_address(sent(answer))
+    assert answered.same_place(described)
+    assert not answered.same_place(described._replace(seal="00"))
+
+
 def test_a_prefill_engine_reads_the_transfer_that_the_proxy_chose():
     asked = params.parse(sent(params.prefill_params("t")))
     assert (asked.do_remote_decode, asked.transfer_id, asked.describe) == (True, "t", False)
