@@ -24,6 +24,7 @@ class WrappingTransport(Transport):
         self.readable = inner.readable  # type: ignore[misc]
         self.reaches_devices = inner.reaches_devices  # type: ignore[misc]
         self.label = inner.label
+        self.port = inner.port
         self.verifies = inner.verifies
         self.prepares = inner.prepares
         self.sends_from = inner.sends_from

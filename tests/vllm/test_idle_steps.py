@@ -55,7 +55,8 @@ def worker_of(agent: Agent, ranks: int = 1, *, experts: bool = False) -> WorkerS
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_size=ranks),
         model_config=SimpleNamespace(is_moe=experts),
     )
-    worker = WorkerSide(vllm_config, None, Config())  # type: ignore[arg-type]
+    cache = SimpleNamespace(kv_cache_groups=())
+    worker = WorkerSide(vllm_config, cache, Config())  # type: ignore[arg-type]
     worker._next_compare = float("inf")
     worker._agent = agent  # type: ignore[assignment]
     return worker

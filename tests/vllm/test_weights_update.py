@@ -73,7 +73,7 @@ def config(model):
 
 @pytest.fixture
 def worker(config):
-    made = worker_side.WorkerSide(config, None, Config())
+    made = worker_side.WorkerSide(config, SimpleNamespace(kv_cache_groups=()), Config())
     made._agent = Recorder()
     start(made, config)
     return made
