@@ -23,6 +23,9 @@ LOOK_S = 0.05
 """Pause between two checks whether an engine is idle."""
 SWITCH_S = 60.0
 """Longest wait for an SGLang engine's answer to `/pd_role_switch`. It captures its decode graphs meanwhile."""
+READY_S = 5.0
+"""Longest wait until a switched SGLang engine is up and has told where it hands KV over. The router sends it nothing
+before, so requests would find no engine although the move has ended."""
 REFUSED_S = 1.0
 """Pause before an engine that was not idle yet is asked again."""
 
@@ -86,6 +89,8 @@ class Mover:
                 raise MoveFailedError("left", "the engine has left")
             pool.set_role(engine, role, pinned=pinned)
             pool.metrics.role_moves.labels(before, role, cause).inc()
+            if engine.kind is Kind.SGLANG:
+                await self._ready(engine)
 
     async def _switch(self, engine: BackendEngine, role: Role) -> None:
         """Drain an SGLang engine and have it change its side."""
@@ -120,6 +125,15 @@ class Mover:
                 limit_s = self._pool.config.drain_timeout_s
                 raise MoveFailedError("drain", f"it was not idle within {limit_s:g} s")
             if not (engine.in_flight or engine.open_requests):
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _ready(self, engine: BackendEngine) -> None:
+        """Wait until the router can use the engine on its new side, `READY_S` at most."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + READY_S
+        while loop.time() < until_s:
+            if engine.up and (engine.address is not None or not engine.hands_over):
                 return
             await asyncio.sleep(LOOK_S)
 
