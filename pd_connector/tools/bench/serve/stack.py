@@ -12,7 +12,7 @@ from typing import Any
 
 from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.bench.peer_environment import installed_version
-from pd_connector.tools.launch import RouterProcess, Service, VllmEngine
+from pd_connector.tools.launch import HttpError, RouterProcess, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role
 from pd_connector.tools.launch.netns import Namespace
 
@@ -172,8 +172,12 @@ class PoolStack(OurStack):
         logs = (engine.log_path.read_text() for engine in self.engines)
         if not all(_POOL_IN_USE in log.rpartition(_STARTED)[2] for log in logs):
             return False
-        state = json.loads(self.router.client.get("/health", timeout_s=10.0))
-        return all(one.get("cache", {}).get("pool") for one in state["engines"])
+        try:
+            state = json.loads(self.router.client.get("/health", timeout_s=10.0))
+        except HttpError:  # the router has not seen yet that the engines are back
+            return False
+        up = all(one["state"] == "up" for one in state["engines"])
+        return up and all(one.get("cache", {}).get("pool") for one in state["engines"])
 
     def named_pool(self) -> float:
         """Decisions of the router that named a pool."""
