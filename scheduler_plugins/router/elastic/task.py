@@ -15,9 +15,9 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.moving import MoveFailedError, Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S
 from scheduler_plugins.router.roles.base import Fleet, Front, Move
 from scheduler_plugins.router.roles.controller import RoleController
-from scheduler_plugins.router.roles.group import ASSUMED_TPOT_S, ASSUMED_TTFT_S
 from scheduler_plugins.router.roles.registry import create
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.elastic import Bounds, Moving

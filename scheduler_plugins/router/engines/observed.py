@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from typing import Literal, Protocol
@@ -39,32 +40,39 @@ class Observer(Protocol):
     def refused(self, now_s: float, group: str) -> None: ...
 
 
-class SentEvents:
+class _AsEvents(ABC):
+    """`Observer` that makes an event of each call."""
+
+    @abstractmethod
+    def _noted(self, now_s: float, event: Event) -> None: ...
+
+    def arrived(
+        self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
+    ) -> None:
+        self._noted(now_s, ("arrived", group, (tokens, ttft_slo_s, tpot_slo_s)))
+
+    def prefilled(
+        self, now_s: float, group: str, uncached_tokens: int, ttft_s: float, ttft_slo_s: float
+    ) -> None:
+        self._noted(now_s, ("prefilled", group, (uncached_tokens, ttft_s, ttft_slo_s)))
+
+    def answered(
+        self, now_s: float, group: str, tokens: int, tpot_s: float, tpot_slo_s: float
+    ) -> None:
+        self._noted(now_s, ("answered", group, (tokens, tpot_s, tpot_slo_s)))
+
+    def refused(self, now_s: float, group: str) -> None:
+        self._noted(now_s, ("refused", group, ()))
+
+
+class SentEvents(_AsEvents):
     """`Observer` that sends all events to other processes, some together."""
 
     def __init__(self, send: Callable[[list[Event]], None]) -> None:
         self._send = send
         self._events: list[Event] = []
 
-    def arrived(
-        self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
-    ) -> None:
-        self._add(("arrived", group, (tokens, ttft_slo_s, tpot_slo_s)))
-
-    def prefilled(
-        self, now_s: float, group: str, uncached_tokens: int, ttft_s: float, ttft_slo_s: float
-    ) -> None:
-        self._add(("prefilled", group, (uncached_tokens, ttft_s, ttft_slo_s)))
-
-    def answered(
-        self, now_s: float, group: str, tokens: int, tpot_s: float, tpot_slo_s: float
-    ) -> None:
-        self._add(("answered", group, (tokens, tpot_s, tpot_slo_s)))
-
-    def refused(self, now_s: float, group: str) -> None:
-        self._add(("refused", group, ()))
-
-    def _add(self, event: Event) -> None:
+    def _noted(self, now_s: float, event: Event) -> None:
         if not self._events:
             asyncio.get_running_loop().call_later(TOGETHER_S, self._flush)
         if len(self._events) < MOST_EVENTS:
@@ -75,7 +83,7 @@ class SentEvents:
         self._send(events)
 
 
-class SharedHistory(History):
+class SharedHistory(_AsEvents, History):
     """The history of a router. While other routers listen, it keeps its own events for them."""
 
     def __init__(self) -> None:
@@ -97,29 +105,9 @@ class SharedHistory(History):
         events, self._unsent = self._unsent, []
         return events
 
-    def arrived(
-        self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
-    ) -> None:
-        super().arrived(now_s, group, tokens, ttft_slo_s, tpot_slo_s)
-        self._keep(("arrived", group, (tokens, ttft_slo_s, tpot_slo_s)))
-
-    def prefilled(
-        self, now_s: float, group: str, uncached_tokens: int, ttft_s: float, ttft_slo_s: float
-    ) -> None:
-        super().prefilled(now_s, group, uncached_tokens, ttft_s, ttft_slo_s)
-        self._keep(("prefilled", group, (uncached_tokens, ttft_s, ttft_slo_s)))
-
-    def answered(
-        self, now_s: float, group: str, tokens: int, tpot_s: float, tpot_slo_s: float
-    ) -> None:
-        super().answered(now_s, group, tokens, tpot_s, tpot_slo_s)
-        self._keep(("answered", group, (tokens, tpot_s, tpot_slo_s)))
-
-    def refused(self, now_s: float, group: str) -> None:
-        super().refused(now_s, group)
-        self._keep(("refused", group, ()))
-
-    def _keep(self, event: Event) -> None:
+    def _noted(self, now_s: float, event: Event) -> None:
+        kind, group, numbers = event
+        getattr(History, kind)(self, now_s, group, *numbers)
         if self.listened and len(self._unsent) < MOST_EVENTS:
             self._unsent.append(event)
 

@@ -21,6 +21,10 @@ from typing import NamedTuple, Protocol
 from scheduler_plugins.cost.model import CostModel
 
 BlockHash = Hashable
+ASSUMED_TTFT_S = 2.0
+"""The promise that is assumed where a decision needs one, and no class has a promise of TTFT."""
+ASSUMED_TPOT_S = 0.1
+"""The same for TPOT."""
 
 
 class Role(StrEnum):

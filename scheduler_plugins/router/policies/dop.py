@@ -9,6 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from scheduler_plugins.router.policies.base import (
+    ASSUMED_TPOT_S,
     Decision,
     Defer,
     EngineView,
@@ -35,8 +36,6 @@ _NEVER_S = 1e6
 """Cost of a request at an engine that came after it was last asked about."""
 _GONE_S = 1.0
 """A waiting request that is not asked about for this time was cancelled."""
-ASSUMED_TPOT_S = 0.1
-"""Promise of requests without one, when the fullest engine is chosen."""
 
 
 class _Waiting(NamedTuple):

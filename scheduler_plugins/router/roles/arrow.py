@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy
-from scheduler_plugins.router.roles.group import Group, decode_part, groups
+from scheduler_plugins.router.roles.base import Move
+from scheduler_plugins.router.roles.group import Group, GroupPolicy, decode_part
 
 MARGIN = 0.8
 """A promise counts as missed above this part of it."""
@@ -16,7 +16,7 @@ SPARE = 0.4
 and fro."""
 
 
-class Arrow(RolePolicy):
+class Arrow(GroupPolicy):
     """Flips an engine when a whole side misses its promise.
 
     If no decode engine keeps `MARGIN` of the promised TPOT (or of its room), and prefill keeps `SPARE` of the promised
@@ -28,11 +28,11 @@ class Arrow(RolePolicy):
 
     route: ClassVar[str] = "arrow"
 
-    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
-        return [move for group in groups(fleet, now_s) if (move := _move(group)) is not None]
+    def move(self, group: Group) -> Move | None:
+        return _move(group)
 
 
-class ArrowPaper(RolePolicy):
+class ArrowPaper(GroupPolicy):
     """Arrow's rules verbatim, for comparison: use `arrow`.
 
     If no decode engine keeps the promised TPOT, and prefill keeps TTFT with one engine less or has more engines than
@@ -42,8 +42,8 @@ class ArrowPaper(RolePolicy):
 
     route: ClassVar[str] = "arrow"
 
-    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
-        return [move for group in groups(fleet, now_s) if (move := _paper(group)) is not None]
+    def move(self, group: Group) -> Move | None:
+        return _paper(group)
 
 
 def _move(group: Group) -> Move | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,14 +11,10 @@ from math import inf
 from typing import NamedTuple
 
 from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.base import Fleet, Front, Member
+from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S, Role
+from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move, RolePolicy
 from scheduler_plugins.router.roles.history import History, Seen
 
-ASSUMED_TTFT_S = 2.0
-"""The promise that is assumed if no class has a promise of TTFT."""
-ASSUMED_TPOT_S = 0.1
-"""The same for TPOT."""
 PROMISE_S = 60.0
 """Promises are those of the arrivals of this time."""
 FILL = 0.9
@@ -161,6 +158,17 @@ class Group:
         """Mean room of a decode engine, as far as sequences fill it; infinite if unknown."""
         room = [known for one in self.decode if (known := _room(one)) < inf]
         return FILL * sum(room) / len(room) if room else inf
+
+
+class GroupPolicy(RolePolicy):
+    """A role policy that looks at one group at a time, and proposes one move at the most."""
+
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        return [move for group in groups(fleet, now_s) if (move := self.move(group)) is not None]
+
+    @abstractmethod
+    def move(self, group: Group) -> Move | None:
+        """The move that would help this group."""
 
 
 def groups(fleet: Fleet, now_s: float) -> list[Group]:

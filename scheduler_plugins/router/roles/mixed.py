@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
-from scheduler_plugins.router.roles.group import Group, groups
+from scheduler_plugins.router.roles.base import Member, Move
+from scheduler_plugins.router.roles.group import Group, GroupPolicy
 
 FULL, FREE = 0.8, 0.4
 """A side above `FULL` of its promise overflows. Below `FREE` it needs no help."""
 
 
-class Mixed(RolePolicy):
+class Mixed(GroupPolicy):
     """Overflow makes an engine of the other side serve both sides. When the overflow is gone, it goes home.
 
     A side overflows above `FULL` of its promise. The emptiest engine of the other side then gets role `both`. It gets
     its home role again when the side that it helps is below `FREE`. Source: Splitwise, mixed pool.
     """
 
-    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
-        return [move for group in groups(fleet, now_s) if (move := _move(group)) is not None]
+    def move(self, group: Group) -> Move | None:
+        return _move(group)
 
 
 def _move(group: Group) -> Move | None:

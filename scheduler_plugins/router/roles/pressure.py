@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
-from scheduler_plugins.router.roles.group import Group, Work, groups
+from scheduler_plugins.router.roles.base import Member, Move
+from scheduler_plugins.router.roles.group import Group, GroupPolicy, Work
 
 HIGH = 0.8
 """A side with more pressure than this needs help. No side gives an engine that would bring it above this."""
@@ -15,7 +15,7 @@ LOADS_S = (20.0, 40.0)
 """A move must suit the load of each of these times. The short one knows a shift, the long one outlasts a burst."""
 
 
-class Pressure(RolePolicy):
+class Pressure(GroupPolicy):
     """Compares how near each side is to its promise.
 
     Pressure of prefill is the mean queue in seconds, the front's included, divided by the promised TTFT. Pressure of
@@ -30,8 +30,8 @@ class Pressure(RolePolicy):
     Without known costs of decode steps, only the first condition holds.
     """
 
-    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
-        return [move for group in groups(fleet, now_s) if (move := _move(group)) is not None]
+    def move(self, group: Group) -> Move | None:
+        return _move(group)
 
 
 def _move(group: Group) -> Move | None:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy
-from scheduler_plugins.router.roles.group import Group, groups
+from scheduler_plugins.router.roles.base import Move
+from scheduler_plugins.router.roles.group import Group, GroupPolicy
 
 MIX_S = (60.0, 180.0, 600.0)
 """The mix of requests is that of the first of these times with `ENOUGH` answers."""
@@ -14,7 +14,7 @@ GAIN = 0.15
 """A move must lower the utilisation of the fuller side by this part."""
 
 
-class Ratio(RolePolicy):
+class Ratio(GroupPolicy):
     """Divides the engines of a group as its work is divided.
 
     Work of a request is `T_p` seconds of prefill, and `T_d = tokens * step / batch` seconds of decode, at the largest
@@ -22,8 +22,8 @@ class Ratio(RolePolicy):
     side. Source: P/D-Serve, `nP:nD = T_p:T_d`.
     """
 
-    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
-        return [move for group in groups(fleet, now_s) if (move := _move(group)) is not None]
+    def move(self, group: Group) -> Move | None:
+        return _move(group)
 
 
 def _move(group: Group) -> Move | None:

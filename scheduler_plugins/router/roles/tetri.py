@@ -6,15 +6,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy
-from scheduler_plugins.router.roles.group import Group, groups
+from scheduler_plugins.router.roles.base import Move
+from scheduler_plugins.router.roles.group import Group, GroupPolicy
 
 IDLE, BUSY = 0.1, 0.7
 """A side below `IDLE` gives an engine to a side above `BUSY`."""
 OVER_S = 60.0
 
 
-class Tetri(RolePolicy):
+class Tetri(GroupPolicy):
     """Flips an engine of a side that used under 10 % of its capacity in the last minute, if the other used over 70 %.
 
     Capacity is work per time at the largest batch that keeps the promises. By busy time, an engine that decodes one
@@ -25,8 +25,8 @@ class Tetri(RolePolicy):
 
     route: ClassVar[str] = "on_demand"
 
-    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
-        return [move for group in groups(fleet, now_s) if (move := _move(group)) is not None]
+    def move(self, group: Group) -> Move | None:
+        return _move(group)
 
 
 def _move(group: Group) -> Move | None:
