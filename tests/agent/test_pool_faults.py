@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pool_worker
 import pytest
+from whole import sweep
 
 from chaos.pool_files import KINDS, harm
-from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 
@@ -146,7 +146,7 @@ def test_no_fault_gives_a_wrong_byte_loses_an_answer_or_leaves_anything(folder: 
     assert workers.said["saved"] > FAULTS / 4, "saves went on"
     store = LocalStore(Space(folder / "memory", BUDGET), Space(folder / "disk", 2 * BUDGET))
     try:
-        swept(store)
+        sweep(store)
         for tier in ("memory", "disk"):
             held = folder / tier / "v1"
             assert list((held / "staged").iterdir()) == []
@@ -165,15 +165,3 @@ def test_without_sums_flipped_bytes_would_be_found(folder: Path) -> None:
     finally:
         workers.close()
     assert workers.said["wrong"] > 0
-
-
-def swept(store: LocalStore) -> None:
-    """Remove what ended processes have left, on a machine that may be too busy for the first try."""
-    until = time.monotonic() + 20
-    while True:
-        try:
-            return store.keeper.sweep()
-        except BooksError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)

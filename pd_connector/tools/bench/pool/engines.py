@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
@@ -19,6 +18,7 @@ from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.model import write_model, write_weights
+from pd_connector.tools.bench.pool.folders import own_folder
 from pd_connector.tools.launch import Client, VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 from pd_connector.tools.launch.service import log_folder
@@ -73,19 +73,12 @@ class PoolEngines:
         """Wait until they answer, and use the pool: each reads all bytes of its weights first."""
         wait_all(self.all, console=console)
         self.model = self.writer.client.model()
-        users = [one for one in self.all if one is not self.plain]
-        for engine in users:
-            until(
-                lambda one=engine: "pool: in use" in one.log_path.read_text(),  # type: ignore[misc]
-                _STARTS_S,
-                f"{engine.name} does not use the pool; see {engine.log_path}",
-            )
+        wait_for_pool((one for one in self.all if one is not self.plain), _STARTS_S)
         self._store = LocalStore(Space(self._memory, 0), visits=True)
 
     @property
     def pids(self) -> list[int]:
-        families = [engine.family for engine in self.all if engine.family]
-        return [process.pid for family in families for process in family.members()]
+        return pids_of(self.all)
 
     def chunks(self) -> int:
         """Chunks in the pool."""
@@ -112,7 +105,6 @@ class PoolEngines:
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
-        stop_services(self.all)
 
 
 @contextlib.contextmanager
@@ -122,22 +114,61 @@ def running(console: Console) -> Iterator[PoolEngines]:
     Raises:
         PDConnectorError: vLLM is missing, or an engine did not start.
     """
+    with begun(PoolEngines, console) as engines, contextlib.closing(engines):
+        engines.wait(console)
+        yield engines
+
+
+class Engines(Protocol):
+    """Engines that share a pool."""
+
+    @property
+    def all(self) -> Sequence[VllmEngine]: ...
+
+
+Made = TypeVar("Made", bound=Engines)
+
+
+@contextlib.contextmanager
+def begun(make: Callable[[Path, Path, Path], Made], console: Console) -> Iterator[Made]:
+    """Engines of a model with made-up weights, starting, with a pool of their own. At the end no engine and no chunk is left.
+
+    Args:
+        make: takes the folders of the model, of the pool and of logs.
+
+    Raises:
+        PDConnectorError: vLLM is missing, or an engine did not start.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise BenchError("vllm is not installed: use the environment that has it, or --raw")
     with contextlib.ExitStack() as stack:
-        shm = Path(tempfile.mkdtemp(prefix="pd-bench-", dir=memory_folder().parents[1]))
-        stack.callback(shutil.rmtree, shm, ignore_errors=True)
+        shm = stack.enter_context(own_folder())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))
         logs = log_folder()
         console.print(f"engines' logs in {logs}", highlight=False)
         model = write_model(Path(folder))
         write_weights(model)  # the pool keeps nothing of weights that are not from files
-        engines = PoolEngines(model, shm, logs)
-        stack.callback(engines.close)
+        engines = make(model, shm, logs)
+        stack.callback(stop_services, engines.all)
         for engine in engines.all:
             engine.start()
-        engines.wait(console)
         yield engines
+
+
+def wait_for_pool(engines: Iterable[VllmEngine], timeout_s: float) -> None:
+    """Wait until each uses the pool: it reads all bytes of its weights first. Raises BenchError."""
+    for engine in engines:
+        until(
+            lambda one=engine: "pool: in use" in one.log_path.read_text(),  # type: ignore[misc]
+            timeout_s,
+            f"{engine.name} does not use the pool; see {engine.log_path}",
+        )
+
+
+def pids_of(engines: Iterable[VllmEngine]) -> list[int]:
+    """Processes of engines that run."""
+    families = [engine.family for engine in engines if engine.family]
+    return [process.pid for family in families for process in family.members()]
 
 
 def first_token(client: Client, body: Mapping[str, Any]) -> tuple[float, str]:

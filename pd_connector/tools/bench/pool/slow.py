@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import mean
@@ -18,15 +16,18 @@ from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff.pair import Prompts
-from pd_connector.tools.bench.model import write_model, write_weights
-from pd_connector.tools.bench.pool.engines import MEMORY, first_token, until
-from pd_connector.tools.bench.pool.folders import own_folder
+from pd_connector.tools.bench.pool.engines import (
+    MEMORY,
+    begun,
+    first_token,
+    pids_of,
+    until,
+    wait_for_pool,
+)
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.launch import VllmEngine, stop_services, wait_all
-from pd_connector.tools.launch.service import log_folder
+from pd_connector.tools.launch import VllmEngine, wait_all
 
 BAR = 1.05
 """Mean time to the first token, beside an engine without a pool."""
@@ -87,8 +88,7 @@ class SlowEngines:
 
     @property
     def pids(self) -> list[int]:
-        families = [engine.family for engine in self.all if engine.family]
-        return [process.pid for family in families for process in family.members()]
+        return pids_of(self.all)
 
     def measure(self, prompt_tokens: int, say: Say) -> list[Comparison]:
         """Seconds until the first token of prompts that the pool has, from the fifth request on, one after another.
@@ -138,25 +138,7 @@ def running(console: Console) -> Iterator[SlowEngines]:
     Raises:
         PDConnectorError: vLLM is missing, or an engine did not start.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise BenchError("vllm is not installed: use the environment that has it")
-    with contextlib.ExitStack() as stack:
-        shm = stack.enter_context(own_folder())
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))
-        logs = log_folder()
-        console.print(f"engines' logs in {logs}", highlight=False)
-        model = write_model(Path(folder))
-        write_weights(model)
-        engines = SlowEngines(model, shm, logs)
-        stack.callback(stop_services, engines.all)
-        for engine in engines.all:
-            engine.start()
+    with begun(SlowEngines, console) as engines:
         wait_all(engines.all, console=console)
-        for engine in engines.all:
-            if engine is not engines.plain:
-                until(
-                    lambda one=engine: "pool: in use" in one.log_path.read_text(),  # type: ignore[misc]
-                    _STARTS_S,
-                    f"{engine.name} does not use the pool; see {engine.log_path}",
-                )
+        wait_for_pool((one for one in engines.all if one is not engines.plain), _STARTS_S)
         yield engines
