@@ -63,6 +63,10 @@ class EngineMeasurement:
             BenchError: an engine computed what it should have loaded.
             HttpError: an engine refused a request.
         """
+        engines = self._engines
+        for reader in (engines.alike, engines.unlike):
+            # An engine that has only loaded computes the last chunk of a hit, to learn how long that takes.
+            first_token(reader.client, engines.body(self._prompts.make(self._tokens)))
         for measured in (self._first_tokens, self._saving, self._burst):
             for number in range(self._warm_ups + self._runs):
                 found = measured(number)
