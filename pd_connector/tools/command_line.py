@@ -6,7 +6,6 @@ Newer typer has its own click, older typer uses the installed one. So click's ty
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
@@ -16,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from pd_connector.remedies import did_you_mean
 from pd_connector.tools.missing import named_if_missing
 
 WRONG_USE = 2
@@ -46,12 +46,6 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
     if status == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     return status if isinstance(status, int) else 0
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` if one of the known names is close to this one, else an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _refused(error: Any, name: str) -> int:
