@@ -7,7 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 
 from pd_connector.protocol.wire.params import ProducerAddress
-from scheduler_plugins.router.engines.exchange import EngineCall, EngineFailedError
+from scheduler_plugins.router.engines.exchange import EngineCall
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.ranks import HEADER
 from scheduler_plugins.router.prompt import body, transfer
 

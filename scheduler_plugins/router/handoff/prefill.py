@@ -16,13 +16,15 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
+    ResponseTimeouts,
+    exchange,
+    raise_for_status,
+)
+from scheduler_plugins.router.engines.failures import (
     EngineFailedError,
     OverloadedError,
     RefusedError,
-    ResponseTimeouts,
     ended_early,
-    exchange,
-    raise_for_status,
 )
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import sent_to
