@@ -251,9 +251,10 @@ class Loop:
                 part.check_integrity()
 
     def close(self) -> None:
-        """Free sockets, memory and descriptors."""
-        sides = (self.producer_side, self.consumer_side, self.pool_side)
-        for owner in (*sides, *self._transports, self._gatekeeper):
+        """Free sockets, memory and descriptors. A consumer that hears of the end asks its transport whether we still
+        write into its slots. Transports therefore close before the control port."""
+        before = (self.consumer_side, self.pool_side)
+        for owner in (*before, *self._transports, self.producer_side, self._gatekeeper):
             if owner:
                 owner.close()
         self.buffers.close()
