@@ -134,7 +134,7 @@ class Browser:
     async def until(self, expression: str, limit_s: float = 60.0) -> None:
         """Wait until the expression is true."""
         async with asyncio.timeout(limit_s):
-            while not await self.value(expression):
+            while not await self.value(expression):  # noqa: ASYNC110 - the page cannot tell
                 await asyncio.sleep(0.1)
 
     async def picture(self, file: Path) -> None:

@@ -50,19 +50,21 @@ function keep(parent, wanted, key, create, update) {  // one child for each item
 }
 
 // What is wrong.
+const MOST_NAMED = 4;
 function showTroubles(troubles) {
   byId("troubles").hidden = !troubles.length;
-  keep(byId("wrong"), troubles, (one) => `${one.alert} ${one.where} ${one.level}`,
+  keep(byId("wrong"), troubles, (one) => `${one.alert} ${one.what}`,
     (one) => {
       const made = make("li", one.level);
-      made.append(make("span", `level ${one.level}`, one.level), make("p", "what"), make("p", "where"), make("p", "do"));
+      made.append(make("span", `level ${one.level}`, one.level), make("p", "what"), make("ul", "where"), make("p", "do"));
       return made;
     },
     (made, one) => {
       const [, what, where, todo] = made.children;
       say(what, one.what);
-      say(where, one.where);
-      where.hidden = !one.where;
+      const rest = one.where.length - MOST_NAMED;
+      const named = rest > 1 ? [...one.where.slice(0, MOST_NAMED), `and ${rest} more`] : one.where;
+      keep(where, named.entries(), ([n]) => String(n), () => make("li"), (line, [, text]) => say(line, text));
       if (todo.dataset.text === one.do) return;
       todo.dataset.text = one.do;
       todo.replaceChildren(`${one.do} `, make("code", "", `docs/alerts.md#${one.alert.toLowerCase()}`));

@@ -40,7 +40,7 @@ class Trouble(NamedTuple):
     alert: str
     level: Level
     what: str
-    where: str  # URLs of engines; empty: the fleet
+    where: tuple[str, ...]  # engines, each with what is known of it; empty: the fleet
     do: str
 
 
@@ -51,7 +51,7 @@ def troubles(
     now_s: float,
     wall_s: float,
 ) -> list[Trouble]:
-    """What is wrong, worst first.
+    """What is wrong, worst first. Engines with the same trouble are named together.
 
     Args:
         recent: sums of the last minutes.
@@ -61,7 +61,12 @@ def troubles(
     found = [*_of_sides(engines), *_of_requests(recent), *_of_roles(decisions, wall_s)]
     for engine in engines:
         found += _of_engine(engine, now_s)
-    return sorted(found, key=lambda one: _LEVELS.index(one.level))
+    together = dict[tuple[str, ...], Trouble]()
+    for one in found:
+        known = together.setdefault((one.alert, one.what, one.do), one)
+        if known is not one:
+            together[one.alert, one.what, one.do] = known._replace(where=known.where + one.where)
+    return sorted(together.values(), key=lambda one: _LEVELS.index(one.level))
 
 
 def _of_sides(engines: Iterable[BackendEngine]) -> Iterator[Trouble]:
@@ -74,7 +79,7 @@ def _of_sides(engines: Iterable[BackendEngine]) -> Iterator[Trouble]:
             "No decode engine is up: prefill engines answer alone."
             if alone
             else "No engine can answer: clients get 503.",
-            "",
+            (),
             "Start a decode engine, or look at the log of the engines that are down.",
         )
     elif not any(engine.hands_over and engine.address is not None for engine in up):
@@ -82,7 +87,7 @@ def _of_sides(engines: Iterable[BackendEngine]) -> Iterator[Trouble]:
             "PDNothingHandedOver",
             "critical",
             "No prefill engine hands KV over: decode engines compute all prompts.",
-            "",
+            (),
             "Start a prefill engine with PDConnector, or look at the log of the engines that are down.",
         )
 
@@ -90,42 +95,42 @@ def _of_sides(engines: Iterable[BackendEngine]) -> Iterator[Trouble]:
 def _of_engine(engine: BackendEngine, now_s: float) -> Iterator[Trouble]:
     url, traffic = engine.url, engine.traffic
     if not engine.up:
-        since = f" for {_length(now_s - engine.down_since)}" if engine.down_since else ""
+        since = f"for {_length(now_s - engine.down_since)}, " if engine.down_since else ""
         yield Trouble(
             "PDEngineAway",
             "warning",
-            f"The engine is down{since}: {engine.reason}",
-            url,
-            "Look at its log and restart it, or take it out of the router's settings.",
+            "Engines are down.",
+            (f"{url}: {since}{engine.reason}",),
+            "Look at the engine's log and restart it, or take it out of the router's settings.",
         )
         return
     if engine.hands_over and engine.address is None and not engine.draining:
         yield Trouble(
             "PDPrefillWithoutAddress",
             "warning",
-            f"The prefill engine hands no KV over: {engine.reason}",
-            url,
-            "Start it with PDConnector and kv_role kv_producer or kv_both.",
+            "Prefill engines hand no KV over.",
+            (f"{url}: {engine.reason}",),
+            "Start the engine with PDConnector and kv_role kv_producer or kv_both.",
         )
     if engine.circuit.cause:
         yield Trouble(
             "PDEnginePaused",
             "warning",
-            f"It answers health checks and fails requests, so it gets a pause: {engine.circuit.cause}.",
-            url,
-            "Look for the error in its log. The router tries it again by itself.",
+            "Engines that answer health checks fail requests, so they get a pause.",
+            (f"{url}: {engine.circuit.cause}",),
+            "Look for the error in the engine's log. The router tries it again by itself.",
         )
     if engine.warning:
         what, _, do = engine.warning.partition(". What to do: ")
         alert = "PDFailingRanks" if traffic.failing else "PDNoTransfers"
-        yield Trouble(alert, "critical", f"{what[:1].upper()}{what[1:]}.", url, do)
+        yield Trouble(alert, "critical", f"{what[:1].upper()}{what[1:]}.", (url,), do)
     if traffic.distrusted:
         yield Trouble(
             "PDDistrustedProducer",
             "critical",
-            f"An audit found wrong KV of {traffic.distrusted:.0f} prefill ranks. Their prompts are recomputed here.",
-            url,
-            "Compare checkpoints, flags and hardware of both engines. Its log names what differs. Restart the wrong one.",
+            "An audit found wrong KV of a prefill engine. Its prompts are computed again.",
+            (f"{url}: distrusts {traffic.distrusted:.0f} ranks",),
+            "Compare checkpoints, flags and hardware of both engines, and restart the wrong one. The log names what differs.",
         )
     yield from _of_memory(engine)
 
@@ -137,32 +142,32 @@ def _of_memory(engine: BackendEngine) -> Iterator[Trouble]:
         yield Trouble(
             "PDCacheFull",
             "warning",
-            f"{used:.0%} of its KV cache is in use: requests wait or are preempted.",
-            url,
+            "KV caches are full: requests wait or are preempted.",
+            (f"{url}: {used:.0%} in use",),
             "Add a decode engine, move one from prefill, or shorten contexts.",
         )
     if traffic.pages and traffic.leased_pages > MOST_LEASED * traffic.pages:
         yield Trouble(
             "PDLeasesPileUp",
             "warning",
-            f"{traffic.leased_pages / traffic.pages:.0%} of its KV cache is kept for decode engines that do not fetch it.",
-            url,
+            "Much of a KV cache is kept for decode engines that do not fetch it.",
+            (f"{url}: {traffic.leased_pages / traffic.pages:.0%} of its pages",),
             "Look whether decode engines are up and reach it. Lower lease_s if clients often leave.",
         )
     if traffic.unsaved in ("full", "quota"):
         yield Trouble(
             "PDPoolFull",
             "warning",
-            f"The KV pool of its host takes no chunks: {traffic.unsaved}.",
-            url,
-            "Give the pool more memory or disk (pool.memory, pool.disk), or another tenant less of it.",
+            "The KV pool of a host takes no chunks.",
+            (f"{url}: {traffic.unsaved}",),
+            "Give the pool more memory or disk, or unpin chunks.",
         )
     elif traffic.unsaved or traffic.pool_stalls:
         yield Trouble(
             "PDPoolSilent",
             "warning",
-            f"The KV pool of its host does not answer: {traffic.unsaved or 'late'}.",
-            url,
+            "The KV pool of a host does not answer.",
+            (f"{url}: {traffic.unsaved or 'late'}",),
             "Run `pd-connector pool status` on that host. Look for a stopped engine that holds the pool.",
         )
 
@@ -175,7 +180,7 @@ def _of_requests(recent: Recent) -> Iterator[Trouble]:
             "PDRecomputed",
             "warning",
             f"KV of {share:.0%} of requests to pairs did not arrive: decode engines computed the prompts again.",
-            "",
+            (),
             "Look at pd_router:handoffs_total by cause, and set what docs/configuration.md says for it.",
         )
     if recent.arrivals >= LEAST_ENDED and recent.refusals > MOST_REFUSED * recent.arrivals:
@@ -183,7 +188,7 @@ def _of_requests(recent: Recent) -> Iterator[Trouble]:
             "PDRequestsRefused",
             "warning",
             f"{recent.refusals / recent.arrivals:.0%} of requests are refused for lack of room or time.",
-            "",
+            (),
             "Add engines, or lower what the classes promise.",
         )
 
@@ -197,7 +202,7 @@ def _of_roles(decisions: Iterable[Decision], wall_s: float) -> Iterator[Trouble]
             "PDRolesFlap",
             "warning",
             f"Engines change their roles back and forth: {FLAPS} times and more in {_length(FLAP_S)}.",
-            ", ".join(flapping),
+            tuple(flapping),
             "Set `roles` to a calmer policy or to off, or give the group more engines.",
         )
     failed = [one for one in made if one.outcome not in ("done", "moving", "dry run")]
@@ -206,8 +211,8 @@ def _of_roles(decisions: Iterable[Decision], wall_s: float) -> Iterator[Trouble]
         yield Trouble(
             "PDRoleMoveFails",
             "warning",
-            f"A change of role failed: {last.outcome}",
-            last.engine,
+            "A change of role failed.",
+            (f"{last.engine}: {last.outcome}",),
             "Look at the engine's log. It keeps its old role until the next try.",
         )
 
