@@ -69,7 +69,7 @@ def accepted(consumer: Rank, transfer: str) -> bool:
 
 def overdue(rank: Rank) -> None:
     """The agent, which hangs, has not answered for as long as its engine waits."""
-    rank.agent._turn._began -= 1000.0
+    rank.agent._thread._turn._began -= 1000.0
 
 
 def assert_serves_on(producer: Rank, consumer: Rank, transfer: str = "afterwards") -> None:
@@ -191,13 +191,13 @@ def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
     producer, consumer = ranks.pair(SETTINGS)
-    make = consumer.agent._make_loop
-    consumer.agent._make_loop = fail
+    make = consumer.agent._thread._make_loop
+    consumer.agent._thread._make_loop = fail
     consumer.agent._loop.step = fail  # type: ignore[method-assign]
     for i in range(3):
         consumer.load(producer.source, f"t{i}", [1])
         assert consumer.loaded(f"t{i}").cause == Cause.INTERNAL
-    consumer.agent._make_loop = make
+    consumer.agent._thread._make_loop = make
     until(lambda: consumer.count("agent_restarts") == 1)
     assert_serves_on(producer, consumer)
     consumer.counts.clear()
@@ -206,7 +206,7 @@ def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
 def test_an_agent_that_takes_long_to_start_again_serves_once_it_has(ranks: Ranks):
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
-    hang = Hang(consumer.agent, "_make_loop")
+    hang = Hang(consumer.agent._thread, "_make_loop")
     consumer.agent._loop.step = fail  # type: ignore[method-assign]
     assert hang.reached.wait(60)
     consumer.load(producer.source, "early", [1])

@@ -223,7 +223,9 @@ class ConsumerSide:
                     if isinstance(message, messages.Open):
                         self._note_choice(source, message)
                 case PlaceChunk() as place:
-                    pending.extend(self._consumer.placed(place, *self._receiver.place(place), now))
+                    pending.extend(
+                        self._consumer.landings.placed(place, *self._receiver.place(place), now)
+                    )
                 case Stalled(source):
                     self._keeper.stalled(source, now)
                 case Held() as held:

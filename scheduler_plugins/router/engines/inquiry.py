@@ -17,12 +17,8 @@ from scheduler_plugins.admission import pool_report, report
 from scheduler_plugins.admission.pool_report import PoolReport
 from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
-from scheduler_plugins.router.engines.exchange import (
-    EXCERPT_BYTES,
-    EngineCall,
-    EngineFailedError,
-    failure_of,
-)
+from scheduler_plugins.router.engines.exchange import EngineCall
+from scheduler_plugins.router.engines.failures import EXCERPT_BYTES, EngineFailedError, failure_of
 from scheduler_plugins.router.engines.kinds import (
     SERVER_INFO,
     SWITCH_ROLE,

@@ -8,7 +8,7 @@ import logging
 import math
 
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.traffic import Reading, between

@@ -20,10 +20,7 @@ from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool, assume_costs, note_circuit
-from scheduler_plugins.router.engines.exchange import (
-    EngineFailedError,
-    UnreachableError,
-)
+from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.named import NamedEngines
 from scheduler_plugins.router.engines.observed import SharedHistory

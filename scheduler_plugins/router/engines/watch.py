@@ -12,7 +12,7 @@ import aiohttp
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_reports import apply
-from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
 from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
 from scheduler_plugins.router.engines.looks import Looks

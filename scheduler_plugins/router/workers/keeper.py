@@ -12,7 +12,7 @@ from itertools import count
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.observed import note
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
