@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Engines.
+const TONES = { queue: "tone-prefill", batch: "tone-decode" };
 function setBar(bars, name, part, value, text) {
   let bar = bars.querySelector(`[data-bar="${name}"]`);
   if (!bar) {
@@ -17,8 +18,9 @@ function setBar(bars, name, part, value, text) {
   bar.setAttribute("aria-valuenow", percent);
   bar.setAttribute("aria-valuetext", text);
   bar.firstChild.style.width = `${percent}%`;
-  const level = name === "cache" ? (part >= 0.95 ? "bar full" : part >= 0.85 ? "bar high" : "bar") : "bar";
-  if (bar.className !== level) bar.className = level;
+  const level = name === "cache" && part >= 0.85 ? (part >= 0.95 ? " full" : " high") : "";
+  const kind = `bar ${TONES[name] ?? ""}${level}`;
+  if (bar.className !== kind) bar.className = kind;
   say(bar.nextSibling, value);
 }
 function makeEngine() {
