@@ -39,6 +39,7 @@ def report(kernel: Any) -> dict[str, Any]:
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", sass, re.M)),
         "accesses": dict(accesses),
         "flushes": len(re.findall(r"\.ftz\.", kernel.asm["ptx"])),
+        "evict first": kernel.asm["ptx"].count("L2::evict_first"),
         "loads at once": loads_at_once(sass),
         "packed": {
             name: kernel.asm["ptx"].count(name)

@@ -41,10 +41,10 @@ def chunk(
 ) -> ChunkLaunch:
     """A chunk of 100 tokens of one layer. `check` asks for its sums."""
     key, *value = cache(heads, dims, source if gather else destination, odd)
-    scaled = [
+    stored, wanted = (
         Stored(dtype, (0.3,) * len(dims) if dtype == FP8 else ()) for dtype in (source, destination)
-    ]
-    blocks = Blocks.of([key], value, 16, codec, *scaled)
+    )
+    blocks = Blocks.of([key], value, 16, codec, stored, wanted)
     nbytes = blocks.nbytes(100)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
     sums = new_sums(nbytes, slot.device) if check else None
@@ -99,7 +99,7 @@ def paged_call(
 class _OnHopper(MlaCall):
     """A call that takes the Gluon kernel, which a CPU tensor does not."""
 
-    gluon = True  # type: ignore[assignment]
+    gluon = True
 
 
 def mla_call(

@@ -157,7 +157,7 @@ class Cost:
 
     @classmethod
     def of(cls, path: Iterable[Instruction], warps: int) -> "Cost":
-        cycles: Counter[str] = Counter()
+        cycles: dict[str, float] = {}
         counts: Counter[str] = Counter()
         issued = [each for each in path if each.opcode != "NOP"]
         for each in issued:
@@ -165,14 +165,14 @@ class Cost:
             if each.opcode in ("LDG", "STG", "LDGSTS"):
                 counts[f"{each.opcode} {each.width}"] += 1
             for pipe, taken in _taken(each).items():
-                cycles[pipe] += taken * warps / 4
-        return cls(dict(cycles), dict(counts), len(issued))
+                cycles[pipe] = cycles.get(pipe, 0) + taken * warps / 4
+        return cls(cycles, dict(counts), len(issued))
 
     def __add__(self, other: "Cost") -> "Cost":
-        cycles, counts = Counter(self.cycles), Counter(self.counts)
-        cycles.update(other.cycles)
-        counts.update(other.counts)
-        return Cost(dict(cycles), dict(counts), self.instructions + other.instructions)
+        pipes = {*self.cycles, *other.cycles}
+        cycles = {pipe: self.cycles.get(pipe, 0) + other.cycles.get(pipe, 0) for pipe in pipes}
+        counts = dict(Counter(self.counts) + Counter(other.counts))
+        return Cost(cycles, counts, self.instructions + other.instructions)
 
     @property
     def busiest(self) -> str:
@@ -195,7 +195,8 @@ def _taken(each: Instruction) -> dict[str, float]:
     Instructions", compute capability 9.0; 128 bytes of shared memory a cycle. `mma.sync` reaches
     62 % of `wgmma` (Luo et al., arXiv 2402.13499).
     """
-    name, found = each.opcode, {"issue": 1.0}
+    name = each.opcode
+    found: dict[str, float] = {"issue": 1}
     if _ALU.match(name):
         found["alu"] = 2
     elif name == "IMAD":
