@@ -126,7 +126,7 @@ def _mbarrier(o: Operands) -> Function:
     place = next(n for n, text in enumerate(where.operands) if text.startswith("["))
     address, single = o.address(place), place + 1 == len(o)
     number = (lambda _: np.int64(1)) if single else o.read(place + 1, np.int64)
-    if kind not in ("init", "arrive") or (kind == "init") == single:
+    if kind not in ("init", "arrive") or (kind == "init" and single):
         raise UnknownError(f"not known: {where}")
 
     def init(lanes: Lanes) -> None:
