@@ -56,10 +56,11 @@ Make = Callable[..., Rank]
 def rank(ranks: Ranks, store: LocalStore) -> Make:
     """Makes a rank by page size and name."""
 
-    def make(page_size: int, name: str, **options: Any) -> Rank:
+    def make(page_size: int, name: str, codec: str = "raw", **options: Any) -> Rank:
         geometry = geometry_of(Shard(0, 2, 0, 1), page_size=page_size)
         told = {"facts": FACTS, "seed": len(name), "engine_id": name, "store": store, **options}
-        return ranks(SHORT, geometry=geometry, **told)
+        config = SHORT | {"codec": codec}
+        return ranks(config, geometry=geometry, **told)
 
     return make
 
@@ -203,6 +204,28 @@ def test_a_comparison_with_a_bad_chunk_believes_nobody(store: LocalStore, rank: 
     store.remove([chunks()[1].key])
     assert fill(reader, "compare", compares=True).cause is Cause.POOL
     assert fill(reader, "again").cause is Cause.UNAUDITED
+
+
+@pytest.mark.parametrize("permits", ["raw", "int8"])
+def test_kv_that_may_have_come_in_a_codec_is_loaded_only_where_that_is_permitted(
+    store: LocalStore, rank: Make, permits: str
+) -> None:
+    saved = save(writer := rank(PAGE, "a", codec="int8"), store)
+    reader = rank(OTHER_PAGE, "other", codec=permits)
+    found = fill(reader)
+    if permits == "raw":
+        assert found.miss is Miss.UNLIKE
+        return
+    assert found.cause is None
+    loaded = list(range(len(TOKENS) // OTHER_PAGE))
+    assert torch.equal(kv(reader, loaded, OTHER_PAGE), kv(writer, saved, PAGE))
+
+
+def test_an_engine_that_takes_kv_in_fp8_writes_nothing(store: LocalStore, rank: Make) -> None:
+    writer, pages = rank(PAGE, "a", codec="fp8_e4m3"), list(range(CHUNK_TOKENS // PAGE))
+    writer.agent.submit(Save("save", ROOT or b"", chunks()[0], (pages,)))
+    assert isinstance(writer.end_of("save"), Saved)
+    assert files(store) == []
 
 
 def test_kv_of_other_weights_is_not_loaded(store: LocalStore, rank: Make) -> None:
