@@ -215,8 +215,7 @@ def metric_names() -> set[str]:
     admission_metrics()
     counted = {
         **connector_metrics.COUNTERS,
-        **connector_metrics.COUNTERS_BY_CAUSE,
-        **connector_metrics.COUNTERS_BY_TRANSPORT,
+        **connector_metrics.LABELLED,
     }
     found = {f"{connector_metrics.PREFIX}{name}_total" for name in counted}
     others = {**connector_metrics.GAUGES, **connector_metrics.HISTOGRAMS}
