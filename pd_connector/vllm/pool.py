@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.record import AT_REST
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.told import EngineInPool
@@ -55,6 +56,7 @@ class PoolSide:
         ignored: told of requests whose wishes cannot be followed.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
+        codec: the coarsest one in which KV comes here. What came in FP8 is not saved.
     """
 
     def __init__(
@@ -67,7 +69,16 @@ class PoolSide:
         ignored: IgnoredParams,
         ranks: int,
         engine_id: str = "",
+        codec: str = "raw",
     ) -> None:
+        if settings.write and codec not in AT_REST:
+            settings = settings._replace(write=False)
+            logger.warning(
+                "pool: this engine only reads: it takes KV in %s, whose error is too large to keep that KV for other "
+                "engines (config key codec: one of %s)",
+                codec,
+                ", ".join(AT_REST),
+            )
         self._store = store
         self._engine_id = engine_id
         self._ignored = ignored

@@ -148,6 +148,29 @@ def test_ports_of_the_config_are_taken_by_producers_and_kept_over_a_restart(
     producer.counts.clear()
 
 
+def test_landing_slots_come_home_at_once_when_a_producer_starts_again(ranks: Ranks) -> None:
+    """Its transports close before its control port. A consumer that hears of the end finds that nobody writes into its
+    slots any more; else they would be in quarantine for `lease_s`."""
+    producer, consumer = ranks.pair(SETTINGS | {"lease_s": 600.0})
+    producer.offer("t", [1, 2], computed=0)
+    consumer.load(producer.source, "t", [5, 6], wait=True)
+    until(lambda: consumer.gauge("landing_slots"), "slots are granted")
+    side = producer.agent._loop.producer_side
+    assert side is not None
+    close = side.close
+
+    def slow_close() -> None:
+        close()
+        time.sleep(0.5)
+
+    side.close = slow_close  # type: ignore[method-assign]
+    producer.agent._loop.step = fail  # type: ignore[method-assign]
+    assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    until(lambda: not consumer.gauge("landing_slots"), "no slot is in quarantine")
+    until(lambda: producer.count("agent_restarts") == 1)
+    producer.counts.clear()
+
+
 @pytest.fixture
 def forked() -> Iterator[Callable[[], None]]:
     """Forks a process that holds what this one has open, until the test has ended."""

@@ -23,7 +23,7 @@ from vllm.v1.engine import FinishReason
 from pd_connector.agent import pool_loads
 from pd_connector.errors import Cause
 from pd_connector.pool import host
-from pd_connector.pool.jobs import Fill
+from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
@@ -199,6 +199,22 @@ def test_vllm_is_told_of_the_pages_that_are_not_filled_as_a_whole(
     assert kept == (invalid is not None)
     assert fills.take_invalid_pages() == (invalid or set())
     assert fills.take_invalid_pages() == set(), "told once"
+
+
+@pytest.mark.parametrize(
+    ("role", "codec", "saves"),
+    [
+        ("kv_both", "fp8_e4m3", False),
+        ("kv_producer", "fp8_e4m3", True),  # it computes what it saves
+        ("kv_both", "int8", True),
+    ],
+)
+def test_an_engine_that_takes_kv_in_fp8_only_reads(
+    make: Make, role: str, codec: str, saves: bool
+) -> None:
+    engine = make("engine", role=role, codec=codec)
+    run(engine, "a")
+    assert any(isinstance(one, Save) for one in engine.commands) == saves
 
 
 Fault = Callable[[FaultyStore, threading.Event], None]
