@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the kernels against their references, then measure them and print a table. Needs a GPU."""
+"""Check the kernels against their references, then measure them and print a table. Needs a GPU.
+
+`roof` measures nothing and needs no GPU: it compiles the kernels and prints how fast they can be.
+"""
 
 import argparse
 import functools
@@ -39,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         2: no GPU. A kernel with a wrong case is not measured; the others are.
     """
     parser = argparse.ArgumentParser("python -m pd_kernels.bench", description=__doc__)
-    parser.add_argument("what", choices=["decode", "transfer"])
+    parser.add_argument("what", choices=["decode", "transfer", "roof"])
     parser.add_argument("--check", action="store_true", help="only check, on random shapes")
     parser.add_argument("--cases", type=int, default=60, help="random cases of the check")
     parser.add_argument("--seed", type=int, default=0, help="seed of the check's random cases")
@@ -49,15 +52,25 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="TEXT",
-        help="of decode, only cases with this text in their name or parameters, and only checks of "
+        help="of decode and roof, only cases with this text in their name or parameters, and only checks of "
         "their kernels; may be repeated",
+    )
+    parser.add_argument(
+        "--docs", type=Path, metavar="PAGE", help="of roof, write the table to this page"
     )
     parser.add_argument(
         "--json", type=Path, help="also write all rows to this file, as they are measured"
     )
     options = parser.parse_args(arguments)
-    if options.only and options.what != "decode":
-        parser.error("--only chooses cases of decode; transfer has --quick")
+    if options.only and options.what == "transfer":
+        parser.error("--only chooses cases of decode and roof; transfer has --quick")
+    if options.docs and (options.what != "roof" or options.only):
+        parser.error("--docs takes the whole table of roof")
+    if options.what == "roof":
+        from pd_kernels.bench.roof import show_roofs
+
+        show_roofs(options.only, options.docs)
+        return 0
     if not torch.cuda.is_available():
         print("no GPU: nothing was checked or measured", file=sys.stderr)
         return 2
