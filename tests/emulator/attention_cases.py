@@ -9,7 +9,15 @@ from unittest import mock
 
 import torch
 
-from pd_kernels.attention import alibi, decode_plan, document, mixed, mixed_kernel, mla_call, soft_cap
+from pd_kernels.attention import (
+    alibi,
+    decode_plan,
+    document,
+    mixed,
+    mixed_kernel,
+    mla_call,
+    soft_cap,
+)
 from pd_kernels.attention.decode_call import DecodeCall
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.merge import launch_merge, reference_merge
@@ -42,7 +50,9 @@ def _nothing_outside(cache: torch.Tensor, table: torch.Tensor, lengths: Sequence
         for token in range(length):
             used[row[token // page], token % page] = True
     nothing = 0x7F if cache.dtype == torch.uint8 else torch.nan
-    cache.copy_(torch.where(used.view(*used.shape, *[1] * (cache.dim() - 2)), cache.float(), nothing))
+    cache.copy_(
+        torch.where(used.view(*used.shape, *[1] * (cache.dim() - 2)), cache.float(), nothing)
+    )
 
 
 def _compare(batch: DecodeCall, workers: int, bound: float) -> None:
@@ -169,7 +179,9 @@ def tile_mask() -> None:
     lengths = torch.tensor([300, 5, 0], dtype=torch.int32)
     launch_tile_mask(mask, lengths)
     for row, wanted in enumerate(mask.seen_tiles(lengths)):
-        assert mask.tiles[row, : len(wanted)].tolist() == wanted.tolist(), "the list of tiles differs"
+        assert mask.tiles[row, : len(wanted)].tolist() == wanted.tolist(), (
+            "the list of tiles differs"
+        )
 
 
 _IDS = (torch.arange(128, dtype=torch.int32) // 30).repeat(3, 1)

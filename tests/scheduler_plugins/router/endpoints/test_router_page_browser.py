@@ -104,7 +104,9 @@ def test_an_empty_side_and_a_large_fleet_fit(count: int) -> None:
             await browser.until(READY)
             shown = "getComputedStyle(document.querySelector('#prefill-title + .none')).display"
             assert (await browser.value(shown) == "none") is bool(count)
-            assert await browser.value("document.querySelectorAll('.engine').length") == max(1, count)
+            assert await browser.value("document.querySelectorAll('.engine').length") == max(
+                1, count
+            )
             assert await browser.value(FITS)
             assert browser.complaints == []
             await browser.open("about:blank")
