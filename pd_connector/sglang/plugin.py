@@ -13,11 +13,11 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.versions import SGLANG
 
 logger = logging.getLogger("pd_connector.sglang")
 
 BACKEND = "pd_connector"
-KNOWN_VERSIONS = ("0.5.23",)
 _DISAGGREGATION = "sglang.srt.disaggregation"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -43,7 +43,7 @@ def register() -> None:
         logger.exception(
             "PDConnector cannot be registered with SGLang %s, so `%s` will not be known as a "
             "transfer backend: %s. Known to work: SGLang %s",
-            *(_installed(), BACKEND, error, ", ".join(KNOWN_VERSIONS)),
+            *(_installed(), BACKEND, error, ", ".join(SGLANG)),
         )
         raise
 
@@ -53,11 +53,11 @@ def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     found = _installed()
-    if found not in KNOWN_VERSIONS:
+    if found not in SGLANG:
         logger.warning(
             "SGLang %s is untested with PDConnector (%s is tested): only the signatures of its hooks "
             "were checked",
-            *(found, ", ".join(KNOWN_VERSIONS)),
+            *(found, ", ".join(SGLANG)),
         )
     for hook in _HOOKS:
         _check(hook)
