@@ -46,9 +46,8 @@ def _load(o: Operands) -> Function:
                 launch.shared,
                 shared_addresses(lanes, address(lanes), nbytes, instruction),
             )
-            launch.shared_shadow.read(
-                warps, launch.shared_shadow.pieces(places, nbytes), instruction
-            )
+            pieces = launch.shared_shadow.pieces(places, nbytes)
+            launch.shared_shadow.read(warps, lanes.of(launch.lane), pieces, instruction)
         else:
             memory, places = launch.memory, lanes.active(address(lanes))
             if "acquire" in o.modifiers:
@@ -87,7 +86,7 @@ def _store(o: Operands) -> Function:
             places = shared_addresses(lanes, address(lanes), nbytes, instruction)
             same = _there(launch.shared, places, values, size)
             pieces = launch.shared_shadow.pieces(places, nbytes)
-            launch.shared_shadow.write(warps, pieces, instruction, same=same)
+            launch.shared_shadow.write(warps, pieces, instruction, lanes.of(launch.lane), same=same)
         else:
             places = lanes.active(address(lanes))
             launch.shadow.check(warps, places, nbytes, instruction, write=True)

@@ -330,9 +330,12 @@ def _shuffle(o: Operands) -> Function:
                 mode
             ]
             inside = source <= most
-        place = np.arange(lanes.count) + np.where(inside, source - lane, 0)
-        if lanes.mask is not None and not lanes.mask[place[lanes.mask]].all():
-            raise Fault(f"a thread asks another that does not take part: {o.instruction}")
+        own = np.arange(lanes.count)
+        place = own + np.where(inside, source - lane, 0)
+        if lanes.mask is not None:
+            place = np.where(lanes.mask, place, own)
+            if not lanes.mask[place[lanes.mask]].all():
+                raise Fault(f"a thread asks another that does not take part: {o.instruction}")
         write(lanes, value(lanes)[place])
 
     return shuffle
@@ -370,7 +373,7 @@ def _elect(o: Operands) -> Function:
     return elect
 
 
-@operation("setmaxnreg", "griddepcontrol")
+@operation("setmaxnreg", "griddepcontrol", "nothing")
 def _nothing(o: Operands) -> Function:
     """Has no effect on results."""
     return lambda lanes: None

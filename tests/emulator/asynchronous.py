@@ -42,7 +42,7 @@ def _copy(o: Operands) -> Function:
         shadow = launch.shared_shadow
         moments = launch.copy_groups[warps] + 1
         agents = launch.clocks.copies(warps)
-        shadow.write(warps, shadow.pieces(places, size), where, agents, moments)
+        shadow.write(warps, shadow.pieces(places, size), where, None, agents, moments)
         for byte in range(0, size, 4):
             values = np.zeros(len(places), np.uint32)
             inside = given > byte
@@ -234,7 +234,7 @@ def _begin(
     pieces = np.unique(places // shadow.piece)[None]
     barrier.loads += 1
     moment = barrier.loads
-    shadow.write(warps, pieces, where, np.array([barrier.agent]), np.array([moment]))
+    shadow.write(warps, pieces, where, None, np.array([barrier.agent]), np.array([moment]))
     launch.shared.store(places, np.uint8(JUNK), 1)
 
     def arrive() -> None:

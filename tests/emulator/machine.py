@@ -130,6 +130,7 @@ class Launch:
         self.warps_per_cta = self.threads // 32
         lane = np.arange(self.total)
         self.cta, self.thread, self.warp = lane // self.threads, lane % self.threads, lane // 32
+        self.lane = lane % 32
         self.registers: list[Array | None] = [None] * len(program.registers)
         kinds = {each.name for each in program.code}
         self.clocks = Clocks(self.ctas, self.warps_per_cta, "mbarrier" in kinds)
@@ -160,8 +161,9 @@ class Launch:
             every[f"%ntid.{letter}"] = np.full(self.total, self.threads if axis == 0 else 1)
         return every
 
-    def run(self) -> None:
-        """Execute until all threads have ended. Raises Fault."""
+    def run(self, reached: bytearray) -> None:
+        """Execute until all threads have ended, and note which instructions are reached. Raises Fault."""
+        self.reached = reached
         gangs = self._starting()
         lanes = Lanes(self)
         while gangs:
@@ -238,6 +240,7 @@ class Launch:
         if self.steps > MOST_STEPS:
             raise Fault(f"no end after {MOST_STEPS} steps, at {self.code.program.code[at]}")
         self.steps += 1
+        self.reached[at] = 1
         self.where = instruction = self.code.program.code[at]
         if instruction.lanes > 1 and not self._complete(gang, instruction.lanes):
             gang.state = "apart"
@@ -315,6 +318,7 @@ class Launch:
     def _bar(self, gang: Gang, lanes: Lanes, instruction: Instruction) -> list[Gang]:
         gang.at += 1
         if "warp" in instruction.modifiers:
+            self.clocks.tick(np.unique(lanes.warps))
             return []
         number, *count = (self._uniform(each, lanes) for each in instruction.operands)
         gang.state, gang.barrier = "barrier", number

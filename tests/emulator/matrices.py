@@ -72,8 +72,11 @@ def _matrix(o: Operands) -> Function:
         )
         places = shared_addresses(own, address(lanes), 16, where)
         shadow = launch.shared_shadow
-        check = shadow.read if loads else shadow.write
-        check(own.warps, shadow.pieces(places, 16), where)
+        pieces, threads = shadow.pieces(places, 16), own.of(launch.lane)
+        if loads:
+            shadow.read(own.warps, threads, pieces, where)
+        else:
+            shadow.write(own.warps, pieces, where, threads)
         rows = places.reshape(len(firsts), number, 8)[..., None] + 2 * np.arange(8)
         for matrix in range(number):
             if loads:

@@ -111,6 +111,7 @@ class SharedShadow:
         self.clocks, self.piece = clocks, piece
         pieces = -(-nbytes // piece) * ctas
         self.writer = np.full(pieces, -1, np.int32)
+        self.lane = np.zeros(pieces, np.int8)
         self.written = np.zeros(pieces, np.int32)
         self.warps = clocks.per_cta
         self.reads = np.zeros((self.warps + -(-self.warps // 4), pieces), np.int32)
@@ -127,8 +128,12 @@ class SharedShadow:
         groups = self.clocks.products(first[:, None] + np.arange(0, self.warps, 4))
         return np.concatenate([own, groups], 1)
 
-    def read(self, warps: Array, pieces: Array, where: object) -> None:
+    def read(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
+        """Threads read. What another thread of their warp wrote, they see behind `bar.warp.sync` or a barrier."""
         self._come_before(warps, pieces, 0, where)
+        beside = (self.writer[pieces] == warps[:, None]) & (self.lane[pieces] != lanes[:, None])
+        if (beside & (self.written[pieces] == self.clocks.now(warps)[:, None])).any():
+            raise Fault(f"race: another thread of the warp wrote this, without bar.warp.sync: {where}")
         self.reads[(warps % self.warps)[:, None], pieces] = self.clocks.now(warps)[:, None]
 
     def _come_before(self, warps: Array, pieces: Array, proxy: int, where: object) -> None:
@@ -163,6 +168,7 @@ class SharedShadow:
         warps: Array,
         pieces: Array,
         where: object,
+        lanes: Any = None,
         agents: Any = None,
         moments: Any = None,
         same: Any = np.bool_(False),
@@ -175,6 +181,8 @@ class SharedShadow:
         readers = self.clocks.known[0, warps[:, None], self._agents(warps)]
         if (self.reads[:, pieces] > readers.T[:, :, None]).any():
             raise Fault(f"race: shared memory is written that others still read: {where}")
+        if lanes is not None:
+            self.lane[pieces] = lanes[:, None]
         self.writer[pieces] = (warps if agents is None else agents)[:, None]
         self.written[pieces] = (self.clocks.now(warps) if moments is None else moments)[:, None]
 
