@@ -29,6 +29,7 @@ from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.adapters import watch
 from pd_connector.vllm.extension import Operated
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
+from pd_connector.vllm.load_failures import recompute
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
@@ -99,6 +100,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
                 encoded_elsewhere=gets_embeddings(vllm_config),
             )
             watch_calls(self._scheduler)
+            if self._scheduler.pool is not None:
+                recompute(self._scheduler.pool.loads)
             if vllm_config.lora_config is not None:
                 watch(self._scheduler.identity.adapters)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from pd_connector.config import MIN_KEY_CHARACTERS
+from pd_connector.config_rules import MIN_KEY_CHARACTERS
 from pd_connector.control.keys import CurveKeys, Gatekeeper, new_key, secret
 
 SECRET = "a shared secret of some length"

@@ -13,8 +13,8 @@ from pd_connector.hosts import port_range
 from pd_connector.tools.cli.check import examine
 from pd_connector.tools.cli.checks.finding import Status
 from pd_connector.vllm.versions import advice
+from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.router.settings.config import RouterConfig
-from scheduler_plugins.router.settings.options import parser as router_parser
 
 FOLDER = Path(__file__).parents[2] / "examples" / "deploy"
 MANIFESTS = FOLDER / "kubernetes.yaml"
@@ -127,17 +127,29 @@ def test_every_service_and_policy_selects_the_pods_of_a_deployment() -> None:
     assert all(selector in pods for selector in selectors)
 
 
-def test_the_router_understands_its_arguments_and_finds_the_services() -> None:
+def understood(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> RouterConfig:
+    """The settings that `pd-router` itself makes of this command."""
+    found = list[RouterConfig]()
+    monkeypatch.setattr(
+        "scheduler_plugins.router.__main__._run", lambda config, settings: found.append(config)
+    )
+    assert command[0] == "pd-router"
+    assert pd_router(command[1:]) == 0
+    return found[0]
+
+
+def test_the_router_understands_its_arguments_and_finds_the_services(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     documents = committed()
     router = container(by_name(documents, "Deployment")["pd-router"])
-    assert router["command"] == ["pd-router", "serve"]
-    asked = router_parser(RouterConfig).parse_args(router["args"])
+    asked = understood(monkeypatch, [*router["command"], *router["args"]])
     services = by_name(documents, "Service")
     for url, side in ((asked.prefill, "prefill"), (asked.decode, "decode")):
-        assert url == [f"dns+http://pd-{side}:8000"]
+        assert url == (f"dns+http://pd-{side}:8000",)
         assert services[f"pd-{side}"]["spec"]["clusterIP"] == "None"
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
-    router_parser(RouterConfig).parse_args(compose["router"]["command"])
+    understood(monkeypatch, [*compose["router"]["entrypoint"], *compose["router"]["command"]])
 
 
 def test_vllm_understands_its_arguments() -> None:

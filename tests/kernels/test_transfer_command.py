@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pd_kernels.bench import transfer, transfer_check
-from pd_kernels.bench.caches import Model
+from pd_kernels.bench.caches import PAGED, RESHARD, Model
 from pd_kernels.bench.report import Comparison, duration, print_rows, throughput, write_json
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
@@ -88,7 +88,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_its_check_passes_in_the_interpreter() -> None:
-    assert transfer_check.check_transfer(6, seed=3) == []
+    assert transfer_check.check_transfer(6, seed=3) == {}
 
 
 @pytest.mark.usefixtures("small")
@@ -99,7 +99,19 @@ def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(transfer_check, "launch_gather", late)
     problems = transfer_check.check_transfer(2, seed=3)
-    assert len([problem for problem in problems if problem.startswith("pages")]) == 2
+    assert [line.split(" of ")[0] for line in problems.pop(PAGED)][:2] == [
+        f"{PAGED}, case {case}" for case in range(2)
+    ]
+    assert not problems
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_wrong_is_not_measured_and_all_else_is() -> None:
+    rows = list(transfer.measure_transfer((70,), wrong=[PAGED]))
+    bad = [row for row in rows if "failed" in row.params]
+    assert {row.name for row in bad} == {PAGED}
+    assert bad[0].params["failed"] == "ValueError: not measured, its check failed"
+    assert [row.name for row in rows if row not in bad] == [RESHARD] * 16
 
 
 @pytest.mark.usefixtures("small")

@@ -2,11 +2,11 @@
 """Speed of gather, scatter and reshard beside a plain copy and torch."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from pd_kernels.bench.caches import LLAMA_8B, MODELS, CacheViews, Model, make_cache
+from pd_kernels.bench.caches import LLAMA_8B, MODELS, PAGED, RESHARD, CacheViews, Model, make_cache
 from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 from pd_kernels.bench.transfer_baselines import torch_gather, torch_reshard
@@ -32,9 +32,11 @@ DEVICE = "cuda"
 LAYOUTS = ((16, "LBHNC"), (64, "LBHNC"), (128, "LBHNC"), (16, "LBNHC"))
 
 
-def measure_transfer(token_counts: Sequence[int]) -> Iterator[Comparison]:
+def measure_transfer(
+    token_counts: Sequence[int], wrong: Collection[str] = ()
+) -> Iterator[Comparison]:
     """Yield each row after its measurement, and print a line of progress for each model and token
-    count."""
+    count. What is in `wrong` is not measured, because its check failed."""
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
     for model, tokens in itertools.product(MODELS, token_counts):
@@ -42,12 +44,13 @@ def measure_transfer(token_counts: Sequence[int]) -> Iterator[Comparison]:
         for page_size, order in LAYOUTS:
             told: dict[str, Param] = {"model": model.name, "tokens": tokens, "page": page_size}
             rows = _paged(model, tokens, page_size, order, copy)
-            yield from guarded("gather and scatter", told | {"layout": order}, rows)
+            yield from guarded(PAGED, told | {"layout": order}, rows, PAGED in wrong)
             torch.cuda.empty_cache()
     sizes = (1, 2, 4, 8)
     for ranks in itertools.product(sizes, sizes):
         told = {"model": LLAMA_8B.name, "tokens": 7_500, "ranks": f"{ranks[0]} to {ranks[1]}"}
-        yield from guarded("reshard", told, _reshard(told, LLAMA_8B, ranks, copy))
+        rows = _reshard(told, LLAMA_8B, ranks, copy)
+        yield from guarded(RESHARD, told, rows, RESHARD in wrong)
 
 
 def _paged(

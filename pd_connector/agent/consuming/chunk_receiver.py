@@ -81,8 +81,8 @@ class ChunkReceiver:
             header = decode_header(encoded)
         except MalformedMessageError:
             return None  # it will be dropped when it has landed
-        place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
-        return self._inbox.destination(place, self._consumer.awaits) if place else None
+        place = self._consumer.landings.expected(header, slot) if header.nbytes == nbytes else None
+        return self._inbox.destination(place, self._consumer.landings.awaits) if place else None
 
     def place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
         """Copy a chunk into its pages; returns what was wrong with it."""
@@ -112,7 +112,7 @@ class ChunkReceiver:
             return
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
-        actions = self._consumer.landed(
+        actions = self._consumer.landings.landed(
             header, slot, arrival.payload, now, problem=problem, verified=arrival.verified
         )
         if not actions:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from pd_connector.config import MAX_SLOTS
+from pd_connector.config_rules import MAX_SLOTS
 from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.wire.fields import Count, Fingerprint, Name, Text, decode

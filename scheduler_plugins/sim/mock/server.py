@@ -39,7 +39,7 @@ from scheduler_plugins.sim.mock.clock import ClockedEngine, Generation
 from scheduler_plugins.sim.mock.events import Publisher, WatchedBlocks
 from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids, token_ids
 from scheduler_plugins.sim.mock.settings import MockSettings
-from scheduler_plugins.sim.mock.transfers import KV, Transfers, transfer_s
+from scheduler_plugins.sim.mock.transfers import KV, Moved, Transfers, transfer_s
 
 _DEFAULT_MAX_TOKENS = 16
 _CONTEXT_TOKENS = 1 << 20
@@ -80,7 +80,8 @@ class MockEngine:
         )
         self.clock = ClockedEngine(self._engine, settings.speed)
         self._engine_id = f"mock-{uuid.uuid4().hex[:12]}"
-        self._transfers = Transfers()
+        self._moved = Moved(settings.network)
+        self._transfers = Transfers(self._moved)
         self._asked = self._found = 0
         self.events: Publisher | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -158,7 +159,7 @@ class MockEngine:
             if self.settings.kv_tokens < inf
             else 0.0
         )
-        name = f'{{model_name="{self.settings.model}",engine="0"}}'
+        labels = f'model_name="{self.settings.model}",engine="0"'
         rows = {
             "num_requests_running": self.clock.running,
             "num_requests_waiting": self.clock.waiting,
@@ -166,9 +167,10 @@ class MockEngine:
             "prefix_cache_queries_total": self._asked,
             "prefix_cache_hits_total": self._found,
         }
-        text = "".join(f"vllm:{row}{name} {value}\n" for row, value in rows.items())
+        text = "".join(f"vllm:{row}{{{labels}}} {value}\n" for row, value in rows.items())
         size, blocks = self.settings.block_tokens, self.settings.cache_blocks
         cache = f'block_size="{size}",engine="0",num_gpu_blocks="{blocks}"'
+        text += self._moved.render(labels)
         return web.Response(text=f"{text}vllm:cache_config_info{{{cache}}} 1.0\n")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -238,8 +240,10 @@ class MockEngine:
     async def _fetch(self, source: str, transfer: str) -> None:
         """Wait for the time that the KV would need to arrive from there."""
         assert self._session is not None
-        moved_s = await transfer_s(self._session, source, transfer, self.settings.network)
+        network = self.settings.network
+        moved_s, tokens = await transfer_s(self._session, source, transfer, network)
         await asyncio.sleep(moved_s / self.clock.speed)
+        self._moved.received(tokens)
 
     async def _stream(
         self,
