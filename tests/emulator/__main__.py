@@ -25,7 +25,7 @@ def problem(name: str, seed: int) -> str:
     try:
         with EMULATOR.running(seed):
             CASES[name]()
-    except Exception as error:  # noqa: BLE001 - one case does not stop the others
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -37,7 +37,9 @@ def main() -> None:
     told = parser.parse_args()
     exact = all(name in CASES for name in told.names)
     parts = told.names or [""]
-    names = [n for n in CASES if (n in parts if exact and told.names else any(p in n for p in parts))]
+    names = [
+        n for n in CASES if (n in parts if exact and told.names else any(p in n for p in parts))
+    ]
     found = {}
     for name in names:
         began = time.process_time()

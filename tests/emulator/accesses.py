@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 from arithmetic import Function, operation
-from machine import Lanes
-from memory import Array, Fault, Memory
+from gangs import Lanes
+from memory import Array, FaultError, Memory
 from operands import Operands, UnknownError
 
 SPACES = ("param", "global", "shared", "shared_cta")
@@ -23,9 +23,11 @@ def shared_addresses(lanes: Lanes, addresses: Any, size: int, where: object) -> 
     """Places of the active threads' accesses in the shared memory of all CTAs."""
     launch, own = lanes.launch, lanes.active(addresses)
     if (own % min(size, 16)).any():
-        raise Fault(f"misaligned access of {size} bytes to shared memory: {where}")
+        raise FaultError(f"misaligned access of {size} bytes to shared memory: {where}")
     if own.min() < 0 or own.max() + size > launch.shared_bytes:
-        raise Fault(f"out of bounds: {own.max()} + {size} of {launch.shared_bytes} bytes: {where}")
+        raise FaultError(
+            f"out of bounds: {own.max()} + {size} of {launch.shared_bytes} bytes: {where}"
+        )
     return own + lanes.of(launch.cta) * launch.shared_bytes
 
 
@@ -94,7 +96,7 @@ def _store(o: Operands) -> Function:
         for number, own in enumerate(values):
             memory.store(places + size * number, own, size)
         if not _there(memory, places, values, size).all():
-            raise Fault(f"race: threads write different values to one place: {instruction}")
+            raise FaultError(f"race: threads write different values to one place: {instruction}")
 
     return store
 

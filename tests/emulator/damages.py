@@ -91,6 +91,6 @@ def findings(
         try:
             with emulator.running(seed, damage):
                 case()
-        except Exception as error:  # noqa: BLE001 - each is something found
+        except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         yield Finding(damage.ptx.stem, kind, str(damage.instruction), problem)

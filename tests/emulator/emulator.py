@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes what Triton launches, as it was compiled for sm_90a, and raises Fault for what a GPU would not
+"""Executes what Triton launches, as it was compiled for sm_90a, and raises FaultError for what a GPU would not
 forgive."""
 
 import ctypes
@@ -10,13 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import accesses  # noqa: F401 - these three register their instructions
+import accesses  # noqa: F401 - these register their instructions
 import asynchronous  # noqa: F401
+import conversions  # noqa: F401
 import matrices  # noqa: F401
 import numpy as np
 from arithmetic import OPERATIONS
 from driver import Driver, Launched, live_memory
-from machine import PARAMETERS, Code, Launch
+from gangs import PARAMETERS, Code
+from machine import Launch
 from memory import Memory
 from operands import Operands, UnknownError
 from ptx import Instruction, Program
@@ -91,7 +93,7 @@ class Emulator:
 
     @contextmanager
     def running(self, seed: int = 0, damage: Damage | None = None) -> Iterator[None]:
-        """Launches take their turns by `seed`, of programs that `damage` has changed; a launch's Fault is raised."""
+        """Launches take their turns by `seed`, of programs that `damage` has changed; a launch's FaultError is raised."""
         self.seed, self.damage = seed, damage
         try:
             yield
