@@ -53,7 +53,7 @@ def _load(o: Operands) -> Function:
         else:
             memory, places = launch.memory, lanes.active(address(lanes))
             if "acquire" in o.modifiers:
-                _acquire(lanes, places)
+                _synchronise(lanes, places, acquire=True, release=False)
             launch.shadow.check(warps, places, nbytes, instruction, write=False, atomic=polling)
             lanes.impatient |= polling
         for number, write in enumerate(writes):
@@ -108,20 +108,17 @@ def _there(memory: Memory, places: Array, values: list[Array], size: int) -> Arr
     return same
 
 
-def _acquire(lanes: Lanes, addresses: Array) -> None:
-    """These warps learn what atomics with release told at these addresses."""
-    launch, warps = lanes.launch, lanes.warps
-    for address in np.unique(addresses).tolist():
-        if (told := launch.released.get(address)) is not None:
-            launch.clocks.learn(np.unique(warps[addresses == address]), told)
-
-
-def _release(lanes: Lanes, addresses: Array) -> None:
-    launch, warps = lanes.launch, lanes.warps
-    for address in np.unique(addresses).tolist():
-        told = launch.clocks.release(np.unique(warps[addresses == address]))
-        before = launch.released.get(address)
-        launch.released[address] = told if before is None else np.maximum(before, told)
+def _synchronise(lanes: Lanes, addresses: Array, acquire: bool, release: bool) -> None:
+    """One warp after another learns what was told at these addresses, and tells what it knows."""
+    launch = lanes.launch
+    pairs = dict.fromkeys(zip(lanes.warps.tolist(), addresses.tolist(), strict=True))
+    for number, address in pairs:
+        warp, told = np.array([number]), launch.released.get(address)
+        if acquire and told is not None:
+            launch.clocks.learn(warp, told)
+        if release:
+            own = launch.clocks.release(warp)
+            launch.released[address] = own if told is None else np.maximum(own, told)
 
 
 @operation("atom", "red")
@@ -141,10 +138,10 @@ def _atomic(o: Operands) -> Function:
     def atomic(lanes: Lanes) -> None:
         launch, places = lanes.launch, lanes.active(address(lanes))
         launch.shadow.check(lanes.warps, places, size, instruction, write=True, atomic=True)
-        if order & {"acq_rel", "acquire"}:
-            _acquire(lanes, places)
-        if order & {"acq_rel", "release"}:
-            _release(lanes, places)
+        if order != {"relaxed"}:
+            acquire, release = "acquire" in order, "release" in order
+            both = "acq_rel" in order
+            _synchronise(lanes, places, acquire or both, release or both)
         lanes.impatient |= write is not None
         view, own = launch.memory.views[size].view(dtype), lanes.active(value(lanes))
         cells = (places - launch.memory.first) // size

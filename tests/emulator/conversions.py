@@ -75,10 +75,11 @@ def _shuffle(o: Operands) -> Function:
             inside = source <= most
         own = np.arange(lanes.count)
         place = own + np.where(inside, source - lane, 0)
-        if lanes.mask is not None:
-            place = np.where(lanes.mask, place, own)
-            if not lanes.mask[place[lanes.mask]].all():
-                raise FaultError(f"a thread asks another that does not take part: {o.instruction}")
+        taking = np.ones(lanes.count, bool) if lanes.mask is None else lanes.mask
+        place = np.where(taking, place, own)
+        here = np.clip(place, 0, lanes.count - 1)
+        if (here != place).any() or not taking[here[taking]].all():
+            raise FaultError(f"a thread asks another that does not take part: {o.instruction}")
         write(lanes, value(lanes)[place])
 
     return shuffle
