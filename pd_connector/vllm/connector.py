@@ -34,7 +34,8 @@ from pd_connector.vllm.load_failures import recompute
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
-from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
+from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.shards import in_order
 from pd_connector.vllm.support import check_supported, gets_embeddings, load_config
 from pd_connector.vllm.weight_loads import watch_calls
 from pd_connector.vllm.windows import Windows
