@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to set if no KV arrives, by the cause of the failures or by an engine's metrics."""
 
-import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import NamedTuple
 
@@ -81,12 +80,6 @@ class Outage(NamedTuple):
 
     found: str
     advice: str
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` if one of the known names is close to this one, else an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def remedy(cause: Cause) -> str:
