@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, TypeVar
 
 import msgspec
@@ -94,8 +95,7 @@ class YamlText:
 
 def _composed(text: bytes) -> Any:
     """The text's nodes, which know their lines; None if there is none."""
-    import yaml
-
+    yaml: Any = import_module("yaml")  # only for the message of an error
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
