@@ -129,6 +129,7 @@ def test_a_watch_that_the_server_ends_is_resumed_from_a_bookmark(
         async with following() as heard:
             await until(lambda: server.watches == 1, "it watches")
             await server.bookmark()
+            await asyncio.sleep(0.2)  # it is sent and read
             server.compact()  # only the bookmark's version is still known
             await until(lambda: server.count("watch") >= 2, "the first watch has ended")
             await server.put(pod("c", "10.0.0.3"))
