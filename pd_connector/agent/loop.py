@@ -36,6 +36,7 @@ from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.errors import TransportError
+from pd_connector.kv.coding import RAW, coarsest
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
@@ -157,7 +158,8 @@ class Loop:
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
             if store and trust:
-                writer = Writer(engine, identity.engine_id)
+                codec = coarsest(config.codec, config.codec_max_error) if consumes else RAW.name
+                writer = Writer(engine, identity.engine_id, codec)
                 parts = len(shards) or 1
                 self.pool_side = PoolSide(resources, store, trust, writer, parts, gate, report)
         except BaseException:

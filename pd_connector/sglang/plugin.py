@@ -12,10 +12,9 @@ from importlib.metadata import version
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.sglang.hooks import BACKEND, HOOKS, Hook
+from pd_connector.versions import SGLANG
 
 logger = logging.getLogger("pd_connector.sglang")
-
-KNOWN_VERSIONS = ("0.5.23",)
 
 
 def register() -> None:
@@ -30,7 +29,7 @@ def register() -> None:
         logger.exception(
             "PDConnector cannot be registered with SGLang %s, so `%s` will not be known as a "
             "transfer backend: %s. Known to work: SGLang %s",
-            *(_installed(), BACKEND, error, ", ".join(KNOWN_VERSIONS)),
+            *(_installed(), BACKEND, error, ", ".join(SGLANG)),
         )
         raise
 
@@ -40,11 +39,11 @@ def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     found = _installed()
-    if found not in KNOWN_VERSIONS:
+    if found not in SGLANG:
         logger.warning(
             "SGLang %s is untested with PDConnector (%s is tested): only the signatures of its hooks "
             "were checked",
-            *(found, ", ".join(KNOWN_VERSIONS)),
+            *(found, ", ".join(SGLANG)),
         )
     for hook in HOOKS:
         _check(hook)

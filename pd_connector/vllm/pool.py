@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.record import AT_REST
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.told import EngineInPool
@@ -44,6 +45,9 @@ _UNKNOWN_S = 120.0
 class PoolSide:
     """Called by vLLM's scheduler only.
 
+    Attributes:
+        loads: those under way.
+
     Args:
         store: where chunks are.
         settings: what this engine does with them.
@@ -52,6 +56,7 @@ class PoolSide:
         ignored: told of requests whose wishes cannot be followed.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
+        codec: the coarsest one in which KV comes here. What came in FP8 is not saved.
     """
 
     def __init__(
@@ -64,7 +69,16 @@ class PoolSide:
         ignored: IgnoredParams,
         ranks: int,
         engine_id: str = "",
+        codec: str = "raw",
     ) -> None:
+        if settings.write and codec not in AT_REST:
+            settings = settings._replace(write=False)
+            logger.warning(
+                "pool: this engine only reads: it takes KV in %s, whose error is too large to keep that KV for other "
+                "engines (config key codec: one of %s)",
+                codec,
+                ", ".join(AT_REST),
+            )
         self._store = store
         self._engine_id = engine_id
         self._ignored = ignored
@@ -82,7 +96,7 @@ class PoolSide:
         self._began_s = time.monotonic()
         self._warned = False
         self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
-        self._loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
+        self.loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
         self._tell()
 
     def bind(self, blocks: "BlockPool") -> None:
@@ -128,7 +142,7 @@ class PoolSide:
             )
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
-                self._loads.failed(prompt, cause)
+                self.loads.failed(prompt, cause)
         self._saves.answered(activity.saved)
         self._saves.answered(Counter(report.request for report in activity.audits))
         self._audit.reported(activity.audits)
@@ -198,27 +212,23 @@ class PoolSide:
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
         found = prompt.found[chunks.start : chunks.stop]
-        self._loads.begin(prompt, Loading(keys, found, range(first, stop), time.monotonic(), look))
         tables = []
         for table, size in zip(
             kept_pages(blocks.get_block_ids()), self._windows.page_sizes, strict=True
         ):
             before = min(len(table), first // size)
             tables.append([-1] * before + list(table[before:]))
-        return Fill(
-            request.request_id,
-            self.model,
-            tuple(prompt.chunk(number) for number in chunks),
-            first,
-            stop,
-            tuple(tables),
-        )
+        wanted = tuple(prompt.chunk(number) for number in chunks)
+        fill = Fill(request.request_id, self.model, wanted, first, stop, tuple(tables))
+        loading = Loading(keys, found, range(first, stop), time.monotonic(), look)
+        self.loads.begin(prompt, loading, fill)
+        return fill
 
     def broke_off(self, cuts: Mapping[str, Cut]) -> None:
         """Ranks could not load all chunks. The end of these loads is told next, or later if other ranks go on."""
         for request_id, cut in cuts.items():
             if prompt := self._prompts.get(request_id):
-                self._loads.broke_off(prompt, cut)
+                self.loads.broke_off(prompt, cut)
 
     def load_ended(self, request_id: str, *, failed: bool) -> bool:
         """The ranks have ended a load. Returns whether it was one from the pool.
@@ -226,10 +236,11 @@ class PoolSide:
         Args:
             failed: vLLM keeps none of its pages, otherwise those up to the load's cut.
         """
+        self.loads.over(request_id)
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.loading is None:
             return False
-        if chunk_bytes := self._loads.ended(prompt, prompt.loading, failed=failed):
+        if chunk_bytes := self.loads.ended(prompt, prompt.loading, failed=failed):
             self._tell(chunk_bytes)
         return True
 
@@ -264,6 +275,7 @@ class PoolSide:
             unchanged: whether its adapter is still the one that it began with.
         """
         prompt = self._prompts.pop(request.request_id, None)
+        self.loads.over(request.request_id)
         self._looks.shared.forget(request.request_id)
         if prompt is None:
             return []

@@ -10,37 +10,28 @@ names its target.
 import functools
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from kernel_aot import TARGET, report
-from triton import knobs
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from kernel_aot import report
 
 from pd_kernels.attention import paged_call as paged_call_module
 from pd_kernels.attention import tile_mask
-from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
+from pd_kernels.attention.decode_call import KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
-from pd_kernels.attention.launch import known_constants
 from pd_kernels.attention.mixed import MixedPlan
 from pd_kernels.attention.mixed_kernel import PROGRAMS, launch_mixed
-from pd_kernels.attention.mla import launch_mla
-from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mods import alibi, document, soft_cap
-from pd_kernels.attention.paged_call import COSTS, PagedCall
-from pd_kernels.attention.paged_kernel import launch_paged
+from pd_kernels.attention.paged_call import COSTS
 from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.work_partition import RowShape
+from pd_kernels.bench.compiled import Assembly, compiled
+from pd_kernels.bench.sample_launches import Launched, mla_call, paged_call
 from pd_kernels.tuning import tuned
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -57,48 +48,11 @@ WAIT = r"(?<!WARPGROUP\.)\bDEPBAR\.LE SB0, 0x([0-9a-f]+)"
 """Waits until at most this number of groups of asynchronous loads are under way."""
 
 
-class Launched(NamedTuple):
-    """What a launch was made for: bytes of one tile, and programs on a multiprocessor."""
-
-    tile: int
-    programs: int
-
-
-def compiled(call: Callable[[], Launched]) -> tuple[Any, Launched]:
-    """The kernel that `call` launches, compiled as if it came first."""
-    found: list[Any] = []
-    run = JITFunction.run
-
-    def warm(self: JITFunction, *args: Any, **kwargs: Any) -> None:
-        found.append(run(self, *args, **(kwargs | {"warmup": True})))
-
-    driver.set_active(
-        SimpleNamespace(
-            get_current_device=lambda: 0,
-            get_current_stream=lambda _: 0,
-            get_current_target=lambda: TARGET,
-        )
-    )
-    JITFunction.run = warm
-    known_constants.clear()  # configs are changed below
-    try:
-        launched = call()
-    finally:
-        JITFunction.run = run
-    (kernel,) = found
-    return kernel, launched
-
-
 def counts(kernel: Any) -> dict[str, int]:
     """How many instructions of each kind the kernel has; and, of its loop over tiles, the bytes
     that a thread loads asynchronously in one turn and how many groups of loads are under way when
     it waits."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(kernel.asm["cubin"])
-        sass = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-sass", path], capture_output=True, text=True, check=True
-        ).stdout
+    sass = Assembly.of(kernel).sass
     found = {name: len(re.findall(pattern, sass)) for name, pattern in INSTRUCTIONS.items()}
     loop = loop_over_tiles(sass)
     widths = [int(bits or 32) // 8 for bits in re.findall(ASYNCHRONOUS, loop)]
@@ -137,42 +91,6 @@ def loop_over_tiles(sass: str) -> str:
     return found
 
 
-def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
-    return DecodePlan.of(
-        *(batch.rows, batch.costs, 2, workers, batch.height, batch.width, DEVICE), batch.paired
-    )
-
-
-def paged_call(
-    heads: int = 32,
-    kv_heads: int = 8,
-    dim: int = 128,
-    page: int = 16,
-    queries: int = 1,
-    dtype: torch.dtype = BF16,
-    window: int = 0,
-    listed: bool = False,
-    jagged: bool = False,
-    **mods: Any,
-) -> Launched:
-    cache = torch.zeros(4, page, kv_heads, 2 * dim).to(dtype)
-    query = torch.zeros(2, queries, heads, dim, dtype=BF16)
-    if jagged:
-        query = query.flatten(0, 1).unsqueeze(1)
-    table = torch.zeros(2, 64, dtype=torch.int32)
-    lengths = torch.ones(2, dtype=torch.int32)
-    batch = PagedCall(
-        *(query, cache[..., :dim], cache[..., dim:], table, lengths, 0.1, 1.0, 1.0, True, window),
-        *(mods.get("score"), mods.get("mask")),
-        *((torch.zeros(3, dtype=torch.int64), queries) if jagged else ()),
-    )
-    plan = batch.plan() if listed else plan_of(batch, 264)
-    lse = torch.zeros(query.shape[:3])
-    launch_paged(batch, torch.zeros_like(query), lse, plan.tensors)
-    tile = batch.config.tile * 2 * dim * dtype.itemsize
-    return Launched(tile, batch.config.programs)
-
-
 def mixed_call(dtype: torch.dtype = BF16) -> Launched:
     cache = torch.zeros(4, 16, 8, 256).to(dtype)
     query, starts = torch.zeros(513, 32, 128, dtype=BF16), [0, 1, 513]
@@ -181,34 +99,6 @@ def mixed_call(dtype: torch.dtype = BF16) -> Launched:
     prefill, decode = plan.calls(keys=cache[..., :128], values=cache[..., 128:])
     launch_mixed(prefill, decode, plan.plans, plan.tickets, torch.zeros_like(query), None)
     return Launched(prefill.config.tile * 2 * 128 * dtype.itemsize, PROGRAMS)
-
-
-def mla_call(heads: int, queries: int = 1, page: int = 64, coded: bool = False) -> Launched:
-    cache = torch.zeros(4, page, 576, dtype=BF16)
-    if coded:
-        cache = torch.zeros(4, page, CODED_BYTES, dtype=torch.uint8)
-    query = torch.zeros(2, queries, heads, 576, dtype=BF16)
-    table = torch.zeros(2, 64, dtype=torch.int32)
-    batch = MlaCall(query, cache, table, torch.ones(2, dtype=torch.int32), 0.1, True)
-    plan = plan_of(batch, 132)
-    out, lse = torch.zeros(2, queries, heads, 512, dtype=BF16), torch.zeros(2, queries, heads)
-    launch_mla(batch, out, lse, plan.tensors)
-    # Scales are not read 16 bytes at a time.
-    width = 640 if coded else 2 * 576
-    return Launched(batch.config.tile * width, batch.config.programs)
-
-
-def gluon_call(heads: int, queries: int = 1) -> Launched:
-    """The Gluon kernel, as on a Hopper; without the merge, which is the Triton kernel's."""
-    from pd_kernels.attention import mla_call as calls
-    from pd_kernels.attention import mla_gluon
-
-    with (
-        tuned(gluon=True),
-        mock.patch.object(calls, "on_hopper", return_value=True),
-        mock.patch.object(mla_gluon, "launch_mla_triton"),
-    ):
-        return mla_call(heads, queries)
 
 
 def starved_call() -> Launched:
@@ -262,7 +152,7 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "mixed": mixed_call,
     "mixed, fp8": functools.partial(mixed_call, FP8),
     "mla, 16 heads": functools.partial(mla_call, 16),
-    "mla, gluon": functools.partial(gluon_call, 128),
+    "mla, gluon": functools.partial(mla_call, 128, gluon=True),
     "mla, 16 heads, 4 queries": functools.partial(mla_call, 16, 4),
     "paged, few registers": starved_call,
     "paged, two stages": unpipelined_call,
@@ -308,7 +198,7 @@ def main() -> None:
     for name in wanted or KERNELS:
         kernel, launched = compiled(known[name])
         found[name] = {
-            **report(kernel, 32 * kernel.metadata.num_warps),
+            **report(kernel),
             **counts(kernel),
             "tile bytes": launched.tile,
             "programs": launched.programs,

@@ -8,21 +8,16 @@ A program of its own, because in the process of the tests kernels are interprete
 import collections
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
-from pd_kernels.transfer import Blocks, PayloadShape, Resharding, Stored, new_sums
+from pd_kernels.bench.compiled import Assembly, compiled
+from pd_kernels.bench.sample_launches import chunk
+from pd_kernels.transfer import Blocks, PayloadShape, Resharding, new_sums
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
 from pd_kernels.transfer.reshard import launch_reshard
@@ -30,75 +25,21 @@ from pd_kernels.transfer.scatter import launch_scatter
 from pd_kernels.transfer.sums import launch_payload_sums
 from pd_kernels.tuning import tuned
 
-TARGET = GPUTarget("cuda", 90, 32)
-POINTERS = {
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-    torch.float32: "*fp32",
-}
-OPTIONS = ("num_warps", "maxnreg")
-Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
-
-def launches(call: Callable[[], None]) -> list[Launch]:
-    """What `call` would launch."""
-    found: list[Launch] = []
-
-    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found.append((self, args, kwargs))
-
-    theirs, JITFunction.run = JITFunction.run, record
-    try:
-        call()
-    finally:
-        JITFunction.run = theirs
-    return found
-
-
-def compiled(launch: Launch) -> tuple[Any, int]:
-    """The kernel as it is compiled when this launch comes first, and its threads."""
-    function, args, kwargs = launch
-    given = dict(zip(function.arg_names, args, strict=False)) | kwargs
-    options = {name: given.pop(name) for name in OPTIONS if name in given}
-    signature, constants, aligned = {}, {}, {}
-    for place, parameter in enumerate(function.params):
-        value = given[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            assert value.data_ptr() % 16 == 0
-            aligned[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "i32"
-            assert parameter.do_not_specialize, parameter.name
-            assert abs(value) < 1 << 31, parameter.name
-    source = ASTSource(function, signature, constants, aligned)
-    return triton.compile(source, target=TARGET, options=options), 32 * options["num_warps"]
-
-
-def report(kernel: Any, threads: int) -> dict[str, Any]:
+def report(kernel: Any) -> dict[str, Any]:
     """Registers, shared memory, local memory and the width of every access to global memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(kernel.asm["cubin"])
-        tool = knobs.nvidia.cuobjdump.path
-        usage, sass = (
-            subprocess.run([tool, flag, path], capture_output=True, text=True, check=True).stdout
-            for flag in ("--dump-resource-usage", "-sass")
-        )
-    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
+    assembly = Assembly.of(kernel)
+    sass = assembly.sass
     accesses = collections.Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)\.[\w.]*)", sass))
     return {
-        "registers": registers,
-        "threads": threads,
-        "stack": stack,
-        "shared": kernel.metadata.shared,
+        "registers": assembly.registers,
+        "threads": assembly.threads,
+        "stack": assembly.stack,
+        "shared": assembly.shared,
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", sass, re.M)),
         "accesses": dict(accesses),
         "flushes": len(re.findall(r"\.ftz\.", kernel.asm["ptx"])),
+        "evict first": kernel.asm["ptx"].count("L2::evict_first"),
         "loads at once": loads_at_once(sass),
         "packed": {
             name: kernel.asm["ptx"].count(name)
@@ -124,35 +65,6 @@ def loads_at_once(sass: str) -> int:
             count += 1
             most = max(most, count)
     return most
-
-
-def cache(heads: int, dims: tuple[int, ...], dtype: torch.dtype, odd: bool) -> list[torch.Tensor]:
-    """One layer's K and V (or latent), side by side in pages of 16 tokens, head by head."""
-    width = sum(dims) + odd
-    whole = torch.zeros(8 * heads * 16 * width).to(dtype).view(8, heads, 16, width)
-    return list(whole[..., : sum(dims)].split(dims, dim=3))
-
-
-def chunk(
-    codec: str,
-    source: torch.dtype,
-    destination: torch.dtype,
-    gather: bool,
-    check: bool = False,
-    heads: int = 8,
-    dims: tuple[int, ...] = (128, 128),
-    odd: bool = False,
-) -> ChunkLaunch:
-    key, *value = cache(heads, dims, source if gather else destination, odd)
-    scaled = [
-        Stored(dtype, (0.3,) * len(dims) if dtype == torch.float8_e4m3fn else ())
-        for dtype in (source, destination)
-    ]
-    blocks = Blocks.of([key], value, 16, codec, *scaled)
-    nbytes = blocks.nbytes(100)
-    slot = torch.zeros(nbytes, dtype=torch.uint8)
-    sums = new_sums(nbytes, slot.device) if check else None
-    return ChunkLaunch(blocks, torch.arange(8, dtype=torch.int32), slot, 5, 100, sums)
 
 
 def verbatim(check: bool = False) -> ChunkLaunch:
@@ -226,8 +138,7 @@ KERNELS: dict[str, Callable[[], None]] = {
 def main() -> None:
     found = {}
     for name in sys.argv[1:] or KERNELS:
-        (launch,) = launches(KERNELS[name])
-        found[name] = report(*compiled(launch))
+        found[name] = report(compiled(KERNELS[name])[0])
     json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)
 
 

@@ -90,6 +90,13 @@ def test_a_tile_is_under_way_while_another_one_is_computed(
     assert kernels[name]["groups under way"] > 0
 
 
+@pytest.mark.parametrize("name", [*KERNELS, *MIXED])
+def test_kv_that_is_read_once_gives_way_in_the_l2(
+    kernels: dict[str, dict[str, Any]], name: str
+) -> None:
+    assert kernels[name]["evict first"] > 0
+
+
 def test_a_loop_that_waits_for_each_tile_is_noticed(kernels: dict[str, dict[str, Any]]) -> None:
     """Negative controls of the test above, the second of them the other setting of
     `Tuning.small_tiles`."""

@@ -66,16 +66,16 @@ def test_several_programs_fit_on_a_multiprocessor(
 
 def _main() -> None:
     import torch
-    from kernel_aot import compiled, launches, report
+    from kernel_aot import report
 
     from pd_kernels.attention.merge import launch_merge
+    from pd_kernels.bench.compiled import compiled
 
     def launch(shards: int, dim: int, odd: int = 0) -> dict[str, Any]:
         slab = torch.zeros(shards, ROWS * dim + odd)
         outs = slab[:, : ROWS * dim].view(shards, ROWS, dim)
         lses, out = torch.zeros(shards, ROWS), torch.zeros(ROWS, dim)
-        (found,) = launches(partial(launch_merge, outs, lses, out))
-        kernel: dict[str, Any] = report(*compiled(found))
+        kernel: dict[str, Any] = report(compiled(partial(launch_merge, outs, lses, out))[0])
         return kernel
 
     found = {name: launch(*shape) for name, shape in SHAPES.items()}

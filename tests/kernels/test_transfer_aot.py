@@ -130,6 +130,19 @@ def test_enough_loads_are_under_way_to_keep_the_memory_busy(
     assert programs(kernel) * kernel["shared"] <= 200 * 1024
 
 
+READ_TWICE = "gather fp8"
+"""Kernels that may read the cache a second time, in programs that come later."""
+
+
+@pytest.mark.parametrize("name", [*TILE_BYTES, *SLOWER])
+def test_what_is_read_once_gives_way_in_the_l2(
+    kernels: dict[str, dict[str, Any]], name: str
+) -> None:
+    """So that a transfer does not displace what the engine's own kernels keep there."""
+    streams = name.startswith(("gather", "scatter")) and not name.startswith(READ_TWICE)
+    assert (kernels[name]["evict first"] > 0) == streams
+
+
 @pytest.mark.parametrize("name", ["gather fp8", "gather fp8, sums", "gather int8", "gather raw"])
 def test_a_thread_has_several_loads_under_way(
     kernels: dict[str, dict[str, Any]], name: str

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums that kernels form in any order give pd_connector's checksum."""
 
+import os
 import random
+from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_caches import sloppy
 
 from pd_kernels.checksum import checksum_of
 from pd_kernels.transfer import finish, new_sums, payload_sums
-from pd_kernels.transfer.sums import launch_payload_sums, reference_payload_sums
+from pd_kernels.transfer.sums import add_section, launch_payload_sums, reference_payload_sums
 
 
 def digest_of(sums: torch.Tensor, payload: torch.Tensor) -> bytes:
@@ -37,6 +41,23 @@ def test_the_kernel(nbytes: int) -> None:
     payload = sloppy(3, nbytes)
     sums = new_sums(nbytes, payload.device)
     launch_payload_sums(payload, sums)
+    assert digest_of(sums, payload) == wanted(payload)
+
+
+with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _sum_tile(slot, sums, first, sections):  # type: ignore[no-untyped-def]
+        add_section(sums, slot, first, sections, 1024, tl.program_id(0))
+
+
+@pytest.mark.parametrize("first", [0, 1, 64, 127, 128, 200])
+def test_a_tile_may_begin_anywhere_in_a_row(first: int) -> None:
+    """A row of the payload is 128 sections. A tile that begins with a row takes a shorter way."""
+    payload = sloppy(6, 16 * (first + 900))
+    sums = new_sums(payload.numel(), payload.device)
+    _sum_tile[(1,)](payload, sums, first, 900, num_warps=4)
+    payload[: 16 * first] = 0
     assert digest_of(sums, payload) == wanted(payload)
 
 

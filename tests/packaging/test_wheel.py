@@ -58,7 +58,7 @@ def test_entry_points_are_registered_and_exist(wheel, root):
     assert "\ndef register()" in (root / "pd_connector/sglang/plugin.py").read_text()
     assert "[console_scripts]\npd-connector = pd_connector.tools.cli.app:main" in text
     assert "\ndef register()" in (root / "pd_connector/vllm/plugin.py").read_text()
-    assert "\ndef main()" in (root / "pd_connector/tools/cli/app.py").read_text()
+    assert "\ndef main(" in (root / "pd_connector/tools/cli/app.py").read_text()
 
 
 def test_the_licence_is_in_it(contents):

@@ -172,6 +172,28 @@ def test_a_text_that_is_no_utf8_is_not_written() -> None:
     assert error.value.cause is Miss.REFUSED
 
 
+def written_by(codec: str) -> Record:
+    return record(writer=msgspec.structs.replace(RECORD.writer, codec=codec))
+
+
+def test_kv_that_came_in_a_codec_is_read_only_where_that_codec_is_permitted() -> None:
+    found = decode(encode(written_by("int8")))
+    assert record_problem(found, wanted(found)) is None
+    problem = record_problem(found, wanted(found)._replace(codecs=("raw",)))
+    assert problem is not None
+    assert problem[0] is Miss.UNLIKE
+
+
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "of_another_package"])
+def test_kv_that_came_in_fp8_is_neither_written_nor_read(codec: str) -> None:
+    with pytest.raises(PoolError) as error:
+        encode(written_by(codec))
+    assert error.value.cause is Miss.REFUSED
+    plain = msgspec.msgpack.decode(HEAD[HEADER.size : BODY_STOP])
+    plain["writer"]["codec"] = codec
+    assert refused(summed(RECORD, msgspec.msgpack.encode(plain))) is Miss.DAMAGED
+
+
 def other_than(found: Record, **fields: Any) -> tuple[Miss, str] | None:
     return record_problem(msgspec.structs.replace(found, **fields), wanted(found))
 

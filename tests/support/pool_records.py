@@ -81,8 +81,8 @@ def record(
 
 def wanted(found: Record, facts: ModelFacts = FACTS) -> Wanted:
     """What a reader looks for to whom this record is right."""
-    named = (getattr(found, name) for name in Wanted._fields[:-1])
-    return Wanted(*named, facts)
+    named = (getattr(found, name) for name in Wanted._fields[:-2])
+    return Wanted(*named, facts, (found.writer.codec,))
 
 
 def summed(found: Record, body: bytes, **told: int) -> bytes:

@@ -81,17 +81,20 @@ def attend_latent_codes(
         tokens, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
         mask = inside[:, None]
         words = tokens.to(tl.pointer_type(tl.int16)) + word
-        word_0 = tl.load(words, mask=mask, other=0)
-        word_1 = tl.load(words + _WORDS, mask=mask, other=0)
-        word_2 = tl.load(words + 2 * _WORDS, mask=mask, other=0)
-        word_3 = tl.load(words + 3 * _WORDS, mask=mask, other=0)
+        word_0 = tl.load(words, mask=mask, other=0, eviction_policy="evict_first")
+        word_1 = tl.load(words + _WORDS, mask=mask, other=0, eviction_policy="evict_first")
+        word_2 = tl.load(words + 2 * _WORDS, mask=mask, other=0, eviction_policy="evict_first")
+        word_3 = tl.load(words + 3 * _WORDS, mask=mask, other=0, eviction_policy="evict_first")
         scales = tl.reshape(tokens + _LATENT, (TILE,)).to(tl.pointer_type(tl.float32))
         scale_0 = tl.load(scales, mask=inside, other=0.0)
         scale_1 = tl.load(scales + 1, mask=inside, other=0.0)
         scale_2 = tl.load(scales + 2, mask=inside, other=0.0)
         scale_3 = tl.load(scales + 3, mask=inside, other=0.0)
         ropes = (tokens + _CODES).to(tl.pointer_type(tl.bfloat16)) + rope
-        score = tl.dot(lines_rope, tl.trans(tl.load(ropes, mask=mask, other=0.0)))
+        score = tl.dot(
+            lines_rope,
+            tl.trans(tl.load(ropes, mask=mask, other=0.0, eviction_policy="evict_first")),
+        )
         score += _product(even_0, odd_0, word_0) * (unit_0[:, None] * scale_0[None, :])
         score += _product(even_1, odd_1, word_1) * (unit_1[:, None] * scale_1[None, :])
         score += _product(even_2, odd_2, word_2) * (unit_2[:, None] * scale_2[None, :])

@@ -172,7 +172,10 @@ def attend_latents(
             ropes = (tokens + _CODES).to(tl.pointer_type(tl.bfloat16)) + rope
         else:
             ropes = tokens + 4 * _SLICE + rope
-        score = tl.dot(lines_rope, tl.trans(tl.load(ropes, mask=mask, other=0.0)))
+        score = tl.dot(
+            lines_rope,
+            tl.trans(tl.load(ropes, mask=mask, other=0.0, eviction_policy="evict_first")),
+        )
         score = tl.dot(lines_0, tl.trans(latent_0), score)
         score = tl.dot(lines_1, tl.trans(latent_1), score)
         score = tl.dot(lines_2, tl.trans(latent_2), score)
@@ -195,10 +198,12 @@ def _latents(tokens, mask, number: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.
     """Load a slice of a tile's latents, `[TILE, 128]`. FP8 codes are multiplied by their scale."""
     column = tl.arange(0, _SLICE)[None, :]
     if not CODED:
-        return tl.load(tokens + number * _SLICE + column, mask=mask, other=0.0)
+        return tl.load(
+            tokens + number * _SLICE + column, mask=mask, other=0.0, eviction_policy="evict_first"
+        )
     codes = (tokens + number * _SLICE).to(tl.pointer_type(tl.float8e4nv)) + column
     scales = (tokens + 4 * _SLICE).to(tl.pointer_type(tl.float32)) + number
-    values = tl.load(codes, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(codes, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     return (values * tl.load(scales, mask=mask, other=0.0)).to(DTYPE)
 
 

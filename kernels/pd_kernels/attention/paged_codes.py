@@ -95,11 +95,11 @@ def attend_codes(
         if DIM < BLOCK:
             mask = mask & (column < DIM // 2)[None, :]
         there = token_offsets(page, within, KEY, PAGE, 2)[:, None] + column[None, :]
-        key = tl.load(key_words + there, mask=mask, other=0)
+        key = tl.load(key_words + there, mask=mask, other=0, eviction_policy="evict_first")
         there = token_offsets(page, within, VALUE, PAGE, 2)[:, None] + column[None, :]
         # Masked, because memory behind the last token or before the window may hold NaN, and 0 *
         # NaN is NaN.
-        value = tl.load(value_words + there, mask=mask, other=0)
+        value = tl.load(value_words + there, mask=mask, other=0, eviction_policy="evict_first")
         key_even, key_odd = two_halves(key)
         score = tl.dot(even, tl.trans(key_even))
         score = tl.dot(odd, tl.trans(key_odd), score) * unit[:, None]

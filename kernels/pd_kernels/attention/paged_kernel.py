@@ -264,11 +264,11 @@ def attend_tiles(
         if DIM < BLOCK:
             mask = mask & (column < DIM)[None, :]
         there = token_offsets(page, within, KEY, PAGE, 1)[:, None] + column[None, :]
-        key = tl.load(keys + there, mask=mask, other=0.0)
+        key = tl.load(keys + there, mask=mask, other=0.0, eviction_policy="evict_first")
         there = token_offsets(page, within, VALUE, PAGE, 1)[:, None] + column[None, :]
         # Masked, because memory behind the last token or before the window may hold NaN, and 0 *
         # NaN is NaN.
-        value = tl.load(values + there, mask=mask, other=0.0)
+        value = tl.load(values + there, mask=mask, other=0.0, eviction_policy="evict_first")
         score = tl.dot(lines, tl.trans(key.to(lines.dtype))) * scale
         score = visible_scores(
             score, token, inside, position, length, sequence, head, score_args, mask_args,

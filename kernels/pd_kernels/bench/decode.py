@@ -3,7 +3,7 @@
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,33 +82,41 @@ class Case(NamedTuple):
     rows: Iterator[Comparison]  # measured on demand
 
     def matches(self, only: Sequence[str]) -> bool:
-        """Whether the name or a parameter contains each of these texts."""
-        told = [self.name, *map(str, self.params.values())]
-        return all(any(text in one for one in told) for text in only)
+        """Whether the name or a parameter contains each of these texts, and none that has a `-`
+        before it."""
+        told = "\n".join([self.name, *map(str, self.params.values())])
+        return all((text.removeprefix("-") in told) != text.startswith("-") for text in only)
+
+    @property
+    def kernel(self) -> str:
+        return self.name.split()[0].rstrip(",")
 
 
-def measure_decode(quick: bool, only: Sequence[str] = ()) -> Iterator[Comparison]:
-    """Yield each row after its measurement. Print a line for each case, and for each baseline that
-    cannot run.
+def measure_decode(
+    quick: bool, only: Sequence[str] = (), wrong: Collection[str] = ()
+) -> Iterator[Comparison]:
+    """Yield each row after its measurement. Print a line for each case, and for each absent
+    baseline.
 
     Args:
         quick: fewer batches.
         only: texts that a case's name or parameters must contain.
+        wrong: kernels that are not measured, because their check failed.
     """
     rows = []
-    for row in _measured(quick, only):
+    for row in _measured(quick, only, wrong):
         rows.append(row)
         yield row
     yield from geometric_means(rows, LENGTHS)
 
 
-def _measured(quick: bool, only: Sequence[str]) -> Iterator[Comparison]:
+def _measured(quick: bool, only: Sequence[str], wrong: Collection[str]) -> Iterator[Comparison]:
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
     for case in cases(quick, copy):
         if case.matches(only):
             print(f"{case.name}: {', '.join(map(str, case.params.values()))}", flush=True)
-            yield from guarded(case.name, case.params, case.rows)
+            yield from guarded(case.name, case.params, case.rows, case.kernel in wrong)
             torch.cuda.empty_cache()
 
 

@@ -91,10 +91,10 @@ def copy_pages(
     )
     mask = inside[:, None]
     if GATHER:
-        words = tl.load(cached, mask=mask, other=0)
+        words = tl.load(cached, mask=mask, other=0, eviction_policy="evict_first")
         tl.store(coded, words, mask=mask)
     else:
-        words = tl.load(coded, mask=mask, other=0)
+        words = tl.load(coded, mask=mask, other=0, eviction_policy="evict_first")
         tl.store(cached, words, mask=mask)
     if CHECK:
         tl.static_assert(BYTES == 8)

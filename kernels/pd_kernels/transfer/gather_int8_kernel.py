@@ -66,7 +66,12 @@ def _tile(
     there = token_offsets(pages, first + token, token >= 0, page_stride, token_stride, VIEW, PAGES)
     if not WIDE:
         index = index * dim_stride
-    return tl.load(cached + (there[:, None] + index[None, :]), mask=inside, other=0)
+    return tl.load(
+        cached + (there[:, None] + index[None, :]),
+        mask=inside,
+        other=0,
+        eviction_policy="evict_first",
+    )
 
 
 @triton.jit

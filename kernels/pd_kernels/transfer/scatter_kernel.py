@@ -87,7 +87,7 @@ def scatter_decoded(
     coded = (slot + begin * 16).to(tl.pointer_type(CODE))
     within = tl.arange(0, VECTORS)[:, None] * 16 + tl.arange(0, 16)[None, :]
     mask = inside[:, None]
-    codes = tl.load(coded + within, mask=mask, other=0.0)
+    codes = tl.load(coded + within, mask=mask, other=0.0, eviction_policy="evict_first")
     if CHECK:
         N: tl.constexpr = 2 * BYTES
         each = tl.arange(0, VECTORS)[:, None] * N + tl.arange(0, N)[None, :]

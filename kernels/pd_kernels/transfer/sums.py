@@ -94,15 +94,31 @@ def add_words(sums, first_word, words, PITCH: tl.constexpr, copy):
     tl.atomic_add(columns + place % _COLUMNS, tl.sum(periods, axis=0), sem="relaxed")
     # Words beyond column 255 belong to the next row of the payload.
     if PERIOD * PITCH == _COLUMNS:
-        early = tl.sum(tl.where((place < _COLUMNS)[None, :], periods, 0), axis=1)
-        late = tl.sum(periods, axis=1) - early
-        row = first_row + tl.arange(0, ROWS // PERIOD)
+        every = _quarters(periods)
+        row = first_row + tl.arange(0, ROWS // PERIOD)[:, None] + tl.zeros((1, 4), tl.int32)
+        if shift == 0:  # the same for all threads; a second sum would cost as much as the first
+            tl.atomic_add(row, every, mask=every != 0, sem="relaxed")
+        else:
+            early = _quarters(tl.where((place < _COLUMNS)[None, :], periods, 0))
+            _add_rows(row, early, every - early)
     else:
         start = shift + tl.arange(0, ROWS) * PITCH
         within = (start % _COLUMNS)[:, None] + tl.arange(0, WIDTH)[None, :]
         early = tl.sum(tl.where(within < _COLUMNS, words, 0), axis=1)
-        late = tl.sum(words, axis=1) - early
-        row = first_row + start // _COLUMNS
+        _add_rows(first_row + start // _COLUMNS, early, tl.sum(words, axis=1) - early)
+
+
+@triton.jit
+def _quarters(periods):
+    """Sums of the quarters of each row, `[rows, 4]`. A quarter lies within a warp, so that warps do not
+    wait for each other."""
+    ROWS: tl.constexpr = periods.shape[0]
+    return tl.sum(tl.reshape(periods, (ROWS, 4, periods.shape[1] // 4)), axis=2)
+
+
+@triton.jit
+def _add_rows(row, early, late):
+    """Add to row sums what belongs to rows of the payload, and to the rows behind these."""
     tl.atomic_add(row, early, mask=early != 0, sem="relaxed")
     tl.atomic_add(row + 1, late, mask=late != 0, sem="relaxed")
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.kv.coding import RAW
 from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.consuming.audit import AuditBook, Comparison, Counterpart
@@ -103,6 +104,12 @@ class Consumer:
     def unaudited(self, source: Source, adapter: str) -> str:
         """A path of this producer's KV by which no audit has passed; "": none, or no session stands."""
         return self._fetches.unaudited(source, adapter)
+
+    def codec(self, source: Source, *, coded: bool) -> str:
+        """The codec of this producer's KV, of a transfer that is coded or not."""
+        session = self._sessions.get(source)
+        routes = session.routes if session and coded else ()
+        return "+".join(sorted({route.codec for route in routes})) or RAW.name
 
     def codec_choice(self, source: Source) -> CodecChoice | None:
         """What decides whether transfers of this producer are coded; None without a choice."""

@@ -25,6 +25,7 @@ from scheduler_plugins.router.engines.kinds import (
     SglangFacts,
     sglang_facts,
 )
+from scheduler_plugins.router.engines.traffic import Reading, read
 from scheduler_plugins.router.settings.config import RouterConfig
 
 PROBE_S = 30.0
@@ -50,10 +51,11 @@ class Models(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """A decode engine's report on the KV that it should get."""
+    """An engine's metrics of KV. The first two are of a decode engine."""
 
     outage: str  # what is wrong if no KV arrives, and what to do; empty if KV arrives
     handoffs: dict[str, int]  # outcomes of requests since its start
+    reading: Reading
 
 
 class Refusal(NamedTuple):
@@ -120,12 +122,12 @@ class Inquiry:
         return from_metrics(await self._ask(EngineCall("GET", "/metrics", {}), BRIEF_S))
 
     async def arrivals(self) -> Arrivals:
-        """Whether KV arrives at a decode engine."""
+        """KV that the engine has sent and received."""
         raw = await self._ask(EngineCall("GET", "/metrics", {}), self._config().health_timeout_s)
         text = raw.decode("utf-8", "replace")
         outage = outage_in(text)
         told = f"{outage.found}. What to do: {outage.advice}" if outage else ""
-        return Arrivals(told, handoffs_in(text))
+        return Arrivals(told, handoffs_in(text), read(text, asyncio.get_running_loop().time()))
 
     async def vllm_handover(self, ranks: int) -> Handover:
         """How a vLLM engine hands KV over.

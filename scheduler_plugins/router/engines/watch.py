@@ -119,8 +119,7 @@ class EngineWatch:
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
         self._probe_beside()
-        if engine.serves(Role.DECODE):
-            await self._looks.look_for_outage()
+        await self._looks.look_at_metrics()
 
     async def _hear(self) -> None:
         """Ask the engine for its load: by its scheduler's report, else by its metrics."""

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page, and the dashboard that is shipped."""
+"""The live page, as the router serves it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from pathlib import Path
+from base64 import b64encode
+from hashlib import sha256
 
 from router_fakes import World, run, until
 
 from scheduler_plugins.router.endpoints import page
-from scheduler_plugins.router.endpoints.app_keys import OPERATOR
-from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
+from scheduler_plugins.router.endpoints.page import state
+from scheduler_plugins.router.endpoints.troubles import Trouble
+from scheduler_plugins.router.engines.standing import Decision
 
-DASHBOARD = Path(__file__).parents[4] / "docs" / "router-grafana.json"
+MOVE = {**Decision(0.0, "", "", "", "", "")._asdict(), "key": ""}
 
 
 def test_the_page_needs_nothing_else_and_is_kept_up_to_date() -> None:
@@ -32,15 +35,57 @@ def test_the_page_needs_nothing_else_and_is_kept_up_to_date() -> None:
                     if line.startswith(b"data: "):
                         told.append(json.loads(line.removeprefix(b"data: ")))
                         world.known(world.d[0]).load.decode_sent("a", 77, 5)
+            assert "trends" in told[0]
+            assert "trends" not in told[1], "they change every ten seconds only"
             first, second = (
                 next(one for one in state["engines"] if one["url"] == world.d[0].url)
                 for state in told
             )
             assert (first["state"], first["context"], second["context"]) == ("up", 0, 77)
-            for name in re.findall(r"engine\.(\w+)", shown.text):
-                assert name in first, f"the page shows {name}"
+            script = re.search(r"<script>(.*)</script>", shown.text, re.DOTALL)
+            assert script
+            for name in re.findall(r"\b(?:engine|one)\.([a-z]\w+)", script[1]):
+                known = {**first, **Trouble("", "warning", "", (), "")._asdict(), **MOVE}
+                assert name in known, f"the page shows {name}"
             for _ in range(2):
                 world.known(world.d[0]).load.decode_ended("a")
+
+    run(scenario())
+
+
+def test_the_page_runs_its_own_script_only() -> None:
+    """A script that an engine's answer brings into the page has another hash than the policy names."""
+
+    async def scenario() -> None:
+        async with World() as world:
+            async with world.client.get("/") as answer:
+                text, policy = await answer.text(), answer.headers["Content-Security-Policy"]
+            rules = dict(one.split(" ", 1) for one in policy.split("; "))
+            for tag, rule in (("script", "script-src"), ("style", "style-src")):
+                (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+                digest = b64encode(sha256(content.encode()).digest()).decode()
+                assert rules[rule] == f"'sha256-{digest}'"
+            assert rules["default-src"] == rules["frame-ancestors"] == "'none'"
+            assert rules["connect-src"] == "'self'"
+            assert "unsafe" not in policy
+            assert "innerHTML" not in text
+
+    run(scenario())
+
+
+def test_the_page_says_first_what_is_wrong_and_what_to_do() -> None:
+    async def scenario() -> None:
+        async with World(prefill=2, decode=2) as world:
+            assert state(world.app[SHARED], 0.0)["troubles"] == []
+            await world.d[0].die()
+            await world.d[1].die()
+            gone = [world.known(engine) for engine in world.d]
+            await until(lambda: not any(one.up for one in gone), "they are down")
+            first, second = state(world.app[SHARED], 0.0)["troubles"]
+            assert (first["alert"], first["level"]) == ("PDNoDecodeEngine", "critical")
+            assert (second["alert"], second["level"]) == ("PDEngineAway", "warning")
+            assert [line.partition(": ")[0] for line in second["where"]] == [e.url for e in gone]
+            assert second["do"]
 
     run(scenario())
 
@@ -98,14 +143,3 @@ def test_an_open_page_does_not_hold_up_the_end_of_the_router() -> None:
             assert (await response.read()).endswith(b"\n"), "the last event is whole"
 
     run(scenario())
-
-
-def test_the_dashboard_shows_metrics_that_there_are() -> None:
-    known = {one.name for one in Metrics().registry.collect()}
-    text = json.dumps(json.loads(DASHBOARD.read_text()))
-    shown = {
-        re.sub(r"_(total|bucket|sum|count)$", "", name)
-        for name in re.findall(r"pd_router:\w+", text)
-    }
-    assert len(shown) > 10
-    assert shown <= known
