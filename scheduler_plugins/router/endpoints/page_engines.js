@@ -40,7 +40,8 @@ function factsOf(engine, side) {
   if (side !== "decode" && engine.cached_blocks) told.push(`${number(engine.cached_blocks)} blocks cached`);
   if (engine.leased_pages) told.push(`${number(engine.leased_pages)} pages kept for decode`);
   if (engine.pool) told.push(engine.pool);
-  if (engine.role_why) told.push(engine.role_why);
+  if (engine.away) told.push("not its home side");
+  if (engine.pinned) told.push("pinned");
   return told.join(" · ");
 }
 function updateEngine(made, engine, side, most) {
@@ -60,6 +61,7 @@ function updateEngine(made, engine, side, most) {
   bars.hidden = engine.state === "down";
   say(facts, factsOf(engine, side));
   facts.title = engine.cached_blocks ? `cached blocks: known by ${engine.cache_known_by}` : "";
+  state.title = engine.role_why;
   facts.hidden = engine.state === "down";
 }
 function showEngines(engines) {
