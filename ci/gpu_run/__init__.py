@@ -3,7 +3,9 @@
 
 It needs only Python's standard library, because the host may have no package index.
 
-- `steps`: the steps in their order, and the needs of each step
+- `step`: a step and its needs
+- `steps`: the steps in their order
+- `parts`: packages that were carried to the host
 - `probe`: the first step: the machine and its copy speed
 - `runner`: runs the steps that fit the time, and keeps every result at once
 - `record`: the results, as JSON and as text

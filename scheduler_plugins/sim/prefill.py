@@ -68,7 +68,7 @@ class PrefillStage:
         self.running: list[RunningPrefill] = []
         self.may_start: Callable[[Waiting], bool] = _always
         """Called before a request leaves the queue. Returns whether there is room for its KV."""
-        cache.on_added, cache.on_removed = queue.added, queue.removed
+        cache.on_added, cache.on_removed = queue.prefix_index.added, queue.prefix_index.removed
 
     def __len__(self) -> int:
         """Prompts that wait or run."""
@@ -150,7 +150,7 @@ class PrefillStage:
         if head is None:
             return None
         if not self.may_start(head):
-            self.queue.no_room(head.id)
+            self.queue.turned_back.add(head.id)
             return None
         request = self.queue.pop()
         _, record = self._prompts[request.id]

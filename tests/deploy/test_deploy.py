@@ -13,7 +13,7 @@ from support.charts import FOLDER, rendered
 from pd_connector.hosts import port_range
 from pd_connector.tools.cli.check import examine
 from pd_connector.tools.cli.checks.finding import Status
-from pd_connector.vllm.versions import advice
+from pd_connector.versions import advice
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.router.settings.config import RouterConfig
 

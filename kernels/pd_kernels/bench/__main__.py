@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="TEXT",
-        help="of decode and roof, only cases with this text in their name or parameters, and only checks of "
-        "their kernels; may be repeated",
+        help="of decode and roof, only cases with this text in their name or parameters, and only "
+        "checks of their kernels; of decode, --only=-TEXT leaves out; may be repeated",
     )
     parser.add_argument(
         "--docs", type=Path, metavar="PAGE", help="of roof, write the table to this page"
@@ -71,12 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
 
         show_roofs(options.only, options.docs)
         return 0
+    # Before the GPU is looked for: a rehearsal without one finds what is missing.
+    check, measure = (_decode if options.what == "decode" else _transfer)(options)
     if not torch.cuda.is_available():
         print("no GPU: nothing was checked or measured", file=sys.stderr)
         return 2
     given = sys.argv[1:] if arguments is None else arguments
     print(header(torch.cuda.get_device_name(), given), flush=True)
-    check, measure = (_decode if options.what == "decode" else _transfer)(options)
     wrong = check()
     print(f"checked random cases: {sum(map(len, wrong.values()))} wrong", flush=True)
     if options.check:
@@ -102,9 +103,8 @@ def _transfer(options: argparse.Namespace) -> tuple[Check, Measure]:
     from pd_kernels.bench.transfer import measure_transfer
     from pd_kernels.bench.transfer_check import check_transfer
 
-    counts = (512, 7_500) if options.quick else (512, 7_500, 32_000)
     check = functools.partial(check_transfer, options.cases, options.seed)
-    return check, functools.partial(measure_transfer, counts)
+    return check, functools.partial(measure_transfer, options.quick)
 
 
 def header(gpu: str, arguments: list[str]) -> str:

@@ -82,9 +82,10 @@ class Case(NamedTuple):
     rows: Iterator[Comparison]  # measured on demand
 
     def matches(self, only: Sequence[str]) -> bool:
-        """Whether the name or a parameter contains each of these texts."""
-        told = [self.name, *map(str, self.params.values())]
-        return all(any(text in one for one in told) for text in only)
+        """Whether the name or a parameter contains each of these texts, and none that has a `-`
+        before it."""
+        told = "\n".join([self.name, *map(str, self.params.values())])
+        return all((text.removeprefix("-") in told) != text.startswith("-") for text in only)
 
     @property
     def kernel(self) -> str:
