@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pd_connector.remedies import FAILING_GAUGE, samples_in
@@ -28,7 +29,7 @@ class Reading(NamedTuple):
     """The totals of one look, summed over an engine's ranks."""
 
     at_s: float  # on the event loop's clock
-    totals: Counter[str]
+    totals: Mapping[str, float]
     """Counters and gauges by name; counters of `pool_saves` by cause and of `asked_transfers` by codec, as `name/label`."""
     cache_used: float | None  # share of its pages in use, of the fullest rank; None: not reported
     pages: int  # 0: not reported
@@ -54,7 +55,7 @@ class Traffic(NamedTuple):
 
 def read(metrics: str, now_s: float) -> Reading:
     """Read the answer of an engine's `/metrics`."""
-    totals = Counter[str]()
+    totals = defaultdict[str, float](float)
     for name, labels, value in samples_in(metrics):
         totals[name] += value
         if label := labels.get("cause") or labels.get("codec"):
@@ -69,12 +70,10 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
     earlier = before or now
     seconds = now.at_s - earlier.at_s
     # A lower total: the engine has restarted, and counts from zero.
-    new = Counter(
-        {
-            name: total - earlier.totals[name] if total >= earlier.totals[name] else total
-            for name, total in now.totals.items()
-        }
-    )
+    new = defaultdict[str, float](float)
+    for name, total in now.totals.items():
+        known = earlier.totals.get(name, 0.0)
+        new[name] = total - known if total >= known else total
 
     def rate(name: str) -> float:
         return new[name] / seconds if seconds > 0 else 0.0
@@ -85,10 +84,10 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         pool_bytes_s=rate("pool_loaded_bytes"),
         cache_used=now.cache_used,
         pages=now.pages,
-        leased_pages=now.totals["leased_pages"],
+        leased_pages=now.totals.get("leased_pages", 0.0),
         releases=new["releases"],
-        distrusted=now.totals["distrusted_producers"],
-        failing=now.totals[FAILING_GAUGE],
+        distrusted=now.totals.get("distrusted_producers", 0.0),
+        failing=now.totals.get(FAILING_GAUGE, 0.0),
         unsaved=next((cause for cause in _UNSAVED if new[f"pool_saves/{cause}"] > 0), ""),
         pool_stalls=new["pool_misses/late"] + new["pool_misses/stalled"],
     )

@@ -5,7 +5,7 @@ import pytest
 from router_fakes import World, run, until
 
 from scheduler_plugins.router.engines import looks
-from scheduler_plugins.router.engines.traffic import between, read
+from scheduler_plugins.router.engines.traffic import Traffic, between, read
 
 BEFORE = """
 pd_connector:received_bytes_total{engine="0"} 1000.0
@@ -64,5 +64,7 @@ def test_prefill_engines_are_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> N
             world.p[0].metrics = 'pd_connector:leased_pages{engine="0"} 4.0'
             known = world.known(world.p[0])
             await until(lambda: known.traffic.leased_pages == 4.0, "it is read")
+            await world.p[0].die()
+            await until(lambda: known.traffic == Traffic(), "an engine that is down moves nothing")
 
     run(scenario())
