@@ -17,6 +17,12 @@ from typing import NamedTuple
 from pd_connector.remedies import FAILING_GAUGE, samples_in
 from scheduler_plugins.router.pulse import Moved
 
+_WANTED = (
+    b"pd_connector:",
+    b"vllm:kv_cache_usage_perc",
+    b"vllm:cache_config_info",
+    b"sglang:token_usage",
+)
 _UNSAVED = ("full", "quota", "unwell", "failed")
 """Causes of `pool_saves` that an operator can do something about."""
 _USED = re.compile(
@@ -50,6 +56,14 @@ class Traffic(NamedTuple):
     unsaved: str = ""  # why the pool did not take chunks since the look before; empty: it did
     pool_stalls: float = (
         0.0  # look-ups and loads that the pool did not answer since the look before
+    )
+
+
+def wanted_in(raw: bytes) -> str:
+    """The few lines of an engine's `/metrics` that tell of KV. vLLM has thousands of others, which would be slow to
+    parse."""
+    return b"\n".join(one for one in raw.split(b"\n") if one.startswith(_WANTED)).decode(
+        "utf-8", "replace"
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from router_fakes import World, run, until
 
 from scheduler_plugins.router.engines import looks
-from scheduler_plugins.router.engines.traffic import Traffic, between, read
+from scheduler_plugins.router.engines.traffic import Traffic, between, read, wanted_in
 
 BEFORE = """
 pd_connector:received_bytes_total{engine="0"} 1000.0
@@ -54,6 +54,13 @@ def test_an_engine_that_starts_anew_counts_from_zero() -> None:
 def test_metrics_that_tell_nothing_move_nothing(text: str) -> None:
     traffic, moved = between(read("", 1.0), read(text, 2.0))
     assert (traffic.sent_bytes_s, traffic.cache_used, moved.received_bytes) == (0.0, None, 0.0)
+
+
+def test_lines_of_others_are_left_out() -> None:
+    others = '# HELP x\nvllm:request_seconds_bucket{le="1"} 1.0\n' * 9
+    kept = wanted_in((others + BEFORE + others).encode())
+    assert "seconds" not in kept
+    assert read(kept, 1.0) == read(BEFORE, 1.0)
 
 
 def test_prefill_engines_are_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
