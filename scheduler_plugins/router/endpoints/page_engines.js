@@ -69,6 +69,8 @@ function showEngines(engines) {
     queue: Math.max(1, ...engines.map((one) => one.queued_s)),
     batch: Math.max(8, ...engines.map((one) => one.batch)),
   };
+  const none = engines.some((one) => one.role === "both") ? "Only engines of both sides, below." : "No engine on this side.";
+  for (const shown of document.querySelectorAll(".none")) say(shown, none);
   for (const side of ["prefill", "decode", "both"]) {
     const here = engines.filter((one) => sideOf(one) === side);
     keep(byId(side), here, (one) => one.url, makeEngine, (made, one) => updateEngine(made, one, side, most));
