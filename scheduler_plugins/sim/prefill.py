@@ -66,6 +66,8 @@ class PrefillStage:
         self._page_size = page_size
         self._prompts: dict[str, tuple[Waiting, Served]] = {}
         self.running: list[RunningPrefill] = []
+        self.decoding: Callable[[], int] = _none
+        """Returns the sequences that decode in the same steps. Each takes a token of the step's budget."""
         self.may_start: Callable[[Waiting], bool] = _always
         """Called before a request leaves the queue. Returns whether there is room for its KV."""
         cache.on_added, cache.on_removed = queue.prefix_index.added, queue.prefix_index.removed
@@ -119,7 +121,8 @@ class PrefillStage:
         chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens
         if budget:
-            budget = step_tokens(queue, budget, (one.request.qos for one in running))
+            own = step_tokens(queue, budget, (one.request.qos for one in running))
+            budget = max(1, min(own, budget - self.decoding()))
         if running:
             before = self._before(budget)
             for one in running:
@@ -170,6 +173,10 @@ class PrefillStage:
                 self.running.remove(one)
                 self.queue.prepend(one.request)
                 return
+
+
+def _none() -> int:
+    return 0
 
 
 def _always(request: Waiting) -> bool:
