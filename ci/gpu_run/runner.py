@@ -117,7 +117,7 @@ class Runner:
         """Needs of the step that this host does not have; empty if it has all."""
         lacking = [name for name in step.imports if not self._importable(name)]
         if lacking:
-            return f"not importable: {', '.join(lacking)} (ci/offline_bundle packs them; or --site)"
+            return f"not importable: {', '.join(lacking)} (ci/offline_bundle packs all but the engine, see --parts and --site)"
         if step.program and not self.rehearse and not shutil.which(step.program):
             return f"not on PATH: {step.program}"
         if absent := [name for name in step.files if not (ROOT / name).exists()]:

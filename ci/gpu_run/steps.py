@@ -86,20 +86,21 @@ FIRST: Sequence[Step] = (
         "paged decode and merges equal their references",
         _check("decode", "--cases", "24", "--only", "paged_decode"),
         140,
+        beside="checks",
     ),
     Step(
         "mla-check",
         "MLA equals its reference",
         _check("decode", "--cases", "24", "--only", "mla_decode"),
         140,
-        beside=True,
+        beside="checks",
     ),
     Step(
         "mixed-check",
         "prefill chunks and decodes in one launch equal their reference",
         _check("decode", "--cases", "30", "--only", "mixed_attention"),
         140,
-        beside=True,
+        beside="checks",
     ),
     Step(
         "transfer-check",
@@ -107,7 +108,7 @@ FIRST: Sequence[Step] = (
         _check("transfer", "--cases", "30"),
         140,
         PAYLOADS,
-        beside=True,
+        beside="checks",
     ),
     Step("mla", "MLA beside FlashMLA", _decode("--only", "mla_decode"), 80),
     Step(
