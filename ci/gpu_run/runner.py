@@ -82,7 +82,7 @@ class Runner:
             self.record.put(step.name, result)
             self.say(f"{step.name:16} {result.line}")
             return
-        # Of steps side by side, some wait until a processor is free.
+        # Steps side by side may have waited until a processor was free.
         limit_s = min(step.limit_s, max(0.0, deadline - time.monotonic()))
         figures, log = self.state / f"{step.name}.json", self.state / f"{step.name}.out"
         figures.unlink(missing_ok=True)
