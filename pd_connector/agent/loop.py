@@ -230,7 +230,7 @@ class Loop:
         for command, fence in self._commands.take():
             self._execute(command, fence, now)
         if producer_side:
-            producer_side.resume(now)
+            producer_side.commands.resume(now)
             producer_side.handle(messages, now)
         if consumer_side:
             consumer_side.receive(now)
@@ -271,7 +271,7 @@ class Loop:
         producer_side, consumer_side = self.producer_side, self.consumer_side
         match command:
             case Expect() | Offer() | Computed() | Revoke() | Withdraw() if producer_side:
-                producer_side.execute(command, fence, now)
+                producer_side.commands.execute(command, fence, now)
             case Hold() | Load() | Drop() if consumer_side:
                 consumer_side.execute(command, fence, now)
             case Save() | Fill() if self.pool_side:

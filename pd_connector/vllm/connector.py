@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.versions import advice
 from pd_connector.vllm.adapters import watch
 from pd_connector.vllm.extension import Operated
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
@@ -33,9 +34,9 @@ from pd_connector.vllm.load_failures import recompute
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
-from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
+from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.shards import in_order
 from pd_connector.vllm.support import check_supported, gets_embeddings, load_config
-from pd_connector.vllm.versions import advice
 from pd_connector.vllm.weight_loads import watch_calls
 from pd_connector.vllm.windows import Windows
 from pd_connector.vllm.worker_side import WorkerSide

@@ -17,7 +17,7 @@ BEAT_S = 10.0
 KEPT = 90
 """Periods that are kept: 15 minutes."""
 _MOST_TIMES = 500
-"""Most times of a period that its quantiles are taken from. Of more, a random part is kept."""
+"""Most times of a period that its quantiles are taken from. A random part is kept if there are more."""
 
 
 class Moved(msgspec.Struct, frozen=True):

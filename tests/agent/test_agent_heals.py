@@ -126,7 +126,7 @@ def test_stalled_transfers_leave_no_memory_behind(
     detour: Detour,
     key: str,
 ) -> None:
-    settings = SETTINGS | {"key": key, "slot_mib": 4}
+    settings = SHORTER | {"key": key, "slot_mib": 4}
     producer = ranks(settings, consumes=False, wrap=detour, pages=4096)
     consumer = ranks(settings, seed=1, produces=False, pages=4096)
     pages = list(range(4096))  # 2.5 MiB

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import yaml
+from support.charts import FOLDER, rendered
 
 from pd_connector.hosts import port_range
 from pd_connector.tools.cli.check import examine
 from pd_connector.tools.cli.checks.finding import Status
-from pd_connector.vllm.versions import advice
+from pd_connector.versions import advice
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.router.settings.config import RouterConfig
 
-FOLDER = Path(__file__).parents[2] / "examples" / "deploy"
+CUSTOM = ("PodMonitor", "PrometheusRule")
+"""Kinds of Prometheus' operator: Kubernetes has no schema of them."""
 MANIFESTS = FOLDER / "kubernetes.yaml"
 WIDE = {
     "prefill": {
@@ -26,16 +28,9 @@ WIDE = {
     },
     "networkPolicy": {"alsoFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]},
     "podMonitor": {"enabled": True},
+    "prometheusRule": {"enabled": True},
+    "dashboards": {"enabled": True},
 }
-
-
-def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chart's manifests, by Helm's own library."""
-    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
-    with helm.Chart.load(FOLDER / "chart") as chart:
-        found = chart.render(values=values, name="pd")
-    text = found if isinstance(found, str) else "\n---\n".join(found.values())
-    return [one for one in yaml.safe_load_all(text) if one]
 
 
 def committed() -> list[dict[str, Any]]:
@@ -72,7 +67,7 @@ def test_every_manifest_is_valid_by_kubernetes_own_schema(values: dict[str, Any]
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     )
     for one in committed() if values is None else rendered(values):
-        if one["kind"] != "PodMonitor":  # no kind of Kubernetes' own
+        if one["kind"] not in CUSTOM:
             schemas.validate(one, schemas.latest_version(), strict=True)
 
 

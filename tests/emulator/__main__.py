@@ -25,7 +25,7 @@ def problem(name: str, seed: int) -> str:
     try:
         with EMULATOR.running(seed):
             CASES[name]()
-    except Exception as error:  # noqa: BLE001 - one case does not stop the others
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -35,8 +35,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seed", type=int, default=0)
     told = parser.parse_args()
-    names = [n for n in told.names if n in CASES] or [
-        name for name in CASES if not told.names or any(part in name for part in told.names)
+    exact = all(name in CASES for name in told.names)
+    parts = told.names or [""]
+    names = [
+        n for n in CASES if (n in parts if exact and told.names else any(p in n for p in parts))
     ]
     found = {}
     for name in names:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 from arithmetic import Function, operation
-from machine import Lanes
-from memory import Array, Fault, Memory
+from gangs import Lanes
+from memory import Array, FaultError, Memory
 from operands import Operands, UnknownError
 
 SPACES = ("param", "global", "shared", "shared_cta")
@@ -23,9 +23,11 @@ def shared_addresses(lanes: Lanes, addresses: Any, size: int, where: object) -> 
     """Places of the active threads' accesses in the shared memory of all CTAs."""
     launch, own = lanes.launch, lanes.active(addresses)
     if (own % min(size, 16)).any():
-        raise Fault(f"misaligned access of {size} bytes to shared memory: {where}")
+        raise FaultError(f"misaligned access of {size} bytes to shared memory: {where}")
     if own.min() < 0 or own.max() + size > launch.shared_bytes:
-        raise Fault(f"out of bounds: {own.max()} + {size} of {launch.shared_bytes} bytes: {where}")
+        raise FaultError(
+            f"out of bounds: {own.max()} + {size} of {launch.shared_bytes} bytes: {where}"
+        )
     return own + lanes.of(launch.cta) * launch.shared_bytes
 
 
@@ -46,13 +48,12 @@ def _load(o: Operands) -> Function:
                 launch.shared,
                 shared_addresses(lanes, address(lanes), nbytes, instruction),
             )
-            launch.shared_shadow.read(
-                warps, launch.shared_shadow.pieces(places, nbytes), instruction
-            )
+            pieces = launch.shared_shadow.pieces(places, nbytes)
+            launch.shared_shadow.read(warps, lanes.of(launch.lane), pieces, instruction)
         else:
             memory, places = launch.memory, lanes.active(address(lanes))
             if "acquire" in o.modifiers:
-                _acquire(lanes, places)
+                _synchronise(lanes, places, acquire=True, release=False)
             launch.shadow.check(warps, places, nbytes, instruction, write=False, atomic=polling)
             lanes.impatient |= polling
         for number, write in enumerate(writes):
@@ -87,7 +88,7 @@ def _store(o: Operands) -> Function:
             places = shared_addresses(lanes, address(lanes), nbytes, instruction)
             same = _there(launch.shared, places, values, size)
             pieces = launch.shared_shadow.pieces(places, nbytes)
-            launch.shared_shadow.write(warps, pieces, instruction, same=same)
+            launch.shared_shadow.write(warps, pieces, instruction, lanes.of(launch.lane), same=same)
         else:
             places = lanes.active(address(lanes))
             launch.shadow.check(warps, places, nbytes, instruction, write=True)
@@ -95,7 +96,7 @@ def _store(o: Operands) -> Function:
         for number, own in enumerate(values):
             memory.store(places + size * number, own, size)
         if not _there(memory, places, values, size).all():
-            raise Fault(f"race: threads write different values to one place: {instruction}")
+            raise FaultError(f"race: threads write different values to one place: {instruction}")
 
     return store
 
@@ -107,20 +108,17 @@ def _there(memory: Memory, places: Array, values: list[Array], size: int) -> Arr
     return same
 
 
-def _acquire(lanes: Lanes, addresses: Array) -> None:
-    """These warps learn what atomics with release told at these addresses."""
-    launch, warps = lanes.launch, lanes.warps
-    for address in np.unique(addresses).tolist():
-        if (told := launch.released.get(address)) is not None:
-            launch.clocks.learn(np.unique(warps[addresses == address]), told)
-
-
-def _release(lanes: Lanes, addresses: Array) -> None:
-    launch, warps = lanes.launch, lanes.warps
-    for address in np.unique(addresses).tolist():
-        told = launch.clocks.release(np.unique(warps[addresses == address]))
-        before = launch.released.get(address)
-        launch.released[address] = told if before is None else np.maximum(before, told)
+def _synchronise(lanes: Lanes, addresses: Array, acquire: bool, release: bool) -> None:
+    """One warp after another learns what was told at these addresses, and tells what it knows."""
+    launch = lanes.launch
+    pairs = dict.fromkeys(zip(lanes.warps.tolist(), addresses.tolist(), strict=True))
+    for number, address in pairs:
+        warp, told = np.array([number]), launch.released.get(address)
+        if acquire and told is not None:
+            launch.clocks.learn(warp, told)
+        if release:
+            own = launch.clocks.release(warp)
+            launch.released[address] = own if told is None else np.maximum(own, told)
 
 
 @operation("atom", "red")
@@ -140,10 +138,10 @@ def _atomic(o: Operands) -> Function:
     def atomic(lanes: Lanes) -> None:
         launch, places = lanes.launch, lanes.active(address(lanes))
         launch.shadow.check(lanes.warps, places, size, instruction, write=True, atomic=True)
-        if order & {"acq_rel", "acquire"}:
-            _acquire(lanes, places)
-        if order & {"acq_rel", "release"}:
-            _release(lanes, places)
+        if order != {"relaxed"}:
+            acquire, release = "acquire" in order, "release" in order
+            both = "acq_rel" in order
+            _synchronise(lanes, places, acquire or both, release or both)
         lanes.impatient |= write is not None
         view, own = launch.memory.views[size].view(dtype), lanes.active(value(lanes))
         cells = (places - launch.memory.first) // size

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from accesses import shared_addresses
 from arithmetic import Function, operation
-from machine import JUNK, Lanes, Launch
-from memory import MBARRIERS, Array, Fault
+from gangs import JUNK, Lanes
+from machine import Launch
+from memory import MBARRIERS, Array, FaultError
 from operands import Operands, UnknownError
 
 
@@ -26,10 +27,11 @@ def _copy(o: Operands) -> Function:
         return lambda lanes: _commit(lanes.launch.copy_groups, lanes.distinct_warps)
     if "wait_group" in told:
         return _wait_for_copies(o, int(o.instruction.operands[0], 0))
-    if told[-2:] != ("shared", "global") or len(o) not in (3, 4):
+    hinted = "L2_cache_hint" in told
+    if told[2:4] != ("shared", "global") or len(o) - hinted not in (3, 4):
         raise UnknownError(f"not known: {o.instruction}")
     target, source, size = o.address(0), o.address(1), int(o.instruction.operands[2], 0)
-    count = o.read(3, np.int32) if len(o) == 4 else lambda _: np.int32(size)
+    count = o.read(3, np.int32) if len(o) - hinted == 4 else lambda _: np.int32(size)
     where = o.instruction
 
     def copy(lanes: Lanes) -> None:
@@ -42,7 +44,7 @@ def _copy(o: Operands) -> Function:
         shadow = launch.shared_shadow
         moments = launch.copy_groups[warps] + 1
         agents = launch.clocks.copies(warps)
-        shadow.write(warps, shadow.pieces(places, size), where, agents, moments)
+        shadow.write(warps, shadow.pieces(places, size), where, None, agents, moments)
         for byte in range(0, size, 4):
             values = np.zeros(len(places), np.uint32)
             inside = given > byte
@@ -95,7 +97,7 @@ class Mbarrier:
         if told is not None:
             self.told = np.maximum(self.told, told)
         if self.missing < 0:
-            raise Fault(f"more arrivals at an mbarrier than it has: {where}")
+            raise FaultError(f"more arrivals at an mbarrier than it has: {where}")
         if self.missing == 0 and self.nbytes == 0:
             self.phase ^= 1
             self.missing = self.count
@@ -105,7 +107,7 @@ class Mbarrier:
 def _mbarrier_of(launch: Launch, cta: int, address: int, where: object) -> Mbarrier:
     found = launch.mbarriers.get((cta, address))
     if found is None:
-        raise Fault(f"no mbarrier was made at {address}: {where}")
+        raise FaultError(f"no mbarrier was made at {address}: {where}")
     assert isinstance(found, Mbarrier)
     return found
 
@@ -220,7 +222,7 @@ def _begin(
     addresses = box["base"] + rows[:, None] * box["pitch"] + columns
     places = to + np.arange(height)[:, None] * width + np.arange(width)
     if to % (1024 if box["swizzle"] else 128) or to + height * size > launch.shared_bytes:
-        raise Fault(f"misaligned or out of bounds: a box at {to} of shared memory: {where}")
+        raise FaultError(f"misaligned or out of bounds: a box at {to} of shared memory: {where}")
     if box["swizzle"]:
         places = places ^ (places >> 7 & 7) << 4
     places = (places + cta * launch.shared_bytes).ravel()
@@ -234,7 +236,7 @@ def _begin(
     pieces = np.unique(places // shadow.piece)[None]
     barrier.loads += 1
     moment = barrier.loads
-    shadow.write(warps, pieces, where, np.array([barrier.agent]), np.array([moment]))
+    shadow.write(warps, pieces, where, None, np.array([barrier.agent]), np.array([moment]))
     launch.shared.store(places, np.uint8(JUNK), 1)
 
     def arrive() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transfer_cases import Case
 
 from pd_kernels.attention import (
     alibi,
@@ -32,7 +33,6 @@ from pd_kernels.attention.work_partition import RowShape
 from pd_kernels.bench import decode_cases
 from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.tuning import tuned
-from transfer_cases import Case
 
 decode_cases.DEVICE = "cpu"
 BF16 = torch.bfloat16
@@ -40,6 +40,7 @@ BOUND = 5e-3
 CPU = torch.device("cpu")
 CODED_BOUND = 1e-2
 """Queries are coded as well, and the reference does not round them."""
+FEW, MANY = Heads(8, 2, 128), Heads(16, 2, 128)
 LENGTHS = (70, 0, 37)
 
 
@@ -80,7 +81,7 @@ def _compare(batch: DecodeCall, workers: int, bound: float) -> None:
 
 def paged(
     lengths: Sequence[int] = LENGTHS,
-    heads: Heads = Heads(8, 2, 128),
+    heads: Heads = FEW,
     page: int = 16,
     cache: torch.dtype = BF16,
     queries: int = 1,
@@ -130,7 +131,7 @@ def gluon(heads: int = 16, **given: Any) -> None:
 def _processors(count: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (decode_plan, mixed, mixed_kernel):
-            stack.enter_context(mock.patch.object(module, "multiprocessors", lambda _: count))
+            stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=count))
         yield
 
 
@@ -185,7 +186,6 @@ def tile_mask() -> None:
 
 
 _IDS = (torch.arange(128, dtype=torch.int32) // 30).repeat(3, 1)
-_MANY = Heads(16, 2, 128)
 DECODES: dict[str, Case] = {
     "paged": paged,
     "paged, fp8": functools.partial(paged, cache=FP8),
@@ -195,9 +195,9 @@ DECODES: dict[str, Case] = {
     "paged, ALiBi": functools.partial(paged, score=alibi(torch.rand(8) / 50)),
     "paged, soft cap": functools.partial(paged, score=soft_cap(2.0)),
     "paged, documents": functools.partial(paged, mask=document(_IDS)),
-    "paged, 4 queries": functools.partial(paged, queries=4, heads=_MANY),
-    "paged, 8 queries": functools.partial(paged, queries=8, heads=_MANY),
-    "paged, 8 queries, fp8": functools.partial(paged, queries=8, heads=_MANY, cache=FP8),
+    "paged, 4 queries": functools.partial(paged, queries=4, heads=MANY),
+    "paged, 8 queries": functools.partial(paged, queries=8, heads=MANY),
+    "paged, 8 queries, fp8": functools.partial(paged, queries=8, heads=MANY, cache=FP8),
     "paged, jagged": functools.partial(paged, [70, 37], queries=4, jagged=True),
     "paged, dim 64": functools.partial(paged, heads=Heads(8, 2, 64)),
     "paged, dim 80": functools.partial(paged, heads=Heads(6, 6, 80)),

@@ -46,7 +46,7 @@ class Driver:
         subprocess.run(
             [
                 "cc",
-                *"-shared -fPIC -O1 -Wl,-soname,libcuda.so.1".split(),
+                *["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1"],
                 "-I",
                 INCLUDE,
                 "-o",
@@ -70,7 +70,7 @@ class Driver:
         try:
             x, y, z = grid[:3]
             self.execute(Launched(self.sources[function], (x, y, z), threads, shared, params))
-        except BaseException as error:  # noqa: BLE001 - told by raise_fault, behind the C code
+        except BaseException as error:
             self.error = error
             return 1
         return 0

@@ -6,93 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from memory import Array, Clocks, Fault, GlobalShadow, Memory, SharedShadow
-from ptx import Instruction, Program
+from gangs import JUNK, Code, Gang, Lanes, gang_of, replace_threads, smallest
+from memory import Array, Clocks, FaultError, GlobalShadow, Memory, SharedShadow
+from ptx import Instruction
 
-JUNK = 0xCD
-"""What registers and shared memory hold before they are written."""
-PARAMETERS = 0x1000_0000
-"""Address of a kernel's parameters, each 256 bytes from the one before."""
 PATIENCE = 4_000
 """Steps of one gang before another has its turn, because it may wait for the other."""
 MOST_STEPS = 3_000_000
-
-
-@dataclass(eq=False)
-class Gang:
-    """Threads that execute together: those of `first` to `last` in `mask`; all, if it is None.
-
-    Attributes:
-        state: "ready"; "apart": the rest of a warp or warpgroup must come to the same instruction; or "barrier".
-        warpset: gangs come together only within a set of warps, so that sets run at their own pace.
-    """
-
-    at: int
-    first: int
-    last: int
-    mask: Array | None
-    warpset: int
-    state: str = "ready"
-    barrier: int = 0
-
-    def full_mask(self, threads: int) -> Array:
-        found = np.zeros(threads, bool)
-        found[self.first : self.last] = True if self.mask is None else self.mask
-        return found
-
-
-class Lanes:
-    """The threads that execute one instruction, as its function sees them: slices of the launch's registers."""
-
-    __slots__ = ("first", "impatient", "last", "launch", "mask", "registers")
-
-    def __init__(self, launch: "Launch") -> None:
-        self.launch, self.registers = launch, launch.registers
-        self.first = self.last = 0
-        self.mask: Array | None = None
-        self.impatient = False
-        """Set by an instruction that may be polling."""
-
-    @property
-    def count(self) -> int:
-        return self.last - self.first
-
-    def of(self, array: Array) -> Array:
-        """The part of an array of all threads that belongs to active threads."""
-        own = array[self.first : self.last]
-        return own if self.mask is None else own[self.mask]
-
-    def active(self, value: Any) -> Array:
-        """The active threads' values of an operand."""
-        wide = np.broadcast_to(np.asarray(value), (self.count,))
-        return wide if self.mask is None else wide[self.mask]
-
-    def spread(self, values: Array) -> Array:
-        """Values of active threads in the places of these threads."""
-        if self.mask is None:
-            return values
-        wide = np.zeros(self.count, values.dtype)
-        wide[self.mask] = values
-        return wide
-
-    @property
-    def warps(self) -> Array:
-        """The warp of each active thread, counted through all CTAs."""
-        return self.of(self.launch.warp)
-
-    @property
-    def distinct_warps(self) -> Array:
-        return np.unique(self.warps)
-
-
-@dataclass
-class Code:
-    """A program, with a function for each instruction; None for those that `Launch` executes itself."""
-
-    program: Program
-    functions: list[Any]
-    guards: list[int]
-    """Place of each instruction's predicate, or -1."""
 
 
 @dataclass(eq=False)
@@ -130,6 +50,7 @@ class Launch:
         self.warps_per_cta = self.threads // 32
         lane = np.arange(self.total)
         self.cta, self.thread, self.warp = lane // self.threads, lane % self.threads, lane // 32
+        self.lane = lane % 32
         self.registers: list[Array | None] = [None] * len(program.registers)
         kinds = {each.name for each in program.code}
         self.clocks = Clocks(self.ctas, self.warps_per_cta, "mbarrier" in kinds)
@@ -160,8 +81,9 @@ class Launch:
             every[f"%ntid.{letter}"] = np.full(self.total, self.threads if axis == 0 else 1)
         return every
 
-    def run(self) -> None:
-        """Execute until all threads have ended. Raises Fault."""
+    def run(self, reached: bytearray) -> None:
+        """Execute until all threads have ended, and note which instructions are reached. Raises FaultError."""
+        self.reached = reached
         gangs = self._starting()
         lanes = Lanes(self)
         while gangs:
@@ -177,13 +99,13 @@ class Launch:
         sets = self.chance.choice([2, 4, units])
         chosen = np.array([self.chance.randrange(sets) for _ in range(units)])
         of_thread = chosen[self.warp // self.together]
-        return [_gang(0, of_thread == each, each) for each in np.unique(of_thread).tolist()]
+        return [gang_of(0, of_thread == each, each) for each in np.unique(of_thread).tolist()]
 
     def _next(self, gangs: list[Gang]) -> Gang:
         """The gang that is furthest behind, so that others come together with it; often another, with a seed."""
         ready = [gang for gang in gangs if gang.state == "ready"]
         if not ready:
-            raise Fault("; ".join(self._stuck(gang) for gang in gangs[:4]))
+            raise FaultError("; ".join(self._stuck(gang) for gang in gangs[:4]))
         if self.seed:
             chosen = self.chance.choice(ready).warpset
             ready = [gang for gang in ready if gang.warpset == chosen]
@@ -236,8 +158,9 @@ class Launch:
         """Execute one instruction; returns gangs that have parted from this one."""
         at = gang.at
         if self.steps > MOST_STEPS:
-            raise Fault(f"no end after {MOST_STEPS} steps, at {self.code.program.code[at]}")
+            raise FaultError(f"no end after {MOST_STEPS} steps, at {self.code.program.code[at]}")
         self.steps += 1
+        self.reached[at] = 1
         self.where = instruction = self.code.program.code[at]
         if instruction.lanes > 1 and not self._complete(gang, instruction.lanes):
             gang.state = "apart"
@@ -247,7 +170,7 @@ class Launch:
         if guard >= 0:
             register = self.registers[guard]
             if register is None:
-                raise Fault(f"uninitialised: the predicate of {instruction}")
+                raise FaultError(f"uninitialised: the predicate of {instruction}")
             taken = register[gang.first : gang.last]
             taken = ~taken if instruction.negated else taken
             lanes.mask = taken if gang.mask is None else taken & gang.mask
@@ -267,7 +190,7 @@ class Launch:
             return True
         mask = gang.full_mask(self.total)
         if unit == 128 and self.threads % 128:
-            raise Fault(f"a warpgroup of less than four warps: {self.where}")
+            raise FaultError(f"a warpgroup of less than four warps: {self.where}")
         here = mask.reshape(-1, unit)
         there = (mask | self.exited).reshape(-1, unit)
         return bool(there[here.any(1)].all())
@@ -285,8 +208,8 @@ class Launch:
         wide = np.zeros(self.total, bool)
         wide[gang.first : gang.last] = taken
         rest = gang.full_mask(self.total) & ~wide
-        _replace(gang, rest)
-        return [_gang(target, wide, gang.warpset)]
+        replace_threads(gang, rest)
+        return [gang_of(target, wide, gang.warpset)]
 
     def _brx(self, gang: Gang, lanes: Lanes, instruction: Instruction) -> list[Gang]:
         register, _ = self.code.program.registers[instruction.operands[0]]
@@ -296,7 +219,7 @@ class Launch:
         mask, parted = gang.full_mask(self.total), []
         for place in np.unique(chosen[mask]).tolist():
             target = self.code.program.labels[table[place]]
-            parted.append(_gang(target, mask & (chosen == place), gang.warpset))
+            parted.append(gang_of(target, mask & (chosen == place), gang.warpset))
         gang.last = gang.first
         return parted
 
@@ -307,7 +230,7 @@ class Launch:
         self.exited |= leaving
         rest = gang.full_mask(self.total) & ~leaving
         gang.at += 1
-        _replace(gang, rest)
+        replace_threads(gang, rest)
         return []
 
     _exit = _ret
@@ -315,6 +238,7 @@ class Launch:
     def _bar(self, gang: Gang, lanes: Lanes, instruction: Instruction) -> list[Gang]:
         gang.at += 1
         if "warp" in instruction.modifiers:
+            self.clocks.tick(np.unique(lanes.warps))
             return []
         number, *count = (self._uniform(each, lanes) for each in instruction.operands)
         gang.state, gang.barrier = "barrier", number
@@ -337,7 +261,7 @@ class Launch:
         assert register is not None
         found = np.unique(lanes.of(register))
         if len(found) > 1:
-            raise Fault(f"threads of a gang name several barriers: {self.where}")
+            raise FaultError(f"threads of a gang name several barriers: {self.where}")
         return int(found[0])
 
     def _together(self, gangs: list[Gang]) -> list[Gang]:
@@ -348,7 +272,7 @@ class Launch:
                 state = "ready" if part.state == "apart" else part.state
                 key = (part.at, state, part.barrier * (state == "barrier"), part.warpset)
                 if other := kept.get(key):
-                    _replace(other, other.full_mask(self.total) | part.full_mask(self.total))
+                    replace_threads(other, other.full_mask(self.total) | part.full_mask(self.total))
                     other.state = state
                 else:
                     kept[key] = part
@@ -364,9 +288,9 @@ class Launch:
         here = np.unique(self.cta[mask]).tolist()
         still = [cta for cta in here if self._waits(gang, cta)]
         closed = mask & np.isin(self.cta, still)
-        parts = [_gang(gang.at, mask & ~closed, gang.warpset)] if (mask & ~closed).any() else []
+        parts = [gang_of(gang.at, mask & ~closed, gang.warpset)] if (mask & ~closed).any() else []
         if closed.any():
-            _replace(gang, closed)
+            replace_threads(gang, closed)
             parts.append(gang)
         return parts
 
@@ -380,29 +304,3 @@ class Launch:
         """Let some of the TMA's loads arrive, in any order."""
         while self.loads and self.chance.random() < 0.3:
             self.loads.pop(self.chance.randrange(len(self.loads)))()
-
-
-def _gang(at: int, mask: Array, warpset: int) -> Gang:
-    gang = Gang(at, 0, len(mask), mask, warpset)
-    _replace(gang, mask)
-    return gang
-
-
-def _replace(gang: Gang, mask: Array) -> None:
-    """Give a gang other threads: the fewest neighbours that contain them."""
-    places = np.flatnonzero(mask)
-    if not len(places):
-        gang.first = gang.last = 0
-        return
-    gang.first, gang.last = int(places[0]), int(places[-1]) + 1
-    own = mask[gang.first : gang.last]
-    gang.mask = None if len(places) == len(own) else own.copy()
-
-
-def smallest(program: Program, space: str) -> int:
-    """The smallest element that a kernel reads or writes there, up to 4 bytes."""
-    sizes = [4]
-    for each in program.code:
-        if each.name in ("ld", "st", "atom", "red") and space in ".".join(each.modifiers):
-            sizes.append(int(each.modifiers[-1][1:]) // 8)
-    return min(sizes)

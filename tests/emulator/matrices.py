@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from accesses import shared_addresses
 from arithmetic import Function, operation
-from machine import Lanes, Launch
-from memory import Array, Fault
+from gangs import Lanes
+from machine import Launch
+from memory import Array, FaultError
 from numbers_of_gpu import float_of_bfloat16
 from operands import Operands, UnknownError
 
@@ -29,7 +30,7 @@ def whole_warps(lanes: Lanes, where: object) -> Array:
         return np.arange(0, lanes.count, 32)
     places = np.flatnonzero(lanes.mask)
     if len(places) % 32 or (places[::32] + 31 != places[31::32]).any():
-        raise Fault(f"threads of a warp are missing: {where}")
+        raise FaultError(f"threads of a warp are missing: {where}")
     return places[::32]
 
 
@@ -72,8 +73,11 @@ def _matrix(o: Operands) -> Function:
         )
         places = shared_addresses(own, address(lanes), 16, where)
         shadow = launch.shared_shadow
-        check = shadow.read if loads else shadow.write
-        check(own.warps, shadow.pieces(places, 16), where)
+        pieces, threads = shadow.pieces(places, 16), own.of(launch.lane)
+        if loads:
+            shadow.read(own.warps, threads, pieces, where)
+        else:
+            shadow.write(own.warps, pieces, where, threads)
         rows = places.reshape(len(firsts), number, 8)[..., None] + 2 * np.arange(8)
         for matrix in range(number):
             if loads:
@@ -151,7 +155,7 @@ def _warpgroup(o: Operands) -> Function:
     if kind == "fence":
         return lambda lanes: None
     if kind == "commit_group":
-        return lambda lanes: _commit(lanes)
+        return _commit
     if kind == "wait_group":
         left = int(o.instruction.operands[0], 0)
         return lambda lanes: _wait(lanes, left)
@@ -239,7 +243,7 @@ def _one(reader: Any, group: Lanes) -> int:
 def shared_operand(group: Lanes, places: Array, kind: str, moment: int, where: object) -> Array:
     launch: Launch = group.launch
     if places.max() + 2 > launch.shared_bytes:
-        raise Fault(f"out of bounds: a product's operand in shared memory: {where}")
+        raise FaultError(f"out of bounds: a product's operand in shared memory: {where}")
     places = places + launch.cta[group.first] * launch.shared_bytes
     shadow = launch.shared_shadow
     pieces = np.unique(places // shadow.piece)

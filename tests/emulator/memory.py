@@ -2,12 +2,13 @@
 """Memory of a launch, and the order in which it is used.
 
 Races are found by vector clocks, which do not depend on the order that a run happens to take. Each warp is an
-agent with a clock of its own. So are the engines that work beside it: its copies (`cp.async`), its warpgroup's
+agent with a clock of its own. The engines that work beside it are agents, too: its copies (`cp.async`), its warpgroup's
 products (`wgmma`), and each mbarrier's loads (TMA). A warp knows of each agent up to a clock; barriers,
 mbarriers, waits, and atomics with release and acquire pass this knowledge on. Whatever two agents do to the
 same bytes, the later one must know of the earlier.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 MBARRIERS = 32
 """mbarriers of a CTA, at most."""
 Array = np.ndarray
+NOWHERE = np.bool_(False)
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """What a kernel must not do, with the instruction and its line."""
 
 
@@ -34,15 +36,15 @@ class Memory:
     def of_process(cls) -> "Memory":
         """All memory of this process, by address."""
 
-        class Everything:
-            __array_interface__ = {
+        everything = SimpleNamespace(
+            __array_interface__={
                 "data": (FIRST, False),
                 "shape": ((1 << 47) - 2 * FIRST,),
                 "typestr": "|u1",
                 "version": 3,
             }
-
-        return cls(np.asarray(Everything()), FIRST)
+        )
+        return cls(np.asarray(everything), FIRST)
 
     def load(self, addresses: Array, size: int) -> Array:
         return self.views[size][(addresses - self.first) // size]
@@ -111,6 +113,7 @@ class SharedShadow:
         self.clocks, self.piece = clocks, piece
         pieces = -(-nbytes // piece) * ctas
         self.writer = np.full(pieces, -1, np.int32)
+        self.lane = np.zeros(pieces, np.int8)
         self.written = np.zeros(pieces, np.int32)
         self.warps = clocks.per_cta
         self.reads = np.zeros((self.warps + -(-self.warps // 4), pieces), np.int32)
@@ -127,14 +130,20 @@ class SharedShadow:
         groups = self.clocks.products(first[:, None] + np.arange(0, self.warps, 4))
         return np.concatenate([own, groups], 1)
 
-    def read(self, warps: Array, pieces: Array, where: object) -> None:
+    def read(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
+        """Threads read. What another thread of their warp wrote, they see behind `bar.warp.sync` or a barrier."""
         self._come_before(warps, pieces, 0, where)
+        beside = (self.writer[pieces] == warps[:, None]) & (self.lane[pieces] != lanes[:, None])
+        if (beside & (self.written[pieces] == self.clocks.now(warps)[:, None])).any():
+            raise FaultError(
+                f"race: another thread of the warp wrote this, without bar.warp.sync: {where}"
+            )
         self.reads[(warps % self.warps)[:, None], pieces] = self.clocks.now(warps)[:, None]
 
     def _come_before(self, warps: Array, pieces: Array, proxy: int, where: object) -> None:
         writer = self.writer[pieces]
         if writer.min() < 0:
-            raise Fault(f"uninitialised: shared memory is read that nothing wrote: {where}")
+            raise FaultError(f"uninitialised: shared memory is read that nothing wrote: {where}")
         known = self.clocks.known[proxy, warps[:, None], writer]
         if proxy:  # what the TMA has loaded is seen without a fence
             loaded = writer >= 3 * self.clocks.warps
@@ -144,8 +153,10 @@ class SharedShadow:
                 proxy
                 and (self.clocks.known[0, warps[:, None], writer] >= self.written[pieces]).all()
             ):
-                raise Fault(f"race: no fence.proxy.async since shared memory was written: {where}")
-            raise Fault(f"race: shared memory is read {self._told(writer[late])}: {where}")
+                raise FaultError(
+                    f"race: no fence.proxy.async since shared memory was written: {where}"
+                )
+            raise FaultError(f"race: shared memory is read {self._told(writer[late])}: {where}")
 
     def _told(self, writers: Array) -> str:
         kinds = ("another warp wrote it", "a copy is under way to it", "", "the TMA is loading it")
@@ -163,18 +174,23 @@ class SharedShadow:
         warps: Array,
         pieces: Array,
         where: object,
+        lanes: Any = None,
         agents: Any = None,
         moments: Any = None,
-        same: Any = np.bool_(False),
+        same: Any = NOWHERE,
     ) -> None:
         """Warps write, or `agents` that they have told to. `same`: lanes whose values are there already."""
         writer = self.writer[pieces]
         known = self.clocks.known[0, warps[:, None], np.maximum(writer, 0)]
         if ((writer >= 0) & (known < self.written[pieces]) & ~same[..., None]).any():
-            raise Fault(f"race: shared memory is written twice without a barrier between: {where}")
+            raise FaultError(
+                f"race: shared memory is written twice without a barrier between: {where}"
+            )
         readers = self.clocks.known[0, warps[:, None], self._agents(warps)]
         if (self.reads[:, pieces] > readers.T[:, :, None]).any():
-            raise Fault(f"race: shared memory is written that others still read: {where}")
+            raise FaultError(f"race: shared memory is written that others still read: {where}")
+        if lanes is not None:
+            self.lane[pieces] = lanes[:, None]
         self.writer[pieces] = (warps if agents is None else agents)[:, None]
         self.written[pieces] = (self.clocks.now(warps) if moments is None else moments)[:, None]
 
@@ -199,17 +215,17 @@ class GlobalShadow:
         *,
         write: bool,
         atomic: bool = False,
-        same: Any = np.bool_(False),
+        same: Any = NOWHERE,
     ) -> None:
-        """Raise Fault if warps must not access these addresses. `same`: lanes whose values are there already."""
+        """Raise FaultError if warps must not access these addresses. `same`: lanes whose values are there already."""
         if (addresses % size).any():
-            raise Fault(f"misaligned access of {size} bytes to global memory: {where}")
+            raise FaultError(f"misaligned access of {size} bytes to global memory: {where}")
         kind = "written" if write else "read"
         place = np.maximum(np.searchsorted(self.starts, addresses, side="right") - 1, 0)
         past = np.maximum(addresses + size - self.ends[place], self.starts[place] - addresses)
         if (past > 0).any():
             worst = int(past.max())
-            raise Fault(f"out of bounds: {kind} {worst} bytes from any tensor: {where}")
+            raise FaultError(f"out of bounds: {kind} {worst} bytes from any tensor: {where}")
         pieces = (self.first[place] + (addresses - self.starts[place]) // self.piece)[:, None]
         pieces = pieces + np.arange(max(1, size // self.piece))
         self._order(warps, pieces, f"{kind}: {where}", same, write=write, atomic=atomic)
@@ -221,7 +237,7 @@ class GlobalShadow:
         late = known[warps[:, None], self.writer[pieces]] < self.written[pieces]
         late &= ~(self.atomic[pieces] if atomic else same[..., None])
         if late.any():
-            raise Fault(
+            raise FaultError(
                 f"race: global memory that another warp wrote, in no order to it, is {where}"
             )
         if not write:
@@ -230,7 +246,7 @@ class GlobalShadow:
             return
         late = known[warps[:, None], self.reader[pieces]] < self.read_at[pieces]
         if late.any() and not atomic:
-            raise Fault(
+            raise FaultError(
                 f"race: global memory that another warp reads, in no order to it, is {where}"
             )
         self.writer[pieces] = warps[:, None]

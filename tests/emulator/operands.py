@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from machine import JUNK, PARAMETERS, Lanes
-from memory import Array, Fault
+from gangs import JUNK, PARAMETERS, Lanes
+from memory import Array, FaultError
 from ptx import Instruction, Program, split_operands
 
 Reader = Callable[[Lanes], Any]
@@ -16,15 +16,21 @@ Writer = Callable[[Lanes, Any], None]
 DTYPES: dict[str, Any] = {
     **{f"{kind}{bits}": np.dtype(f"u{bits // 8}") for kind in "ub" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)},
-    **{"f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")},
-    **{"bf16": np.dtype("u2"), "bf16x2": np.dtype("u4"), "f16x2": np.dtype("u4")},
-    **{"e4m3x2": np.dtype("u2"), "pred": np.dtype(bool)},
-    **{"u16x2": np.dtype("u4"), "s16x2": np.dtype("u4")},
+    "f16": np.dtype("f2"),
+    "f32": np.dtype("f4"),
+    "f64": np.dtype("f8"),
+    "bf16": np.dtype("u2"),
+    "bf16x2": np.dtype("u4"),
+    "f16x2": np.dtype("u4"),
+    "e4m3x2": np.dtype("u2"),
+    "pred": np.dtype(bool),
+    "u16x2": np.dtype("u4"),
+    "s16x2": np.dtype("u4"),
 }
 UNSIGNED = {1: bool, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
-class UnknownError(Fault):
+class UnknownError(FaultError):
     """An instruction that the emulator does not know."""
 
 
@@ -73,7 +79,7 @@ class Operands:
         dtype = np.dtype(dtype)
         if text in self.program.registers:
             return self._register(text, dtype)
-        if text.startswith("!") and dtype == bool:
+        if text.startswith("!") and dtype.kind == "b":
             inner = self.reader(text[1:], dtype)
             return lambda lanes: ~inner(lanes)
         if text.startswith("%"):
@@ -93,7 +99,7 @@ class Operands:
                 number = int(text.rstrip("U"), 0)
             except ValueError:
                 raise UnknownError(f"{text!r} is not known: {self.instruction}") from None
-        if dtype == bool:
+        if dtype.kind == "b":
             value = np.bool_(number)
         else:
             bits = 8 * dtype.itemsize
@@ -102,13 +108,15 @@ class Operands:
 
     def _register(self, text: str, dtype: Any) -> Reader:
         place, width = self.program.registers[text]
-        wanted = 1 if dtype == bool else 8 * dtype.itemsize
+        wanted = 1 if dtype.kind == "b" else 8 * dtype.itemsize
         instruction = self.instruction
 
         def read(lanes: Lanes) -> Array:
             register = lanes.registers[place]
             if register is None:
-                raise Fault(f"uninitialised: {text} is read before it is written: {instruction}")
+                raise FaultError(
+                    f"uninitialised: {text} is read before it is written: {instruction}"
+                )
             return register[lanes.first : lanes.last]
 
         if width == wanted:

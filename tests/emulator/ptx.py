@@ -26,14 +26,14 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        line: line of the kernel's source, as the compiler told it.
+        line: file and line of the kernel's source, as the compiler told it.
         modifiers: the opcode's parts after the first; `::` is written `_`.
         predicate: register of the guard, "" without one; `negated` if it stands with `!`.
         lanes: how many neighbouring threads must execute it together: 1, a warp or a warpgroup.
     """
 
     text: str
-    line: int
+    line: str
     name: str
     modifiers: tuple[str, ...]
     operands: list[str]
@@ -47,7 +47,7 @@ class Instruction:
         return 32 if self.name in MATRIX_OPERATIONS and "warp" not in self.modifiers else 1
 
     def __str__(self) -> str:
-        return f"`{self.text}` (line {self.line})"
+        return f"`{self.text}` ({self.line})"
 
 
 @dataclass
@@ -82,7 +82,8 @@ class Program:
             assert width, told
             program.parameters[match[2]] = int(match[3] or 1) * int(width[1]) // 8
         program.shared.update(re.findall(r"\.shared\s.*?\.b8\s+([\w$]+)\[", text))
-        _Reader(program).read(_body(text, found.end()))
+        files = dict(re.findall(r'\.file\s+(\d+)\s+.*?([^"/]+)"\s*$', text, re.M))
+        _Reader(program, files).read(_body(text, found.end()))
         return program
 
 
@@ -94,18 +95,18 @@ def _body(text: str, start: int) -> str:
         depth += 1 if bracket[0] == "{" else -1
         if depth == 0:
             body = text[start : start + bracket.start()]
-            return re.sub(r"^\s*\.loc\s+\d+\s+(\d+).*$", r".loc \1;", body, flags=re.M)
+            return re.sub(r"^\s*\.loc\s+(\d+)\s+(\d+).*$", r".loc \1 \2;", body, flags=re.M)
     raise ValueError("the kernel's body does not end")
 
 
 class _Reader:
     """Goes through a kernel's body. Names of an inline block belong to the block."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, files: dict[str, str]) -> None:
+        self.program, self.files = program, files
         self.blocks: list[dict[str, str]] = []
         self.count = 0
-        self.line = 0
+        self.line = ""
         self.last_label = ""
 
     def read(self, body: str) -> None:
@@ -144,7 +145,8 @@ class _Reader:
 
     def statement(self, text: str) -> None:
         if text.startswith(".loc"):
-            self.line = int(text.split()[1]) or self.line
+            _, file, line = text.split()
+            self.line = f"{self.files.get(file, file)}:{line}" if line != "0" else self.line
         elif text.startswith(".branchtargets"):
             self.program.tables[self.last_label] = split_operands(text.split(None, 1)[1])
         elif text.startswith(".reg"):

@@ -125,7 +125,11 @@ def wrong_options(text: str, known: dict[str, set[str]]) -> list[str]:
         names = [name for name in known if f"{line} ".startswith(f"{name} ")]
         if names:
             name = max(names, key=len)
-            found += [f"{name} {one}" for one in OPTION.findall(line) if one not in known[name]]
+            found += [
+                f"{name} {one}"
+                for one in OPTION.findall(line)
+                if one not in known[name] | {"--help"}
+            ]
     return found
 
 

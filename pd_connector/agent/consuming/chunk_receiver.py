@@ -7,7 +7,8 @@ from functools import partial
 
 from pd_connector.agent.confined import confined
 from pd_connector.agent.consuming.inbox import Inbox
-from pd_connector.agent.consuming.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.consuming.open_session import OpenSession
+from pd_connector.agent.consuming.open_sessions import OpenSessions
 from pd_connector.agent.page_gate import AbandonedError, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError

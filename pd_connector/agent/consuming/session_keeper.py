@@ -9,7 +9,8 @@ import msgspec
 from pd_connector.agent.confined import confined
 from pd_connector.agent.consuming.dialler import Dialler
 from pd_connector.agent.consuming.inbox import Inbox
-from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
+from pd_connector.agent.consuming.open_session import OpenSession
+from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS, OpenSessions
 from pd_connector.agent.consuming.outage import OutageWatch, named_for_what_it_is
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.resources import RankResources

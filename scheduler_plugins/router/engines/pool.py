@@ -247,6 +247,7 @@ class EnginePool(Pool):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._named.close()
         await self._stores.close()
         await self.caches.close()
 

@@ -15,11 +15,11 @@ from scheduler_plugins.admission.endpoints import POOLING_PATHS
 from scheduler_plugins.router.prompt.pieces import (
     PIECE_BYTES,
     PieceDecoder,
-    RawField,
     Steps,
     TooComplexError,
     memory_of,
 )
+from scheduler_plugins.router.prompt.raw_field import RawField
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

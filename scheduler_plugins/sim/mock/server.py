@@ -203,12 +203,10 @@ class MockEngine:
                 return await self._prefill_for_others(body, request.path, waiting, str(room))
             if room is not None:
                 host, port = body.get("bootstrap_host"), body.get("bootstrap_port")
-                await self._fetch(f"{host}:{port}", str(room))
-                generation = self.clock.receive(waiting)
+                generation = await self._received(waiting, f"{host}:{port}", str(room))
             elif params is not None and params.do_remote_prefill:
                 source = f"{params.remote_host}:{params.remote_port}"
-                await self._fetch(source, str(params.remote_request_id))
-                generation = self.clock.receive(waiting)
+                generation = await self._received(waiting, source, str(params.remote_request_id))
             else:
                 generation = self.clock.prefill(waiting, hands_over=False)
             if body.get("stream"):
@@ -237,13 +235,15 @@ class MockEngine:
         kv = response(self._address, transfer=transfer, pages=(), tokens=waiting.tokens)
         return web.json_response(answer(body, path, 1, usage, kv))
 
-    async def _fetch(self, source: str, transfer: str) -> None:
-        """Wait for the time that the KV would need to arrive from there."""
+    async def _received(self, waiting: Waiting, source: str, transfer: str) -> Generation:
+        """Wait until the KV is computed there, until it has room here, and for the time of its way."""
         assert self._session is not None
         network = self.settings.network
         moved_s, tokens = await transfer_s(self._session, source, transfer, network)
-        await asyncio.sleep(moved_s / self.clock.speed)
-        self._moved.received(tokens)
+        async with self.clock.room(waiting.tokens):
+            await asyncio.sleep(moved_s / self.clock.speed)
+            self._moved.received(tokens)
+            return self.clock.receive(waiting)
 
     async def _stream(
         self,

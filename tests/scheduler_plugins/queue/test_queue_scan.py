@@ -51,7 +51,7 @@ def test_pop_returns_what_peek_returned_though_the_cache_changed_in_between() ->
     queue.begin_scan()
     assert queue.peek() is not None
     cached.update(("x", "y"))
-    queue.added(["x", "y"])
+    queue.prefix_index.added(["x", "y"])
     queue.add(request("c", 1))
     assert queue.pop().id == "a"
     queue.begin_scan()
@@ -289,7 +289,7 @@ def test_tokens_before_a_prefill_are_those_of_the_shorter_requests_in_order() ->
     assert tokens_before(queue, prefill, 97, 2000) == 0
     assert tokens_before(queue, prefill, 0, 4) == 0
     cached.clear()  # b is dearer than it was thought to be
-    queue.removed()
+    queue.prefix_index.removed()
     queue.begin_scan()
     assert tokens_before(queue, prefill, 0, 40) == 5 + 10
     assert [queue.pop().id for _ in range(2)] == ["d", "a"]
