@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.pool_records import FACTS, GEOMETRY, record
+from support.pool_records import FACTS, GEOMETRY, record, sealed
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.loader import Landing, Loader, ReadChunk
-from pd_connector.pool.record import Record, encode, sealed
+from pd_connector.pool.record import Record, encode
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_records import FACTS, GEOMETRY, mutated, pages_run, record, summed, wanted
+from support.pool_records import FACTS, GEOMETRY, mutated, pages_run, record, sealed, summed, wanted
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Shard
@@ -27,7 +27,6 @@ from pd_connector.pool.record import (
     read_header,
     readable,
     record_problem,
-    sealed,
 )
 
 RECORD = record()
