@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import pytest
+import zmq
 from harness import (
     assert_same_logprobs,
     busy,
@@ -25,8 +27,11 @@ from tools import TOLERANCE
 
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.tools.launch import VllmEngine
+from pd_connector.tools.launch.ports import Port
 from pd_connector.tools.launch.router import RouterProcess
 from scheduler_plugins.admission.pool_report import PATH, PoolReport, decode
+from scheduler_plugins.router.index.events import Stored
+from scheduler_plugins.router.index.events import decode as decode_events
 
 
 @pytest.fixture
@@ -196,9 +201,32 @@ def computed_tokens(engine: VllmEngine) -> float:
 
 def test_an_engine_tells_a_router_which_chunks_its_host_has(pool: PooledEngines) -> None:
     flag = ("--middleware", "scheduler_plugins.vllm.PoolMiddleware")
-    first, second = pool.start(32, *flag), pool.start(64, *flag)
-    salt = fresh_salt()
-    pool.computed(first, salt)
+    with Port() as reserved:
+        port = int(reserved)
+    publishes = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+    }
+    with zmq.Context() as context, context.socket(zmq.SUB) as events:
+        first = pool.start(32, *flag, "--kv-events-config", json.dumps(publishes))
+        events.setsockopt(zmq.SUBSCRIBE, b"")
+        events.connect(f"tcp://127.0.0.1:{port}")
+        second = pool.start(64, *flag)
+        salt = fresh_salt()
+        pool.computed(first, salt)
+        media: dict[str, list[Any]] = {"GPU": [], "CPU": []}
+
+        def told_of_all() -> bool:
+            completion(first, [1, 2, 3], 1)  # events come with steps
+            while events.poll(100):
+                for event in decode_events(events.recv_multipart()[-1]).events:
+                    if isinstance(event, Stored):
+                        media[str(event.medium)] += event.block_hashes
+            return len(media["CPU"]) >= CHUNKS * CHUNK_TOKENS // 32
+
+        wait_until(told_of_all, "KV events of the chunks")
+        assert set(media["CPU"]) <= set(media["GPU"]), "vLLM's own names of blocks"
     reports = [told(engine, "?after=0") for engine in (first, second)]
     assert reports[0].store == reports[1].store
     assert reports[0].model == reports[1].model
