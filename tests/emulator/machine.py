@@ -12,6 +12,8 @@ from ptx import Instruction
 
 PATIENCE = 4_000
 """Steps of one gang before another has its turn, because it may wait for the other."""
+MOST_POLLS = 3_000
+"""Times that all threads do nothing but wait for each other."""
 MOST_STEPS = 400_000
 
 
@@ -63,6 +65,7 @@ class Launch:
         self.shadow = GlobalShadow(self.clocks, *self.bounds, smallest(program, "global"))
         self.copy_groups = np.zeros(self.clocks.warps, np.int32)
         self.product_groups = np.zeros(self.clocks.warps, np.int32)
+        self.idle = 0
         self.exited = np.zeros(self.total, bool)
         self.chance = random.Random(self.seed)
         self.special = self._special()
@@ -108,6 +111,9 @@ class Launch:
             raise FaultError("; ".join(self._stuck(gang) for gang in gangs[:4]))
         rested = [gang for gang in ready if not gang.tired]
         if not rested:
+            self.idle += 1
+            if self.idle > MOST_POLLS and not self.loads:
+                raise FaultError("; ".join(self._stuck(gang) for gang in ready[:4]))
             for gang in ready:
                 gang.tired = False
             return self.chance.choice(ready)
@@ -121,7 +127,8 @@ class Launch:
         warps = np.unique(self.warp[mask]) % self.warps_per_cta
         told = f"warps {sorted(set(warps.tolist()))} of CTA {int(self.cta[mask][0])}"
         before = gang.at - (gang.state == "barrier")
-        kind = "barrier that not all threads reach" if gang.state == "barrier" else "part of a warp"
+        kinds = {"barrier": "barrier that not all threads reach", "apart": "part of a warp"}
+        kind = kinds.get(gang.state, "threads poll for ever")
         return f"{kind}: {told} wait at {self.code.program.code[before]}"
 
     def _turn(self, gang: Gang, gangs: list[Gang], lanes: Lanes) -> None:
@@ -140,11 +147,13 @@ class Launch:
                 gangs.extend(made)
                 return
             if gang.state != "ready" or gang.first >= gang.last:
+                self.idle = 0
                 return
             if gang.at in stops or gang.at > behind:
                 return
             if lanes.impatient:
                 break
+        self.idle *= lanes.impatient
         lanes.impatient, gang.tired = False, True
 
     def _step(self, gang: Gang, lanes: Lanes) -> list[Gang]:
