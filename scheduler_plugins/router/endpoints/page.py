@@ -100,6 +100,7 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
     return {
         "policy": shared.config.route_policy,
         "waiting": shared.front.waiting,
+        "advice": shared.overflow.advice(now_s),
         "handoffs": handoffs_of(shared.pool),
         "decisions": [
             {**one._asdict(), "at_s": round(time.time() - one.at_s)}

@@ -64,7 +64,9 @@ def test_three_phases_at_a_part_of_what_the_best_ratio_sustains() -> None:
     counts = [round(per_s * 10.0) for per_s in given.per_s]
     assert len(given.requests) == sum(counts)
     assert [one.tokens for one in given.requests] == [
-        tokens for tokens, count in zip((2000, 500, 2000), counts, strict=True) for _ in range(count)
+        tokens
+        for tokens, count in zip((2000, 500, 2000), counts, strict=True)
+        for _ in range(count)
     ]
     assert len({one.id for one in given.requests}) == len(given.requests)
 
