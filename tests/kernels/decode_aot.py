@@ -32,7 +32,6 @@ from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.work_partition import RowShape
 from pd_kernels.bench.compiled import Assembly, compiled
 from pd_kernels.bench.sample_launches import Launched, mla_call, paged_call
-from pd_kernels.tuning import tuned
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = torch.device("cpu")
@@ -114,12 +113,6 @@ def unpipelined_call() -> Launched:
         return paged_call()
 
 
-def tuned_call(call: Callable[[], Launched], **settings: bool) -> Launched:
-    """Another setting of an A/B switch."""
-    with tuned(**settings):
-        return call()
-
-
 def plan_call() -> Launched:
     lengths = torch.ones(256, dtype=torch.int32)
     plan = DecodePlan.of(RowShape(8, 64, 1, 0), COSTS, 256, 264, 16, 64, DEVICE)
@@ -159,18 +152,6 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "mla, 128 heads": functools.partial(mla_call, 128),
     "mla, 128 heads, fp8": functools.partial(mla_call, 128, coded=True),
     "mla, 16 heads, fp8": functools.partial(mla_call, 16, coded=True),
-    "mla, 16 heads, fp8 as bfloat16": functools.partial(
-        tuned_call, functools.partial(mla_call, 16, coded=True), latent_codes=False
-    ),
-    "mla, 128 heads, unpaired": functools.partial(
-        tuned_call, functools.partial(mla_call, 128), pairing=False
-    ),
-    "mla, 128 heads, large tiles": functools.partial(
-        tuned_call, functools.partial(mla_call, 128), small_tiles=False
-    ),
-    "paged, fp8 as bfloat16": functools.partial(
-        tuned_call, functools.partial(paged_call, dtype=FP8), half_codes=False
-    ),
     "paged, dim 80": functools.partial(paged_call, dim=80),
     "paged, dim 256, 8 queries, fp8": functools.partial(
         paged_call, dim=256, queries=8, heads=64, dtype=FP8, page=64
