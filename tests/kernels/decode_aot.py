@@ -32,6 +32,7 @@ from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.work_partition import RowShape
 from pd_kernels.bench.compiled import Assembly, compiled
 from pd_kernels.bench.sample_launches import Launched, mla_call, paged_call
+from pd_kernels.bench.sass import instructions, product_loops
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = torch.device("cpu")
@@ -60,6 +61,7 @@ def counts(kernel: Any) -> dict[str, int]:
         "products": dict(Counter(re.findall(r"wgmma\.mma_async\S*?\.(m64n\d+k\d+)", ptx))),
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "product waits": sorted(map(int, re.findall(r"wgmma\.wait_group\S* (\d+)", ptx))),
+        "product chain": product_chain(sass),
         "hardware waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass)),
         "loop instructions": loop.count("\n"),
         "wide loop stores": len(re.findall(r"\bSTS\.128\b", loop)),
@@ -69,6 +71,20 @@ def counts(kernel: Any) -> dict[str, int]:
         "groups a turn": loop.count("LDGDEPBAR"),
         "groups under way": min((int(most, 16) for most in re.findall(WAIT, loop)), default=0),
     }
+
+
+def product_chain(sass: str) -> int:
+    """The most products of a turn of the loop, each of which adds to the result of the one before
+    and so waits for it; those of 16 lines only."""
+    most = 0
+    for turn in product_loops(instructions(sass)):
+        chains: dict[str, int] = {}
+        for each in turn:
+            if each.opcode == "HMMA":
+                result, _, _, added = (part.strip() for part in each.operands.split(","))
+                chains[result] = chains.get(added, 0) + 1
+                most = max(most, chains[result])
+    return most
 
 
 def loop_over_tiles(sass: str) -> str:

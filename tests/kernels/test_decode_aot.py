@@ -141,6 +141,11 @@ def test_products_are_the_tensor_cores(kernels: dict[str, dict[str, Any]], name:
         assert kernel["wgmma"] == 0
 
 
+def test_slices_of_a_latent_do_not_wait_for_each_other(kernels: dict[str, dict[str, Any]]) -> None:
+    """A slice of 128 elements is 8 products. A chain of all slices is 36."""
+    assert kernels["mla, 16 heads"]["product chain"] == 8
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_prefills_take_asynchronous_products_and_decodes_those_of_few_lines(
     kernels: dict[str, dict[str, Any]], name: str
