@@ -10,6 +10,8 @@ from router_fakes import World, run, until
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.engines import looks
+from scheduler_plugins.router.engines.failures import EngineFailedError
+from scheduler_plugins.router.engines.inquiry import Arrivals, Inquiry
 from scheduler_plugins.router.engines.traffic import Traffic, between, read, wanted_in
 
 BEFORE = """
@@ -59,6 +61,25 @@ def test_an_engine_that_starts_anew_counts_from_zero() -> None:
 def test_metrics_that_tell_nothing_move_nothing(text: str) -> None:
     traffic, moved = between(read("", 1.0), read(text, 2.0))
     assert (traffic.sent_bytes_s, traffic.cache_used, moved.received_bytes) == (0.0, None, 0.0)
+
+
+def test_a_rate_of_before_is_not_shown_as_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose `/metrics` fail is not known to move anything. It serves on."""
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
+
+    async def fail(self: Inquiry) -> Arrivals:
+        raise EngineFailedError("timeout", "no answer")
+
+    async def scenario() -> None:
+        async with World() as world:
+            world.d[0].metrics = 'pd_connector:leased_pages{engine="0"} 4.0'
+            known = world.known(world.d[0])
+            await until(lambda: known.traffic.leased_pages == 4.0, "it is read")
+            monkeypatch.setattr(Inquiry, "arrivals", fail)
+            await until(lambda: known.traffic == Traffic(), "nothing is known any more")
+            assert known.up
+
+    run(scenario())
 
 
 HUGE = """
