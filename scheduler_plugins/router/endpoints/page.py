@@ -158,13 +158,13 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
     told = {one["url"] + one["role"]: one for one in pool.describe()}
     beats = shared.metrics.pulse.beats(now_s)
     sums = recent(beats, now_s)
+    late = shared.overflow.share(now_s)
+    found = troubles(pool.engines, pool.decisions, sums, late, now_s, wall_s)
     return {
         "policy": shared.config.route_policy,
         "waiting": shared.front.waiting,
         "handoffs": handoffs_of(pool),
-        "troubles": [
-            one._asdict() for one in troubles(pool.engines, pool.decisions, sums, now_s, wall_s)
-        ],
+        "troubles": [one._asdict() for one in found],
         "trends": trends(beats, now_s),
         "recent": msgspec.to_builtins(sums),
         "decisions": [
