@@ -285,7 +285,7 @@ class Manager(BaseKVManager):
         return again
 
     def forget_prefill_engine(self, address: str) -> None:
-        """It does not answer: who comes next asks for it anew."""
+        """It does not answer: the next request asks for it again."""
         self.prefill_info_table.pop(address, None)
         self._engines.forget(address)
 
