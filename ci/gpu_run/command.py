@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(f"ci/gpu: {error}") from None
     if options.list:
         for step in steps:
-            beside = "beside " if step.beside else ""
-            print(f"{step.name:16} {step.limit_s:4.0f} s  {beside}{step.why}")
+            beside = " (side by side)" if step.beside else ""
+            print(f"{step.name:16} {step.limit_s:4.0f} s  {step.why}{beside}")
         return 0
     state, out = options.state, options.out
     if options.rehearse:

@@ -22,6 +22,9 @@ from gpu_run.step import JSON, Step, side_by_side
 LEAST_SHARE = 0.5
 """The least part of its time limit that a step begins with. Less would be lost time."""
 
+REHEARSED_SHARE = 4
+"""A rehearsed step may take this many times its limit, because a machine without a GPU is slower."""
+
 NO_GPU = 2
 """Exit code of a benchmark on a machine without a GPU. The last line of its output says so."""
 
@@ -82,8 +85,9 @@ class Runner:
             self.record.put(step.name, result)
             self.say(f"{step.name:16} {result.line}")
             return
-        # Of steps side by side, some wait until a processor is free.
-        limit_s = min(step.limit_s, max(0.0, deadline - time.monotonic()))
+        own_s = step.limit_s * (REHEARSED_SHARE if self.rehearse else 1)
+        # Steps side by side may have waited until a processor was free.
+        limit_s = min(own_s, max(0.0, deadline - time.monotonic()))
         figures, log = self.state / f"{step.name}.json", self.state / f"{step.name}.out"
         figures.unlink(missing_ok=True)
         told = (step.rehearsal or step.command) if self.rehearse else step.command
@@ -104,7 +108,7 @@ class Runner:
         )
         if ended.timed_out:
             # With less than its own time limit the step had no fair chance, and is run again.
-            result.state = "timeout" if limit_s >= step.limit_s else "cut"
+            result.state = "timeout" if limit_s >= own_s else "cut"
             result.why = f"ended after {limit_s:.0f} s"
         elif self.rehearse and ended.returncode == NO_GPU and _says_no_gpu(result):
             result.why = result.tail[-1]
@@ -117,7 +121,7 @@ class Runner:
         """Needs of the step that this host does not have; empty if it has all."""
         lacking = [name for name in step.imports if not self._importable(name)]
         if lacking:
-            return f"not importable: {', '.join(lacking)} (ci/offline_bundle packs them; or --site)"
+            return f"not importable: {', '.join(lacking)} (ci/offline_bundle packs all but the engine, see --parts and --site)"
         if step.program and not self.rehearse and not shutil.which(step.program):
             return f"not on PATH: {step.program}"
         if absent := [name for name in step.files if not (ROOT / name).exists()]:

@@ -36,7 +36,7 @@ class Step:
         program: a program on PATH that the step needs to begin.
         files: files of this tree that the step needs to begin.
         sources: folders whose change makes a failed step worth another try.
-        beside: whether it runs side by side with the step before it.
+        beside: steps in a row with the same word here run side by side.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Step:
     program: str = ""
     files: Sequence[str] = ()
     sources: Sequence[str] = KERNEL_SOURCES
-    beside: bool = False
+    beside: str = ""
 
     def digest(self) -> str:
         """A digest of the command and of its sources."""
@@ -62,7 +62,7 @@ def side_by_side(steps: Sequence[Step]) -> Iterator[list[Step]]:
     """Groups of steps that run at the same time, in their order."""
     group: list[Step] = []
     for step in steps:
-        if group and not step.beside:
+        if group and not (step.beside and step.beside == group[-1].beside):
             yield group
             group = []
         group.append(step)

@@ -30,7 +30,7 @@ def step(
     *,
     limit_s: float = 60.0,
     imports: Sequence[str] = (),
-    beside: bool = False,
+    beside: str = "",
 ) -> Step:
     program = (sys.executable, "-S", "-c", code, JSON)
     return Step(name, "a test", program, limit_s, imports, sources=(), beside=beside)
@@ -97,7 +97,11 @@ def test_steps_side_by_side_run_at_the_same_time(tmp_path: Path) -> None:
         there = f"os.path.exists({str(tmp_path / other)!r})"
         return f"import os, time; open({str(tmp_path / own)!r}, 'w')\nwhile not {there}: time.sleep(0.01)"
 
-    steps = [step("a", meets("a", "b")), step("b", meets("b", "a"), beside=True), step("c", "")]
+    steps = [
+        step("a", meets("a", "b"), beside="checks"),
+        step("b", meets("b", "a"), beside="checks"),
+        step("c", f"import os; assert os.path.exists({str(tmp_path / 'a')!r})"),
+    ]
     one = runner(tmp_path / "state")
     assert one.run(steps, budget_s=100) == []
     assert states(one) == dict.fromkeys("abc", "ok")

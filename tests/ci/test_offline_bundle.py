@@ -9,28 +9,16 @@ import re
 import struct
 import tarfile
 import zipfile
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from gpu_run import bundle
 from gpu_run.parts import misfit, unpacked
 from gpu_run.places import ROOT
 from gpu_run.steps import STEPS
 
 OWN = ".".join(platform.python_version_tuple()[:2])
-
-
-@pytest.fixture(scope="module")
-def bundle() -> ModuleType:
-    loader = SourceFileLoader("offline_bundle", str(ROOT / "ci" / "offline_bundle"))
-    spec = spec_from_loader("offline_bundle", loader)
-    assert spec
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def image(kind: int, target: int, code: bytes) -> bytes:
@@ -43,7 +31,7 @@ def fatbin(*images: bytes) -> bytes:
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
 
 
-def test_only_device_code_for_hopper_travels(bundle: ModuleType) -> None:
+def test_only_device_code_for_hopper_travels() -> None:
     """A container keeps its place and its size in the file. One without code for Hopper keeps
     something, since a library registers each."""
     hopper, ptx = image(2, 90, b"H" * 50), image(1, 90, b"text")
@@ -59,7 +47,7 @@ def test_only_device_code_for_hopper_travels(bundle: ModuleType) -> None:
     assert bundle.slim(b"no device code \x50\xed\x55\xba here, only its mark" + bytes(20))
 
 
-def test_what_no_step_uses_stays_behind(bundle: ModuleType, tmp_path: Path) -> None:
+def test_what_no_step_uses_stays_behind(tmp_path: Path) -> None:
     wheel = tmp_path / "nixl_cu13-1.5.1-py3-none-any.whl"
     travels = [
         "nixl_cu13/_api.py",
@@ -81,21 +69,21 @@ def test_what_no_step_uses_stays_behind(bundle: ModuleType, tmp_path: Path) -> N
     assert [name for name, _ in bundle.kept(wheel)] == travels
 
 
-def test_wheels_have_the_versions_that_the_project_is_tested_with(bundle: ModuleType) -> None:
+def test_wheels_have_the_versions_that_the_project_is_tested_with() -> None:
     pinned = (ROOT / "ci" / "constraints.txt").read_text().splitlines()
     names = {told.partition("==")[0] for told in bundle.WHEELS}
     tested = {line for line in pinned if line.partition("==")[0] in names}
     assert set(bundle.WHEELS) - tested == {"sgl-flash-mla==1.0.0"}, "a baseline for Hopper only"
 
 
-def test_wheels_are_what_steps_import_and_hosts_with_torch_lack(bundle: ModuleType) -> None:
+def test_wheels_are_what_steps_import_and_hosts_with_torch_lack() -> None:
     modules = {"pyzmq": "zmq", "nixl-cu13": "nixl", "cffi": "cryptography"}
     names = {told.partition("==")[0] for told in bundle.WHEELS} - {"sgl-flash-mla"}
     imported = {module for step in STEPS for module in step.imports}
     assert {modules.get(name, name) for name in names} <= imported
 
 
-def test_the_tree_travels_without_the_demo_s_model(bundle: ModuleType) -> None:
+def test_the_tree_travels_without_the_demo_s_model() -> None:
     names = bundle.tree(with_model=False)
     assert {"ci/gpu", "pyproject.toml", "kernels/pd_kernels/tuning.py"} <= set(names)
     assert set(bundle.tree(with_model=True)) - set(names) == {bundle.MODEL}
