@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest --durations=15
 # Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and
 # run six at a time. Tests marked `quiet` measure time, and run alone.
-COMPUTING := tests/kernels tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
+COMPUTING := tests/kernels tests/emulator tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
 	tests/scheduler_plugins
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 

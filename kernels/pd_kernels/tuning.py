@@ -16,44 +16,28 @@ VARIABLE = "PD_KERNELS_TUNING"
 
 @dataclass(frozen=True)
 class Tuning:
-    """Settings of all kernels.
+    """Settings of all kernels. Each names the measurement that will decide it.
 
     Attributes:
-        pairing: if a KV head has more than 64 lines, its blocks of lines run at the same time in
-            neighbouring programs. They read the same tiles, so memory is read once. Off: each block
-            is a row of its own. The blocks run one after another, and each reads KV from memory.
         column_merge: a part of a split-KV merge is some columns of a line. More workers then share
-            the merge of a row with few lines. Off: a part is whole lines.
-        small_tiles: `mla_decode` with FP8 latents or more than 64 lines reads tiles of 32 tokens in
-            six or eight stages, so that loads are under way during the products. Off: tiles of 64 tokens in
-            three stages, where each turn of the loop waits for the loads that it has just begun.
-        latent_codes: `mla_decode` with FP8 latents and up to 32 lines multiplies codes as float16,
-            in rows of 16 or 32 lines. Off: codes are decoded to bfloat16 and written to shared
-            memory again. Rows are padded to 64 lines, and the kernel waits for each product.
-        half_codes: `paged_decode` multiplies FP8 codes as float16, one instruction for two codes.
-            Off: as bfloat16, which needs two more conversions per pair.
+            the merge of a row with few lines. Off: a part is whole lines. Decided by the rows
+            `column_merge: on / off` of `bench decode`, for one sequence of 64k (since 2026-11-23).
         gluon: `mla_decode` with latents of 16 bits in pages of 64 tokens takes the Gluon kernel
-            (`mla_gluon_kernel.py`), on Hopper only. Off: the Triton kernel. The default is off
-            until the Gluon kernel has run on a GPU.
-        packed_codes: gathers with a codec keep two elements of 16 bits in one word. Magnitudes are
-            compared, and elements are coded, two at a time. Off: element by element.
+            (`mla_gluon_kernel.py`), on Hopper only. Off: the Triton kernel. Decided by the rows
+            `gluon: on / off` of step `mla-gluon` of `ci/gpu`, if its results are right (since
+            2026-11-23).
         direct_launch: if an earlier call with the same plan had the same shapes, strides, dtypes
             and alignments, its launch is used again (`direct.py`). Off: each call is checked and
-            prepared, and Triton searches for its kernel. The default is off until this has run on a
-            GPU.
+            prepared, and Triton searches for its kernel. Decided by the rows `direct_launch: on /
+            off` of `bench decode`, which also compare results (since 2026-11-26).
         mixed_steps: in vLLM, steps with prefill chunks and decodes take `mixed_attention`, in one
-            launch a layer. Off: `paged_decode`, then the stock backend. The default is off until
-            this has run on a GPU.
+            launch a layer. Off: `paged_decode`, then the stock backend. Decided by the rows
+            `mixed_attention` of `bench decode`, against two launches in turn (since 2026-11-23).
     """
 
-    pairing: bool = True
     column_merge: bool = True
-    small_tiles: bool = True
-    latent_codes: bool = True
-    half_codes: bool = True
     gluon: bool = False
-    packed_codes: bool = True
-    direct_launch: bool = False
+    direct_launch: bool = True
     mixed_steps: bool = False
 
     @functools.cached_property
@@ -75,7 +59,7 @@ class Tuning:
 
         Example:
             >>> from pd_kernels.tuning import Tuning
-            >>> Tuning.of("gluon=1,pairing=0").pairing
+            >>> Tuning.of("gluon=1,direct_launch=0").direct_launch
             False
         """
         known = {field.name for field in fields(cls)}
@@ -109,8 +93,8 @@ def tuned(**settings: bool) -> Iterator[None]:
 
     Example:
         >>> from pd_kernels.tuning import tuned, tuning
-        >>> with tuned(pairing=False):
-        ...     tuning().pairing
+        >>> with tuned(column_merge=False):
+        ...     tuning().column_merge
         False
     """
     _settings.append(replace(tuning(), **settings))

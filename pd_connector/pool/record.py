@@ -138,19 +138,6 @@ def layer_sum(data: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def sealed(form: Form, geometry: Geometry, payload: memoryview) -> tuple[LayerBytes, ...]:
-    """`Record.layers` of a payload that is complete.
-
-    Args:
-        form: of the plan by which it was written.
-        geometry: of the writer.
-    """
-    return tuple(
-        LayerBytes(*place, layer_sum(payload[place.offset : place.offset + place.nbytes]))
-        for place in places(form, geometry)
-    )
-
-
 def payload_problem(
     record: Record, needed: Iterable[Place], buffer: memoryview, start: int = 0
 ) -> str:

@@ -7,7 +7,7 @@ from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.form import Form, places
 from pd_connector.pool.jobs import PromptChunk
-from pd_connector.pool.record import SUM_BYTES, LayerBytes, Record, Writer, encode, sealed
+from pd_connector.pool.record import SUM_BYTES, LayerBytes, Record, Writer, encode, layer_sum
 from pd_connector.pool.store.base import Refusal, Store, Why, Writing
 
 SAVED = "saved"
@@ -26,12 +26,15 @@ class Wanted:
         Raises:
             PoolError: the store takes no more bytes.
         """
-        record = self._record
+        record, layers = self._record, []
+        start = len(encode(record))
         with self._writing as writing:
-            layers = sealed(record.form, record.geometry, payload)
-            head = encode(msgspec.structs.replace(record, layers=layers))
+            for place in record.layers:
+                data = payload[place.offset : place.offset + place.nbytes]
+                layers.append(msgspec.structs.replace(place, sum=layer_sum(data)))
+                writing.write(start + place.offset, data)  # a CPU's cache still has it
+            head = encode(msgspec.structs.replace(record, layers=tuple(layers)))
             writing.write(0, memoryview(head))
-            writing.write(len(head), payload[: record.payload_bytes])
             return SAVED if writing.publish() else Why.UNWELL
 
     def cancel(self) -> None:

@@ -45,7 +45,7 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
         status = INTERRUPTED
     if status == INTERRUPTED:
         print("interrupted", file=sys.stderr)
-    return status if isinstance(status, int) else 0
+    return status if type(status) is int else 0
 
 
 def _refused(error: Any, name: str) -> int:
@@ -165,7 +165,7 @@ def option(name: str, kind: Any, default: Any, meaning: str, **more: Any) -> Par
     """
     shown = default not in (None, "", [])
     told = typer.Option(f"--{name}", help=meaning, show_default=shown, **more)
-    annotation = Annotated[kind, told]  # type: ignore[valid-type]
+    annotation = Annotated[kind, told]
     return Parameter(
         name.replace("-", "_"), Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

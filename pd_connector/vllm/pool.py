@@ -23,8 +23,10 @@ from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import Cut, WorkerActivity
 from pd_connector.vllm.pool_audit import PoolAudit
+from pd_connector.vllm.pool_events import PoolEvents
 from pd_connector.vllm.pool_loads import PoolLoads
 from pd_connector.vllm.pool_looks import PoolLooks
+from pd_connector.vllm.pool_model import LoadedModel
 from pd_connector.vllm.pool_prompt import Loading, PoolPrompt, asked
 from pd_connector.vllm.pool_saves import PoolSaves
 from pd_connector.vllm.streaming import kept_pages, scheduled
@@ -38,14 +40,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-_UNKNOWN_S = 120.0
-"""How long steps are asked for until ranks have told their model, in seconds: they read all of its bytes first."""
-
 
 class PoolSide:
     """Called by vLLM's scheduler only.
 
     Attributes:
+        events: of chunks, for other routers; None unless vLLM publishes KV events.
         loads: those under way.
 
     Args:
@@ -85,16 +85,14 @@ class PoolSide:
         self._windows = windows
         self._identity = identity
         self._telemetry = telemetry
-        self._ranks = ranks
         self._settings = settings
         self._worth = Worth()
         self._saves = PoolSaves(windows, ranks)
         self._audit = PoolAudit(windows, self._saves)
         self._stepped: tuple[float, int] = (0.0, 0)  # when the last step was scheduled, its tokens
-        self._models: dict[int, bytes] = {}  # by rank
+        self._model = LoadedModel(ranks)
         self._prompts: dict[str, PoolPrompt] = {}
-        self._began_s = time.monotonic()
-        self._warned = False
+        self.events: PoolEvents | None = None
         self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
         self.loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
         self._tell()
@@ -104,11 +102,16 @@ class PoolSide:
         self._saves.bind(blocks)
         self._looks.shared.caching = blocks.enable_caching
 
+    def publish_events(self) -> None:
+        """vLLM publishes KV events. They name blocks of caches with one page table only."""
+        (page_size, window), *others = self._windows.tables
+        if not others and not window:
+            self.events = PoolEvents(self._store, page_size)
+
     @property
     def model(self) -> bytes:
         """The model that all ranks have loaded, as the pool knows it; empty where the pool cannot be used."""
-        told = set(self._models.values())
-        return told.pop() if len(self._models) == self._ranks and len(told) == 1 else b""
+        return self._model.root
 
     @property
     def saving(self) -> bool:
@@ -117,8 +120,9 @@ class PoolSide:
 
     @property
     def pending(self) -> bool:
-        """Whether ranks have something to tell: that pages of saves are copied, or, after their start, their model."""
-        return self.saving or (not self._models and time.monotonic() < self._began_s + _UNKNOWN_S)
+        """Whether a step is needed: ranks tell with it that pages of saves are copied, or, after their start, their
+        model, and vLLM takes KV events with it."""
+        return self.saving or self._model.awaited or bool(self.events and self.events.pending)
 
     def reported(self, activity: WorkerActivity) -> None:
         """What the ranks did since the last step, which has ended."""
@@ -127,19 +131,10 @@ class PoolSide:
             self._worth.computed(tokens, time.monotonic() - began)
         self._stepped = 0.0, 0
         before = self.model
-        self._models.update(activity.models)
-        if self.model != before:
-            used = "in use" if self.model else "not used: the weights are not known"
-            logger.info("pool: %s", used)
+        if self._model.reported(activity.models):
             if before:
                 self.forget_all()
             self._tell()
-        if not (self._models or self._warned) and time.monotonic() > self._began_s + _UNKNOWN_S:
-            self._warned = True
-            logger.warning(
-                "pool: not used so far: this engine does not know all bytes of its weights. It reads them from the "
-                "model's files; weights that are made up (--load-format dummy) or streamed have none"
-            )
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
                 self.loads.failed(prompt, cause)
@@ -306,6 +301,8 @@ class PoolSide:
         keys = prompt.keys or [prompt.root(self.model)]
         known = (len(keys) - 1) * CHUNK_TOKENS
         prompt.keys = prompt.longer(keys, request.all_token_ids[known : stop * CHUNK_TOKENS])
+        if self.events:
+            self.events.served(prompt, range(prompt.kept, stop))
         first, prompt.kept = max(prompt.kept, self._looks.stored(prompt)), stop
         saves = []
         for number in range(first, stop):

@@ -79,12 +79,14 @@ class YamlText:
             near = did_you_mean(unknown[1], known) or f"; known are {', '.join(known)}"
             line = _line_at(root, [*steps, unknown[1]])
             return self._message(f"key {unknown[1]!r} is not known{near}", line)
-        where = f"{steps[-1]}: " if steps and not steps[-1].isdigit() else ""
+        key = steps[-1] if steps and not steps[-1].isdigit() and steps[-1] != "..." else ""
         if choice:
             values = [str(value) for one in _kinds(kind) for value in getattr(one, "values", ())]
             near = did_you_mean(choice[1], values)
-            said = f"{choice[1]!r}: must be one of {', '.join(values)}{near}"
-        return self._message(where.replace("...: ", "") + said, _line_at(root, steps))
+            said = f"{key or 'value'} {choice[1]!r}: must be one of {', '.join(values)}{near}"
+        elif key:
+            said = f"{key}: {said}"
+        return self._message(said, _line_at(root, steps))
 
     def _message(self, said: str, line: int) -> str:
         return f"{self._source}:{line}: {said}" if line else f"{self._source}: {said}"

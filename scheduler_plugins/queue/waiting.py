@@ -171,7 +171,7 @@ class WaitingQueue:
     @property
     def may_end_early(self) -> bool:
         """Whether `peek` can return None although requests wait."""
-        return self._batch.guarded or self.policy.splits_batches
+        return bool(self._batch.shielded) or self.policy.splits_batches
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """Begin a scan: the engine passes over its queue.
@@ -210,7 +210,7 @@ class WaitingQueue:
         owed = self.fair_share.is_owed(entry.class_name)  # before it pays
         self._drop(entry)
         if owed and not len(self._class_queues[entry.class_name]):
-            self._batch.guard(request.id, self.fair_share.priority(entry.class_name))
+            self._batch.shield(request.id, self.fair_share.priority(entry.class_name))
         self._popped[request.id] = (
             entry,
             self.fair_share.charge(entry.class_name, self._head_cost_s),
@@ -238,7 +238,7 @@ class WaitingQueue:
             looks = max(8, looks - self._recalibrate())
         next_of_all = self._next_of_all
         name = next_of_all.class_name if next_of_all else self.fair_share.next()
-        if self._batch.guarded and self._batch.shuts_out(self.fair_share.priority(name)):
+        if self._batch.shielded and self._batch.shuts_out(self.fair_share.priority(name)):
             return None
         entry = self._first(self._class_queues[name], looks)
         if not self._batch.takes(entry.request, self.policy):

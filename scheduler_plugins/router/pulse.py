@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -82,7 +82,8 @@ class Pulse:
     def __init__(self) -> None:
         self._beats: deque[Beat] = deque(maxlen=KEPT)
         self._random = Random()
-        self._begin(0)
+        self._open = Beat(0)
+        self._ttft, self._tpot = _Sample(self._random), _Sample(self._random)
 
     def note(self, now_s: float, kind: str, numbers: Sequence[float]) -> None:
         """An event of a request (`observed.Event`)."""
@@ -110,8 +111,7 @@ class Pulse:
     def ended(self, now_s: float, outcomes: dict[str, float]) -> None:
         """Requests to pairs have ended, by outcome."""
         self._go_on(now_s)
-        found = Counter(self._open.outcomes) + Counter(outcomes)
-        self._open = replace(self._open, outcomes=dict(found))
+        self._open = replace(self._open, outcomes=_sum(self._open.outcomes, outcomes))
 
     def beats(self, now_s: float) -> tuple[Beat, ...]:
         """The periods that have ended, oldest first. Periods in which nothing happened are left out."""
@@ -129,22 +129,21 @@ class Pulse:
             ended = replace(self._open, ttft=self._ttft.times(), tpot=self._tpot.times())
             if ended != Beat(ended.number):
                 self._beats.append(ended)
-            self._begin(number)
-
-    def _begin(self, number: int) -> None:
-        self._open = Beat(number)
-        self._ttft, self._tpot = _Sample(self._random), _Sample(self._random)
+            self._open = Beat(number)
+            self._ttft, self._tpot = _Sample(self._random), _Sample(self._random)
 
 
 def _with(beat: Beat, moved: Moved, part: float) -> Beat:
-    codecs = Counter(beat.codecs)
-    for codec, count in moved.codecs.items():
-        codecs[codec] += part * count  # type: ignore[assignment]
+    codecs = {codec: part * count for codec, count in moved.codecs.items()}
     return replace(
         beat,
         received_bytes=beat.received_bytes + part * moved.received_bytes,
         sent_chunks=beat.sent_chunks + part * moved.sent_chunks,
         early_chunks=beat.early_chunks + part * moved.early_chunks,
         pool_hits=beat.pool_hits + part * moved.pool_hits,
-        codecs=dict(codecs),
+        codecs=_sum(beat.codecs, codecs),
     )
+
+
+def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}

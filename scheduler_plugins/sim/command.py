@@ -192,10 +192,8 @@ def _parameters() -> Iterator[Parameter]:
     ):
         known = {field.name: field.default for field in fields(owner)}
         for name, text in texts.items():
-            default = known[name]
-            yield option(
-                (prefix + name).replace("_", "-"), type(default), default, text, metavar="N"
-            )
+            value, flag = known[name], (prefix + name).replace("_", "-")
+            yield option(flag, type(value), value, text, metavar="N")
     yield option("no-overlap", bool, False, "send KV after the prefill, not during it")
     meaning = "write the results to this file; -: standard output"
     yield option("json", str, "", meaning, metavar="FILE")

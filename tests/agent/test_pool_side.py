@@ -23,7 +23,7 @@ from pd_connector.agent import pool_loads, pool_saves
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.errors import Cause, Miss
 from pd_connector.kv.geometry import Shard, page_span
-from pd_connector.pool import record
+from pd_connector.pool import saver
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
 from pd_connector.pool.store.holdings import Space
@@ -269,7 +269,7 @@ def test_a_chunk_that_the_store_has_already_costs_neither_a_copy_nor_sums(
     store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, done = rank(PAGE, "a"), rank(PAGE, "b"), []
-    for module, name in ((pool_saves, "gather_piece"), (record, "layer_sum")):
+    for module, name in ((pool_saves, "gather_piece"), (saver, "layer_sum")):
         work = getattr(module, name)
 
         def counted(*args: Any, work: Any = work, name: str = name) -> Any:

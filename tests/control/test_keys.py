@@ -31,7 +31,7 @@ class _Guarded:
         keys = CurveKeys.derive(SECRET)
         self.gatekeeper = Gatekeeper(context, keys)
         self.socket = context.socket(zmq.PULL)
-        keys.guard(self.socket)
+        keys.demand(self.socket)
         self._port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self._dialled: list[zmq.Socket[bytes]] = []
 

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
 def executed(
     *names: str, seed: int = 0, arguments: Sequence[str] = (), triton: Path | None = None
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """What was wrong with each case; "" for a case that was right.
 
     Args:
@@ -28,5 +29,7 @@ def executed(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout)
+    told = json.loads(done.stdout)
+    assert triton is None or triton.name.endswith(told["triton"])
+    found: dict[str, Any] = told["cases"]
     return found

@@ -23,6 +23,7 @@ class Gang:
 
     Attributes:
         state: "ready"; "apart": the rest of a warp or warpgroup must come to the same instruction; or "barrier".
+        tired: others go first, because this one may wait for what they do.
         warpset: gangs come together only within a set of warps, so that sets run at their own pace.
     """
 
@@ -33,6 +34,7 @@ class Gang:
     warpset: int
     state: str = "ready"
     barrier: int = 0
+    tired: bool = False
 
     def full_mask(self, threads: int) -> Array:
         found = np.zeros(threads, bool)

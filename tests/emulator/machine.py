@@ -12,7 +12,9 @@ from ptx import Instruction
 
 PATIENCE = 4_000
 """Steps of one gang before another has its turn, because it may wait for the other."""
-MOST_STEPS = 3_000_000
+MOST_POLLS = 3_000
+"""Times that all threads do nothing but wait for each other."""
+MOST_STEPS = 400_000
 
 
 @dataclass(eq=False)
@@ -63,6 +65,7 @@ class Launch:
         self.shadow = GlobalShadow(self.clocks, *self.bounds, smallest(program, "global"))
         self.copy_groups = np.zeros(self.clocks.warps, np.int32)
         self.product_groups = np.zeros(self.clocks.warps, np.int32)
+        self.idle = 0
         self.exited = np.zeros(self.total, bool)
         self.chance = random.Random(self.seed)
         self.special = self._special()
@@ -96,7 +99,7 @@ class Launch:
         if not self.seed:
             return [Gang(0, 0, self.total, None, 0)]
         units = self.clocks.warps // self.together
-        sets = self.chance.choice([2, 4, units])
+        sets = self.chance.choice([2, 4, min(units, 16)])
         chosen = np.array([self.chance.randrange(sets) for _ in range(units)])
         of_thread = chosen[self.warp // self.together]
         return [gang_of(0, of_thread == each, each) for each in np.unique(of_thread).tolist()]
@@ -106,17 +109,26 @@ class Launch:
         ready = [gang for gang in gangs if gang.state == "ready"]
         if not ready:
             raise FaultError("; ".join(self._stuck(gang) for gang in gangs[:4]))
+        rested = [gang for gang in ready if not gang.tired]
+        if not rested:
+            self.idle += 1
+            if self.idle > MOST_POLLS and not self.loads:
+                raise FaultError("; ".join(self._stuck(gang) for gang in ready[:4]))
+            for gang in ready:
+                gang.tired = False
+            return self.chance.choice(ready)
         if self.seed:
-            chosen = self.chance.choice(ready).warpset
-            ready = [gang for gang in ready if gang.warpset == chosen]
-        return min(ready, key=lambda gang: gang.at)
+            chosen = self.chance.choice(rested).warpset
+            rested = [gang for gang in rested if gang.warpset == chosen]
+        return min(rested, key=lambda gang: gang.at)
 
     def _stuck(self, gang: Gang) -> str:
         mask = gang.full_mask(self.total)
         warps = np.unique(self.warp[mask]) % self.warps_per_cta
         told = f"warps {sorted(set(warps.tolist()))} of CTA {int(self.cta[mask][0])}"
         before = gang.at - (gang.state == "barrier")
-        kind = "barrier that not all threads reach" if gang.state == "barrier" else "part of a warp"
+        kinds = {"barrier": "barrier that not all threads reach", "apart": "part of a warp"}
+        kind = kinds.get(gang.state, "threads poll for ever")
         return f"{kind}: {told} wait at {self.code.program.code[before]}"
 
     def _turn(self, gang: Gang, gangs: list[Gang], lanes: Lanes) -> None:
@@ -125,11 +137,9 @@ class Launch:
             g for g in gangs if g is not gang and g.warpset == gang.warpset and g.state != "barrier"
         ]
         stops = {other.at for other in others}
-        behind = min((g.at for g in others if g.state == "ready"), default=len(self.code.functions))
+        rested = [other.at for other in others if other.state == "ready" and not other.tired]
+        behind = min(rested, default=len(self.code.functions))
         left = self.chance.randint(20, 400) if self.seed else PATIENCE
-        if gang in gangs and len(gangs) > 1:
-            gangs.remove(gang)
-            gangs.append(gang)
         while left:
             left -= 1
             made = self._step(gang, lanes)
@@ -137,22 +147,14 @@ class Launch:
                 gangs.extend(made)
                 return
             if gang.state != "ready" or gang.first >= gang.last:
+                self.idle = 0
                 return
             if gang.at in stops or gang.at > behind:
                 return
             if lanes.impatient:
-                lanes.impatient = False
-                self._rest(gang, gangs)
-                return
-        self._rest(gang, gangs)
-
-    def _rest(self, gang: Gang, gangs: list[Gang]) -> None:
-        """Let another gang go a while before this one, which may be waiting for it."""
-        ready = [each for each in gangs if each.state == "ready" and each is not gang]
-        if ready and not self.seed:
-            gang.state = "resting"
-            self._turn(self.chance.choice(ready), gangs, Lanes(self))
-            gang.state = "ready"
+                break
+        self.idle *= lanes.impatient
+        lanes.impatient, gang.tired = False, True
 
     def _step(self, gang: Gang, lanes: Lanes) -> list[Gang]:
         """Execute one instruction; returns gangs that have parted from this one."""
@@ -273,7 +275,7 @@ class Launch:
                 key = (part.at, state, part.barrier * (state == "barrier"), part.warpset)
                 if other := kept.get(key):
                     replace_threads(other, other.full_mask(self.total) | part.full_mask(self.total))
-                    other.state = state
+                    other.state, other.tired = state, other.tired and part.tired
                 else:
                     kept[key] = part
         found = list(kept.values())

@@ -74,22 +74,24 @@ def _matrix(o: Operands) -> Function:
         places = shared_addresses(own, address(lanes), 16, where)
         shadow = launch.shared_shadow
         pieces, threads = shadow.pieces(places, 16), own.of(launch.lane)
+        rows = places.reshape(len(firsts), number, 8)[..., None] + 2 * np.arange(8)
         if loads:
             shadow.read(own.warps, threads, pieces, where)
-        else:
-            shadow.write(own.warps, pieces, where, threads)
-        rows = places.reshape(len(firsts), number, 8)[..., None] + 2 * np.arange(8)
-        for matrix in range(number):
-            if loads:
-                values = launch.shared.load(rows[:, matrix], 2)
-                values = values.swapaxes(1, 2) if transposed else values
-                words = np.ascontiguousarray(values).view(np.uint32).reshape(-1, 32)
+            found = launch.shared.load(rows, 2)
+            found = np.ascontiguousarray(found.swapaxes(2, 3) if transposed else found)
+            for matrix, words in enumerate(
+                found.view(np.uint32).reshape(-1, number, 32).swapaxes(0, 1)
+            ):
                 moved[matrix](lanes, to_lanes(lanes, firsts, words))
-            else:
-                words = np.ascontiguousarray(of_warps(moved[matrix], lanes, firsts))
-                values = words.view(np.uint16).reshape(-1, 8, 8)
-                values = values.swapaxes(1, 2) if transposed else values
-                launch.shared.store(rows[:, matrix], values, 2)
+            return
+        words = np.stack([of_warps(each, lanes, firsts) for each in moved], 1)
+        values = np.ascontiguousarray(words).view(np.uint16).reshape(-1, number, 8, 8)
+        values = values.swapaxes(2, 3) if transposed else values
+        same = (launch.shared.load(rows, 2) == values).all(-1).ravel()
+        shadow.write(own.warps, pieces, where, threads, same=same)
+        launch.shared.store(rows, values, 2)
+        if (launch.shared.load(rows, 2) != values).any():
+            raise FaultError(f"race: threads write different values to one place: {where}")
 
     return run
 

@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 import torch
-from emulator import code_of
 from driver import live_memory
+from emulator import code_of
 from gangs import PARAMETERS
 from machine import Launch
 from memory import FaultError, Memory

@@ -32,7 +32,7 @@ from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.work_partition import RowShape
 from pd_kernels.bench.compiled import Assembly, compiled
 from pd_kernels.bench.sample_launches import Launched, mla_call, paged_call
-from pd_kernels.tuning import tuned
+from pd_kernels.bench.sass import instructions, product_loops
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = torch.device("cpu")
@@ -61,6 +61,7 @@ def counts(kernel: Any) -> dict[str, int]:
         "products": dict(Counter(re.findall(r"wgmma\.mma_async\S*?\.(m64n\d+k\d+)", ptx))),
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "product waits": sorted(map(int, re.findall(r"wgmma\.wait_group\S* (\d+)", ptx))),
+        "product chain": product_chain(sass),
         "hardware waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass)),
         "loop instructions": loop.count("\n"),
         "wide loop stores": len(re.findall(r"\bSTS\.128\b", loop)),
@@ -70,6 +71,20 @@ def counts(kernel: Any) -> dict[str, int]:
         "groups a turn": loop.count("LDGDEPBAR"),
         "groups under way": min((int(most, 16) for most in re.findall(WAIT, loop)), default=0),
     }
+
+
+def product_chain(sass: str) -> int:
+    """The most products of a turn of the loop, each of which adds to the result of the one before
+    and so waits for it; those of 16 lines only."""
+    most = 0
+    for turn in product_loops(instructions(sass)):
+        chains: dict[str, int] = {}
+        for each in turn:
+            if each.opcode == "HMMA":
+                result, _, _, added = (part.strip() for part in each.operands.split(","))
+                chains[result] = chains.get(added, 0) + 1
+                most = max(most, chains[result])
+    return most
 
 
 def loop_over_tiles(sass: str) -> str:
@@ -114,12 +129,6 @@ def unpipelined_call() -> Launched:
         return paged_call()
 
 
-def tuned_call(call: Callable[[], Launched], **settings: bool) -> Launched:
-    """Another setting of an A/B switch."""
-    with tuned(**settings):
-        return call()
-
-
 def plan_call() -> Launched:
     lengths = torch.ones(256, dtype=torch.int32)
     plan = DecodePlan.of(RowShape(8, 64, 1, 0), COSTS, 256, 264, 16, 64, DEVICE)
@@ -159,18 +168,6 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "mla, 128 heads": functools.partial(mla_call, 128),
     "mla, 128 heads, fp8": functools.partial(mla_call, 128, coded=True),
     "mla, 16 heads, fp8": functools.partial(mla_call, 16, coded=True),
-    "mla, 16 heads, fp8 as bfloat16": functools.partial(
-        tuned_call, functools.partial(mla_call, 16, coded=True), latent_codes=False
-    ),
-    "mla, 128 heads, unpaired": functools.partial(
-        tuned_call, functools.partial(mla_call, 128), pairing=False
-    ),
-    "mla, 128 heads, large tiles": functools.partial(
-        tuned_call, functools.partial(mla_call, 128), small_tiles=False
-    ),
-    "paged, fp8 as bfloat16": functools.partial(
-        tuned_call, functools.partial(paged_call, dtype=FP8), half_codes=False
-    ),
     "paged, dim 80": functools.partial(paged_call, dim=80),
     "paged, dim 256, 8 queries, fp8": functools.partial(
         paged_call, dim=256, queries=8, heads=64, dtype=FP8, page=64

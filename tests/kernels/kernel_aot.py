@@ -23,7 +23,6 @@ from pd_kernels.transfer.gather import launch_gather
 from pd_kernels.transfer.reshard import launch_reshard
 from pd_kernels.transfer.scatter import launch_scatter
 from pd_kernels.transfer.sums import launch_payload_sums
-from pd_kernels.tuning import tuned
 
 
 def report(kernel: Any) -> dict[str, Any]:
@@ -84,12 +83,6 @@ def reshard() -> None:
     launch_reshard(Resharding.of(*slabs, payload))
 
 
-def one_by_one(codec: str) -> None:
-    """The other setting of an A/B switch."""
-    with tuned(packed_codes=False):
-        launch_gather(chunk(codec, BF16, BF16, True))
-
-
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 MLA: dict[str, Any] = {"heads": 1, "dims": (576,)}
 UNLIKE: dict[str, Any] = {"dims": (192, 128)}
@@ -113,8 +106,6 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gather int8, MLA": lambda: launch_gather(chunk("int8", BF16, BF16, True, **MLA)),
     "gather int8, 80": lambda: launch_gather(chunk("int8", BF16, BF16, True, True, dims=(80, 80))),
     "gather int8, float32": lambda: launch_gather(chunk("int8", FP32, FP32, True, True)),
-    "gather fp8, one by one": lambda: one_by_one("fp8_e4m3"),
-    "gather int8, one by one": lambda: one_by_one("int8"),
     "scatter raw": lambda: launch_scatter(chunk("raw", BF16, BF16, False)),
     "scatter raw, sums": lambda: launch_scatter(chunk("raw", BF16, BF16, False, True)),
     "scatter fp8": lambda: launch_scatter(chunk("fp8_e4m3", BF16, BF16, False)),

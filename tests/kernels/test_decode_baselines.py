@@ -3,8 +3,11 @@
 fault."""
 
 import functools
+import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,8 @@ import torch._dynamo
 from decode_batches import error
 
 from pd_kernels.attention import document
-from pd_kernels.bench import decode, decode_baselines, decode_cases
+from pd_kernels.attention.paged_call import FP8
+from pd_kernels.bench import decode, decode_baselines, decode_cases, vllm_baselines
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 TINY = decode_cases.Heads(4, 2, 64)
@@ -64,6 +68,83 @@ def test_flex_attention_is_compiled_for_each_batch_and_never_falls_back(
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             long()
     torch._dynamo.reset()
+
+
+class Asked:
+    """Stands in for a function: keeps what it is given, if the function takes that."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.signature = inspect.signature(function)
+        self.given: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        self.given = dict(self.signature.bind(*args, **kwargs).arguments)
+        return "planned"
+
+
+def flash_interface(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's functions in Python, without their package, which needs the extensions for CUDA."""
+    path = Path(pytest.importorskip("vllm").__file__).parent / "vllm_flash_attn"
+    name = "vllm.vllm_flash_attn.flash_attn_interface"
+    spec = importlib.util.spec_from_file_location(name, path / "flash_attn_interface.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8])
+def test_flash_attention_3_is_asked_as_its_signature_says(
+    cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash = flash_interface(monkeypatch)
+    given = decode_cases.paged_set([200, 3], TINY, 16, cache)
+    with pytest.raises(RuntimeError, match=r"FA3|_vllm_fa3_C|CUDA"):  # this is a CPU
+        vllm_baselines.flash_attention_calls([given])
+    attend, plan = Asked(flash.flash_attn_varlen_func), Asked(flash.get_scheduler_metadata)
+    monkeypatch.setattr(flash, "is_fa_version_supported", lambda version: version == 3)
+    monkeypatch.setattr(flash, "flash_attn_varlen_func", attend)
+    monkeypatch.setattr(flash, "get_scheduler_metadata", plan)
+    (call,) = vllm_baselines.flash_attention_calls([given])
+    call()
+    told = attend.given
+    assert (told["q"].dtype, told["k"].dtype, told["fa_version"]) == (cache, cache, 3)
+    assert told["q"].shape == (2, 4, 64)
+    assert (told["k_descale"] is not None) == (cache == FP8)
+    assert told["scheduler_metadata"] == "planned"
+    assert (plan.given["max_seqlen_k"], plan.given["page_size"]) == (200, 16)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8])
+def test_the_triton_kernel_of_vllm_is_asked_as_its_signature_says(
+    cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = pytest.importorskip("vllm.v1.attention.ops.triton_unified_attention")
+    attend = Asked(module.unified_attention)
+    monkeypatch.setattr(module, "unified_attention", attend)
+    given = decode_cases.paged_set([200, 3], TINY, 16, cache)
+    (call,) = vllm_baselines.triton_attention_calls([given])
+    call()
+    told = attend.given
+    assert told["kv_quant_mode"].name == ("FP8_PER_TENSOR" if cache == FP8 else "NONE")
+    assert told["softmax_segm_output"].shape == (64, 4, 16, 64)
+    assert torch.equal(told["seqused_k"], given.lengths)
+
+
+def test_xqa_gets_pages_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    module = SimpleNamespace(xqa_batch_decode_with_kv_cache=lambda **given: asked.append(given))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", module)
+    given = decode_cases.paged_set([200, 3], TINY, 16, FP8)
+    (call,) = decode_baselines.xqa_calls([given])
+    call()
+    (told,) = asked
+    assert told["query"].shape == (2, 4, 64)
+    assert [each.shape[1:] for each in told["kv_cache"]] == [(16, 2, 64)] * 2
+    assert not told["workspace_buffer"].any(), "its semaphores begin with zero"
 
 
 @pytest.mark.parametrize("legacy", [False, True])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both settings of every A/B switch compute the same; and what each is for, where that can be
-counted without a GPU."""
+"""Both settings of the A/B switch of merges compute the same, and what can be counted without a GPU.
+
+The other switches have tests of their own: test_mla_gluon.py, test_backend_mixed.py,
+test_direct_launch.py."""
 
 import collections
 import dataclasses
@@ -20,11 +22,6 @@ from pd_kernels.attention.work_partition import partition, tile_counts
 from pd_kernels.tuning import Tuning, tuned, tuning
 
 BOUND = 5e-3
-ELSEWHERE = {"gluon", "packed_codes", "mixed_steps", "direct_launch"}
-"""Switches that have tests of their own: test_mla_gluon.py, test_transfer_numerics.py,
-test_backend_mixed.py, test_direct_launch.py."""
-
-SWITCHES = tuple(name for name in Tuning.__dataclass_fields__ if name not in ELSEWHERE)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,18 +30,20 @@ def _bfloat16_products() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("on", [True, False])
-@pytest.mark.parametrize("name", SWITCHES)
-def test_both_settings_equal_the_reference(name: str, on: bool) -> None:
-    batches = {
-        "pairing": mla_batch([200, 0, 70], heads=40, queries=2),
-        "column_merge": paged_batch([300, 40], heads=8, kv_heads=2, dim=80),
-        "small_tiles": mla_batch([150, 70], heads=40, coded=True),
-        "latent_codes": mla_batch([150, 0, 70], heads=24, coded=True),
-        "half_codes": paged_batch([200, 0, 45], dim=80, cache=FP8, key_scale=0.7, value_scale=1.3),
-    }
-    batch = batches[name]
-    with tuned(**{name: on}):
+BATCHES = {
+    "dim 80": paged_batch([300, 40], heads=8, kv_heads=2, dim=80),
+    "FP8 pages": paged_batch([200, 0, 45], dim=80, cache=FP8, key_scale=0.7, value_scale=1.3),
+    "80 lines": mla_batch([200, 0, 70], heads=40, queries=2),
+    "FP8 latents, 40 lines": mla_batch([150, 70], heads=40, coded=True),
+    "FP8 latents, 24 lines": mla_batch([150, 0, 70], heads=24, coded=True),
+}
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("name", BATCHES)
+def test_both_settings_of_column_merge_equal_the_reference(name: str, merge: bool) -> None:
+    batch = BATCHES[name]
+    with tuned(column_merge=merge):
         for workers in (1, 5):
             out, lse = by_kernel(batch, workers)
             wanted, sums = by_reference(batch)
@@ -54,7 +53,7 @@ def test_both_settings_equal_the_reference(name: str, on: bool) -> None:
 
 def test_settings_come_from_the_environment() -> None:
     assert Tuning.of("") == Tuning()
-    assert Tuning.of(" gluon=1, pairing=0,") == Tuning(gluon=True, pairing=False)
+    assert Tuning.of(" gluon=1, column_merge=0,") == Tuning(gluon=True, column_merge=False)
     for wrong in ("gluon", "gluon=yes", "glue=1"):
         with pytest.raises(
             ValueError, match=f"PD_KERNELS_TUNING: '{wrong}': must be one of column"
@@ -64,8 +63,8 @@ def test_settings_come_from_the_environment() -> None:
 
 def test_settings_come_back_after_an_error() -> None:
     def fail() -> None:
-        with tuned(pairing=False):
-            assert not tuning().pairing
+        with tuned(column_merge=False):
+            assert not tuning().column_merge
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -171,5 +170,3 @@ def test_blocks_of_heads_that_run_side_by_side_read_memory_once(queries: int) ->
     batch = MlaCall(query, cache, lengths, lengths, 0.1, True)
     cached = (50 << 20) // (batch.config.tile * 2 * 576)
     assert reads_from_memory(batch, 132, cached) < 1.05
-    with tuned(pairing=False):
-        assert reads_from_memory(batch, 132, cached) > 1.9 * queries

@@ -83,12 +83,6 @@ def test_whatever_comes_first(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     check(mla_batch([320, 70], seed=seed + 1), 1)
 
 
-def test_blocks_of_lines_as_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched_by(monkeypatch, 5)
-    with tuned(pairing=False):
-        check(mla_batch([140, 20], 128), workers=1)
-
-
 def test_pages_apart_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view of a cache that has something else between its pages."""
     batch = mla_batch([300, 65])

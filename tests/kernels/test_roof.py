@@ -25,7 +25,6 @@ SLOW = {
     "mla, 16 heads, 4 queries": "all scores are multiplied in both warpgroups; Gluon does it once",
     "mla, 128 heads": "as above",
     "mla, 128 heads, fp8": "as above; Gluon does not take FP8 latents",
-    "mla, 16 heads, fp8": "each warp reads the whole tile from shared memory",
 }
 """Decode kernels that the memory does not limit on an H200, and why."""
 

@@ -155,11 +155,10 @@ def test_a_thread_has_several_loads_under_way(
 def test_elements_are_compared_and_coded_two_at_a_time(
     kernels: dict[str, dict[str, Any]], codec: str
 ) -> None:
-    """With the other setting of `Tuning.packed_codes`."""
-    packed, plain = kernels[f"gather {codec}"], kernels[f"gather {codec}, one by one"]
+    """Where they have 16 bits."""
+    packed, plain = kernels[f"gather {codec}"], kernels[f"gather {codec}, float32"]
     assert packed["packed"]["max.u16x2"] > 0
     assert plain["packed"]["max.u16x2"] == 0
-    assert packed["instructions"] < 0.95 * plain["instructions"]
     if codec == "fp8":
         assert packed["packed"]["cvt.rn.satfinite.e4m3x2.f32"] == 16  # of 32 elements of a thread
 

@@ -20,7 +20,6 @@ from pd_kernels.checksum import checksum_of
 from pd_kernels.transfer import finish, new_sums
 from pd_kernels.transfer.gather import launch_gather, reference_gather
 from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
-from pd_kernels.tuning import tuned
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 LAYERS = Layer(2, 32, 16), Layer(2, 16, 16), Layer(2, 48, 48)
@@ -222,16 +221,24 @@ def test_every_bit_pattern_of_16_bits(codec: str, dtype: str, theirs: str, compi
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_codes_at_ties_are_rounded_to_even(dtype: str, packed: bool) -> None:
+def test_codes_at_ties_are_rounded_to_even(
+    dtype: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Quotients that lie half way between two codes, which a product with a reciprocal misses."""
+    if not packed:
+        element_by_element(monkeypatch)
     model = (Layer(1, 128, 128),)
     source = rank_of(model, Setup(dtype=dtype), 128, 1)
     view = source.cache._layers.by_number[0].key
     halves = (torch.arange(view.numel()).view(view.shape) % 253 - 126) / 2
     view.copy_(halves * 1.5)
     view[:, :, :, ::2] = halves[:, :, :, ::2] * 3
-    with tuned(packed_codes=packed):
-        same_both_ways(source, Setup(layout="NHD"), model, (0, 128), "int8")
+    same_both_ways(source, Setup(layout="NHD"), model, (0, 128), "int8")
+
+
+def element_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers take the way of rows that are not aligned."""
+    monkeypatch.setattr("pd_kernels.transfer.gather.packed", lambda _: False)
 
 
 def test_quotients_near_ties_are_rounded_as_a_division_does() -> None:
@@ -250,8 +257,7 @@ def test_quotients_near_ties_are_rounded_as_a_division_does() -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8_e4m3"])
-def test_element_by_element_gives_the_same(codec: str) -> None:
-    """The other setting of `Tuning.packed_codes`."""
+def test_element_by_element_gives_the_same(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    element_by_element(monkeypatch)
     model = (Layer(2, 48, 32),)
-    with tuned(packed_codes=False):
-        same_both_ways(rank_of(model, Setup(), 150, 1), Setup(layout="NHD"), model, (5, 150), codec)
+    same_both_ways(rank_of(model, Setup(), 150, 1), Setup(layout="NHD"), model, (5, 150), codec)

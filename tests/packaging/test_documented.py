@@ -48,7 +48,7 @@ OTHERS = {
         "--tool",
     ),  # SGLang's router, Docker, compute-sanitizer
     *("--kv-connector", "--moriio-write-mode"),  # llm-d's routing sidecar
-    *("--from-literal", "--set"),  # kubectl, helm
+    *("--from-literal", "--set", "--reuse-values"),  # kubectl, helm
 }
 """Options of programs that nobody needs for these tests."""
 OWN_VARIABLE = re.compile(r"\bPD_(?:CONNECTOR|ROUTER|SCHEDULER|KERNELS|HYBRID)_[A-Z_]*[A-Z]\b")

@@ -58,6 +58,8 @@ class FakeKubernetes:
         self.token = ""
         """The only accepted token; empty: no token is needed."""
         self.forbids_watch = False
+        self.refuses_watch = 0
+        """Status with which each watch is refused; 0: none is."""
         self.ends_at_once = False
         """Whether a watch ends as soon as it has begun."""
         self.gone_as_status = False
@@ -151,6 +153,9 @@ class FakeKubernetes:
         self.asked.append((request.path, dict(request.query)))
         if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.json_response(status(401, "Unauthorized", "Unauthorized"), status=401)
+        if self.refuses_watch and "watch" in request.query:
+            code = self.refuses_watch
+            return web.json_response(status(code, "Busy", "not now"), status=code)
         if self.forbids_watch and "watch" in request.query:
             message = 'pods is forbidden: User "router" cannot watch resource "pods"'
             return web.json_response(status(403, "Forbidden", message), status=403)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of made-up writers, without torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -19,6 +20,7 @@ from pd_connector.pool.record import (
     Record,
     Wanted,
     Writer,
+    layer_sum,
 )
 
 FACTS = ModelFacts(
@@ -76,6 +78,14 @@ def record(
         form=form,
         layers=layers,
         **fields,
+    )
+
+
+def sealed(form: Sequence[Run], geometry: Geometry, payload: memoryview) -> tuple[LayerBytes, ...]:
+    """`Record.layers` of a payload that is complete."""
+    return tuple(
+        LayerBytes(*place, layer_sum(payload[place.offset : place.offset + place.nbytes]))
+        for place in places(form, geometry)
     )
 
 

@@ -143,15 +143,14 @@ class DecodeCall:
 
     @property
     def paired(self) -> int:
-        """Blocks of lines that run side by side, and so the programs of a worker. 1 if each block
-        is a row of its own."""
-        return self.blocks if tuning().pairing else 1
+        """Programs of a worker: one for each block of lines. They run side by side and read the
+        same tiles, so that memory is read once."""
+        return self.blocks
 
     @property
     def rows(self) -> RowShape:
         """The shape of the rows, for which the plan must be made."""
-        heads = self.kv_heads * self.blocks // self.paired
-        return RowShape(heads, self.config.tile, queries=self.queries, window=0)
+        return RowShape(self.kv_heads, self.config.tile, queries=self.queries, window=0)
 
     def plan(self, max_batch: int | None = None) -> DecodePlan:
         """Allocate an empty plan for calls of this shape with up to `max_batch` sequences (by

@@ -7,7 +7,7 @@ alignments alone. These are the same for every layer and nearly every step. The 
 usual way, and leaves a `DirectLaunch` with its plan. The next call compares its key (`direct_key`)
 and puts its own tensors in their places.
 
-Off unless `Tuning.direct_launch` is set. These calls always take the usual way: calls without a
+These calls always take the usual way: calls without a
 plan, nested batches, calls with a list of tiles, and calls of the Gluon kernel.
 """
 

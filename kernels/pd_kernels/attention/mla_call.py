@@ -42,12 +42,13 @@ def config_of(lines: int, coded: bool, words: bool = False) -> KernelConfig:
     columns = max(128, LATENT * lines // MAX_HEIGHT) if tuning().column_merge else LATENT
     columns = min(LATENT, triton.next_power_of_2(columns))
     if words:
-        tile, stages = (64, 5) if lines <= 16 else (32, 7)
-        return KernelConfig(tile, 8, stages, 1, 32, 1, columns)
+        if lines <= 16:
+            # Each warp reads the queries and its part of a tile from shared memory in each turn:
+            # with eight warps in a program that takes longer than memory does.
+            return KernelConfig(64, 4, 5, 2, 32, 1, columns)
+        return KernelConfig(32, 8, 7, 1, 32, 1, columns)
     if coded or lines > MAX_HEIGHT:  # products or decoding limit it more than memory does
-        if tuning().small_tiles:
-            return KernelConfig(32, 8, 8 if coded else 6, 1, 32, 1, columns)
-        return KernelConfig(64, 8, 3, 1, 32, 1, columns)
+        return KernelConfig(32, 8, 8 if coded else 6, 1, 32, 1, columns)
     if lines > MAX_HEIGHT // 2:
         return KernelConfig(32, 8, 5, 1, 32, 1, columns)
     return KernelConfig(64, 8, 5, 1, 32, 1, columns)
@@ -88,7 +89,7 @@ class MlaCall(DecodeCall):
     @property
     def words(self) -> bool:
         """Whether the kernel reads FP8 codes as words of two, see `mla_codes`."""
-        return self.coded and tuning().latent_codes and self.lines <= MAX_HEIGHT // 2
+        return self.coded and self.lines <= MAX_HEIGHT // 2
 
     @property
     def gluon(self) -> bool:

@@ -37,6 +37,7 @@ _LATENT = tl.constexpr(LATENT)
 _ROPE = tl.constexpr(ROPE)
 _SLICE = tl.constexpr(LATENT // 4)
 _CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and their scales
+_SHORT = tl.constexpr(16)  # lines of one matrix product
 
 
 @triton.jit(do_not_specialize=["workers", "table_stride", "scale", "max_polls"])
@@ -176,10 +177,18 @@ def attend_latents(
             lines_rope,
             tl.trans(tl.load(ropes, mask=mask, other=0.0, eviction_policy="evict_first")),
         )
-        score = tl.dot(lines_0, tl.trans(latent_0), score)
-        score = tl.dot(lines_1, tl.trans(latent_1), score)
-        score = tl.dot(lines_2, tl.trans(latent_2), score)
-        score = tl.dot(lines_3, tl.trans(latent_3), score) * scale
+        if HEIGHT == _SHORT:
+            # The sum of each product waits for the one before. The slices do not wait for
+            # each other; multiplied first, so that the compiler does not chain them again.
+            score = score * scale + tl.dot(lines_0, tl.trans(latent_0)) * scale
+            other = tl.dot(lines_1, tl.trans(latent_1)) * scale
+            other += tl.dot(lines_2, tl.trans(latent_2)) * scale
+            score += other + tl.dot(lines_3, tl.trans(latent_3)) * scale
+        else:
+            score = tl.dot(lines_0, tl.trans(latent_0), score)
+            score = tl.dot(lines_1, tl.trans(latent_1), score)
+            score = tl.dot(lines_2, tl.trans(latent_2), score)
+            score = tl.dot(lines_3, tl.trans(latent_3), score) * scale
         seen = inside[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])

@@ -99,7 +99,7 @@ class PagedCall(DecodeCall):
     def words(self) -> bool:
         """Whether the kernel reads FP8 codes as words of two, see `paged_codes`. Rows of 64 lines
         use asynchronous products instead, whose operands lie in shared memory as bfloat16."""
-        if not tuning().half_codes or self.keys.dtype != FP8 or self.height > 32:
+        if self.keys.dtype != FP8 or self.height > 32:
             return False
         return all(
             cache.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in cache.stride()[:3])

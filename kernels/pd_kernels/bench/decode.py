@@ -16,9 +16,8 @@ from pd_kernels.attention import (
     plan_mla_decode,
     plan_paged_decode,
 )
-from pd_kernels.attention.decode_call import MAX_HEIGHT
 from pd_kernels.attention.mla_call import MlaCall
-from pd_kernels.bench import decode_baselines, decode_cases, host
+from pd_kernels.bench import decode_baselines, decode_cases, host, vllm_baselines
 from pd_kernels.bench.decode_cases import (
     FP8,
     LENGTHS,
@@ -50,6 +49,12 @@ FLASHINFER_BARS = {True: 1 / 0.95, False: 1.0}
 MLA_BAR = 1.0
 MANY_HEADS_BAR = 1 / 0.55
 
+PAGED_BASELINES = {
+    "FlashInfer": decode_baselines.flashinfer_calls,
+    "XQA": decode_baselines.xqa_calls,
+    "FA3": vllm_baselines.flash_attention_calls,
+    "TRITON_ATTN": vllm_baselines.triton_attention_calls,
+}
 PAGES = (16, 64)
 LLAMA = Heads(32, 8, 128)
 HEADS = (LLAMA, Heads(64, 8, 128), Heads(28, 4, 128))
@@ -66,7 +71,7 @@ MLA_CASES: dict[str, tuple[list[int], int, int]] = {
 """Lengths, heads, queries. The first five come from ThunderMLA, the last two from FlashMLA."""
 
 SHARDED = [131_072] * 8
-"""Lengths of sequences that are long enough to spread over several instances."""
+"""Lengths of sequences that spread over several instances."""
 
 DOCUMENTS = [8_192] * 64, 1_024
 """Lengths of sequences and of their documents. A query sees only the last document."""
@@ -199,21 +204,29 @@ def _paged(
         sets = _sets(lengths, heads, page, cache)
         calls, fill = paged_calls(sets)
         took[cache] = seconds(calls, REPLAYS)
-        make = functools.partial(paged_calls, sets)
         told = params | {"cache": str(cache).removeprefix("torch.")}
         read = sum(lengths) * heads.kv * 2 * heads.dim * cache.itemsize
         bar = BANDWIDTH_BAR if large and cache == BF16 else None
         yield throughput("paged_decode", told, read / took[cache] / 1e9, copy / 1e9, bar)
-        if page == PAGES[0]:
-            yield from _switched("half_codes" if cache == FP8 else "column_merge", told, make)
         if cache == BF16 and page == PAGES[0]:
+            yield from _switched("column_merge", told, functools.partial(paged_calls, sets))
             yield duration("planning / paged_decode", told, seconds([fill]), took[cache], None)
-            theirs_s = _seconds("FlashInfer", decode_baselines.flashinfer_calls, sets)
-            if theirs_s:
-                bar = FLASHINFER_BARS[len(set(lengths)) == 1]
-                yield duration("paged_decode / FlashInfer", told, took[cache], theirs_s, bar)
-        del sets, calls, fill, make
+        if page == PAGES[0]:
+            yield from _against_others(told, sets, took[cache])
+        del sets, calls, fill
     yield duration("fp8 / bfloat16", params, took[FP8], took[BF16], FP8_BAR if large else None)
+
+
+def _against_others(
+    params: dict[str, Param], sets: list[PagedSet], ours_s: float
+) -> Iterator[Comparison]:
+    """Compare with baselines that take the same buffers. FlashInfer in bfloat16 has a bar."""
+    kind = ", FP8" if sets[0].keys.dtype == FP8 else ""
+    held = FLASHINFER_BARS[len(set(sets[0].lengths.tolist())) == 1]
+    for name, make in PAGED_BASELINES.items():
+        if theirs_s := _seconds(name + kind, make, sets):
+            bar = held if name + kind == "FlashInfer" else None
+            yield duration(f"paged_decode{kind} / {name}", params, ours_s, theirs_s, bar)
 
 
 def _against_flex(
@@ -254,17 +267,11 @@ def _latent(
     calls, fill = latent_calls(sets)
     ours_s = seconds(calls, REPLAYS)
     yield throughput("mla_decode", params, read / ours_s / 1e9, copy / 1e9, None)
-    many = heads * queries > MAX_HEIGHT
-    words = coded and heads * queries <= MAX_HEIGHT // 2
     switches = {
-        "pairing": many,
-        "small_tiles": many or (coded and not words),
-        "latent_codes": words,
         "column_merge": len(lengths) == 1,
+        # Only with gluon=1 in PD_KERNELS_TUNING.
+        "gluon": MlaCall(*sets[0], SCALE, True).gluon,
     }
-    # Off if the kernel cannot run, or unless PD_KERNELS_TUNING has gluon=1. It has a separate step,
-    # so a kernel that hangs costs no other figures.
-    switches["gluon"] = MlaCall(*sets[0], SCALE, True).gluon
     for switch in (name for name, concerned in switches.items() if concerned):
         yield from _switched(switch, params, functools.partial(latent_calls, sets))
     if not coded:

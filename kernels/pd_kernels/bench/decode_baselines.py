@@ -101,6 +101,30 @@ def flashinfer_calls(sets: Sequence[PagedSet]) -> Calls:
     return [call(given) for given in sets]
 
 
+def xqa_calls(sets: Sequence[PagedSet]) -> Calls:
+    """TensorRT-LLM's XQA, from FlashInfer: its fastest decode on Hopper, above all for FP8."""
+    decode = importlib.import_module("flashinfer.decode")
+
+    def call(given: PagedSet) -> Callable[[], Any]:
+        query = given.query[:, 0].contiguous()
+        room = torch.zeros(256 << 20, dtype=torch.uint8, device=query.device)
+        arguments = {
+            "query": query,
+            "kv_cache": (given.keys.contiguous(), given.values.contiguous()),
+            "workspace_buffer": room,
+            "block_tables": given.table,
+            "seq_lens": given.lengths,
+            "max_seq_len": int(given.lengths.max()),
+            "bmm1_scale": query.shape[-1] ** -0.5,
+            "bmm2_scale": 1.0,
+            "out": torch.empty_like(query),
+            "kv_layout": "NHD",
+        }
+        return lambda: decode.xqa_batch_decode_with_kv_cache(**arguments)
+
+    return [call(given) for given in sets]
+
+
 def flash_mla_calls(sets: Sequence[LatentSet], scale: float) -> Calls:
     """FlashMLA's dense decoding for Hopper, from the wheel sgl-flash-mla; pages of 64 tokens."""
     flash_mla = importlib.import_module("flash_mla")

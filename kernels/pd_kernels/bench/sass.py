@@ -176,7 +176,7 @@ class Cost:
 
     @property
     def busiest(self) -> str:
-        return max(self.cycles, key=lambda pipe: self.cycles[pipe])
+        return max(sorted(self.cycles), key=lambda pipe: self.cycles[pipe])
 
 
 _ALU = re.compile(

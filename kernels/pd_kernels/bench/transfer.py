@@ -20,7 +20,6 @@ from pd_kernels.transfer import (
     reshard,
     scatter_pages,
 )
-from pd_kernels.tuning import tuned
 
 BAR = 0.80
 FUSED_BAR = 1.00
@@ -84,10 +83,6 @@ def _paged(
         args = list(zip(blocks, tables, slots, strict=True))
         ours_s = seconds([_call(gather_pages, *each, 0, tokens) for each in args])
         yield from _rates("gather", params, moved / ours_s, copy, raw)
-        if codec != "raw":
-            with tuned(packed_codes=False):
-                plain_s = seconds([_call(gather_pages, *each, 0, tokens) for each in args])
-            yield duration("gather, packed_codes: on / off", params, ours_s, plain_s, None)
         checked_s = seconds(
             [_call(gather_pages, *each, 0, tokens, s) for each, s in zip(args, sums, strict=True)]
         )

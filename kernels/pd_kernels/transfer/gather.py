@@ -14,7 +14,6 @@ from pd_kernels.transfer.chunk_operator import ChunkOperator
 from pd_kernels.transfer.copy_kernel import launch_copy
 from pd_kernels.transfer.paged_tokens import read_tokens
 from pd_kernels.transfer.sums import reference_payload_sums
-from pd_kernels.tuning import tuning
 
 
 def gather_pages(
@@ -85,7 +84,7 @@ def launch_gather(chunk: ChunkLaunch, max_polls: int = gather_fp8_kernel.MAX_POL
 def packed(blocks: Blocks) -> bool:
     """Whether words of two elements are handled: elements have 16 bits, and their rows are
     aligned."""
-    return tuning().packed_codes and blocks.wide and blocks.source.itemsize == 2
+    return blocks.wide and blocks.source.itemsize == 2
 
 
 def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:

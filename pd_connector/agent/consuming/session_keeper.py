@@ -38,7 +38,7 @@ class SessionKeeper:
     Args:
         sessions: those that exist; sessions are added and ended here only.
         act: carries out what the state machine wants done.
-        read: fetches a chunk that a producer offers.
+        read: fetches a chunk that a producer left to be read.
         unlike: told of a producer that was found to serve other weights, and why.
     """
 

@@ -12,7 +12,7 @@ from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producing.chunk_sender import ChunkSender
 from pd_connector.agent.producing.consumer_sessions import ConsumerSessions
-from pd_connector.agent.producing.in_flight import OFFERED
+from pd_connector.agent.producing.in_flight import LEFT
 from pd_connector.agent.producing.outbox import Outbox
 from pd_connector.agent.producing.producer_commands import ProducerCommands
 from pd_connector.agent.producing.refusals import Refusals, one_line
@@ -242,8 +242,8 @@ class ProducerSide:
             case messages.Credit():
                 self._producer.credit(sender, message.transfer, message.slots)
             case messages.Taken():
-                if self._outbox.underway.offered_to(sender, message.offer):
-                    self._sender.ended((OFFERED, message.offer), True, "")
+                if self._outbox.underway.left_to(sender, message.offer):
+                    self._sender.ended((LEFT, message.offer), True, "")
             case messages.Done():
                 self._act(self._producer.done(sender, message.transfer))
             case messages.Cancel():
@@ -284,7 +284,7 @@ class ProducerSide:
             logger.info("consumer %s %s: session ended", one_line(session.engine_id), why)
         self._listener.release(sender, now)
         self._act(self._producer.session_lost(sender))
-        for key in self._outbox.underway.offers_to(sender):
+        for key in self._outbox.underway.unread_by(sender):
             # If it still reads there, its checksum will be wrong.
             self._sender.ended(key, False, "the session has ended")
         session.path.transport.disconnect(session.path.link)

@@ -106,7 +106,11 @@ class LiveState:
 def _role_why(engine: BackendEngine) -> str:
     """What is known of an engine's role, in words."""
     told = engine.standing.describe(engine.role)
-    return ", ".join(f"{name}: {told[name]}" for name in told)
+    return ", ".join(f"{name}: {_words(told[name])}" for name in told)
+
+
+def _words(value: Any) -> str:
+    return " or ".join(value) if isinstance(value, list) else str(value)
 
 
 def _state_of(engine: BackendEngine, known: dict[str, Any]) -> str:
@@ -128,6 +132,8 @@ def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[s
         "why": engine.warning or engine.reason,
         "role_why": _role_why(engine),
         "group": engine.standing.place.group,
+        "away": engine.standing.place.home not in (None, engine.role),
+        "pinned": engine.standing.pinned,
         "requests": engine.in_flight,
         "queued_s": round(engine.queued_s(now_s), 3),
         "batch": engine.batch,
@@ -150,13 +156,13 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
     told = {one["url"] + one["role"]: one for one in pool.describe()}
     beats = shared.metrics.pulse.beats(now_s)
     sums = recent(beats, now_s)
+    late = shared.overflow.share(now_s)
+    found = troubles(pool.engines, pool.decisions, sums, late, now_s, wall_s)
     return {
         "policy": shared.config.route_policy,
         "waiting": shared.front.waiting,
         "handoffs": handoffs_of(pool),
-        "troubles": [
-            one._asdict() for one in troubles(pool.engines, pool.decisions, sums, now_s, wall_s)
-        ],
+        "troubles": [one._asdict() for one in found],
         "trends": trends(beats, now_s),
         "recent": msgspec.to_builtins(sums),
         "decisions": [

@@ -40,7 +40,8 @@ function factsOf(engine, side) {
   if (side !== "decode" && engine.cached_blocks) told.push(`${number(engine.cached_blocks)} blocks cached`);
   if (engine.leased_pages) told.push(`${number(engine.leased_pages)} pages kept for decode`);
   if (engine.pool) told.push(engine.pool);
-  if (engine.role_why) told.push(engine.role_why);
+  if (engine.away) told.push("not its home side");
+  if (engine.pinned) told.push("pinned");
   return told.join(" · ");
 }
 function updateEngine(made, engine, side, most) {
@@ -60,6 +61,7 @@ function updateEngine(made, engine, side, most) {
   bars.hidden = engine.state === "down";
   say(facts, factsOf(engine, side));
   facts.title = engine.cached_blocks ? `cached blocks: known by ${engine.cache_known_by}` : "";
+  state.title = engine.role_why;
   facts.hidden = engine.state === "down";
 }
 function showEngines(engines) {
@@ -67,6 +69,8 @@ function showEngines(engines) {
     queue: Math.max(1, ...engines.map((one) => one.queued_s)),
     batch: Math.max(8, ...engines.map((one) => one.batch)),
   };
+  const none = engines.some((one) => one.role === "both") ? "Only engines of both sides, below." : "No engine on this side.";
+  for (const shown of document.querySelectorAll(".none")) say(shown, none);
   for (const side of ["prefill", "decode", "both"]) {
     const here = engines.filter((one) => sideOf(one) === side);
     keep(byId(side), here, (one) => one.url, makeEngine, (made, one) => updateEngine(made, one, side, most));

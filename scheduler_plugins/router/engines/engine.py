@@ -227,6 +227,7 @@ class BackendEngine(Loaded):
             self.down_since = now
         self.up, self.reason, self.addresses = False, reason, ()
         self.asked_for_address = False
+        self.traffic = Traffic()
         self._report()
         self.kind = None
         return was_up

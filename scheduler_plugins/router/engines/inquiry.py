@@ -25,7 +25,7 @@ from scheduler_plugins.router.engines.kinds import (
     SglangFacts,
     sglang_facts,
 )
-from scheduler_plugins.router.engines.traffic import Reading, read
+from scheduler_plugins.router.engines.traffic import Reading, read, wanted_in
 from scheduler_plugins.router.settings.config import RouterConfig
 
 PROBE_S = 30.0
@@ -124,7 +124,7 @@ class Inquiry:
     async def arrivals(self) -> Arrivals:
         """KV that the engine has sent and received."""
         raw = await self._ask(EngineCall("GET", "/metrics", {}), self._config().health_timeout_s)
-        text = raw.decode("utf-8", "replace")
+        text = wanted_in(raw)
         outage = outage_in(text)
         told = f"{outage.found}. What to do: {outage.advice}" if outage else ""
         return Arrivals(told, handoffs_in(text), read(text, asyncio.get_running_loop().time()))

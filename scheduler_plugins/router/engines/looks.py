@@ -109,5 +109,6 @@ def _count(engine: BackendEngine, handoffs: dict[str, int], now_s: float) -> Non
         new = count - before if count >= before else count  # lower: the engine has restarted
         labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
         engine.metrics.handoffs.labels(*labels).inc(new)
-        engine.metrics.pulse.ended(now_s, {labels[0]: new})
+        if new:
+            engine.metrics.pulse.ended(now_s, {labels[0]: new})
     engine.handoffs = handoffs

@@ -90,16 +90,20 @@ class NamedEngines:
             self._note(url, problem)
             self._answered.set()
 
-        if parts_of(url).scheme != DNS:
-            await Pods(url, self._session, tell, complain).follow()
         while True:
             try:
-                async with asyncio.timeout(LIMIT_S):
+                if parts_of(url).scheme == DNS:
                     tell(await _resolved(url))
+                else:
+                    await Pods(url, self._session, tell, complain).follow()
             except TimeoutError:
                 complain(f"{url}: no answer within {LIMIT_S:g} s")
             except OSError as error:
                 complain(f"{url}: the name cannot be resolved: {error}")
+            except Exception as error:
+                # Keep following: the router would never again hear of new engines.
+                logger.exception("%s cannot be followed", url)
+                complain(f"{url}: {error!r}")
             await asyncio.sleep(MEMBERS_S)
 
     def _note(self, url: str, problem: str) -> None:
@@ -114,11 +118,10 @@ class NamedEngines:
 
 
 async def _resolved(url: str) -> list[str]:
-    """Base URLs of the engines at all addresses of a DNS name, in a fixed order. Raises OSError."""
-    name = parts_of(url)
-    found = await asyncio.get_running_loop().getaddrinfo(
-        name.host, name.port, type=socket.SOCK_STREAM
-    )
+    """Base URLs of the engines at all addresses of a DNS name, in a fixed order. Raises OSError, TimeoutError."""
+    name, loop = parts_of(url), asyncio.get_running_loop()
+    async with asyncio.timeout(LIMIT_S):
+        found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     addresses = sorted({str(address[0]) for *_, address in found})
     return [f"http://{f'[{one}]' if ':' in one else one}:{name.port}" for one in addresses]
 

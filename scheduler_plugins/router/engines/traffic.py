@@ -10,12 +10,19 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pd_connector.remedies import FAILING_GAUGE, samples_in
 from scheduler_plugins.router.pulse import Moved
 
+_WANTED = (
+    b"pd_connector:",
+    b"vllm:kv_cache_usage_perc",
+    b"vllm:cache_config_info",
+    b"sglang:token_usage",
+)
 _UNSAVED = ("full", "quota", "unwell", "failed")
 """Causes of `pool_saves` that an operator can do something about."""
 _USED = re.compile(
@@ -28,7 +35,7 @@ class Reading(NamedTuple):
     """The totals of one look, summed over an engine's ranks."""
 
     at_s: float  # on the event loop's clock
-    totals: Counter[str]
+    totals: Mapping[str, float]
     """Counters and gauges by name; counters of `pool_saves` by cause and of `asked_transfers` by codec, as `name/label`."""
     cache_used: float | None  # share of its pages in use, of the fullest rank; None: not reported
     pages: int  # 0: not reported
@@ -52,9 +59,17 @@ class Traffic(NamedTuple):
     )
 
 
+def wanted_in(raw: bytes) -> str:
+    """The few lines of an engine's `/metrics` that tell of KV. vLLM has thousands of others, which would be slow to
+    parse."""
+    return b"\n".join(one for one in raw.split(b"\n") if one.startswith(_WANTED)).decode(
+        "utf-8", "replace"
+    )
+
+
 def read(metrics: str, now_s: float) -> Reading:
     """Read the answer of an engine's `/metrics`."""
-    totals = Counter[str]()
+    totals = defaultdict[str, float](float)
     for name, labels, value in samples_in(metrics):
         totals[name] += value
         if label := labels.get("cause") or labels.get("codec"):
@@ -69,12 +84,10 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
     earlier = before or now
     seconds = now.at_s - earlier.at_s
     # A lower total: the engine has restarted, and counts from zero.
-    new = Counter(
-        {
-            name: total - earlier.totals[name] if total >= earlier.totals[name] else total
-            for name, total in now.totals.items()
-        }
-    )
+    new = defaultdict[str, float](float)
+    for name, total in now.totals.items():
+        known = earlier.totals.get(name, 0.0)
+        new[name] = total - known if total >= known else total
 
     def rate(name: str) -> float:
         return new[name] / seconds if seconds > 0 else 0.0
@@ -85,10 +98,10 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         pool_bytes_s=rate("pool_loaded_bytes"),
         cache_used=now.cache_used,
         pages=now.pages,
-        leased_pages=now.totals["leased_pages"],
+        leased_pages=now.totals.get("leased_pages", 0.0),
         releases=new["releases"],
-        distrusted=now.totals["distrusted_producers"],
-        failing=now.totals[FAILING_GAUGE],
+        distrusted=now.totals.get("distrusted_producers", 0.0),
+        failing=now.totals.get(FAILING_GAUGE, 0.0),
         unsaved=next((cause for cause in _UNSAVED if new[f"pool_saves/{cause}"] > 0), ""),
         pool_stalls=new["pool_misses/late"] + new["pool_misses/stalled"],
     )

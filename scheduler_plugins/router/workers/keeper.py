@@ -95,7 +95,7 @@ class Keeper:
                 self._told_last = content
                 for child in self.children:
                     child.send_encoded(content)
-            if (now := messages.Beats(self._metrics.pulse.beats(loop.time()))) != beats:
+            if (now := messages.Beats(self.pool.metrics.pulse.beats(loop.time()))) != beats:
                 beats = now
                 for child in self.children:
                     child.send(beats)
@@ -165,7 +165,7 @@ class Keeper:
     def _begin(self, child: Child) -> tuple[messages.Begin, messages.Engines, messages.Beats]:
         level = logging.getLogger().level
         begin = messages.Begin(self._for_worker(), child.row, self._memory.ref, level)
-        beats = self._metrics.pulse.beats(asyncio.get_running_loop().time())
+        beats = self.pool.metrics.pulse.beats(asyncio.get_running_loop().time())
         return begin, self._engines(), messages.Beats(beats)
 
     def _ended(self, child: Child) -> None:

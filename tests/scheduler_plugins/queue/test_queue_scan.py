@@ -11,7 +11,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
-from scheduler_plugins.queue.guards import Guards
+from scheduler_plugins.queue.batch import Batch
 from scheduler_plugins.queue.step_length import (
     MOST_CUT,
     STEP_OVERHEAD,
@@ -214,8 +214,8 @@ def test_nothing_of_lower_priority_joins_the_step_of_what_is_owed() -> None:
     assert queue.pop().id == "f1"
 
 
-def test_without_guards_lower_classes_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guards, "add", lambda *_: None)
+def test_without_shields_lower_classes_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batch, "shield", lambda *_: None)
     queue = sharing("g1", "f1")
     assert [queue.pop().id for _ in range(2)] == ["g1", "f1"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,10 +52,11 @@ async def read(session: aiohttp.ClientSession, path: str, **params: str) -> dict
     Raises:
         MembersError: it could not be read; StatusError if there is an answer.
     """
-    access = await _access()
-    where = f"{access.base}{path}"
+    where = path
     limit = aiohttp.ClientTimeout(total=LIMIT_S)
     try:
+        access = await _access()
+        where = f"{access.base}{path}"
         async with session.get(
             where, params=params, headers=access.headers, ssl=access.trust, timeout=limit
         ) as response:
@@ -66,7 +67,7 @@ async def read(session: aiohttp.ClientSession, path: str, **params: str) -> dict
     except TimeoutError:
         raise MembersError(f"{where} did not answer within {LIMIT_S:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise MembersError(f"{where} did not answer: {error}") from None
+        raise MembersError(f"{where} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise MembersError(f"{where} answered with no object")
     return found
@@ -74,19 +75,20 @@ async def read(session: aiohttp.ClientSession, path: str, **params: str) -> dict
 
 async def events(
     session: aiohttp.ClientSession, path: str, **params: str
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """The events of a watch, until the server ends it. The first is `{}`: the server has accepted the watch.
 
     Raises:
         MembersError: the watch could not be started, or broke; StatusError if the server says why.
     """
-    access = await _access()
-    where = f"{access.base}{path}"
+    where = path
     limit = aiohttp.ClientTimeout(
         total=None, sock_connect=LIMIT_S, sock_read=WATCH_S + LIMIT_S, ceil_threshold=LIMIT_S
     )
     asked = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": f"{WATCH_S:.0f}"}
     try:
+        access = await _access()
+        where = f"{access.base}{path}"
         async with session.get(
             where,
             params={**params, **asked},

@@ -29,6 +29,9 @@ LISTS_S = 300.0
 """Time after which a forbidden watch is tried again."""
 STEADY_S = 1.0
 """A connection that lived longer was no failure to connect."""
+RESUMED = 3
+"""A watch that failed more often in a row is not resumed: the pods are listed again. A server that was restored from a
+backup does not know the version."""
 FIRST_S, LONGEST_S = 0.25, 30.0
 """Shortest and longest pause between two tries. Each is twice the one before."""
 _POOLS = (
@@ -87,19 +90,24 @@ class Pods:
                 if not await self._watch():
                     await self._list_repeatedly()
             except MembersError as error:
-                self._failed(error, quiet=failed == 0)
+                self._failed(error, before=failed)
             failed = 0 if loop.time() - begun_s > STEADY_S else failed + 1
             await asyncio.sleep(_pause_s(failed))
 
-    def _failed(self, error: MembersError, *, quiet: bool) -> None:
-        """Something could not be learnt. `quiet`: a watch that broke once is resumed without a word."""
+    def _failed(self, error: MembersError, *, before: int) -> None:
+        """Something could not be learnt. A watch that broke once is resumed without a word.
+
+        Args:
+            before: failures in a row before this one.
+        """
         status = error.status if isinstance(error, StatusError) else None
         if status == HTTPStatus.GONE:
             self._version = None
             return
-        if status is not None:
-            self._version = None  # no error is worth more than a list
-        if quiet and self._version is not None:
+        busy = status == HTTPStatus.TOO_MANY_REQUESTS or (status or 500) >= 500
+        if before >= RESUMED or not busy:
+            self._version = None
+        if before == 0 and self._version is not None:
             return
         self._complain(f"{self._url}: {error}")
 

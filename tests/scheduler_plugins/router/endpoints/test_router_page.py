@@ -8,7 +8,9 @@ import json
 import re
 from base64 import b64encode
 from hashlib import sha256
+from pathlib import Path
 
+import pytest
 from router_fakes import World, run, until
 
 from scheduler_plugins.router.endpoints import page
@@ -143,3 +145,26 @@ def test_an_open_page_does_not_hold_up_the_end_of_the_router() -> None:
             assert (await response.read()).endswith(b"\n"), "the last event is whole"
 
     run(scenario())
+
+
+def brightness(colour: str) -> float:
+    """Relative luminance by WCAG 2."""
+    digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+    parts = [int(digits[n : n + 2], 16) / 255 for n in (0, 2, 4)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_in_both_themes(theme: int) -> None:
+    style = (Path(page.__file__).parent / "page.css").read_text()
+    colours = [
+        dict(re.findall(r"--([\w-]+): #([0-9a-f]+)", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ][theme]
+    on = {"warn-back": ("text", "quiet", "warn"), "bad-back": ("text", "quiet", "bad")}
+    on |= dict.fromkeys(("page", "card"), ("text", "quiet", "good", "warn", "bad"))
+    for back, texts in on.items():
+        for text in texts:
+            light, dark = sorted((brightness(colours[one]) for one in (back, text)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{text} on {back}"

@@ -10,10 +10,12 @@ import pytest
 from router_fakes import World, run, until
 from support.chromium import Browser, chromium
 
-from scheduler_plugins.router.endpoints.app_keys import OPERATOR
+from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.engines import looks
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Inquiry
+from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.index.stored import StorePlace
 
 HOSTILE = "<img src=x onerror='document.title=\"taken\"'><script>document.title='taken'</script>"
 METRICS = """
@@ -43,6 +45,7 @@ def test_the_page_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> None:
         async with World(prefill=2, decode=2) as world, Browser(program) as browser:
+            known = world.known(world.d[1])
             world.d[0].metrics = METRICS.format(bytes=0)
             growing = asyncio.create_task(metrics_that_grow(world))
             await browser.look(width=1280)
@@ -53,6 +56,12 @@ def test_the_page_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "MB/s" in await browser.value(text_of("#kv-rate"))
             await browser.until("document.getElementById('wrong').children.length === 1")
             assert "KV caches are full" in await browser.value(text_of("#wrong .what"))
+            pool = world.app[SHARED].pool
+            pool.decisions.append(Decision(0.0, known.url, "decode", "prefill", "why not", "done"))
+            known.store = StorePlace("a" * 32, "6d", 128)
+            await browser.until("document.querySelectorAll('td').length === 9")
+            assert "why not" in await browser.value(text_of("#decisions td"))
+            assert known.store.name in await browser.value(text_of("#pool-rows td"))
             await _an_engine_dies(world, browser, monkeypatch)
             for width in (1280, 400):
                 for dark in (False, True):

@@ -15,9 +15,12 @@ import yaml
 from router_fakes import run, until
 from support.fake_kubernetes import FakeKubernetes, pod
 
+from scheduler_plugins.router.engines import named as named_module
 from scheduler_plugins.router.engines.kubernetes import api as api_module
 from scheduler_plugins.router.engines.kubernetes import pods as pods_module
 from scheduler_plugins.router.engines.kubernetes.pods import Pods
+from scheduler_plugins.router.engines.named import NamedEngines
+from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.members import checked_name
 
 NAME = "k8s+http://serving:8200/app=vllm"
@@ -154,6 +157,91 @@ def test_a_version_that_is_gone_leads_to_a_new_list(
             await until(lambda: server.watches == 1, "it watches again")
             await server.put(pod("d", "10.0.0.4"))
             await until(lambda: len(heard.urls or ()) == 3, "it follows again")
+
+    scene(scenario)
+
+
+def test_a_watch_that_breaks_once_is_resumed_without_a_word(scene: Callable[..., None]) -> None:
+    async def scenario(server: FakeKubernetes) -> None:
+        async with following() as heard:
+            await until(lambda: server.watches == 1, "it watches")
+            server.cut()
+            await until(lambda: server.count("watch") == 2, "it is resumed")
+            await until(lambda: server.watches == 1, "it watches again")
+            assert heard.problems == []
+
+    scene(scenario)
+
+
+@pytest.mark.parametrize(("code", "lists"), [(503, 1), (429, 1), (400, 2)])
+def test_a_busy_server_is_not_asked_for_a_list_again(
+    scene: Callable[..., None], code: int, lists: int
+) -> None:
+    async def scenario(server: FakeKubernetes) -> None:
+        async with following() as heard:
+            await until(lambda: server.watches == 1, "it watches")
+            server.refuses_watch = code
+            server.cut()
+            await until(lambda: server.count("watch") >= 3, "it was refused twice")
+            server.refuses_watch = 0
+            await until(lambda: server.watches == 1, "it watches again")
+            assert server.count("list") >= lists
+            assert server.count("list") == 1 or code == 400
+            assert heard.told("10.0.0.1:8200", "10.0.0.2:8200")
+
+    scene(scenario)
+
+
+def test_a_server_that_was_restored_from_a_backup_is_listed_again(
+    scene: Callable[..., None],
+) -> None:
+    async def scenario(server: FakeKubernetes) -> None:
+        async with following() as heard:
+            await until(lambda: server.watches == 1, "it watches")
+            server.refuses_watch = 504  # Kubernetes: Too large resource version
+            server.pods.pop("a")
+            server.cut()
+            await until(lambda: heard.told("10.0.0.2:8200"), "it is listed again")
+
+    scene(scenario)
+
+
+def test_a_token_that_cannot_be_read_is_named_and_read_again(
+    scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "ca.crt").write_text("no certificate")
+    monkeypatch.setattr(api_module, "ACCOUNT", tmp_path)
+
+    async def scenario(server: FakeKubernetes) -> None:
+        async with following() as heard:
+            await until(lambda: bool(heard.problems), "it is said")
+            (tmp_path / "ca.crt").unlink()
+            await until(lambda: heard.told("10.0.0.1:8200", "10.0.0.2:8200"), "it is read again")
+
+    scene(scenario)
+
+
+def test_a_name_is_followed_again_after_an_error_that_nobody_foresaw(
+    scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(named_module, "MEMBERS_S", 0.01)
+    follow, failed = Pods.follow, list[int]()
+
+    async def once(pods: Pods) -> None:
+        if not failed:
+            failed.append(1)
+            raise KeyError("something new")
+        await follow(pods)
+
+    monkeypatch.setattr(Pods, "follow", once)
+
+    async def scenario(server: FakeKubernetes) -> None:
+        config = RouterConfig(prefill=("a:1",), decode=(NAME,))
+        async with aiohttp.ClientSession() as session:
+            named = NamedEngines(lambda: config, session)
+            await named.start()
+            await until(lambda: len(named.members(NAME)) == 2, "it is followed")
+            await named.close()
 
     scene(scenario)
 

@@ -5,7 +5,7 @@ import pytest
 from router_fakes import World, run, until
 
 from scheduler_plugins.router.engines import looks
-from scheduler_plugins.router.engines.traffic import between, read
+from scheduler_plugins.router.engines.traffic import Traffic, between, read, wanted_in
 
 BEFORE = """
 pd_connector:received_bytes_total{engine="0"} 1000.0
@@ -56,6 +56,13 @@ def test_metrics_that_tell_nothing_move_nothing(text: str) -> None:
     assert (traffic.sent_bytes_s, traffic.cache_used, moved.received_bytes) == (0.0, None, 0.0)
 
 
+def test_lines_of_others_are_left_out() -> None:
+    others = '# HELP x\nvllm:request_seconds_bucket{le="1"} 1.0\n' * 9
+    kept = wanted_in((others + BEFORE + others).encode())
+    assert "seconds" not in kept
+    assert read(kept, 1.0) == read(BEFORE, 1.0)
+
+
 def test_prefill_engines_are_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
 
@@ -64,5 +71,7 @@ def test_prefill_engines_are_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> N
             world.p[0].metrics = 'pd_connector:leased_pages{engine="0"} 4.0'
             known = world.known(world.p[0])
             await until(lambda: known.traffic.leased_pages == 4.0, "it is read")
+            await world.p[0].die()
+            await until(lambda: known.traffic == Traffic(), "an engine that is down moves nothing")
 
     run(scenario())

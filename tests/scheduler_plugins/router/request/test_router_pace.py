@@ -108,6 +108,7 @@ def test_a_lesson_is_the_time_of_a_token_and_the_load_of_that_time(
             engine.load.decode_sent("other", 300, 500)
     ((load, step_s),) = lessons.learnt
     assert step_s == pytest.approx(0.02)
+    assert watched.tokens == per_event * (MOST + 1), "those of the answer, not its events"
     assert load == StepLoad(0, 0, 2, 250), "the mean of both ends"
 
 

@@ -95,7 +95,7 @@ limits:
         (
             "role: decode",
             "role: decoder",
-            "f.yaml:4: role: 'decoder': must be one of ask, both, cpu_prefill, decode, prefill; did you mean decode?",
+            "f.yaml:4: role 'decoder': must be one of ask, both, cpu_prefill, decode, prefill; did you mean decode?",
         ),
         ("attempts: 3", "attempts: many", "f.yaml:8: Expected `float`, got `str`"),
         ("attempts: 3", "attempts: 0", "f.yaml:9: attempts 0: must be 1 or more"),
