@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
@@ -19,8 +19,8 @@ from pd_connector.plan.route import Route
 from pd_connector.pool.jobs import Fill, PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
 from pd_connector.pool.loader import Landing, Loader, ReadChunk
-from pd_connector.pool.plans import plan_load
-from pd_connector.pool.stored import ChunkLoader
+from pd_connector.pool.plans import LoadPiece, plan_load
+from pd_connector.pool.stored import gathered_bytes, payloads
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
@@ -85,6 +85,25 @@ class _Filling:
         return max(fill.first_token, min(self.stop * CHUNK_TOKENS, fill.stop_token))
 
 
+class _Landed(NamedTuple):
+    """A chunk in memory, ready to be written into pages."""
+
+    read: ReadChunk
+    pieces: list[LoadPiece]
+    payloads: list[memoryview]
+
+
+def _landed(read: ReadChunk, fill: Fill, chunk: PromptChunk, landing: Landing) -> _Landed:
+    """Bring what was read into the order of the rank's pages. In a thread that reads, so that the agent's thread only
+    has to write it."""
+    needs = [(part.geometry, part.need) for part in read.parts]
+    span = fill.first_token, fill.stop_token
+    pieces = plan_load(needs, read.own, fill.pages, chunk.number, *span)
+    parts = [(part.geometry, part.need, part.data) for part in read.parts]
+    room = landing.room(-1, gathered_bytes(pieces))
+    return _Landed(read, pieces, payloads(pieces, parts, room))
+
+
 class _Readers:
     """Threads that read, and the memory that they read into."""
 
@@ -127,7 +146,6 @@ class PoolLoads:
         self._report = report
         self._done = done
         self._experts = experts
-        self._placing = ChunkLoader(cache)
         self._fillings: list[_Filling] = []
         self._readers = _Readers()
 
@@ -182,12 +200,13 @@ class PoolLoads:
         self, landings: queue.SimpleQueue[Landing], filling: _Filling, chunk: PromptChunk
     ) -> None:
         """In a thread that reads."""
-        found: ReadChunk | PDConnectorError | None = None
+        found: _Landed | PDConnectorError | None = None
         landing: Landing | None = None
         if filling.wants(chunk.number):
             try:
                 landing = landings.get(timeout=_LANDING_WAIT_S)
-                found = self._loader.read(chunk, filling.facts, landing)
+                read = self._loader.read(chunk, filling.facts, landing)
+                found = _landed(read, filling.fill, chunk, landing)
             except PDConnectorError as error:
                 found = error
             except Exception as error:
@@ -200,7 +219,7 @@ class PoolLoads:
         self,
         filling: _Filling,
         chunk: PromptChunk,
-        found: ReadChunk | PDConnectorError | None,
+        found: _Landed | PDConnectorError | None,
         give_back: Callable[[], None] | None,
     ) -> None:
         if isinstance(found, PDConnectorError):
@@ -215,32 +234,30 @@ class PoolLoads:
         if filling.ended and filling in self._fillings:
             self._end(filling)
 
-    def _use(self, filling: _Filling, chunk: PromptChunk, found: ReadChunk) -> None:
+    def _use(self, filling: _Filling, chunk: PromptChunk, found: _Landed) -> None:
         """Write a chunk into pages, or compare it with them."""
-        fill = filling.fill
-        needs = [(part.geometry, part.need) for part in found.parts]
-        parts = [(part.geometry, part.need, part.data) for part in found.parts]
-        span = fill.first_token, fill.stop_token
+        fill, comparison = filling.fill, filling.comparison
         try:
-            for part in () if fill.compares else found.parts:
+            for part in () if fill.compares else found.read.parts:
                 if problem := self._trust.problem(part.engine_id, part.writer):
                     filling.fail(chunk.number, *problem)
                     return
-            pieces = plan_load(needs, found.own, fill.pages, chunk.number, *span)
-            if not self._cache.prepare([piece.route for piece in pieces], gathers=False):
+            routes = [piece.route for piece in found.pieces]
+            if not self._cache.prepare(routes, gathers=False):
                 detail = "kernels for this writer's layout are being compiled"
                 filling.fail(chunk.number, Cause.POOL, detail)
                 return
             with self._gate.touching(fill.request) as confirm:
-                if filling.comparison is None:
-                    self._placing.scatter(pieces, parts, filling.fence)
-                else:
-                    for route, apart in self._placing.compare(pieces, parts, filling.fence):
-                        filling.comparison.add(route, apart)
-                        filling.routes.add(route)
+                for piece, payload in zip(found.pieces, found.payloads, strict=True):
+                    where = piece.route, piece.chunk, piece.pages, payload, filling.fence
+                    if comparison is None:
+                        self._cache.scatter(*where)
+                    else:
+                        comparison.add(piece.route, self._cache.compare(*where))
+                        filling.routes.add(piece.route)
                 confirm()
-            filling.nbytes += found.nbytes
-            filling.writers.update(part.writer for part in found.parts)
+            filling.nbytes += found.read.nbytes
+            filling.writers.update(part.writer for part in found.read.parts)
         except AbandonedError:
             raise
         except PoolError as error:
