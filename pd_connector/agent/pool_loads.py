@@ -5,22 +5,20 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.pool_readers import Landed, Readers, landed
 from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.route import Route
 from pd_connector.pool.jobs import Fill, PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
-from pd_connector.pool.loader import Landing, Loader, ReadChunk
-from pd_connector.pool.plans import LoadPiece, plan_load
-from pd_connector.pool.stored import gathered_bytes, payloads
+from pd_connector.pool.loader import Landing, Loader
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
@@ -28,9 +26,6 @@ from pd_connector.telemetry import Telemetry
 
 logger = logging.getLogger("pd_connector.agent.pool_loads")
 
-_LANDINGS = 4
-"""Chunks that are being read, or not placed yet."""
-_READERS = 2
 _LANDING_WAIT_S = 10.0
 _STALL_S = 5.0
 """Longest time without a chunk of a load, in seconds. What comes later is dropped."""
@@ -85,35 +80,6 @@ class _Filling:
         return max(fill.first_token, min(self.stop * CHUNK_TOKENS, fill.stop_token))
 
 
-class _Landed(NamedTuple):
-    """A chunk in memory, ready to be written into pages."""
-
-    read: ReadChunk
-    pieces: list[LoadPiece]
-    payloads: list[memoryview]
-
-
-def _landed(read: ReadChunk, fill: Fill, chunk: PromptChunk, landing: Landing) -> _Landed:
-    """Bring what was read into the order of the rank's pages. In a thread that reads, so that the agent's thread only
-    has to write it."""
-    needs = [(part.geometry, part.need) for part in read.parts]
-    span = fill.first_token, fill.stop_token
-    pieces = plan_load(needs, read.own, fill.pages, chunk.number, *span)
-    parts = [(part.geometry, part.need, part.data) for part in read.parts]
-    room = landing.room(-1, gathered_bytes(pieces))
-    return _Landed(read, pieces, payloads(pieces, parts, room))
-
-
-class _Readers:
-    """Threads that read, and the memory that they read into."""
-
-    def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load")
-        self.landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
-        for _ in range(_LANDINGS):
-            self.landings.put(Landing())
-
-
 class PoolLoads:
     """Used by the agent's thread only.
 
@@ -147,7 +113,7 @@ class PoolLoads:
         self._done = done
         self._experts = experts
         self._fillings: list[_Filling] = []
-        self._readers = _Readers()
+        self._readers = Readers()
 
     @property
     def due_s(self) -> float:
@@ -164,7 +130,7 @@ class PoolLoads:
             self._end(filling)
         if stalled:
             self._readers.threads.shutdown(wait=False, cancel_futures=True)
-            self._readers = _Readers()
+            self._readers = Readers()
             for filling in self._fillings:
                 filling.moved_s = now
                 self._begin_reads(filling)
@@ -200,13 +166,13 @@ class PoolLoads:
         self, landings: queue.SimpleQueue[Landing], filling: _Filling, chunk: PromptChunk
     ) -> None:
         """In a thread that reads."""
-        found: _Landed | PDConnectorError | None = None
+        found: Landed | PDConnectorError | None = None
         landing: Landing | None = None
         if filling.wants(chunk.number):
             try:
                 landing = landings.get(timeout=_LANDING_WAIT_S)
                 read = self._loader.read(chunk, filling.facts, landing)
-                found = _landed(read, filling.fill, chunk, landing)
+                found = landed(read, filling.fill, chunk, landing)
             except PDConnectorError as error:
                 found = error
             except Exception as error:
@@ -219,7 +185,7 @@ class PoolLoads:
         self,
         filling: _Filling,
         chunk: PromptChunk,
-        found: _Landed | PDConnectorError | None,
+        found: Landed | PDConnectorError | None,
         give_back: Callable[[], None] | None,
     ) -> None:
         if isinstance(found, PDConnectorError):
@@ -234,7 +200,7 @@ class PoolLoads:
         if filling.ended and filling in self._fillings:
             self._end(filling)
 
-    def _use(self, filling: _Filling, chunk: PromptChunk, found: _Landed) -> None:
+    def _use(self, filling: _Filling, chunk: PromptChunk, found: Landed) -> None:
         """Write a chunk into pages, or compare it with them."""
         fill, comparison = filling.fill, filling.comparison
         try:
