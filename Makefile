@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest --durations=15
 # Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and
 # run six at a time. Tests marked `quiet` measure time, and run alone.
-COMPUTING := tests/kernels tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
+COMPUTING := tests/kernels tests/emulator tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
 	tests/scheduler_plugins
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 
@@ -35,8 +35,9 @@ fast: setup
 	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
 		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi
 
+# Engines mostly start and wait: files run two at a time, each worker with a pair and a reference of its own.
 engine: setup
-	$(PYTEST) -m engine --timeout=900
+	$(PYTEST) --timeout=900 -n 2 --dist loadfile tests/engines tests/sglang_engines
 
 # The door to Ray is tested in an environment of its own, too, which is laid over .venv.
 RAY := .venv-ray/bin/python

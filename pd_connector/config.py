@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from pd_connector.config_rules import check_key, check_values, wrong
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
-from pd_connector.hosts import is_host, is_loopback, is_peer_entry, is_wildcard, matches, port_range
+from pd_connector.hosts import is_host, is_loopback, is_wildcard, matches
 
 KEY_VARIABLE = "PD_CONNECTOR_KEY"
 HOST_VARIABLE = "PD_CONNECTOR_HOST"
@@ -21,19 +22,6 @@ CONFIG_VARIABLE = "PD_CONNECTOR_CONFIG"
 """An engine without an argument for config keys reads them here: a JSON object, or `@` and the path of a
 file that holds one."""
 LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
-MIN_KEY_CHARACTERS = 32
-MIN_DISTINCT_CHARACTERS = 8
-MAX_SLOTS = 4096
-"""The most slots that one message of the control channel can grant."""
-
-MAX_SLOT_MIB = 4095
-"""A transport states a payload's length in 32 bits."""
-LEAST_S, MOST_S = 0.001, 1e6
-"""Operating systems and libraries count time in milliseconds of 31 bits."""
-LEAST_SWITCH_MS, PYTHON_SWITCH_MS = 0.05, 5.0
-"""Below the first, threads mostly switch. The second is Python's own `sys.getswitchinterval()`."""
-MAX_MODEL_ID = 256
-"""Characters of a `model_id`."""
 
 TRANSPORTS = ("shm", "tcp", "nixl", "ucx")
 AUTO = "auto"
@@ -207,102 +195,40 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return any(matches(host, entry) for entry in self.peers)
 
     def _check(self) -> None:
-        try:
-            self.key.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(
-                "key has bytes that are not UTF-8 text: `pd-connector key` makes a usable key "
-                f"(config key `key` or variable {KEY_VARIABLE})"
-            ) from None
-        if self.key and (weak := weakness(self.key)):
-            raise ConfigError(
-                f"key {weak}: it could be guessed. `pd-connector key` makes a strong key "
-                f"(config key `key` or variable {KEY_VARIABLE})"
-            )
-        for entry in self.peers:
-            if not is_peer_entry(entry):
-                raise self._wrong(
-                    "peers", f"{entry!r} must be a network such as 10.0.0.0/8, an address or a name"
-                )
+        check_key(self.key, KEY_VARIABLE)
+        check_values({name: getattr(self, name) for name in self.__struct_fields__})
+        self._check_host()
+        self._check_transports()
+        if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
+            raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
+
+    def _check_host(self) -> None:
         if is_wildcard(self.host):
-            raise ConfigError(
-                f"host {self.host!r}: must be the name or address under which peers reach this "
-                "engine, not a wildcard (config key host)"
+            wanted = (
+                "must be the name or address under which peers reach this engine, not a wildcard"
             )
+            raise wrong("host", self.host, wanted)
         if not is_host(self.host):
-            raise self._wrong("host", "must be a name or an address alone, without scheme and port")
+            wanted = "must be a name or an address alone, without scheme and port"
+            raise wrong("host", self.host, wanted)
         if not self.permits(self.host):
             raise ConfigError(
                 f"host {self.host!r} without a key: only loopback addresses are allowed then. "
                 f"Set {KEY_VARIABLE} to the same secret on every engine (`pd-connector key` makes "
                 "one), or set `insecure: true` if the network is trusted"
             )
-        for name in ("control_port", "data_port"):
-            try:
-                port_range(getattr(self, name))
-            except ValueError as error:
-                raise self._wrong(name, str(error)) from None
-        control, data = port_range(self.control_port), port_range(self.data_port)
-        if control != range(1) and set(control) & set(data):
-            raise self._wrong(
-                "data_port", f"must share no port with control_port ({self.control_port})"
-            )
-        if not self.transports:
-            raise ConfigError(
-                'transports []: must name at least one, such as ["tcp"] (config key transports)'
-            )
-        if AUTO in self.transports and len(self.transports) > 1:
-            raise self._wrong("transports", f"`{AUTO}` must stand alone: it chooses all of them")
-        for name in self.transports:
+
+    def _check_transports(self) -> None:
+        names = list(self.transports)
+        if not names:
+            raise wrong("transports", names, 'must name at least one, such as ["tcp"]')
+        if AUTO in names and len(names) > 1:
+            raise wrong("transports", names, f"`{AUTO}` must stand alone: it chooses all of them")
+        for name in names:
             if name not in (*TRANSPORTS, AUTO) and name not in load_entry_points(TRANSPORT_GROUP):
                 raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
-        if len(set(self.transports)) < len(self.transports):
-            raise ConfigError(
-                f"transports {list(self.transports)}: must name each one once "
-                "(config key transports)"
-            )
-        if len(self.model_id) > MAX_MODEL_ID:
-            raise self._wrong("model_id", f"must have {MAX_MODEL_ID} characters at most")
-        if not isinstance(self.audit, str) and not 0 < self.audit <= 1:
-            raise self._wrong("audit", "must be `first`, `off`, or a share of requests up to 1")
-        for name in ("slot_mib", "slots"):
-            if getattr(self, name) < 1:
-                raise self._wrong(name, "must be 1 or more")
-        if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
-            raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
-        if not 0 < self.lease_share <= 1:
-            raise self._wrong("lease_share", "must be a share of the cache, above 0 and at most 1")
-        for name, most in (("slots", MAX_SLOTS), ("slot_mib", MAX_SLOT_MIB)):
-            if getattr(self, name) > most:
-                raise self._wrong(name, f"must be {most} at most")
-        for name in self.__struct_fields__:
-            if name.endswith("_s") and not LEAST_S <= getattr(self, name) <= MOST_S:
-                raise self._wrong(name, f"must be from {LEAST_S} to {MOST_S:.0f} seconds")
-        if not LEAST_SWITCH_MS <= self.switch_interval_ms <= PYTHON_SWITCH_MS:
-            wanted = f"must be from {LEAST_SWITCH_MS} to {PYTHON_SWITCH_MS:g}, Python's own"
-            raise self._wrong("switch_interval_ms", wanted)
-        for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
-            if getattr(self, name) < 2 * self.heartbeat_s:
-                raise self._wrong(
-                    name,
-                    f"must be at least twice heartbeat_s ({self.heartbeat_s}), or one late "
-                    "heartbeat ends a healthy session",
-                )
-
-    def _wrong(self, name: str, wanted: str) -> ConfigError:
-        return ConfigError(f"{name} {getattr(self, name)}: {wanted} (config key {name})")
-
-
-def weakness(key: str) -> str:
-    """Why this key can be guessed, or ""."""
-    if len(key) < MIN_KEY_CHARACTERS:
-        return f"of {len(key)} characters, must have at least {MIN_KEY_CHARACTERS}"
-    distinct = len(set(key))
-    if distinct < MIN_DISTINCT_CHARACTERS:
-        return f"of {distinct} different characters, must have at least {MIN_DISTINCT_CHARACTERS}"
-    if key in (key + key)[1:-1]:
-        return "that repeats itself"
-    return ""
+        if len(set(names)) < len(names):
+            raise wrong("transports", names, "must name each one once")
 
 
 def _unknown_key(name: str, known: tuple[str, ...]) -> str:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to set if no KV arrives, by the cause of the failures or by an engine's metrics."""
 
+import difflib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
@@ -15,7 +17,7 @@ HARMLESS = frozenset(
 FAILING_GAUGE = "failing_ranks"
 """The gauge (without prefix) that is above 0 while no KV arrives."""
 _SAMPLE = re.compile(r"^pd_connector:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+)", re.MULTILINE)
-_CAUSE = re.compile(r'cause="(\w+)"')
+_LABELS = re.compile(r'(\w+)="([^"]*)"')
 
 _REACH = (
     "set `host` (config key, or PD_CONNECTOR_HOST) of the prefill engine to an address that the "
@@ -81,6 +83,12 @@ class Outage(NamedTuple):
     advice: str
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` if one of the known names is close to this one, else an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def remedy(cause: Cause) -> str:
     """What to set or do if transfers fail for this cause."""
     return _REMEDIES.get(cause, "see the troubleshooting table in docs/configuration.md")
@@ -103,13 +111,23 @@ _STAGED: dict[str, str] = {
 """What to do if chunks of a cache on a GPU pass through host memory, by the cause in `staged_sessions`."""
 
 
+def samples_in(metrics: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """The samples of our metrics in an engine's `/metrics`: name without prefix and `_total`, labels, value."""
+    for name, labels, value in _SAMPLE.findall(metrics):
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if isfinite(number):
+            yield name, dict(_LABELS.findall(labels)), number
+
+
 def staged_in(metrics: str) -> str:
     """Why chunks of a prefill engine's GPU pass through host memory, from its `/metrics`; empty if they do not."""
     causes = Counter[str]()
-    for name, labels, value in _SAMPLE.findall(metrics):
-        cause = _CAUSE.search(labels) if name == "staged_sessions" else None
-        if cause and float(value) > 0:
-            causes[cause[1]] += int(float(value))
+    for name, labels, value in samples_in(metrics):
+        if name == "staged_sessions" and "cause" in labels and value > 0:
+            causes[labels["cause"]] += int(value)
     told = [f"{cause} {count} ({_STAGED.get(cause, '?')})" for cause, count in causes.most_common()]
     return "; ".join(told)
 
@@ -118,10 +136,9 @@ def handoffs_in(metrics: str) -> dict[str, int]:
     """Outcomes of requests whose prompts another engine computed, since a decode engine's start, from its
     `/metrics`."""
     found = Counter[str]()
-    for name, labels, value in _SAMPLE.findall(metrics):
-        outcome = _CAUSE.search(labels) if name == "handoffs" else None
-        if outcome:
-            found[outcome[1]] += int(float(value))
+    for name, labels, value in samples_in(metrics):
+        if name == "handoffs" and "cause" in labels:
+            found[labels["cause"]] += int(value)
     return dict(found)
 
 
@@ -130,10 +147,10 @@ def outage_in(metrics: str) -> Outage | None:
     to move, or if the engine has no PDConnector."""
     totals = Counter[str]()
     by_cause = {name: Counter[str]() for name in _BY_CAUSE}
-    for name, labels, value in _SAMPLE.findall(metrics):
-        totals[name] += int(float(value))
-        if name in by_cause and (cause := _CAUSE.search(labels)):
-            by_cause[name][cause[1]] += int(float(value))
+    for name, labels, value in samples_in(metrics):
+        totals[name] += int(value)
+        if name in by_cause and "cause" in labels:
+            by_cause[name][labels["cause"]] += int(value)
     if totals[FAILING_GAUGE] > 0:
         return _failing(by_cause["failed_transfers"])
     ignored, unmoved = by_cause["ignored_params"], by_cause["unmoved_prompts"]

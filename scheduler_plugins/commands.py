@@ -3,47 +3,63 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, ClassVar
 
-USAGE = """usage: pd-router COMMAND ...
+import typer
+from typer.main import get_command
 
-serve      the router: one OpenAI API in front of prefill and decode engines
-simulate   play a recorded trace through a simulated cluster
-mock       an engine that speaks vLLM's HTTP and computes nothing
+from pd_connector.tools.command_line import SETTINGS, LateGroup, Version, run
 
-pd-router COMMAND --help tells more."""
+_MODULES = {
+    "serve": "scheduler_plugins.router.__main__",
+    "simulate": "scheduler_plugins.sim.command",
+    "mock": "scheduler_plugins.sim.mock.command",
+}
 
 
-INTERRUPTED = 130
+class Commands(LateGroup):
+    """All commands of `pd-router`. Options without a command are those of `serve`."""
+
+    lines: ClassVar[dict[str, str]] = {
+        "serve": "The router: one OpenAI API in front of prefill and decode engines.",
+        "simulate": "Play a recorded trace through a simulated cluster.",
+        "mock": "An engine that speaks vLLM's HTTP, and takes its times from a cost model.",
+    }
+
+    def imported(self, name: str) -> Any:
+        """The command of this name; None if it does not exist."""
+        if name not in _MODULES:
+            return None
+        command = get_command(import_module(_MODULES[name]).app)
+        command.name = name
+        return command
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the group's own options."""
+        own = {option for param in self.get_params(ctx) for option in param.opts}
+        if args and args[0].startswith("-") and args[0] not in own:
+            args = ["serve", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    context_settings=SETTINGS,
+    help="The router, the simulator of a cluster, and an engine to try them with. "
+    "Options without a command are those of serve.",
+)
+
+
+@app.callback()
+def group(version: Version = False) -> None:
+    """Only options; the help is the group's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status. Options without a command are those of `serve`."""
-    try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _run(given: list[str]) -> int:
-    name = given[0] if given else "--help"
-    if name in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    if name == "simulate":
-        from scheduler_plugins.sim.command import main as simulate
-
-        return simulate(given[1:])
-    if name == "mock":
-        from scheduler_plugins.sim.mock.command import main as mock
-
-        return mock(given[1:])
-    from scheduler_plugins.router.__main__ import main as serve
-
-    if name != "serve" and not name.startswith("-"):
-        print(f"command {name!r} is not known\n{USAGE}", file=sys.stderr)
-        return 2
-    return serve(given[1:] if name == "serve" else given)
+    """Run a command. Returns the exit status."""
+    return run(app, "pd-router", arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ci/gpu`: runs steps on a GPU host one after another, each in a separate process.
+"""`ci/gpu`: runs steps on a GPU host, each in a separate process.
 
 It needs only Python's standard library, because the host may have no package index.
 
-- `steps`: the steps in their order, and the needs of each step
+- `step`: a step and its needs
+- `steps`: the steps in their order
+- `bundle`: packs packages and this tree for a host without a package index (`ci/offline_bundle`)
+- `parts`: packages that were carried to the host
 - `probe`: the first step: the machine and its copy speed
 - `runner`: runs the steps that fit the time, and keeps every result at once
 - `record`: the results, as JSON and as text

@@ -2,17 +2,20 @@
 """Run all GPU steps within a time limit, and keep every result at once.
 
 Each step is a separate process with its own time limit, so a step that fails or hangs costs no other step. A second
-call continues after the first. Exit code 0: every step succeeded; 1: a step failed (a bench also fails if a bar is
-missed); 3: steps are left for another call.
+call continues after the first, and tries failed steps again if their sources have changed. Exit code 0: every step
+succeeded; 1: a step failed (a bench also fails if a bar is missed); 3: steps are left for another call.
 """
 
 import argparse
 import os
+import time
 from pathlib import Path
 
-from gpu_run.places import STATE, environment
+from gpu_run.parts import MANIFEST, misfit, unpacked
+from gpu_run.places import CARRIED, STATE, environment
 from gpu_run.record import Record
 from gpu_run.runner import Runner
+from gpu_run.step import CALL_S
 from gpu_run.steps import chosen
 
 FAILED = 1
@@ -25,29 +28,58 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    began = time.monotonic()
     options = _parser().parse_args(arguments)
     try:
         steps = chosen([name for told in options.only for name in told.split(",")])
+        sites = [] if options.list else _sites(options)
     except ValueError as error:
         raise SystemExit(f"ci/gpu: {error}") from None
     if options.list:
         for step in steps:
-            print(f"{step.name:16} {step.limit_s:4.0f} s  {step.why}")
+            beside = " (side by side)" if step.beside else ""
+            print(f"{step.name:16} {step.limit_s:4.0f} s  {step.why}{beside}")
         return 0
-    state = options.state / "rehearsal" if options.rehearse else options.state
-    record = Record(state, options.out)
-    if options.afresh:
+    state, out = options.state, options.out
+    if options.rehearse:
+        # A folder of its own: these results are none of a GPU's.
+        state, out = state / "rehearsal", out and out / "rehearsal"
+    record = Record(state, out)
+    if options.afresh or options.rehearse:
         record.forget([step.name for step in steps])
-    env = environment(state, options.site)
+    env = environment(state, sites)
     runner = Runner(state, record, env, options.rehearse, lambda line: print(line, flush=True))
-    left = runner.run(steps, 60 * options.budget_min)
+    left = runner.run(steps, 60 * options.budget_min - (time.monotonic() - began))
     print("\n" + record.report(), end="")
-    print(f"results: {options.out or state}")
+    print(f"results: {out or state}")
+    if options.rehearse:
+        print(_sizes(options.parts, record))
     if left:
         print(f"not done: {', '.join(left)}. The same command again goes on with them.")
         return LEFT
     states = {record.results[step.name].state for step in steps}
     return 0 if states == {"ok"} else FAILED
+
+
+def _sites(options: argparse.Namespace) -> list[Path]:
+    """Folders with further packages: unpacked parts, then those of `--site`."""
+    folders = options.parts
+    if not folders and (CARRIED / MANIFEST).exists():
+        folders = [] if (why := misfit(CARRIED)) else [CARRIED]
+        print(f"not used: {why}" if why else f"packages: {CARRIED}", flush=True)
+    sites, missing = unpacked(folders)
+    if missing:
+        print(f"not carried yet: {', '.join(missing)}", flush=True)
+    return [*sites, *options.site]
+
+
+def _sizes(folders: list[Path], record: Record) -> str:
+    """Bytes that travel in both directions."""
+    files = [file for folder in folders or [CARRIED] for file in sorted(folder.glob("*.tar.xz"))]
+    there = [f"{file.name} {file.stat().st_size / (1 << 20):.1f} MiB" for file in files]
+    back = [f"{name} {size / 1024:.0f} KiB" for name, size in record.sizes().items()]
+    carried = ", ".join(there) or "nothing is packed yet: ci/offline_bundle"
+    return f"to carry: {carried}\nto bring back: {', '.join(back)}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         help="only this step; may be repeated, or several with commas",
     )
     parser.add_argument(
-        "--budget-min", type=float, default=25.0, help="minutes for this call (25)", metavar="MIN"
+        "--budget-min",
+        type=float,
+        default=CALL_S / 60,
+        help=f"minutes for this call ({CALL_S / 60:.1f})",
+        metavar="MIN",
     )
     out = os.environ.get("OUT")
     parser.add_argument(
@@ -69,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path(out) if out else None,
         metavar="DIR",
-        help="gets a copy of results.json, report.txt and steps.log after each step ($OUT)",
+        help="gets a copy of results.json, report.txt and steps.log after each step ($OUT); "
+        "results that lie there are taken up again",
     )
     parser.add_argument(
         "--state",
@@ -84,7 +121,15 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="DIR",
-        help="folder with further packages, such as vLLM and NIXL; may be repeated",
+        help="folder with further packages, such as vLLM; may be repeated",
+    )
+    parser.add_argument(
+        "--parts",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder of packed packages, unpacked there; may be repeated (build/carry, if there)",
     )
     parser.add_argument(
         "--afresh",
@@ -94,6 +139,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="the same steps without a GPU: on the CPU and in Triton's interpreter",
+        help="the same steps here, each to the line that there is no GPU, or on the CPU",
     )
     return parser

@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / "build" / "gpu"
 """Folder of the results so far, from which a second call continues. Git ignores it."""
 
+CARRIED = ROOT / "build" / "carry"
+"""Folder in which `ci/offline_bundle` writes, and from which `ci/gpu` unpacks. Git ignores it."""
+
 _DEFAULTS = {
     # vLLM's own default needs FlashInfer, which compiles the sampler when an engine starts (minutes, and nvcc).
     "VLLM_USE_FLASHINFER_SAMPLER": "0",

@@ -44,7 +44,8 @@ def main(path: str) -> int:
             found[name] = measure()
         except Exception as error:  # a failed probe must not stop the others
             found[name] = {"error": f"{type(error).__name__}: {error}"}
-    Path(path).write_text(json.dumps(found, indent=1))
+        # Written each time, because the first import of torch on a host can take all the time.
+        Path(path).write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
     return 0
 

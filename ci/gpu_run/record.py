@@ -3,6 +3,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,12 +13,13 @@ RESULTS = "results.json"
 REPORT = "report.txt"
 LOG = "steps.log"
 
-DONE = ("ok", "failed", "timeout")
-"""States of steps that are not run again."""
+FAILED = ("failed", "timeout")
+"""States of steps that are run again when their sources have changed."""
 
 TAIL_LINES = 40
-LOG_BYTES = 1 << 20
-"""The most characters kept of one step's output. The end is kept."""
+STEP_BYTES = 1 << 18
+LOG_BYTES = 8 << 20
+"""The most bytes kept of one step's output, and of all together. The end is kept."""
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Result:
         command: the command.
         tail: the last lines of its output.
         figures: the JSON that it wrote.
+        sources: digest of the step's sources, see `Step.digest`.
     """
 
     state: str
@@ -42,6 +45,7 @@ class Result:
     command: str = ""
     tail: list[str] = field(default_factory=list)
     figures: Any = None
+    sources: str = ""
 
     @property
     def line(self) -> str:
@@ -50,35 +54,48 @@ class Result:
 
 
 class Record:
-    """The results of one run.
+    """The results of one run. Steps that run side by side may put theirs at the same time.
 
     Args:
         folder: folder of the results. Results of an earlier call are kept.
-        out: a folder that gets a copy of the results after each step; None for no copy.
+        out: a folder that gets a copy of the results after each step; None for no copy. If `folder`
+            has no results yet, those of an earlier call are taken from here.
     """
 
     def __init__(self, folder: Path, out: Path | None = None) -> None:
         self._folder = folder
         self._out = out
+        self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
+        self._take_up()
         self.results: dict[str, Result] = self._read()
 
-    def done(self, name: str) -> bool:
-        """Whether a step has a result that needs no second try."""
-        return name in self.results and self.results[name].state in DONE
+    def done(self, name: str, sources: str) -> bool:
+        """Whether a step needs no other try: it succeeded, or it failed with these sources."""
+        result = self.results.get(name)
+        if result is None:
+            return False
+        return result.state == "ok" or (result.state in FAILED and result.sources == sources)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the results of some steps, which are run again. Other results stay."""
-        for name in names:
-            self.results.pop(name, None)
-        self._write()
+        with self._lock:
+            for name in names:
+                self.results.pop(name, None)
+            self._write()
 
     def put(self, name: str, result: Result, log: Path | None = None) -> None:
         """Keep a step's result, and the end of its output."""
-        self.results[name] = result
-        if log is not None and log.exists():
-            self._append(name, result, log.read_bytes()[-LOG_BYTES:])
-        self._write()
+        with self._lock:
+            self.results[name] = result
+            if log is not None and log.exists():
+                self._append(name, result, log.read_bytes()[-STEP_BYTES:])
+            self._write()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file that is brought back, by name."""
+        files = (self._folder / name for name in (RESULTS, REPORT, LOG))
+        return {file.name: file.stat().st_size for file in files if file.exists()}
 
     def report(self) -> str:
         """All results, a line each, and the end of the output of failed steps."""
@@ -89,9 +106,18 @@ class Record:
         return "\n".join(lines) + "\n"
 
     def _append(self, name: str, result: Result, output: bytes) -> None:
-        with (self._folder / LOG).open("ab") as file:
-            file.write(f"\n==== {name}: {result.command}\n==== {result.line}\n".encode())
-            file.write(output)
+        path = self._folder / LOG
+        before = path.read_bytes() if path.exists() else b""
+        told = f"\n==== {name}: {result.command}\n==== {result.line}\n".encode()
+        path.write_bytes((before + told + output)[-LOG_BYTES:])
+
+    def _take_up(self) -> None:
+        """Copy the results of an earlier call here, which may have been on another machine."""
+        if self._out is None or (self._folder / RESULTS).exists():
+            return
+        for name in (RESULTS, LOG):
+            if (self._out / name).exists():
+                shutil.copyfile(self._out / name, self._folder / name)
 
     def _read(self) -> dict[str, Result]:
         path = self._folder / RESULTS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the steps that fit into the time limit, one after another."""
+"""Runs the steps that fit into the time limit."""
 
 import importlib.machinery
 import json
@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,16 @@ from typing import Any
 from gpu_run.places import ROOT
 from gpu_run.processes import run_limited
 from gpu_run.record import TAIL_LINES, Record, Result
-from gpu_run.steps import JSON, Step
+from gpu_run.step import JSON, Step, side_by_side
 
-LEAST_S = 20.0
-"""The least time left to begin a step."""
+LEAST_SHARE = 0.5
+"""The least part of its time limit that a step begins with. Less would be lost time."""
+
+REHEARSED_SHARE = 4
+"""A rehearsed step may take this many times its limit, because a machine without a GPU is slower."""
+
+NO_GPU = 2
+"""Exit code of a benchmark on a machine without a GPU. The last line of its output says so."""
 
 Say = Callable[[str], None]
 
@@ -54,30 +61,39 @@ class Runner:
         """
         deadline = time.monotonic() + budget_s
         left = []
-        for step in steps:
-            if self.record.done(step.name):
-                self.say(f"{step.name:16} has a result: {self.record.results[step.name].line}")
-                continue
+        for group in side_by_side(steps):
             remaining_s = deadline - time.monotonic()
-            if remaining_s < min(LEAST_S, step.limit_s):
-                left.append(step.name)
-                continue
-            self._run(step, min(step.limit_s, remaining_s))
-            if self.record.results[step.name].state == "cut":
-                left.append(step.name)
+            waiting = [step for step in group if not self._told(step)]
+            begun = [step for step in waiting if remaining_s >= LEAST_SHARE * step.limit_s]
+            if begun:
+                with ThreadPoolExecutor(min(len(begun), os.cpu_count() or 1)) as pool:
+                    list(pool.map(lambda step: self._run(step, deadline), begun))
+            cut = [step for step in begun if self.record.results[step.name].state == "cut"]
+            left += [step.name for step in waiting if step not in begun or step in cut]
         return left
 
-    def _run(self, step: Step, limit_s: float) -> None:
+    def _told(self, step: Step) -> bool:
+        """Whether the step needs no run. If so, this says its result."""
+        if not self.record.done(step.name, step.digest()):
+            return False
+        self.say(f"{step.name:16} has a result: {self.record.results[step.name].line}")
+        return True
+
+    def _run(self, step: Step, deadline: float) -> None:
         if reason := self._missing(step):
             result = Result("missing", reason)
             self.record.put(step.name, result)
             self.say(f"{step.name:16} {result.line}")
             return
+        own_s = step.limit_s * (REHEARSED_SHARE if self.rehearse else 1)
+        # Steps side by side may have waited until a processor was free.
+        limit_s = min(own_s, max(0.0, deadline - time.monotonic()))
         figures, log = self.state / f"{step.name}.json", self.state / f"{step.name}.out"
         figures.unlink(missing_ok=True)
-        told = step.rehearsal if self.rehearse else step.command
+        told = (step.rehearsal or step.command) if self.rehearse else step.command
         command = [part.replace(JSON, str(figures)) for part in told]
         self.say(f"{step.name:16} begins, at most {limit_s:.0f} s: {step.why}")
+        sources = step.digest()
         # The recorded state if this program itself is ended during the step.
         self.record.put(step.name, Result("cut", command=shlex.join(command)))
         ended = run_limited(command, cwd=ROOT, env=self.env, log=log, limit_s=limit_s)
@@ -88,11 +104,14 @@ class Runner:
             command=shlex.join(command),
             tail=log.read_text(errors="replace").splitlines()[-TAIL_LINES:],
             figures=_figures(figures),
+            sources=sources,
         )
         if ended.timed_out:
             # With less than its own time limit the step had no fair chance, and is run again.
-            result.state = "timeout" if limit_s >= step.limit_s else "cut"
+            result.state = "timeout" if limit_s >= own_s else "cut"
             result.why = f"ended after {limit_s:.0f} s"
+        elif self.rehearse and ended.returncode == NO_GPU and _says_no_gpu(result):
+            result.why = result.tail[-1]
         elif ended.returncode != 0:
             result.state, result.why = "failed", f"exit code {ended.returncode}"
         self.record.put(step.name, result, log)
@@ -102,15 +121,21 @@ class Runner:
         """Needs of the step that this host does not have; empty if it has all."""
         lacking = [name for name in step.imports if not self._importable(name)]
         if lacking:
-            return f"not importable: {', '.join(lacking)} (name their folder with --site)"
+            return f"not importable: {', '.join(lacking)} (ci/offline_bundle packs all but the engine, see --parts and --site)"
         if step.program and not self.rehearse and not shutil.which(step.program):
             return f"not on PATH: {step.program}"
+        if absent := [name for name in step.files if not (ROOT / name).exists()]:
+            return f"not in this tree: {', '.join(absent)} (ci/offline_bundle --with-model)"
         return ""
 
     def _importable(self, module: str) -> bool:
         paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
         found = importlib.machinery.PathFinder.find_spec(module, [*paths, *sys.path])
         return found is not None
+
+
+def _says_no_gpu(result: Result) -> bool:
+    return bool(result.tail) and result.tail[-1].startswith("no GPU")
 
 
 def _figures(path: Path) -> Any:

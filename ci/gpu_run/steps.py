@@ -3,15 +3,13 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from gpu_run.step import JSON, KERNEL_SOURCES, KERNELS, Step
 
 PYTHON = sys.executable
 BENCH = (PYTHON, "-m", "pd_kernels.bench")
 OURS = (PYTHON, "-m", "pd_connector.tools.cli")
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-
-KERNELS = ("torch", "triton")
-"""Modules that the decode kernels need."""
 
 PAYLOADS = (*KERNELS, "msgspec", "numpy", "xxhash")
 """Modules that the transfer kernels need. They take the payload's format from pd_connector."""
@@ -24,33 +22,7 @@ ROUTED = (*CONNECTOR, "vllm", "aiohttp", "httptools", "uvloop", "yaml")
 COMPARED = (*NIXL, "vllm")
 """Modules of pairs of engines, with our connector and with NixlConnector."""
 
-JSON = "{json}"
-"""Placeholder in a command for the file to which the step writes its figures."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One program.
-
-    Args:
-        name: its name for `--only`.
-        why: its purpose, in a line.
-        command: program and arguments, run at the repository's root.
-        rehearsal: the command for a machine without a GPU: on the CPU, or in Triton's interpreter.
-        limit_s: seconds after which the step is ended.
-        imports: modules that the step needs to begin.
-        program: a program on PATH that the step needs to begin.
-    """
-
-    name: str
-    why: str
-    command: Sequence[str]
-    rehearsal: Sequence[str]
-    limit_s: float
-    imports: Sequence[str] = KERNELS
-    program: str = ""
-
-
+_ALL = (*KERNEL_SOURCES, "pd_connector", "scheduler_plugins")
 _GPU_TESTS = (
     "tests/pages/test_kernel_pages.py",
     "tests/pages/test_paged_cache.py",
@@ -58,8 +30,6 @@ _GPU_TESTS = (
     "tests/memory/test_device_slab.py",
     "tests/tools/bench/test_bench_gpu.py",
 )
-_DECODE_TESTS = (*PYTEST, "tests/kernels/test_decode_command.py")
-_TRANSFER_TESTS = (*PYTEST, "tests/kernels/test_transfer_command.py")
 _SANITIZER = (
     *("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"),
     # torch asks CUDA questions that can fail, such as the owner of an address.
@@ -68,174 +38,206 @@ _SANITIZER = (
 _GLUON = ("env", "PD_KERNELS_TUNING=gluon=1")
 _MIXED = ("env", "PD_KERNELS_TUNING=mixed_steps=1")
 _CUSTOM = ("--engine-arg=--attention-backend", "--engine-arg=CUSTOM")
+_MODEL = ("pd_connector/tools/demo/model/model.safetensors",)
 
-_AGENTS = ("--ours", "agent-device", "--ours", "agent-host")
+# FlexAttention is compiled anew for each batch, which takes longer than all else.
+_NO_FLEX = ("--only=-FlexAttention", "--only=-mask_mod")
 
 
-def _handoff(*tokens: int, runs: int) -> tuple[str, ...]:
-    lengths = [part for count in tokens for part in ("--prompt-tokens", str(count))]
-    return ("--runs", str(runs), *lengths, "--json", JSON)
+def _check(*arguments: str) -> tuple[str, ...]:
+    return (*BENCH, *arguments[:1], "--check", *arguments[1:])
 
 
 def _decode(*arguments: str) -> tuple[str, ...]:
     return (*BENCH, "decode", "--cases", "0", "--json", JSON, *arguments)
 
 
-STEPS: Sequence[Step] = (
+def _gpu_handoff(name: str, why: str, limit_s: float, ours: Sequence[str], *arguments: str) -> Step:
+    told = [part for each in ours for part in ("--ours", each)]
+    begin = (*OURS, "bench", "handoff", "--gpu", *told, "--json", JSON)
+    tried = ("--device", "cpu", "--runs", "1", "--prompt-tokens", "64")
+    return Step(name, why, (*begin, *arguments), limit_s, NIXL, (*begin, *tried), sources=_ALL)
+
+
+def _local_handoff(*tokens: int, runs: int) -> tuple[str, ...]:
+    lengths = [part for count in tokens for part in ("--prompt-tokens", str(count))]
+    begin = (*OURS, "bench", "handoff", "--local", "--runs", str(runs))
+    return (*begin, *lengths, "--json", JSON)
+
+
+def _demo(name: str, why: str, limit_s: float, *arguments: str, first: Sequence[str] = ()) -> Step:
+    command = (*first, *OURS, "demo", *arguments)
+    return Step(name, why, command, limit_s, ROUTED, command, files=_MODEL, sources=_ALL)
+
+
+# The first call: about 9 minutes without engines.
+FIRST: Sequence[Step] = (
     Step(
         "probe",
         "versions, clocks, copies, pinned copies, memory registered for reading only",
         (PYTHON, "-m", "gpu_run.probe", JSON),
-        (PYTHON, "-m", "gpu_run.probe", JSON),
-        90,
+        30,
         (),
+        (PYTHON, "-m", "gpu_run.probe", JSON),
+        sources=("ci/gpu_run",),
     ),
     Step(
-        "decode-check",
-        "decode kernels equal their references",
-        (*BENCH, "decode", "--check", "--cases", "24"),
-        _DECODE_TESTS,
-        240,
+        "paged-check",
+        "paged decode and merges equal their references",
+        _check("decode", "--cases", "36", "--only", "paged_decode"),
+        134,
+        beside="checks",
+    ),
+    Step(
+        "mla-check",
+        "MLA equals its reference",
+        _check("decode", "--cases", "36", "--only", "mla_decode"),
+        134,
+        beside="checks",
+    ),
+    Step(
+        "mixed-check",
+        "prefill chunks and decodes in one launch equal their reference",
+        _check("decode", "--cases", "40", "--only", "mixed_attention"),
+        134,
+        beside="checks",
     ),
     Step(
         "transfer-check",
         "transfer kernels equal their references",
-        (*BENCH, "transfer", "--check", "--cases", "30"),
-        _TRANSFER_TESTS,
-        180,
+        _check("transfer", "--cases", "45"),
+        134,
         PAYLOADS,
+        beside="checks",
     ),
+    Step("mla", "MLA beside FlashMLA", _decode("--only", "mla_decode"), 80),
     Step(
-        "mla",
-        "MLA beside FlashMLA, and both settings of its A/B switches (pairing, small_tiles, latent_codes, column_merge)",
-        _decode("--only", "mla_decode"),
-        _DECODE_TESTS,
-        270,
+        "mla-gluon",
+        "MLA's Gluon kernel, off by default: equal to its reference? Only then beside the Triton kernel and FlashMLA",
+        (
+            *(*_GLUON, *BENCH, "decode", "--cases", "36", "--json", JSON),
+            *("--only", "mla_decode", "--only", "bfloat16"),
+        ),
+        75,
     ),
     Step(
         "transfer-quick",
-        "gather, scatter, reshard beside a copy and torch; packed_codes on and off",
+        "gather with sums and scatter beside a copy and torch, Llama in pages of 16 and 64",
         (*BENCH, "transfer", "--cases", "0", "--quick", "--json", JSON),
-        _TRANSFER_TESTS,
-        150,
+        50,
         PAYLOADS,
     ),
     Step(
         "paged-quick",
-        "paged decode beside FlashInfer and FlexAttention; half_codes and column_merge on and off",
-        _decode("--quick", "--only", "paged_decode"),
-        _DECODE_TESTS,
-        150,
+        "paged decode beside FlashInfer, if it is there",
+        _decode("--quick", "--only", "paged_decode", "--only=-merge", *_NO_FLEX),
+        60,
     ),
     Step(
         "host",
         "what an eager call costs the host, and direct_launch on and off, with equal results",
         _decode("--only", "host of a call"),
-        (*PYTEST, "tests/kernels/test_direct_launch.py"),
-        60,
+        18,
+    ),
+    _gpu_handoff(
+        "handoff-gpu",
+        "KV between two processes, beside NIXL with a descriptor per page",
+        55,
+        ("raw", "int8"),
+        *("--prompt-tokens", "7500", "--runs", "3"),
+    ),
+    _gpu_handoff(
+        "device-slots",
+        "agents with slots on the device: every page is right, and the rate beside slots in host memory",
+        55,
+        ("agent-device", "agent-host"),
+        *("--prompt-tokens", "7500", "--runs", "2"),
+    ),
+)
+
+# The second and third call, with vLLM.
+ENGINES: Sequence[Step] = (
+    _demo("engines", "vLLM: prefill and decode on one GPU answer as one engine does", 220),
+    _demo("engines-kernels", "the same with our attention kernels", 220, *_CUSTOM),
+    Step(
+        "engines-handoff",
+        "the same beside NixlConnector, timed",
+        _local_handoff(512, 2048, 3500, runs=3),
+        300,
+        COMPARED,
+        _local_handoff(64, runs=1),
+        files=_MODEL,
+        sources=_ALL,
+    ),
+)
+
+LATER: Sequence[Step] = (
+    Step(
+        "tests",
+        "tests that need a GPU",
+        (*PYTEST, "-m", "gpu", *_GPU_TESTS),
+        200,
+        (*CONNECTOR, "pytest", "hypothesis"),
+        (*PYTEST, "-m", "gpu", *_GPU_TESTS),
+        sources=(*_ALL, "tests/pages", "tests/memory", "tests/tools/bench"),
     ),
     Step(
         "mixed-quick",
         "prefill chunks and decodes in one launch beside two in turn, and SM-aware or not",
         _decode("--quick", "--only", "mixed_attention"),
-        _DECODE_TESTS,
         60,
     ),
-    Step(
-        "handoff-gpu",
-        "KV between two processes, beside NIXL with a descriptor per page",
-        (*OURS, "bench", "handoff", "--gpu", *_handoff(512, 7500, runs=3)),
-        (*OURS, "bench", "handoff", "--gpu", "--device", "cpu", *_handoff(64, runs=1)),
-        180,
-        NIXL,
-    ),
-    Step(
-        "device-slots",
-        "agents with slots on the device: every page is right, and the rate beside slots in host memory",
-        (*OURS, "bench", "handoff", "--gpu", *_AGENTS, *_handoff(512, 7500, runs=3)),
-        (*OURS, "bench", "handoff", "--gpu", "--device", "cpu", *_AGENTS, *_handoff(64, runs=1)),
-        180,
-        NIXL,
-    ),
-    Step(
-        "tests",
-        "tests that need a GPU",
-        (*PYTEST, "-m", "gpu", *_GPU_TESTS),
-        (*PYTEST, "-m", "gpu", *_GPU_TESTS),
-        240,
-        (*CONNECTOR, "pytest"),
-    ),
-    Step(
-        "engines",
-        "vLLM: prefill and decode on one GPU answer as one engine does",
-        (*OURS, "demo"),
-        (*OURS, "demo"),
-        240,
-        ROUTED,
-    ),
-    Step(
-        "engines-kernels",
-        "the same with our attention kernels",
-        (*OURS, "demo", *_CUSTOM),
-        (*OURS, "demo", *_CUSTOM),
-        240,
-        ROUTED,
-    ),
-    Step(
+    _demo(
         "engines-mixed",
         "the same with prefill chunks and decodes in one launch, off by default",
-        (*_MIXED, *OURS, "demo", *_CUSTOM),
-        (*_MIXED, *OURS, "demo", *_CUSTOM),
-        240,
-        ROUTED,
+        220,
+        *_CUSTOM,
+        first=_MIXED,
     ),
     Step(
-        "engines-handoff",
-        "the same beside NixlConnector, timed",
-        (*OURS, "bench", "handoff", "--local", *_handoff(512, 2048, 3500, runs=3)),
-        (*OURS, "bench", "handoff", "--local", *_handoff(64, runs=1)),
-        300,
-        COMPARED,
-    ),
-    Step(
-        "sanitizer",
-        "transfer kernels stay within their memory",
-        (*_SANITIZER, *BENCH, "transfer", "--check", "--cases", "4"),
-        _TRANSFER_TESTS,
-        120,
-        PAYLOADS,
-        program="compute-sanitizer",
-    ),
-    Step(
-        "mla-gluon",
-        "MLA's Gluon kernel, off by default: equal to its reference? Only then beside the Triton kernel and FlashMLA",
-        (*_GLUON, *BENCH, "decode", "--cases", "24", "--json", JSON, "--only", "mla_decode"),
-        (*PYTEST, "tests/kernels/test_mla_gluon.py"),
+        "flex",
+        "paged decode beside FlexAttention",
+        _decode("--quick", "--only", "FlexAttention"),
         240,
     ),
     Step(
         "paged",
-        "paged decode in full",
-        _decode("--only", "paged_decode"),
-        _DECODE_TESTS,
-        560,
+        "paged decode, mask mods and merges in full",
+        _decode("--only", "paged_decode", _NO_FLEX[0]),
+        540,
     ),
     Step(
         "mixed",
         "prefill chunks and decodes in full",
         _decode("--only", "mixed_attention"),
-        _DECODE_TESTS,
-        120,
+        150,
     ),
     Step(
         "transfer",
         "gather, scatter, reshard in full",
-        (*BENCH, "transfer", "--cases", "60", "--json", JSON),
-        _TRANSFER_TESTS,
-        560,
+        (*BENCH, "transfer", "--cases", "0", "--json", JSON),
+        540,
         PAYLOADS,
     ),
+    _gpu_handoff(
+        "handoff-gpu-full",
+        "KV between two processes in full",
+        540,
+        ("raw", "fp8_e4m3", "int8", "agent-device", "agent-host"),
+        *("--runs", "5"),
+    ),
+    Step(
+        "sanitizer",
+        "transfer kernels stay within their memory",
+        (*_SANITIZER, *_check("transfer", "--cases", "4")),
+        120,
+        PAYLOADS,
+        _check("transfer", "--cases", "4"),
+        program="compute-sanitizer",
+    ),
 )
+
+STEPS: Sequence[Step] = (*FIRST, *ENGINES, *LATER)
 
 
 def chosen(only: Sequence[str]) -> list[Step]:

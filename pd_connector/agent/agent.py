@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent of a rank, as its engine sees it: commands go in, outcomes come out.
 
-The work is done by one thread, `pd-agent`, which runs a `Loop`.
+The work is done by one thread, `pd-agent` (`agent_thread`), which runs a `Loop`.
 """
 
-import logging
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from pd_connector.agent.agent_thread import AgentThread
 from pd_connector.agent.at_exit import close_at_exit
 from pd_connector.agent.commands import (
     ChangeModel,
@@ -26,16 +25,10 @@ from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.metrics import UNDER_WAY
 from pd_connector.agent.owed import Outcome, OwedOutcomes
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.taken_back import TakenBack
-from pd_connector.agent.thread_priority import (
-    prefer_own_threads,
-    prefer_short_slices,
-    prefer_short_turns,
-)
-from pd_connector.agent.turn_watch import TurnWatch
 from pd_connector.config import Config
-from pd_connector.errors import Cause, ConfigError
+from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
@@ -49,13 +42,6 @@ from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 from pd_connector.transport.choice import choose, this_machine, with_names
-
-logger = logging.getLogger("pd_connector.agent.agent")
-
-_CLOSE_TIMEOUT_S = 5.0
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 10.0
-"""An agent that died starts again after a pause. It doubles with every attempt that fails."""
 
 
 class Agent:
@@ -75,9 +61,9 @@ class Agent:
             (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
         audits: the engine can compute a prompt whose KV is then compared (`Load.compares`). KV of
             a producer is loaded only once that has passed, since the producer started.
-        experts: the model sends tokens to experts, see `protocol.experts`.
         store: where chunks of KV outlive their request; None without a pool.
         experts: the model sends tokens to experts, see `protocol.consuming.experts`.
+        engine: name and version of the engine, told in records of the pool.
         wrap: what to make of each transport, for tests.
 
     Raises:
@@ -112,16 +98,11 @@ class Agent:
         choice = choose(config, this_machine())
         config = with_names(config, choice.names)
         self.telemetry = Telemetry()
-        self._config = config
         self._cache = cache
         self._gate = PageGate()
         self._owed = OwedOutcomes()
         self._commands = CommandQueue()
         self._facts = facts
-        self._submitting = threading.Lock()
-        self._closing = threading.Event()
-        self._turn = TurnWatch(config.agent_timeout_s)
-        self._abandoned = False  # the agent hangs; the engine has given it up
         self._steps = EngineSteps(late_revokes=late_revokes)
         self._taken_back = TakenBack(self._shut_gate)
         self._ranks: tuple[Peer, ...] = ()
@@ -153,9 +134,16 @@ class Agent:
                 engine=engine,
             )
 
-        self._make_loop = make_loop
         try:
-            self._loop = make_loop(0)
+            self._thread = AgentThread(
+                config,
+                self.telemetry,
+                self._commands,
+                self._gate,
+                self._owed,
+                make_loop,
+                cache.enter_thread,
+            )
         except BaseException:
             self._commands.close()
             raise
@@ -170,10 +158,8 @@ class Agent:
         told = (self._loop.choice.describe(), self._loop.buffers.slot_memory)
         self.transports = "; ".join(filter(None, told))
         """The transports that are offered, where slots lie, and why nothing faster, for the log."""
-        self._turn.begin()
-        self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
         self._thread.start()
-        close_at_exit(self)
+        close_at_exit(self._thread)
 
     def submit(self, command: Command, fence: Any = None) -> None:
         """Hand a command to the agent's thread.
@@ -192,7 +178,7 @@ class Agent:
             command = command._replace(doubtful_since=self._steps.count - 1)
         if fence is None and isinstance(command, Offer | Computed | Load | Save | Fill):
             fence = self._cache.fence()
-        with self._submitting:
+        with self._thread.submitting:
             if isinstance(command, ChangeModel):
                 self._facts = command.facts  # also of an agent that is started again
             if isinstance(command, KnowWeights):
@@ -224,8 +210,7 @@ class Agent:
         cause `agent_hung`. A load into whose pages it is copying while it hangs is still owed:
         those pages cannot be given to another request.
         """
-        if self._abandoned or self._turn.left_s() < 0:
-            self._abandon()
+        self._thread.abandon_if_hung()
         return self._owed.take()
 
     @property
@@ -246,93 +231,13 @@ class Agent:
 
     def close(self) -> None:
         """Stop the thread and free sockets, memory and descriptors. Harmless to repeat."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._commands.wake()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("agent thread does not stop: its sockets are left to the process' end")
-            return
-        self._commands.close()
+        self._thread.close()
+
+    @property
+    def _loop(self) -> Loop:
+        """The loop that runs now: another one after a restart."""
+        return self._thread.loop
 
     def _shut_gate(self, request: str) -> None:
-        if not self._gate.shut(request, max(0.0, self._turn.left_s())):
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """The agent hangs: from now on it touches no page, and what it owes has failed."""
-        if not self._abandoned:
-            self._abandoned = True
-            logger.error(
-                "agent has not answered for %g s (agent_timeout_s): transfers of this engine end, "
-                "requests are recomputed",
-                self._config.agent_timeout_s,
-            )
-            self.telemetry.count("agent_failures")
-            self.telemetry.gauge(**dict.fromkeys(UNDER_WAY, 0.0))
-        touched = self._gate.abandon()
-        self._owed.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
-
-    def _run(self) -> None:
-        prefer_own_threads()
-        prefer_short_slices()
-        prefer_short_turns(self._config.switch_interval_ms)
-        self._cache.enter_thread()
-        while not self._run_loop():
-            self._restart()
-
-    def _run_loop(self) -> bool:
-        """Run the loop until `close`, or until it fails; returns whether `close` was called."""
-        try:
-            while not self._closing.is_set():
-                self._turn.begin()
-                self._loop.wait()
-                if self._abandoned:
-                    raise AbandonedError("the agent hung and has been given up by its engine")
-                self._loop.step(self._turn.begin())
-        except AbandonedError as error:
-            logger.error("agent starts again: %s", str(error))  # its frames would keep memory
-            return False
-        except Exception:
-            # Nothing is expected to get here: errors end at their session or request.
-            logger.exception("agent failed: transfers of this engine end, requests are recomputed")
-            self.telemetry.count("agent_failures")
-            return False
-        finally:
-            self._close_loop()
-        return True
-
-    def _restart(self) -> None:
-        """Fail everything that is owed and make a new loop, with a new epoch, on the same port."""
-        pause_s = _FIRST_PAUSE_S
-        while not self._closing.is_set():
-            self._begin_again(pause_s)
-            self._closing.wait(pause_s)
-            try:
-                self._loop = self._make_loop(self.port)
-            except Exception:
-                logger.exception("agent cannot start again; it goes on trying")
-            else:
-                self._turn.begin()
-                if self._abandoned:  # this took longer than the engine waits for a turn
-                    self._begin_again()
-                self.telemetry.count("agent_restarts")
-                return
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _begin_again(self, in_s: float = 0.0) -> None:
-        """Fail everything that is owed. What is submitted later is for the next loop, which starts in
-        `in_s` seconds."""
-        with self._submitting:
-            self._commands.clear()
-            self._owed.fail_all(Cause.INTERNAL, "agent died")
-            self._gate.reset()
-            self._abandoned = False
-            self._turn.begin(in_s)
-
-    def _close_loop(self) -> None:
-        try:
-            self._loop.close()
-        except Exception:
-            logger.exception("agent: not everything could be closed")
+        if not self._gate.shut(request, max(0.0, self._thread.left_s())):
+            self._thread.abandon()

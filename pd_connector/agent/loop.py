@@ -36,6 +36,7 @@ from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.errors import TransportError
+from pd_connector.kv.coding import RAW, coarsest
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
@@ -157,7 +158,8 @@ class Loop:
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
             if store and trust:
-                writer = Writer(engine, identity.engine_id)
+                codec = coarsest(config.codec, config.codec_max_error) if consumes else RAW.name
+                writer = Writer(engine, identity.engine_id, codec)
                 parts = len(shards) or 1
                 self.pool_side = PoolSide(resources, store, trust, writer, parts, gate, report)
         except BaseException:
@@ -228,7 +230,7 @@ class Loop:
         for command, fence in self._commands.take():
             self._execute(command, fence, now)
         if producer_side:
-            producer_side.resume(now)
+            producer_side.commands.resume(now)
             producer_side.handle(messages, now)
         if consumer_side:
             consumer_side.receive(now)
@@ -251,9 +253,10 @@ class Loop:
                 part.check_integrity()
 
     def close(self) -> None:
-        """Free sockets, memory and descriptors."""
-        sides = (self.producer_side, self.consumer_side, self.pool_side)
-        for owner in (*sides, *self._transports, self._gatekeeper):
+        """Free sockets, memory and descriptors. A consumer that hears of the end asks its transport whether we still
+        write into its slots. Transports therefore close before the control port."""
+        before = (self.consumer_side, self.pool_side)
+        for owner in (*before, *self._transports, self.producer_side, self._gatekeeper):
             if owner:
                 owner.close()
         self.buffers.close()
@@ -268,7 +271,7 @@ class Loop:
         producer_side, consumer_side = self.producer_side, self.consumer_side
         match command:
             case Expect() | Offer() | Computed() | Revoke() | Withdraw() if producer_side:
-                producer_side.execute(command, fence, now)
+                producer_side.commands.execute(command, fence, now)
             case Hold() | Load() | Drop() if consumer_side:
                 consumer_side.execute(command, fence, now)
             case Save() | Fill() if self.pool_side:

@@ -41,9 +41,15 @@ COUNTERS_BY_CAUSE = {
 COUNTERS_BY_TRANSPORT = {
     "sessions": "Sessions that began, by the transport that they took (producer).",
 }
+COUNTERS_BY_CODEC = {
+    "asked_transfers": "Transfers asked for, by the codec of their KV; each rank of a producer is asked apart (consumer).",
+}
+LABELLED = COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT | COUNTERS_BY_CODEC
+"""The counters with a label of their own."""
 LABEL = {
     **dict.fromkeys(COUNTERS_BY_CAUSE, "cause"),
     **dict.fromkeys(COUNTERS_BY_TRANSPORT, "transport"),
+    **dict.fromkeys(COUNTERS_BY_CODEC, "codec"),
 }
 """The label of each counter that has one."""
 GAUGES = {

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies computed chunks out of pages, and has a thread write them into the store."""
+"""Copies computed chunks out of pages, and has a thread write them into the store.
+
+The thread asks the store first. What it does not want is not copied: another engine has often saved the chunk already,
+as a prefill engine has what it hands over.
+"""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,22 +19,41 @@ from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.pool.form import Form, places
+from pd_connector.pool.form import places
 from pd_connector.pool.jobs import Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
-from pd_connector.pool.plans import plan_save
-from pd_connector.pool.saver import Saver
+from pd_connector.pool.plans import SavePlan, plan_save
+from pd_connector.pool.saver import Saver, Wanted
 from pd_connector.pool.stored import describe, gather_piece
 from pd_connector.telemetry import Telemetry
 
 logger = logging.getLogger("pd_connector.agent.pool_saves")
 
 _BUFFERS = 4
-"""Chunks that are copied and not written yet."""
+"""Chunks that the store is asked for, or that are copied and not written yet."""
 _WAITS_S = 1.0
-"""Longest wait of a save for a buffer, in seconds. Its pages are kept meanwhile, and a store may never answer."""
+"""Longest wait of a save for a buffer, and then for the store, in seconds. Its pages are kept meanwhile, and a store may never
+answer."""
 _LAST_WRITES_S = 2.0
 """How long an engine that ends waits until these are written, in seconds. A store that is well takes milliseconds."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A save for which the store is asked.
+
+    Attributes:
+        buffer: for its copy.
+        late_s: when it is given up, in seconds, monotonic.
+        over: it was given up.
+    """
+
+    save: Save
+    fence: Any
+    plan: SavePlan
+    buffer: bytearray
+    late_s: float
+    over: bool = False
 
 
 class PoolSaves:
@@ -60,6 +84,8 @@ class PoolSaves:
         self._form = describe(cache)
         # Each with its fence, and when it came.
         self._waiting: deque[tuple[Save, Any, float]] = deque()
+        self._asked: deque[_Asked] = deque()
+        self._wanted: deque[tuple[_Asked, Wanted]] = deque()
         ends = (place.offset + place.nbytes for place in places(self._form, cache.geometry))
         nbytes = max(ends, default=0)
         self._free = [bytearray(nbytes) for _ in range(_BUFFERS)]
@@ -73,8 +99,11 @@ class PoolSaves:
 
     @property
     def due_s(self) -> float:
-        """When a save has waited too long for a buffer, in seconds, monotonic."""
-        return self._waiting[0][2] + _WAITS_S if self._waiting and not self._free else float("inf")
+        """When a save has waited too long, in seconds, monotonic."""
+        late_s = [one.late_s for one in self._asked if not one.over]
+        if self._waiting and not self._free:
+            late_s.append(self._waiting[0][2] + _WAITS_S)
+        return min(late_s, default=float("inf"))
 
     @property
     def device_done(self) -> bool:
@@ -92,51 +121,92 @@ class PoolSaves:
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, facts: ModelFacts) -> None:
-        """Copy what is computed, as far as there are buffers. What has waited too long is not saved.
+        """Copy what the store wants, and ask it for what is computed, as far as there are buffers. What has waited too
+        long is not saved.
 
         Args:
             facts: the model that the engine serves.
         """
+        while self._wanted:
+            self._copy(*self._wanted.popleft(), facts)
         while self.device_done:
             save, fence, _ = self._waiting.popleft()
-            buffer = self._free.pop()
-            form = self._copied(save, facts, memoryview(buffer), fence)
-            if form is None:
-                self._free.append(buffer)
-                continue
-            self._written_last = self._writers.submit(self._write, save, form, facts, buffer)
-        while time.monotonic() >= self.due_s:
-            save, *_ = self._waiting.popleft()
-            self._report(Saved(save.request))
-            self._telemetry.count("pool_saves", cause="busy")
+            if plan := self._plan(save, facts):
+                late_s = time.monotonic() + _WAITS_S
+                asked = _Asked(save, fence, plan, self._free.pop(), late_s)
+                self._asked.append(asked)
+                self._writers.submit(self._ask, asked, facts)
+            else:
+                self._report(Saved(save.request))
+        while (now := time.monotonic()) >= self.due_s:
+            for asked in self._asked:
+                if not asked.over and now >= asked.late_s:
+                    asked.over = True
+                    self._drop(asked.save, "busy")
+            if self._waiting and not self._free and now >= self._waiting[0][2] + _WAITS_S:
+                self._drop(self._waiting.popleft()[0], "busy")
 
-    def _copied(
-        self, save: Save, facts: ModelFacts, payload: memoryview, fence: Any
-    ) -> Form | None:
-        """Copy the pages of a save. The engine may reuse them afterwards. Returns what the payload looks like; None if
-        there is none."""
+    def _drop(self, save: Save, cause: str) -> None:
+        """A save does not come about."""
+        self._report(Saved(save.request))
+        self._telemetry.count("pool_saves", cause=cause)
+
+    def _plan(self, save: Save, facts: ModelFacts) -> SavePlan | None:
+        """What is copied; None if nothing can be."""
+        if save.model != model_root(facts):
+            return None
         try:
-            if save.model != model_root(facts):
-                return None
-            plan = plan_save(
-                self._form, self._cache.geometry, self._tables(save), save.chunk.number
-            )
-            if plan is None:
-                return None
-            if not self._cache.prepare([piece.route for piece in plan.pieces], gathers=True):
+            geometry = self._cache.geometry
+            plan = plan_save(self._form, geometry, self._tables(save), save.chunk.number)
+            if plan is None or not self._cache.prepare(
+                [piece.route for piece in plan.pieces], gathers=True
+            ):
                 return None  # the agent does not wait for a compiler
-            with self._gate.touching(save.request) as confirm:
-                for piece in plan.pieces:
-                    gather_piece(self._cache, piece, payload, fence)
-                confirm()
-            return plan.form
+        except Exception:
+            logger.exception("pool: a chunk cannot be copied")
+            return None
+        return plan
+
+    def _ask(self, asked: _Asked, facts: ModelFacts) -> None:
+        """In the thread that writes."""
+        save, found = asked.save, None
+        try:
+            if not asked.over:
+                found = self._saver.ask(save.chunk, save.tenant, facts, asked.plan.form)
+        except PDConnectorError as error:
+            logger.warning("pool: a chunk was not saved: %s", error)
+        except Exception:
+            logger.exception("pool: a chunk was not saved")
+        self._done(partial(self._answered, asked, found or "failed"))
+
+    def _answered(self, asked: _Asked, found: Wanted | str) -> None:
+        self._asked.remove(asked)
+        if isinstance(found, Wanted):
+            self._wanted.append((asked, found))
+            return
+        self._free.append(asked.buffer)
+        if not asked.over:
+            self._drop(asked.save, found)
+
+    def _copy(self, asked: _Asked, wanted: Wanted, facts: ModelFacts) -> None:
+        """Copy the pages of a save, and have it written. The engine may reuse them afterwards."""
+        save, payload, copied = asked.save, memoryview(asked.buffer), False
+        try:
+            if not asked.over and save.model == model_root(facts):
+                with self._gate.touching(save.request) as confirm:
+                    for piece in asked.plan.pieces:
+                        gather_piece(self._cache, piece, payload, asked.fence)
+                    confirm()
+                copied = True
         except AbandonedError:
             raise
         except Exception:
             logger.exception("pool: a chunk could not be copied")
-            return None
         finally:
-            self._report(Saved(save.request))
+            if not asked.over:
+                self._report(Saved(save.request))
+        work = partial(self._write, wanted, asked.buffer, copied=copied)
+        self._written_last = self._writers.submit(work)
 
     def _tables(self, save: Save) -> list[list[int]]:
         """The save's pages, each at its place in the request."""
@@ -147,17 +217,21 @@ class PoolSaves:
             for table, pages in enumerate(save.pages)
         ]
 
-    def _write(self, save: Save, form: Form, facts: ModelFacts, buffer: bytearray) -> None:
+    def _write(self, wanted: Wanted, buffer: bytearray, *, copied: bool) -> None:
         """In the thread that writes."""
         cause = "failed"
         try:
-            cause = self._saver.save(save.chunk, save.tenant, facts, form, memoryview(buffer))
+            if copied:
+                cause = wanted.write(memoryview(buffer))
+            else:
+                wanted.cancel()
         except PDConnectorError as error:
             logger.warning("pool: a chunk was not saved: %s", error)
         except Exception:
             logger.exception("pool: a chunk was not saved")
-        self._done(partial(self._written, buffer, cause))
+        self._done(partial(self._written, buffer, cause if copied else ""))
 
     def _written(self, buffer: bytearray, cause: str) -> None:
         self._free.append(buffer)
-        self._telemetry.count("pool_saves", cause=cause)
+        if cause:
+            self._telemetry.count("pool_saves", cause=cause)

@@ -17,6 +17,7 @@ from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.pool_loads import PoolLoads
 from pd_connector.agent.pool_saves import PoolSaves
 from pd_connector.agent.resources import RankResources
+from pd_connector.kv.coding import permitted
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import model_root
@@ -54,7 +55,10 @@ class PoolSide:
         self._facts = resources.identity.facts
         self._trust = trust
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        saver, loader = Saver(store, cache.geometry, writer, parts), Loader(store, cache.geometry)
+        config = resources.config
+        codecs = permitted(config.codec, config.codec_max_error)
+        saver = Saver(store, cache.geometry, writer, parts)
+        loader = Loader(store, cache.geometry, codecs)
         experts = bool(resources.audits and resources.audits.experts)
         self._saves = PoolSaves(cache, gate, saver, telemetry, report, self._then)
         self._loads = PoolLoads(

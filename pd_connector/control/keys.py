@@ -41,7 +41,7 @@ class CurveKeys(NamedTuple):
         client = z85.encode(secret(shared, channel + b"-client"))
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
-    def guard(self, socket: zmq.Socket[Any]) -> None:
+    def demand(self, socket: zmq.Socket[Any]) -> None:
         """Make a socket that will bind demand the client key (see `Gatekeeper`)."""
         socket.curve_server = True
         socket.curve_secretkey = self.server_secret

@@ -68,7 +68,7 @@ class Listener:
         self.socket.router_mandatory = True
         keep_alive(self.socket)
         if keys:
-            keys.guard(self.socket)
+            keys.demand(self.socket)
         try:
             self.host = numeric(host)
             self._bound = bound_within(self.host, ports, _BACKLOG, again=True)

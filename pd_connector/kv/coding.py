@@ -146,6 +146,15 @@ def permitted(setting: str, max_error: float) -> tuple[str, ...]:
     return tuple(dict.fromkeys((coding(setting).name, RAW.name)))
 
 
+def coarsest(setting: str, max_error: float) -> str:
+    """The codec with the largest error that a side permits; see `permitted`.
+
+    >>> coarsest("auto", max_error=0.02)
+    'int8'
+    """
+    return max(permitted(setting, max_error), key=lambda name: coding(name).error_bound)
+
+
 def negotiate(
     mine: Sequence[str], theirs: Sequence[str], source: Elements, destination: Elements
 ) -> Coding:

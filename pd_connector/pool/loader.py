@@ -73,11 +73,13 @@ class Loader:
 
     Args:
         geometry: of the rank's cache.
+        codecs: in which KV may have passed that is used here.
     """
 
-    def __init__(self, store: Store, geometry: Geometry) -> None:
+    def __init__(self, store: Store, geometry: Geometry, codecs: tuple[str, ...]) -> None:
         self._store = store
         self._geometry = geometry
+        self._codecs = codecs
 
     def read(self, chunk: PromptChunk, facts: ModelFacts, landing: Landing) -> ReadChunk:
         """Read and verify a chunk.
@@ -106,7 +108,7 @@ class Loader:
             with self._store.read(chunk.key, name) as reading:
                 header = read_header(reading.take(0, HEADER.size))
                 record = decode(reading.take(0, HEADER.size + header.record_bytes))
-                if problem := record_problem(record, _wanted(chunk, facts)):
+                if problem := record_problem(record, _wanted(chunk, facts, self._codecs)):
                     raise PoolError(*problem)
                 own = readable(record, own, facts)
                 needed = need(record.form, record.geometry, own)
@@ -130,7 +132,7 @@ def _fill(
         raise PoolError(Miss.DAMAGED, f"chunk {record.number}: {problem}")
 
 
-def _wanted(chunk: PromptChunk, facts: ModelFacts) -> Wanted:
+def _wanted(chunk: PromptChunk, facts: ModelFacts, codecs: tuple[str, ...]) -> Wanted:
     return Wanted(
         chunk.key,
         chunk.parent,
@@ -140,4 +142,5 @@ def _wanted(chunk: PromptChunk, facts: ModelFacts) -> Wanted:
         chunk.adapter,
         chunk.salt,
         facts,
+        codecs,
     )

@@ -4,8 +4,7 @@
 A part's file is its head and then its payload. The head is `HEADER`, the record in msgpack, and zeros up to a multiple of
 `PAYLOAD_ALIGNMENT`. The header's sum covers the header and the record; the record has a sum of each layer's bytes.
 
-Schema history. Records whose schema is one back are read, once there is a schema after the first:
-    1  the first
+Schema history. Records whose schema is one back are read, once there is a schema after the first (1).
 """
 
 import struct
@@ -28,6 +27,8 @@ OLDEST_SCHEMA = 1
 MAGIC = b"pd-pool\n"
 SUM_BYTES = 16
 PAYLOAD_ALIGNMENT = 4096
+AT_REST = ("raw", "int8")
+"""Codecs in which KV may have passed that is kept for others. The error of FP8 is too large."""
 HEADER = struct.Struct("<8sIIQQ16s")
 """Magic, schema, bytes of the record, offset of the payload, bytes of the payload, sum."""
 MAX_RECORD_BYTES = 1 << 20
@@ -52,7 +53,7 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         engine: name and version of the engine, such as `vllm 0.32.0`.
         engine_id: of this connector.
-        codec: in which the KV passed before it came to the writer; `raw` if the writer computed it.
+        codec: the coarsest one in which KV comes to the writer; `raw` if it computes all KV itself.
     """
 
     engine: Name
@@ -114,6 +115,8 @@ class Wanted(NamedTuple):
     adapter: str
     salt: bytes
     facts: ModelFacts
+    codecs: tuple[str, ...]
+    """Those that the reader permits."""
 
 
 class Header(NamedTuple):
@@ -133,19 +136,6 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 def layer_sum(data: bytes | bytearray | memoryview) -> bytes:
     """XXH3-128 of a layer's bytes. It finds accidents; it does not stop forgery."""
     return xxhash.xxh3_128_digest(data)
-
-
-def sealed(form: Form, geometry: Geometry, payload: memoryview) -> tuple[LayerBytes, ...]:
-    """`Record.layers` of a payload that is complete.
-
-    Args:
-        form: of the plan by which it was written.
-        geometry: of the writer.
-    """
-    return tuple(
-        LayerBytes(*place, layer_sum(payload[place.offset : place.offset + place.nbytes]))
-        for place in places(form, geometry)
-    )
 
 
 def payload_problem(
@@ -169,8 +159,10 @@ def encode(record: Record) -> bytes:
     """The head of a part's file. Its length is the offset of the payload. It depends on no value of `LayerBytes.sum`.
 
     Raises:
-        PoolError: the record has more than `MAX_RECORD_BYTES`, or a text that cannot be written.
+        PoolError: the record has more than `MAX_RECORD_BYTES`, a text that cannot be written, or KV that must not be kept.
     """
+    if problem := _codec_problem(record.writer.codec):
+        raise PoolError(Miss.REFUSED, problem)
     try:
         body = _encoder.encode(record)
     except UnicodeEncodeError as error:
@@ -248,6 +240,9 @@ def record_problem(record: Record, wanted: Wanted) -> tuple[Miss, str] | None:
                 Miss.UNLIKE,
                 f"chunk {wanted.key.hex()} was stored for another prompt: its {name} differ",
             )
+    if record.writer.codec not in wanted.codecs:
+        codec = record.writer.codec
+        return Miss.UNLIKE, f"its KV may have passed in {codec}, which `codec` does not permit here"
     if problem := model_problem(record.facts, wanted.facts):
         return Miss.UNLIKE, problem
     root = model_root(wanted.facts)
@@ -269,7 +264,7 @@ def _problem(record: Record, header: Header) -> str:
     """What in a record contradicts itself."""
     if record.key != link(record.parent, record.tokens, record.inputs):
         return "its key is not that of its tokens"
-    if problem := form_problem(record.form, record.geometry):
+    if problem := _codec_problem(record.writer.codec) or form_problem(record.form, record.geometry):
         return problem
     found = [(one.layer, one.offset, one.nbytes) for one in record.layers]
     if found != places(record.form, record.geometry):
@@ -280,6 +275,10 @@ def _problem(record: Record, header: Header) -> str:
     if header.payload_offset < least or header.payload_offset % PAYLOAD_ALIGNMENT:
         return f"payload at {header.payload_offset}: must be a multiple of {PAYLOAD_ALIGNMENT}, {least} or more"
     return ""
+
+
+def _codec_problem(codec: str) -> str:
+    return "" if codec in AT_REST else f"its KV has passed in {codec}: {AT_REST} may be kept"
 
 
 def _head_sum(header: bytes, body: bytes) -> bytes:

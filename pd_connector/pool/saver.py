@@ -7,10 +7,39 @@ from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.form import Form, places
 from pd_connector.pool.jobs import PromptChunk
-from pd_connector.pool.record import SUM_BYTES, LayerBytes, Record, Writer, encode, sealed
-from pd_connector.pool.store.base import Refusal, Store, Why
+from pd_connector.pool.record import SUM_BYTES, LayerBytes, Record, Writer, encode, layer_sum
+from pd_connector.pool.store.base import Refusal, Store, Why, Writing
 
 SAVED = "saved"
+
+
+class Wanted:
+    """A part that the store wants. It has room there until `write` or `cancel` has been called."""
+
+    def __init__(self, record: Record, writing: Writing) -> None:
+        self._record = record
+        self._writing = writing
+
+    def write(self, payload: memoryview) -> str:
+        """Write the part. Returns what became of it: `SAVED`, or why it was not kept.
+
+        Raises:
+            PoolError: the store takes no more bytes.
+        """
+        record, layers = self._record, []
+        start = len(encode(record))
+        with self._writing as writing:
+            for place in record.layers:
+                data = payload[place.offset : place.offset + place.nbytes]
+                layers.append(msgspec.structs.replace(place, sum=layer_sum(data)))
+                writing.write(start + place.offset, data)  # a CPU's cache still has it
+            head = encode(msgspec.structs.replace(record, layers=tuple(layers)))
+            writing.write(0, memoryview(head))
+            return SAVED if writing.publish() else Why.UNWELL
+
+    def cancel(self) -> None:
+        """It could not be copied."""
+        self._writing.cancel()
 
 
 class Saver:
@@ -28,17 +57,16 @@ class Saver:
         self._writer = writer
         self._parts = parts
 
-    def save(
-        self, chunk: PromptChunk, tenant: str, facts: ModelFacts, form: Form, payload: memoryview
-    ) -> str:
-        """Write a part. Returns what became of it: `SAVED`, or why the store did not want it.
+    def ask(self, chunk: PromptChunk, tenant: str, facts: ModelFacts, form: Form) -> Wanted | str:
+        """Ask the store for room, before anything is copied: another engine has often saved the chunk already. Returns
+        why the store does not want it otherwise.
 
         Args:
             facts: the model that computed it.
-            form: what the payload looks like.
+            form: what the payload will look like.
 
         Raises:
-            PoolError: it cannot be described, or the store takes no more bytes.
+            PoolError: it cannot be described.
         """
         unsealed = tuple(
             LayerBytes(*place, bytes(SUM_BYTES)) for place in places(form, self._geometry)
@@ -58,22 +86,13 @@ class Saver:
             writer=self._writer,
             parts=self._parts,
         )
-        # Another engine has often saved the chunk already: sums are computed once the store wants it.
-        nbytes = len(encode(record)) + record.payload_bytes
         writing = self._store.begin(
             chunk.key,
             parent=chunk.parent,
             part=record.part,
             parts=self._parts,
-            nbytes=nbytes,
+            nbytes=len(encode(record)) + record.payload_bytes,
             tenant=tenant,
             writer=self._writer.engine_id,
         )
-        if isinstance(writing, Refusal):
-            return writing.why
-        with writing:
-            layers = sealed(form, self._geometry, payload)
-            head = encode(msgspec.structs.replace(record, layers=layers))
-            writing.write(0, memoryview(head))
-            writing.write(len(head), payload[: record.payload_bytes])
-            return SAVED if writing.publish() else Why.UNWELL
+        return writing.why if isinstance(writing, Refusal) else Wanted(record, writing)

@@ -5,9 +5,8 @@ prefill engines."""
 import contextlib
 import logging
 import os
-import uuid
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVManager, KVArgs
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
@@ -26,6 +25,7 @@ from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
+from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import kv_scales, loaded_files, model_facts
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
@@ -42,14 +42,6 @@ logger = logging.getLogger("pd_connector.sglang")
 
 _WEIGHTS = "_pd_connector_weights"
 """The scheduler's attribute that keeps the `WeightsWatch` while the engine changes its side."""
-
-
-class _Part(NamedTuple):
-    """What the ranks of an engine tell each other when they start."""
-
-    replica: int  # of the attention, where several ranks have whole copies of it
-    name: str
-    shard: Shard
 
 
 class Manager(BaseKVManager):
@@ -166,10 +158,8 @@ class Manager(BaseKVManager):
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
-        world = parallel.world_group
-        own = _Part(parallel.attn_dp_rank, f"sglang-{uuid.uuid4().hex[:12]}", shard)
-        parts = [part for part in world.all_gather_object(own) if part.replica == own.replica]
-        engine_id = parts[0].name  # one name for all of them
+        ranks = EngineRanks(parallel, shard)
+        engine_id = ranks.engine_id
         known: WeightsWatch | None = getattr(self._scheduler, _WEIGHTS, None)
         if known is None:
             files = loaded_files(self._scheduler)
@@ -183,7 +173,7 @@ class Manager(BaseKVManager):
             cache,
             produces=self._produces,
             consumes=not self._produces,
-            shards=[part.shard for part in parts],
+            shards=ranks.shards,
             tells=(FIRST_TOKEN,) if self._produces else (),
             needs=() if self._produces else (FIRST_TOKEN,),
         )
@@ -194,9 +184,9 @@ class Manager(BaseKVManager):
             known.tell_to(self.agent.submit)
         self.weights = known
         peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
-        peers = [p for p in world.all_gather_object(peer) if p.source.engine_id == engine_id]
+        peers = ranks.gather(peer)
         self.agent.introduce(peers)
-        self._address = sealed(ProducerAddress(engine_id, tuple(peers)), self._config.key)
+        self._address = sealed(ProducerAddress(engine_id, peers), self._config.key)
 
     def teardown(self) -> None:
         """SGLang changes the engine's side, and makes another manager. The scheduler is idle.

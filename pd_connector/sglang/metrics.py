@@ -12,11 +12,10 @@ from typing import Any
 from pd_connector.agent.metrics import (
     BUCKETS_S,
     COUNTERS,
-    COUNTERS_BY_CAUSE,
-    COUNTERS_BY_TRANSPORT,
     GAUGES,
     HISTOGRAMS,
     LABEL,
+    LABELLED,
     PREFIX,
 )
 from pd_connector.telemetry import Telemetry
@@ -30,12 +29,11 @@ def _series() -> dict[str, Any]:
     # Imported late: at its import it looks for the folder of SGLang's metrics.
     from prometheus_client import Counter, Gauge, Histogram
 
-    labelled = COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT
     return {
         **{name: Counter(PREFIX + name, text, ["rank"]) for name, text in COUNTERS.items()},
         **{
             name: Counter(PREFIX + name, text, ["rank", LABEL[name]])
-            for name, text in labelled.items()
+            for name, text in LABELLED.items()
         },
         **{
             name: Gauge(PREFIX + name, text, ["rank"], multiprocess_mode="mostrecent")
@@ -61,7 +59,7 @@ class Metrics:
         self._label = label = str(rank)
         made = _series()
         self._plain = {name: made[name].labels(label) for name in COUNTERS}
-        self._labelled = {name: made[name] for name in COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT}
+        self._labelled = {name: made[name] for name in LABELLED}
         self._gauges = {name: made[name].labels(label) for name in GAUGES}
         self._histograms = {name: made[name].labels(label) for name in HISTOGRAMS}
         self._stopping = threading.Event()

@@ -8,27 +8,13 @@ reads its arguments.
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, NamedTuple
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.sglang.hooks import BACKEND, HOOKS, Hook
+from pd_connector.versions import SGLANG
 
 logger = logging.getLogger("pd_connector.sglang")
-
-BACKEND = "pd_connector"
-KNOWN_VERSIONS = ("0.5.23",)
-_DISAGGREGATION = "sglang.srt.disaggregation"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-
-
-class _Hook(NamedTuple):
-    """One of SGLang's functions, its required parameters, and the function to call around it."""
-
-    target: str
-    parameters: tuple[str, ...]
-    around: Callable[..., Any]
 
 
 def register() -> None:
@@ -43,7 +29,7 @@ def register() -> None:
         logger.exception(
             "PDConnector cannot be registered with SGLang %s, so `%s` will not be known as a "
             "transfer backend: %s. Known to work: SGLang %s",
-            *(_installed(), BACKEND, error, ", ".join(KNOWN_VERSIONS)),
+            *(_installed(), BACKEND, error, ", ".join(SGLANG)),
         )
         raise
 
@@ -53,18 +39,18 @@ def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     found = _installed()
-    if found not in KNOWN_VERSIONS:
+    if found not in SGLANG:
         logger.warning(
             "SGLang %s is untested with PDConnector (%s is tested): only the signatures of its hooks "
             "were checked",
-            *(found, ", ".join(KNOWN_VERSIONS)),
+            *(found, ", ".join(SGLANG)),
         )
-    for hook in _HOOKS:
+    for hook in HOOKS:
         _check(hook)
     if not _add_member():
         return  # registered before
     add_disagg_transfer_backend_choices([BACKEND])
-    for hook in _HOOKS:
+    for hook in HOOKS:
         HookRegistry.register(hook.target, hook.around, HookType.AROUND)
 
 
@@ -72,7 +58,7 @@ def _installed() -> str:
     return version("sglang")
 
 
-def _check(hook: _Hook) -> None:
+def _check(hook: Hook) -> None:
     """Raises PDConnectorError if SGLang's function does not have the known parameters."""
     try:
         function = pkgutil.resolve_name(hook.target)
@@ -103,209 +89,3 @@ def _add_member() -> bool:
     TransferBackend._value2member_map_[BACKEND] = member
     type.__setattr__(TransferBackend, name, member)
     return True
-
-
-def _classes(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """PDConnector's class for each of the backend's parts."""
-    if transfer_backend.value != BACKEND or class_type.value == "kvargs":
-        return original(transfer_backend, class_type)
-    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-
-    from pd_connector.sglang.manager import Manager
-    from pd_connector.sglang.receiver import Receiver
-    from pd_connector.sglang.sender import Sender
-
-    return {
-        "manager": Manager,
-        "sender": Sender,
-        "receiver": Receiver,
-        "bootstrap_server": CommonKVBootstrapServer,
-    }[class_type.value]
-
-
-def _manager_made(original: Callable[..., Any], queue: Any, *args: Any, **options: Any) -> Any:
-    """The queue has what a manager is not given: the pool, its buffers and the scheduler."""
-    manager = original(queue, *args, **options)
-    if _is_ours(queue):
-        manager.attach(queue)
-    return manager
-
-
-def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any) -> Any:
-    """Only requests that cannot end the engine enter a queue. SGLang's own health checks are not examined: no KV
-    passes for them."""
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, is_unadmitted_reject
-
-    from pd_connector.sglang.admission import refuse
-
-    back_again = any(options.values())  # retracted; it was examined when it came first
-    if not _is_ours(queue) or req.bootstrap_host == FAKE_BOOTSTRAP_HOST or back_again:
-        return original(queue, req, *args, **options)
-    manager = queue.kv_manager
-    if manager.namespace is not None:
-        manager.namespace.enter(req)
-    rank = manager.rank
-    unnamed = rank.admission.room_problem(req)
-    if is_unadmitted_reject(req):  # SGLang refused it, and says why
-        problem = ""
-    else:
-        problem = unnamed or rank.admission.request_problem(req)
-    if problem:
-        refuse(req, problem, queue.scheduler)
-        result = None
-    else:
-        result = original(queue, req, *args, **options)
-    if rank.produces and not unnamed and req.disagg_kv_sender is None:
-        rank.refused(req)
-    return result
-
-
-def _sender_made(
-    original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any
-) -> Any:
-    made = original(queue, req, *args, **options)
-    if made and _is_ours(queue) and hasattr(req.disagg_kv_sender, "bind"):  # SGLang's fake has none
-        req.disagg_kv_sender.bind(req)
-    return made
-
-
-def _receiver_made(
-    original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any
-) -> Any:
-    made = original(queue, req, *args, **options)
-    if _is_ours(queue) and hasattr(made.kv_receiver, "bind"):
-        made.kv_receiver.bind(req)
-    return made
-
-
-def _step(
-    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **options: Any
-) -> Any:
-    manager = _manager_of(scheduler)
-    if manager is None:
-        return original(scheduler, batch, *args, **options)
-    with manager.step(batch):
-        return original(scheduler, batch, *args, **options)
-
-
-def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
-    result = original(scheduler)
-    manager = _manager_of(scheduler)
-    if manager is not None:
-        manager.idle()
-    return result
-
-
-def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
-    flushed = original(scheduler, *args, **options)
-    manager = _manager_of(scheduler)
-    if manager is not None:
-        manager.weights.flushed(done=bool(flushed))
-    return flushed
-
-
-def _changes_weights(**told: bool) -> Callable[..., Any]:
-    """A wrapper for a method with which SGLang changes weights in place."""
-
-    def around(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-        manager = _manager_of(updater.scheduler) if updater.scheduler is not None else None
-        if manager is None:
-            return original(updater, recv_req)
-        with manager.weights.change(**told):
-            result = original(updater, recv_req)
-        if not getattr(result, "success", True):
-            manager.weights.failed()
-        return result
-
-    return around
-
-
-def _late(name: str) -> Callable[..., Any]:
-    """A wrapper in a module that imports SGLang's, so it is imported at the first call."""
-
-    def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return pkgutil.resolve_name(f"pd_connector.sglang.{name}")(original, *args, **options)
-
-    return around
-
-
-def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
-    """`GET /server_info` returns the engine's address for KV transfers, too."""
-    told = original(scheduler, *args, **options)
-    try:
-        manager = _manager_of(scheduler)
-        if manager is not None:
-            told.internal_state[BACKEND] = manager.describe()
-    except Exception:  # SGLang ends the engine if a hook raises
-        logger.exception("the engine's state is returned without its address for KV transfers")
-    return told
-
-
-def _manager_of(scheduler: Any) -> Any:
-    """PDConnector's manager of this scheduler, if it uses this backend."""
-    queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
-    return queue.kv_manager if queue is not None and _is_ours(queue) else None
-
-
-def _is_ours(queue: Any) -> bool:
-    return bool(queue.transfer_backend.value == BACKEND)
-
-
-_HOOKS = (
-    _Hook(f"{_DISAGGREGATION}.utils.get_kv_class", ("transfer_backend", "class_type"), _classes),
-    _Hook(
-        f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue._init_kv_manager",
-        ("self",),
-        _manager_made,
-    ),
-    _Hook(
-        f"{_DISAGGREGATION}.decode.DecodePreallocQueue._init_kv_manager", ("self",), _manager_made
-    ),
-    _Hook(f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.add", ("self", "req"), _admit),
-    _Hook(f"{_DISAGGREGATION}.decode.DecodePreallocQueue.add", ("self", "req"), _admit),
-    _Hook(
-        f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender",
-        ("self", "req"),
-        _sender_made,
-    ),
-    _Hook(
-        f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receiver_and_enqueue",
-        ("self", "req"),
-        _receiver_made,
-    ),
-    _Hook(f"{_SCHEDULER}.run_batch", ("self", "batch"), _step),
-    _Hook(f"{_SCHEDULER}.on_idle", ("self",), _idle),
-    _Hook(f"{_SCHEDULER}.flush_cache", ("self",), _flush),
-    *(
-        _Hook(f"{_UPDATER}.{name}", ("self", "recv_req"), _changes_weights(**told))
-        for name, told in (
-            ("update_weights_from_disk", {"whole": True}),
-            ("update_weights_from_distributed", {}),
-            ("update_weights_from_tensor", {}),
-            ("update_weights_from_ipc", {}),
-            ("begin_weight_update", {"begins": True}),
-            ("end_weight_update", {"ends": True}),
-        )
-    ),
-    _Hook(
-        "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
-        ("self", "model_name_or_path", "revision"),
-        _late("model.prepares"),
-    ),
-    _Hook(
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
-        ("self",),
-        _late("model.loads"),
-    ),
-    _Hook(
-        "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter",
-        ("self", "lora_ref"),
-        _late("adapters.loads_adapter"),
-    ),
-    _Hook(
-        "sglang.srt.configs.model_config.ModelConfig.__init__",
-        ("self", "model_path"),
-        _late("model.config_made"),
-    ),
-    _Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), _state),
-)

@@ -11,16 +11,19 @@ untouched at its end: vLLM rereads an adapter that it had evicted, also while a 
 
 import functools
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd_connector.kv.checkpoint_files import FileState, links
-from pd_connector.kv.identity import adapter_files, adapter_fingerprint
-from pd_connector.vllm.config_files import in_cache
+from pd_connector.vllm.adapter_files import (
+    AdapterFiles,
+    LoadedAdapter,
+    loads_in_place,
+    read_adapter,
+    read_files,
+    untouched,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -31,23 +34,6 @@ _USES = "_pd_connector_adapters"
 _KEYS = "_gen_lora_extra_hash_keys"
 """vLLM's function that returns what an adapter adds to the hash of a page."""
 _WATCHED = "_pd_connector_watched"
-
-
-class _Files(NamedTuple):
-    """An adapter's files as they were read."""
-
-    fingerprint: str
-    folder: Path
-    states: dict[Path, FileState]  # and of the links that lead to them
-
-
-class _Loaded(NamedTuple):
-    """An adapter that vLLM was told to load."""
-
-    path: str
-    files: _Files | None  # None where they could not be read
-    problem: str = ""  # why its content is not known
-    reading: int = 0  # a new number whenever its files may have changed
 
 
 class _Use(NamedTuple):
@@ -73,7 +59,7 @@ class Adapters:
     def __init__(self, settings: str = "") -> None:
         self.problem = ""
         self._settings = settings
-        self._loaded: dict[int, _Loaded] = {}  # by vLLM's number
+        self._loaded: dict[int, LoadedAdapter] = {}  # by vLLM's number
         self._doubts: dict[str, int] = {}  # by fingerprint: how often its pages may have changed
         self._readings = 0
         self._lock = threading.Lock()
@@ -112,17 +98,17 @@ class Adapters:
             now = self._look(request.lora_request)
         return now.reading == use.reading and not use.problem
 
-    def before_load(self, lora: Any) -> _Files | None:
+    def before_load(self, lora: Any) -> AdapterFiles | None:
         """vLLM is about to load an adapter. Returns its files for `load`; None if they are not on this disk."""
-        if int(lora.lora_int_id) in self._loaded and not _in_place(lora):
+        if int(lora.lora_int_id) in self._loaded and not loads_in_place(lora):
             return None  # vLLM has it already
         try:
-            return _read(str(lora.lora_path))
+            return read_files(str(lora.lora_path))
         except OSError as error:
             logger.debug("adapter %s cannot be read before it is loaded: %r", lora, error)
             return None
 
-    def load(self, lora: Any, before: _Files | None) -> None:
+    def load(self, lora: Any, before: AdapterFiles | None) -> None:
         """vLLM has loaded an adapter.
 
         Args:
@@ -134,11 +120,11 @@ class Adapters:
                 if known.path == path:
                     self._refresh(other, known)
             replaced = self._loaded.get(number)
-            if replaced is not None and not _in_place(lora):
+            if replaced is not None and not loads_in_place(lora):
                 return  # vLLM had it already
             if replaced is not None and replaced.files is not None:
                 self._doubt(replaced.files)
-            loaded = _load(path)
+            loaded = read_adapter(path)
             files = loaded.files
             if before and files and files.folder == before.folder and files != before:
                 loaded = loaded._replace(
@@ -166,12 +152,12 @@ class Adapters:
         pages = f"{told}.{self._doubts.get(content, 0)}"
         return _Use(f"{lora.lora_name} {told}", told, pages, "", loaded.reading)
 
-    def _look(self, lora: Any) -> _Loaded:
+    def _look(self, lora: Any) -> LoadedAdapter:
         """An adapter as it is now."""
-        number, path, in_place = int(lora.lora_int_id), str(lora.lora_path), _in_place(lora)
+        number, path, in_place = int(lora.lora_int_id), str(lora.lora_path), loads_in_place(lora)
         known = self._loaded.get(number)
         if known is None or (in_place and known.path != path):
-            return self._note(number, _load(path))
+            return self._note(number, read_adapter(path))
         if known.path != path:
             problem = (
                 f"adapter {number} is loaded from {known.path}: {path} needs a number of its own"
@@ -179,16 +165,18 @@ class Adapters:
             return known._replace(problem=problem)
         return self._refresh(number, known, in_place=in_place)
 
-    def _refresh(self, number: int, known: _Loaded, *, in_place: bool = False) -> _Loaded:
+    def _refresh(
+        self, number: int, known: LoadedAdapter, *, in_place: bool = False
+    ) -> LoadedAdapter:
         """Check whether the files of an adapter are untouched. If not, its pages may hold KV of either content, and
         are no longer found.
 
         Args:
             in_place: vLLM rereads the files for every step, and so has their present content.
         """
-        if (known.problem and not in_place) or _untouched(known):
+        if (known.problem and not in_place) or untouched(known):
             return known
-        loaded = _load(known.path)
+        loaded = read_adapter(known.path)
         if known.files is not None:
             self._doubt(known.files)
             same = loaded.files is not None and loaded.files.fingerprint == known.files.fingerprint
@@ -197,60 +185,13 @@ class Adapters:
                 loaded = loaded._replace(problem=changed)
         return self._note(number, loaded)
 
-    def _note(self, number: int, loaded: _Loaded) -> _Loaded:
+    def _note(self, number: int, loaded: LoadedAdapter) -> LoadedAdapter:
         self._readings += 1
         self._loaded[number] = loaded._replace(reading=self._readings)
         return self._loaded[number]
 
-    def _doubt(self, files: _Files) -> None:
+    def _doubt(self, files: AdapterFiles) -> None:
         self._doubts[files.fingerprint] = self._doubts.get(files.fingerprint, 0) + 1
-
-
-def _in_place(lora: Any) -> bool:
-    return bool(getattr(lora, "load_inplace", False))
-
-
-def _load(path: str) -> _Loaded:
-    try:
-        return _Loaded(path, _read(path))
-    except OSError as error:
-        return _Loaded(path, None, str(error))
-
-
-def _read(path: str) -> _Files:
-    """Raises OSError: there are no weights of an adapter, or they cannot be read."""
-    folder = _folder(path)
-    states = _states(folder)
-    files = _Files(adapter_fingerprint(folder), folder, states)
-    if _states(folder) != states:
-        raise OSError(f"{path} has changed while it was read; load the adapter again")
-    return files
-
-
-def _folder(path: str) -> Path:
-    """The folder from which vLLM would read an adapter now."""
-    local = Path(os.path.expanduser(path))  # Path's own raises if the user does not exist
-    return local if local.is_dir() else in_cache(path, None) or local
-
-
-def _states(folder: Path) -> dict[Path, FileState]:
-    """States of an adapter's files, and of the links that lead to them: a link may be switched to another adapter and
-    back while vLLM reads. Raises OSError if there are no weights of an adapter."""
-    found: dict[Path, FileState] = {}
-    for file in adapter_files(folder):
-        found |= links(file)
-        found[file] = FileState.of(file.stat())
-    return found
-
-
-def _untouched(known: _Loaded) -> bool:
-    """Whether vLLM would reread the same content. Files that are gone cannot be reread."""
-    if known.files is None or _folder(known.path) != known.files.folder:
-        return False
-    try:
-        return _states(known.files.folder) == known.files.states
-    except OSError:
-        return True
 
 
 _watching: "weakref.WeakSet[Adapters]" = weakref.WeakSet()

@@ -10,9 +10,10 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Group, Kind, Shard
+from pd_connector.kv.geometry import Geometry, Group, Kind
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.vllm.packing import CpuPacking
+from pd_connector.vllm.shards import own_shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,37 +76,6 @@ def describe_cache(
             )
     geometry = Geometry(own_shard(vllm_config, [layer.number for layer in layers]), merged)
     return PagedCache(views, geometry)
-
-
-def engine_shards(vllm_config: "VllmConfig", own: Shard) -> tuple[Shard, ...]:
-    """The shards of all ranks of this engine, as far as routes need them."""
-    parallel = vllm_config.parallel_config
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if pp == 1:
-        return tuple(Shard(own.first_layer, own.stop_layer, rank, tp) for rank in range(tp))
-    return tuple(
-        Shard(*_stage(vllm_config, stage), rank, tp) for stage in range(pp) for rank in range(tp)
-    )
-
-
-def own_shard(vllm_config: "VllmConfig", numbers: list[int]) -> Shard:
-    """The shard of this worker, which holds layers with these numbers."""
-    parallel = vllm_config.parallel_config
-    tp = parallel.tensor_parallel_size
-    stage, rank = divmod(parallel.rank % parallel.world_size, tp)
-    if parallel.pipeline_parallel_size == 1:
-        own = [number for number in numbers if number < DRAFT_LAYERS]
-        return Shard(min(own), max(own) + 1, rank, tp)
-    return Shard(*_stage(vllm_config, stage), rank, tp)
-
-
-def _stage(vllm_config: "VllmConfig", stage: int) -> tuple[int, int]:
-    """Layers [first, stop) of a pipeline stage."""
-    from vllm.distributed.utils import get_pp_indices
-
-    total = vllm_config.model_config.get_total_num_hidden_layers()
-    first, stop = get_pp_indices(total, stage, vllm_config.parallel_config.pipeline_parallel_size)
-    return first, stop
 
 
 def _layers(

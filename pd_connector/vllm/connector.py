@@ -12,6 +12,7 @@ vLLM 0.31 to 0.33 call these hooks in the same way. Versions that do not know a 
 """
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +27,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.versions import advice
 from pd_connector.vllm.adapters import watch
 from pd_connector.vllm.extension import Operated
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
+from pd_connector.vllm.load_failures import recompute
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
-from pd_connector.vllm.scheduler_side import SchedulerSide, in_order
+from pd_connector.vllm.scheduler_side import SchedulerSide
+from pd_connector.vllm.shards import in_order
 from pd_connector.vllm.support import check_supported, gets_embeddings, load_config
-from pd_connector.vllm.versions import advice
 from pd_connector.vllm.weight_loads import watch_calls
 from pd_connector.vllm.windows import Windows
 from pd_connector.vllm.worker_side import WorkerSide
@@ -46,6 +49,7 @@ except ImportError:
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -99,6 +103,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
                 encoded_elsewhere=gets_embeddings(vllm_config),
             )
             watch_calls(self._scheduler)
+            if self._scheduler.pool is not None:
+                recompute(self._scheduler.pool.loads)
+                events = vllm_config.kv_events_config
+                if events is not None and events.enable_kv_cache_events:
+                    self._scheduler.pool.publish_events()
             if vllm_config.lora_config is not None:
                 watch(self._scheduler.identity.adapters)
         else:
@@ -169,6 +178,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """Called by 0.32 and later: loads fill pages of these groups."""
         return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def take_events(self) -> Iterable["KVCacheEvent"]:
+        """Called with every step: which blocks have come into the host's pool, or have gone."""
+        pool = self._scheduler.pool if self._scheduler is not None else None
+        return pool.events.take() if pool is not None and pool.events is not None else ()
 
     def has_pending_block_frees(self) -> bool:
         """Called where there is no room: whether pages of ended requests come free soon."""
@@ -286,6 +300,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None and (pool := self._scheduler.pool) and pool.events:
+            pool.events.close()
 
     def reset_cache(self) -> bool:
         """Nothing is cached between requests. vLLM resets caches when it pauses for new weights."""

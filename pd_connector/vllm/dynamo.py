@@ -12,8 +12,8 @@ import importlib.util
 import logging
 from importlib.metadata import PackageNotFoundError, version
 
+from pd_connector.versions import DYNAMO
 from pd_connector.vllm.support import NAME
-from pd_connector.vllm.versions import DYNAMO_KNOWN
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -39,9 +39,7 @@ def join() -> None:
         _failed(error)
     else:
         found = _installed()
-        tested = (
-            "" if found in DYNAMO_KNOWN else f", which is untested ({', '.join(DYNAMO_KNOWN)} is)"
-        )
+        tested = "" if found in DYNAMO else f", which is untested ({', '.join(DYNAMO)} is)"
         logger.info(
             "%s is known to Dynamo %s%s: its workers ask it as %s", NAME, found, tested, ALIKE
         )
@@ -51,7 +49,7 @@ def _failed(error: Exception) -> None:
     logger.warning(
         "%s cannot be made known to Dynamo %s: its prefill workers will answer that kv_connector %r is unsupported. "
         "%s is known to work (%r)",
-        *(NAME, _installed(), NAME, ", ".join(DYNAMO_KNOWN), error),
+        *(NAME, _installed(), NAME, ", ".join(DYNAMO), error),
     )
 
 

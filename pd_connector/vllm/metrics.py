@@ -14,11 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from pd_connector.agent.metrics import (
     BUCKETS_S,
     COUNTERS,
-    COUNTERS_BY_CAUSE,
-    COUNTERS_BY_TRANSPORT,
     GAUGES,
     HISTOGRAMS,
     LABEL,
+    LABELLED,
     PREFIX,
     UNDER_WAY,
 )
@@ -127,7 +126,7 @@ class PDPromMetrics(KVConnectorPromMetrics):
             **{name: counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()},
             **{
                 name: counter(PREFIX + name, text, [*labelnames, LABEL[name]])
-                for name, text in (COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT).items()
+                for name, text in LABELLED.items()
                 if name != "audits" or audits  # a router looks for it before it sends an audit
             },
         }

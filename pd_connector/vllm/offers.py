@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompts that an engine computes for others: what their consumers are told, and when pages are kept for them."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_connector.agent.commands import Command, Expect, Withdraw
+from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire import params as transfer_params
@@ -42,6 +45,20 @@ class Offers:
         self._known: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
         self._describes: set[str] = set()
         self._streaming = Streaming(windows) if streams else None
+
+    def publish(self, file: Path) -> None:
+        """Write this engine's address into a file.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            file.write_text(json.dumps(self.address.fields()))
+        except OSError as error:
+            raise ConfigError(
+                f"address_file {str(file)!r}: {error.strerror}; must be a file that this engine can write "
+                "(config key address_file)"
+            ) from None
 
     def describe(self, request: "Request") -> None:
         """A request has come that only asks for the addresses of the engine's ranks."""

@@ -3,11 +3,34 @@
 
 import logging
 
+from pd_connector.versions import advice, supported_range
+
+logger = logging.getLogger("pd_connector.vllm")
+
 
 def register() -> None:
     """Register `"kv_connector": "PDConnector"` with vLLM, check its config before anything is loaded, and make AMX
     usable. Also record the modules of the model that is built, and the files from which it and its config are loaded.
-    Make it known to Dynamo, too. Harmless to repeat."""
+    Make it known to Dynamo, too. Harmless to repeat.
+
+    vLLM logs an exception of a plug-in and continues. It would later call the connector unsupported, so the reason is
+    logged here, with advice."""
+    import vllm
+
+    join_engine_log()
+    try:
+        _register()
+    except Exception as error:
+        first, last = supported_range()
+        what = advice(vllm.__version__) or f"{first} to {last} are supported"
+        logger.error(
+            "PDConnector cannot be registered with vLLM %s: %r. What to do: %s",
+            *(vllm.__version__, error, what),
+        )
+        raise
+
+
+def _register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from pd_connector.vllm import config_files, dynamo, early_check, owners, weight_loads
@@ -16,7 +39,6 @@ def register() -> None:
         KVConnectorFactory.register_connector(
             "PDConnector", "pd_connector.vllm.connector", "PDConnector"
         )
-    join_engine_log()
     dynamo.join()
     early_check.watch()
     config_files.watch()

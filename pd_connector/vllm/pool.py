@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.record import AT_REST
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.told import EngineInPool
@@ -22,8 +23,10 @@ from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import Cut, WorkerActivity
 from pd_connector.vllm.pool_audit import PoolAudit
+from pd_connector.vllm.pool_events import PoolEvents
 from pd_connector.vllm.pool_loads import PoolLoads
 from pd_connector.vllm.pool_looks import PoolLooks
+from pd_connector.vllm.pool_model import LoadedModel
 from pd_connector.vllm.pool_prompt import Loading, PoolPrompt, asked
 from pd_connector.vllm.pool_saves import PoolSaves
 from pd_connector.vllm.streaming import kept_pages, scheduled
@@ -37,12 +40,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-_UNKNOWN_S = 120.0
-"""How long steps are asked for until ranks have told their model, in seconds: they read all of its bytes first."""
-
 
 class PoolSide:
     """Called by vLLM's scheduler only.
+
+    Attributes:
+        events: of chunks, for other routers; None unless vLLM publishes KV events.
+        loads: those under way.
 
     Args:
         store: where chunks are.
@@ -52,6 +56,7 @@ class PoolSide:
         ignored: told of requests whose wishes cannot be followed.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
+        codec: the coarsest one in which KV comes here. What came in FP8 is not saved.
     """
 
     def __init__(
@@ -64,25 +69,32 @@ class PoolSide:
         ignored: IgnoredParams,
         ranks: int,
         engine_id: str = "",
+        codec: str = "raw",
     ) -> None:
+        if settings.write and codec not in AT_REST:
+            settings = settings._replace(write=False)
+            logger.warning(
+                "pool: this engine only reads: it takes KV in %s, whose error is too large to keep that KV for other "
+                "engines (config key codec: one of %s)",
+                codec,
+                ", ".join(AT_REST),
+            )
         self._store = store
         self._engine_id = engine_id
         self._ignored = ignored
         self._windows = windows
         self._identity = identity
         self._telemetry = telemetry
-        self._ranks = ranks
         self._settings = settings
         self._worth = Worth()
         self._saves = PoolSaves(windows, ranks)
         self._audit = PoolAudit(windows, self._saves)
         self._stepped: tuple[float, int] = (0.0, 0)  # when the last step was scheduled, its tokens
-        self._models: dict[int, bytes] = {}  # by rank
+        self._model = LoadedModel(ranks)
         self._prompts: dict[str, PoolPrompt] = {}
-        self._began_s = time.monotonic()
-        self._warned = False
+        self.events: PoolEvents | None = None
         self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
-        self._loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
+        self.loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
         self._tell()
 
     def bind(self, blocks: "BlockPool") -> None:
@@ -90,11 +102,16 @@ class PoolSide:
         self._saves.bind(blocks)
         self._looks.shared.caching = blocks.enable_caching
 
+    def publish_events(self) -> None:
+        """vLLM publishes KV events. They name blocks of caches with one page table only."""
+        (page_size, window), *others = self._windows.tables
+        if not others and not window:
+            self.events = PoolEvents(self._store, page_size)
+
     @property
     def model(self) -> bytes:
         """The model that all ranks have loaded, as the pool knows it; empty where the pool cannot be used."""
-        told = set(self._models.values())
-        return told.pop() if len(self._models) == self._ranks and len(told) == 1 else b""
+        return self._model.root
 
     @property
     def saving(self) -> bool:
@@ -103,8 +120,9 @@ class PoolSide:
 
     @property
     def pending(self) -> bool:
-        """Whether ranks have something to tell: that pages of saves are copied, or, after their start, their model."""
-        return self.saving or (not self._models and time.monotonic() < self._began_s + _UNKNOWN_S)
+        """Whether a step is needed: ranks tell with it that pages of saves are copied, or, after their start, their
+        model, and vLLM takes KV events with it."""
+        return self.saving or self._model.awaited or bool(self.events and self.events.pending)
 
     def reported(self, activity: WorkerActivity) -> None:
         """What the ranks did since the last step, which has ended."""
@@ -113,22 +131,13 @@ class PoolSide:
             self._worth.computed(tokens, time.monotonic() - began)
         self._stepped = 0.0, 0
         before = self.model
-        self._models.update(activity.models)
-        if self.model != before:
-            used = "in use" if self.model else "not used: the weights are not known"
-            logger.info("pool: %s", used)
+        if self._model.reported(activity.models):
             if before:
                 self.forget_all()
             self._tell()
-        if not (self._models or self._warned) and time.monotonic() > self._began_s + _UNKNOWN_S:
-            self._warned = True
-            logger.warning(
-                "pool: not used so far: this engine does not know all bytes of its weights. It reads them from the "
-                "model's files; weights that are made up (--load-format dummy) or streamed have none"
-            )
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
-                self._loads.failed(prompt, cause)
+                self.loads.failed(prompt, cause)
         self._saves.answered(activity.saved)
         self._saves.answered(Counter(report.request for report in activity.audits))
         self._audit.reported(activity.audits)
@@ -198,27 +207,23 @@ class PoolSide:
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
         found = prompt.found[chunks.start : chunks.stop]
-        self._loads.begin(prompt, Loading(keys, found, range(first, stop), time.monotonic(), look))
         tables = []
         for table, size in zip(
             kept_pages(blocks.get_block_ids()), self._windows.page_sizes, strict=True
         ):
             before = min(len(table), first // size)
             tables.append([-1] * before + list(table[before:]))
-        return Fill(
-            request.request_id,
-            self.model,
-            tuple(prompt.chunk(number) for number in chunks),
-            first,
-            stop,
-            tuple(tables),
-        )
+        wanted = tuple(prompt.chunk(number) for number in chunks)
+        fill = Fill(request.request_id, self.model, wanted, first, stop, tuple(tables))
+        loading = Loading(keys, found, range(first, stop), time.monotonic(), look)
+        self.loads.begin(prompt, loading, fill)
+        return fill
 
     def broke_off(self, cuts: Mapping[str, Cut]) -> None:
         """Ranks could not load all chunks. The end of these loads is told next, or later if other ranks go on."""
         for request_id, cut in cuts.items():
             if prompt := self._prompts.get(request_id):
-                self._loads.broke_off(prompt, cut)
+                self.loads.broke_off(prompt, cut)
 
     def load_ended(self, request_id: str, *, failed: bool) -> bool:
         """The ranks have ended a load. Returns whether it was one from the pool.
@@ -226,10 +231,11 @@ class PoolSide:
         Args:
             failed: vLLM keeps none of its pages, otherwise those up to the load's cut.
         """
+        self.loads.over(request_id)
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.loading is None:
             return False
-        if chunk_bytes := self._loads.ended(prompt, prompt.loading, failed=failed):
+        if chunk_bytes := self.loads.ended(prompt, prompt.loading, failed=failed):
             self._tell(chunk_bytes)
         return True
 
@@ -264,6 +270,7 @@ class PoolSide:
             unchanged: whether its adapter is still the one that it began with.
         """
         prompt = self._prompts.pop(request.request_id, None)
+        self.loads.over(request.request_id)
         self._looks.shared.forget(request.request_id)
         if prompt is None:
             return []
@@ -294,6 +301,8 @@ class PoolSide:
         keys = prompt.keys or [prompt.root(self.model)]
         known = (len(keys) - 1) * CHUNK_TOKENS
         prompt.keys = prompt.longer(keys, request.all_token_ids[known : stop * CHUNK_TOKENS])
+        if self.events:
+            self.events.served(prompt, range(prompt.kept, stop))
         first, prompt.kept = max(prompt.kept, self._looks.stored(prompt)), stop
         saves = []
         for number in range(first, stop):

@@ -4,6 +4,7 @@
 import time
 
 from pd_connector.errors import Cause, Miss
+from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.worth import Worth
 from pd_connector.telemetry import Telemetry
@@ -29,12 +30,29 @@ class PoolLoads:
         self._audit = audit
         self._worth = worth
         self._telemetry = telemetry
+        self._pages: dict[str, frozenset[int]] = {}  # of loads under way, by request
 
-    def begin(self, prompt: PoolPrompt, loading: Loading) -> None:
+    @property
+    def requests(self) -> set[str]:
+        """Requests with a load under way."""
+        return set(self._pages)
+
+    @property
+    def pages(self) -> set[int]:
+        """What loads under way fill."""
+        return {page for pages in self._pages.values() for page in pages}
+
+    def begin(self, prompt: PoolPrompt, loading: Loading, fill: Fill) -> None:
         """The ranks are told to load."""
         prompt.loading = loading
+        pages = frozenset(page for table in fill.pages for page in table if page >= 0)
+        self._pages[fill.request] = pages
         self._looks.pin(loading.keys)
         self._looks.shared.begin(prompt.request.request_id, loading.keys)
+
+    def over(self, request_id: str) -> None:
+        """All ranks have ended a request's load, or the request has ended; it may have none."""
+        self._pages.pop(request_id, None)
 
     def broke_off(self, prompt: PoolPrompt, cut: Cut) -> None:
         """A rank could not load all chunks."""

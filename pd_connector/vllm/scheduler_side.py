@@ -5,7 +5,6 @@ It decides and holds no KV; commands travel to the workers with the next step. I
 the request is computed here as if it had none.
 """
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,8 @@ from vllm.v1.request import RequestStatus
 from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
-from pd_connector.errors import Cause, ConfigError
+from pd_connector.errors import Cause
+from pd_connector.kv.coding import RAW, coarsest
 from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
@@ -87,8 +87,16 @@ class SchedulerSide:
         self._fetching = Fetching(config, windows, ranks, self.telemetry, self._uncomputable)
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
+            codec = coarsest(config.codec, config.codec_max_error) if consumes else RAW.name
             self.pool = PoolSide(
-                *opened, windows, self.identity, self.telemetry, self._ignored, ranks, engine_id
+                *opened,
+                windows,
+                self.identity,
+                self.telemetry,
+                self._ignored,
+                ranks,
+                engine_id,
+                codec,
             )
         self._commands: list[Command] = []
         self._gauges = RankGauges()
@@ -108,16 +116,7 @@ class SchedulerSide:
         address = self.offers.address._replace(peers=peers, data_ports=data_ports)
         self.offers.address = sealed(address, self._config.key)
         if self._config.address_file:
-            self._publish(Path(self._config.address_file))
-
-    def _publish(self, file: Path) -> None:
-        try:
-            file.write_text(json.dumps(self.offers.address.fields()))
-        except OSError as error:
-            raise ConfigError(
-                f"address_file {str(file)!r}: {error.strerror}; must be a file that this engine can write "
-                "(config key address_file)"
-            ) from None
+            self.offers.publish(Path(self._config.address_file))
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""
@@ -299,8 +298,3 @@ class SchedulerSide:
         asked = request.kv_transfer_params
         if isinstance(asked, dict) and asked.get("do_remote_prefill"):
             self.telemetry.count("handoffs", cause=cause)
-
-
-def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:
-    """The ranks in the order of (pipeline stage, tensor-parallel rank)."""
-    return tuple(peers[key] for key in sorted(peers))

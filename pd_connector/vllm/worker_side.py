@@ -20,7 +20,7 @@ from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.last_words import FIRST_TOKEN
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.vllm.cache import describe_cache, engine_shards
+from pd_connector.vllm.cache import describe_cache
 from pd_connector.vllm.messages import (
     AuditReport,
     Prefill,
@@ -38,6 +38,7 @@ from pd_connector.vllm.model import (
 from pd_connector.vllm.model_watch import ModelWatch
 from pd_connector.vllm.pool_fills import PoolFills
 from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
+from pd_connector.vllm.shards import engine_shards, gather_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -289,16 +290,3 @@ class WorkerSide:
         assert self._agent is not None
         for transfer, request, tokens in self._prefills:
             self._agent.submit(Computed(transfer, request, tokens, stop_layer))
-
-
-def gather_ranks(own: Peer) -> list[Peer]:
-    """All ranks of this engine, ordered by (pipeline stage, tensor-parallel rank). Every rank calls this at the same
-    time."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    ranks = [own]
-    for group in (get_tp_group(), get_pp_group()):
-        gathered: list[list[Peer]] = [[] for _ in range(group.world_size)]
-        torch.distributed.all_gather_object(gathered, ranks, group=group.cpu_group)
-        ranks = [rank for part in gathered for rank in part]
-    return ranks

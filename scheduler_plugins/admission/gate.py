@@ -14,10 +14,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from scheduler_plugins.admission.board import Board, Posted
+from scheduler_plugins.admission.board import Board
 from scheduler_plugins.admission.control import ADMITTED, AdmissionControl, Decision
 from scheduler_plugins.admission.load import ClassLoad, LoadReport
 from scheduler_plugins.admission.metrics import AdmissionMetrics
+from scheduler_plugins.admission.post import Posted
 from scheduler_plugins.admission.prompt import Prompt, PromptMemory
 from scheduler_plugins.admission.report import EngineReport, loads
 from scheduler_plugins.order.registry import create

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_plugins.admission.board import ClassRecord
+from scheduler_plugins.admission.post import ClassRecord
 
 _TOGETHER = 256
 """The most first tokens that wait to be counted. The limit is for engines that post nothing and so never ask."""

@@ -14,8 +14,8 @@ from itertools import accumulate
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from scheduler_plugins.admission.board import TTFT_BUCKETS_S, Posted
-from scheduler_plugins.admission.board import Histogram as Times
+from scheduler_plugins.admission.post import TTFT_BUCKETS_S, Posted
+from scheduler_plugins.admission.post import Histogram as Times
 
 
 class AdmissionMetrics:

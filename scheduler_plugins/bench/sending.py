@@ -54,7 +54,9 @@ async def play(
         due = began + one.at_s / speed
         await asyncio.sleep(due - loop.time())
         sent(number)
+        # Mocks ignore `ignore_eos`; a real engine generates all tokens with it.
         body = {"model": "mock", "prompt": one.prompt, "max_tokens": one.max_tokens}
+        body["ignore_eos"] = True
         url = urls[number % len(urls)] + "/v1/completions"
         try:
             async with session.post(url, json={**body, "stream": True, "temperature": 0}) as answer:

@@ -13,6 +13,7 @@ from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.qos.classes import ONLY, QosClass, QosError, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.watched import Watched
+from scheduler_plugins.qos.yaml_text import YamlText
 
 
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,15 +48,19 @@ def parse(text: bytes, source: str = "the configuration") -> SchedulerFile:
         QosError: the text is not YAML, or has an unknown key or an invalid value. The message begins with `source` and
             names the key.
     """
+    written = YamlText(text, source)
     try:
-        found = msgspec.yaml.decode(text, type=SchedulerFile) if text.strip() else SchedulerFile()
+        found = written.decode(SchedulerFile) if text.strip() else SchedulerFile()
+    except ValueError as error:
+        raise QosError(str(error)) from None
+    try:
         checked(found.scheduler.qos_classes)
         check_rules(found.request_router.routes, found.scheduler.qos_classes)
         create(found.scheduler.policy, found.scheduler.lambda_)
         if found.scheduler.max_overtaken < 0:
             raise QosError(f"max_overtaken {found.scheduler.max_overtaken}: must be 0 or more")
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise QosError(f"{source}: {error}") from None
+    except ValueError as error:
+        raise QosError(written.wrong(error)) from None
     return found
 
 

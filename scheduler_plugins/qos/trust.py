@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from hmac import compare_digest
 from urllib.parse import quote, unquote
 
-from pd_connector.config import weakness
+from pd_connector.config_rules import weakness
 from pd_connector.control.keys import secret
 
 HEADER = "X-PD-Class"

@@ -7,25 +7,27 @@ from collections.abc import Collection
 
 from scheduler_plugins.order.base import QueuePolicy
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.queue.guards import Guards
 
 
 class Batch:
     """The requests of one batch. It takes no further request in three cases: a request in it wants its own batch, the
-    next request wants its own batch, or a request in it is guarded (`Guards`). Used by one thread."""
+    next request wants its own batch, or a request in it is shielded. Used by one thread.
+
+    A request is shielded until its prefill has ended if its class is owed and has no other request. Its steps then hold
+    only its own work. Other classes lose the rest of these steps, while the class pays only for its own work. A class
+    with several requests is not shielded, because full batches serve it sooner.
+    """
 
     def __init__(self) -> None:
         self._started: set[str] = set()
         self._own: str | None = None  # the request that has this batch alone; "": it started before
-        self._guards = Guards()
-        self.guarded = False
-        """Whether a request in the batch is guarded. Read it, do not change it."""
+        self.shielded: dict[str, int] = {}
+        """Priorities of shielded requests, by request id. Read it, do not change it."""
 
     def begin(self, *, full: bool, prefilling: Collection[str]) -> None:
         """A new scan; see `WaitingQueue.begin_scan`."""
-        if self.guarded:
-            self._guards.keep(prefilling)
-            self.guarded = bool(self._guards)
+        if kept := self.shielded:
+            self.shielded = {one: kept[one] for one in prefilling if one in kept}
         self._started = set()
         self._own = "" if full else None
 
@@ -35,8 +37,8 @@ class Batch:
         return self._own is not None
 
     def shuts_out(self, priority: int) -> bool:
-        """Whether a guarded request keeps requests of this priority from starting."""
-        return self._guards.shut_out(priority)
+        """Whether a shielded request keeps requests of this priority from starting."""
+        return priority < max(self.shielded.values(), default=priority)
 
     def takes(self, request: Waiting, policy: QueuePolicy) -> bool:
         """Whether this request may join what has started."""
@@ -48,16 +50,13 @@ class Batch:
         if policy.splits_batches and policy.wants_own_batch(request):
             self._own = request.id
 
-    def guard(self, request_id: str, priority: int) -> None:
+    def shield(self, request_id: str, priority: int) -> None:
         """Let nothing of lower priority start beside this request."""
-        self._guards.add(request_id, priority)
-        self.guarded = True
+        self.shielded[request_id] = priority
 
     def drop(self, request_id: str) -> bool:
         """Remove a request that did not start, or was preempted. Returns whether it was added in this scan."""
-        if self.guarded:
-            self._guards.drop(request_id)
-            self.guarded = bool(self._guards)
+        self.shielded.pop(request_id, None)
         if self._own == request_id:
             self._own = None
         added = request_id in self._started

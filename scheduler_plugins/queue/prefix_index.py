@@ -33,7 +33,7 @@ class PrefixIndex:
         """Entries whose cost may have fallen since their last look-up."""
 
     def added(self, blocks: Iterable[BlockHash]) -> None:
-        """Note blocks that can be read from the cache now."""
+        """Note blocks that can be read from the cache now. Call once for all blocks that an engine step stored."""
         self._walked = {}
         under = self._under
         for block in blocks:
@@ -49,7 +49,8 @@ class PrefixIndex:
         self.evictions += 1
 
     def wanted(self, block: BlockHash) -> bool:
-        """Whether the cached prefix of some entry ends with this block."""
+        """Whether the cached prefix of some entry ends with this block, as last evaluated. Only policies that follow the
+        cache evaluate entries."""
         return block in self._found
 
     def look_up(self, entry: QueueEntry) -> None:

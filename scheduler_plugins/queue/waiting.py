@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
 from scheduler_plugins.order.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.order.request import BlockHash, Waiting
@@ -54,8 +54,9 @@ class WaitingQueue:
             page_size: tokens in a block.
         """
         self._max_overtaken = max_overtaken
-        self._prefix_index = PrefixIndex(cached)
-        self.estimator = CostEstimator(policy, self._prefix_index, costs, page_size=page_size)
+        self.prefix_index = PrefixIndex(cached)
+        """Told of each change of the cache, once `cached` shows it."""
+        self.estimator = CostEstimator(policy, self.prefix_index, costs, page_size=page_size)
         """Read it, do not change it."""
         self._entries: dict[str, QueueEntry] = {}
         self._class_queues: dict[str, ClassQueue] = {}
@@ -65,7 +66,8 @@ class WaitingQueue:
         self._head_cost_s = 0.0
         """The payment of the head's class, fixed at `peek`: an engine may store a request's blocks before it pops the
         request."""
-        self._turned_back = TurnedBack()
+        self.turned_back = TurnedBack()
+        """Told of each request that the engine peeked at in this scan and had no room for."""
         self._next_of_all: QueueEntry | None = None
         """The request that goes before everything in this scan."""
         self._batch = Batch()
@@ -116,30 +118,12 @@ class WaitingQueue:
         """The queue of a class. Read it, do not change it."""
         return self._class_queues[name]
 
-    def added(self, blocks: Iterable[BlockHash]) -> None:
-        """Note that the cache has new blocks. `cached` has them already.
-
-        Call once for all blocks that an engine step stored.
-        """
-        self._prefix_index.added(blocks)
-
-    def removed(self) -> None:
-        """Note that the cache has lost blocks. `cached` no longer has them."""
-        self._prefix_index.removed()
-
     def refresh(self, most: int) -> None:
         """Call between two scans: evaluate again up to `most` requests whose cost has changed."""
         if self.estimator.renew():
-            self._prefix_index.stale_all(self._entries.values())
-        if self._prefix_index.stale:
+            self.prefix_index.stale_all(self._entries.values())
+        if self.prefix_index.stale:
             self._recalibrate(most)
-
-    def wanted(self, block: BlockHash) -> bool:
-        """Whether the cached prefix of a waiting request ends with this block, as last evaluated.
-
-        This works only with policies that follow the cache.
-        """
-        return self._prefix_index.wanted(block)
 
     def add(self, request: Waiting) -> None:
         """Add a new request. Raises ValueError if a request with its id waits already."""
@@ -154,7 +138,7 @@ class WaitingQueue:
         If it was popped in this scan, it was not started: it gets its position back, and its class gets the cost back.
         If it was popped earlier, it was preempted: it becomes the first and the oldest of its class, so its KV is still
         cached, and the class does not pay again. Before this call, report the blocks that it leaves in the cache
-        (`added`).
+        (`prefix_index.added`).
         """
         self.skipped(request.id)
         popped = self._popped.pop(request.id, None)
@@ -172,7 +156,7 @@ class WaitingQueue:
         """Note that a request popped in this scan was not started. It fills no batch, and has overtaken no request. Its
         class gets the payment back at once, for its next request in this scan."""
         if self._batch.drop(request_id):
-            self._turned_back.starts -= 1
+            self.turned_back.starts -= 1
         entry, booked = self._popped.get(request_id, (None, {}))
         if entry is not None and booked is not None:
             self.fair_share.refund(booked)
@@ -184,18 +168,10 @@ class WaitingQueue:
         fills no batch."""
         self._batch.drop(request_id)
 
-    def no_room(self, request_id: str) -> None:
-        """Note that the engine peeked at this request in this scan, and had no room for it in its cache."""
-        self._turned_back.add(request_id)
-
-    def had_room(self, request_id: str) -> bool:
-        """Whether the engine has always had room for this request."""
-        return request_id not in self._turned_back
-
     @property
     def may_end_early(self) -> bool:
         """Whether `peek` can return None although requests wait."""
-        return self._batch.guarded or self.policy.splits_batches
+        return bool(self._batch.shielded) or self.policy.splits_batches
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """Begin a scan: the engine passes over its queue.
@@ -207,11 +183,11 @@ class WaitingQueue:
         self._batch.begin(full=full, prefilling=prefilling)
         self._head = None
         self._popped = {}
-        self._next_of_all = self._turned_back.overdue(self._entries, self._max_overtaken)
+        self._next_of_all = self.turned_back.overdue(self._entries, self._max_overtaken)
         for class_queue in self._class_queues.values():
             class_queue.begin_scan()
         if self.estimator.renew():
-            self._prefix_index.stale_all(self._entries.values())
+            self.prefix_index.stale_all(self._entries.values())
 
     @property
     def head(self) -> QueueEntry | None:
@@ -234,13 +210,13 @@ class WaitingQueue:
         owed = self.fair_share.is_owed(entry.class_name)  # before it pays
         self._drop(entry)
         if owed and not len(self._class_queues[entry.class_name]):
-            self._batch.guard(request.id, self.fair_share.priority(entry.class_name))
+            self._batch.shield(request.id, self.fair_share.priority(entry.class_name))
         self._popped[request.id] = (
             entry,
             self.fair_share.charge(entry.class_name, self._head_cost_s),
         )
         self._batch.add(request, self.policy)
-        self._turned_back.starts += 1
+        self.turned_back.starts += 1
         return request
 
     def remove(self, request_id: str) -> bool:
@@ -258,11 +234,11 @@ class WaitingQueue:
         if not self._entries or self._batch.is_full:
             return None
         looks = LOOKS_PER_PEEK
-        if self._prefix_index.stale:
+        if self.prefix_index.stale:
             looks = max(8, looks - self._recalibrate())
         next_of_all = self._next_of_all
         name = next_of_all.class_name if next_of_all else self.fair_share.next()
-        if self._batch.guarded and self._batch.shuts_out(self.fair_share.priority(name)):
+        if self._batch.shielded and self._batch.shuts_out(self.fair_share.priority(name)):
             return None
         entry = self._first(self._class_queues[name], looks)
         if not self._batch.takes(entry.request, self.policy):
@@ -274,12 +250,12 @@ class WaitingQueue:
         """The payment of the request's class if the request starts now."""
         if entry.resumed:
             return 0.0
-        exact = self.policy.calibrated and entry.evictions == self._prefix_index.evictions
+        exact = self.policy.calibrated and entry.evictions == self.prefix_index.evictions
         return entry.cost_s if exact else self.estimator.cost_s(entry.request)
 
     def _recalibrate(self, most: int = LOOKS_PER_PEEK) -> int:
         """Evaluate up to `most` stale entries. Returns their number."""
-        entries = self._prefix_index.drain(most)
+        entries = self.prefix_index.drain(most)
         for entry in entries:
             self._rescore(entry)
         return len(entries)
@@ -293,7 +269,7 @@ class WaitingQueue:
         if self.policy.calibrated:
             # Keys computed before an eviction are lower bounds. So the first entry with an up-to-date key is really the
             # first.
-            while entry and looks and entry.evictions != self._prefix_index.evictions:
+            while entry and looks and entry.evictions != self.prefix_index.evictions:
                 self._rescore(entry)
                 looks -= 1
                 entry = class_queue.first()
@@ -317,7 +293,7 @@ class WaitingQueue:
         if entry is self._next_of_all:
             self._next_of_all = None
         del self._entries[entry.request.id]
-        self._prefix_index.forget(entry)
+        self.prefix_index.forget(entry)
         self._class_queues[entry.class_name].remove(entry)
 
     def _rescore(self, entry: QueueEntry) -> None:

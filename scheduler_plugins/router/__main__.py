@@ -1,71 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scheduler_plugins.router --prefill URL... --decode URL...`"""
+"""`python -m scheduler_plugins.router --prefill URL... --decode URL...`: the command `pd-router serve`."""
 
 import logging
 import os
 import ssl
 import sys
 from collections.abc import Sequence
+from inspect import Parameter
+from typing import Any
 
+import typer
+
+from pd_connector.tools.command_line import run as run_command
+from pd_connector.tools.command_line import single
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
+from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.options import (
     API_KEY_VARIABLE,
     CLIENT_KEY_VARIABLE,
-    parser,
+    SECRETS,
+    kv_events,
+    parameters,
 )
+from scheduler_plugins.router.settings.settings_file import SettingsFile
 
-INTERRUPTED = 130
+FAILED = 1
+
+
+def serve(ctx: typer.Context, **given: Any) -> None:
+    level, path = given.pop("log_level"), given.pop("config")
+    logging.basicConfig(level=level.value, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        config, settings = _settings(given, path)
+    except ValueError as error:
+        ctx.fail(str(error))
+    try:
+        _run(config, settings)
+    except ssl.SSLError as error:
+        _fail(f"tls_cert, tls_key or engine_ca cannot be used: {error}")
+    except OSError as error:
+        _fail(f"cannot listen on {error}")
+
+
+serve.__doc__ = f"""The router: one OpenAI API in front of prefill and decode engines.
+
+{SECRETS}
+"""
+
+
+def _settings(given: dict[str, Any], path: Any) -> tuple[RouterConfig, SettingsFile | None]:
+    """The settings, and their file if there is one. Raises ValueError: they cannot be used."""
+    wanted = {name: value for name, value in given.items() if value not in (None, [])}
+    wanted["kv_events"] = dict(map(kv_events, given["kv_events"] or ()))
+    wanted.setdefault("api_key", os.environ.get(API_KEY_VARIABLE, ""))
+    wanted["admin_key"] = os.environ.get(ADMIN_KEY_VARIABLE, "")
+    wanted["client_key"] = os.environ.get(CLIENT_KEY_VARIABLE, "")
+    wanted["router_key"] = os.environ.get(KEY_VARIABLE, "")
+    if path:
+        settings = SettingsFile(path, wanted)
+        return settings.current, settings
+    return RouterConfig(**wanted), None
+
+
+def _run(config: RouterConfig, settings: SettingsFile | None) -> None:
+    from scheduler_plugins.router.loop import run
+    from scheduler_plugins.router.server import serve as serve_clients
+
+    if config.workers > 1:
+        from scheduler_plugins.router.workers.keep import keep
+
+        run(keep(config, settings))
+    else:
+        run(serve_clients(config, settings))
+
+
+def _fail(reason: str) -> None:
+    print(reason, file=sys.stderr)
+    raise typer.Exit(FAILED)
+
+
+app = single(
+    serve,
+    [
+        Parameter("ctx", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+        *parameters(RouterConfig),
+    ],
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the router until SIGINT or SIGTERM. Returns the exit status."""
-    try:
-        return _serve(arguments)
-    except KeyboardInterrupt:  # during the start, before signal handlers are set
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _serve(arguments: Sequence[str] | None) -> int:
-    try:
-        from scheduler_plugins.router.loop import run
-        from scheduler_plugins.router.server import serve
-        from scheduler_plugins.router.settings.config import RouterConfig
-        from scheduler_plugins.router.settings.settings_file import SettingsFile
-    except ModuleNotFoundError as error:
-        print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
-        return 2
-
-    options = parser(RouterConfig)
-    given = vars(options.parse_args(arguments))
-    given.setdefault("api_key", os.environ.get(API_KEY_VARIABLE))
-    level = given.pop("log_level")
-    given["kv_events"] = dict(given["kv_events"])
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
-    path = given.pop("config")
-    wanted = {name: value for name, value in given.items() if value is not None}
-    wanted["admin_key"] = os.environ.get(ADMIN_KEY_VARIABLE, "")
-    wanted["client_key"] = os.environ.get(CLIENT_KEY_VARIABLE, "")
-    wanted["router_key"] = os.environ.get(KEY_VARIABLE, "")
-    try:
-        settings = SettingsFile(path, wanted) if path else None
-        config = settings.current if settings else RouterConfig(**wanted)
-    except ValueError as error:
-        options.error(str(error))
-    try:
-        if config.workers > 1:
-            from scheduler_plugins.router.workers.keep import keep
-
-            run(keep(config, settings))
-        else:
-            run(serve(config, settings))
-    except ssl.SSLError as error:
-        print(f"tls_cert, tls_key or engine_ca cannot be used: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"cannot listen on {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(app, "pd-router serve", arguments)
 
 
 if __name__ == "__main__":

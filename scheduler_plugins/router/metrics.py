@@ -3,6 +3,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from scheduler_plugins.router.pulse import Pulse
+
 FIRST_TOKEN_BUCKETS_S = (
     0.01,
     0.02,
@@ -36,6 +38,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.pulse = Pulse()
+        """The last minutes, for the live page."""
         self.requests = Counter(
             "pd_router:requests",
             "Requests finished, by route and outcome.",

@@ -92,7 +92,7 @@ class StepDecider:
         if self._settings.changed():
             self.queue.set_policy(self._settings.policy(), self._settings.max_overtaken)
             self.queue.set_classes(self._settings.classes)
-        self.queue.removed()  # prefixes that may have been evicted are looked up again
+        self.queue.prefix_index.removed()  # prefixes that may have been evicted are looked up again
         prefill = self._prefill_under_way()
         self.queue.begin_scan(
             full=prefill is not None and self._wants_own_batch(prefill.request),
@@ -120,7 +120,7 @@ class StepDecider:
         size = self._view.page_size
         for req, before, new in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             grains = self._view.grains(req.rid)
-            self.queue.added(grains[before // size : (before + new) // size])
+            self.queue.prefix_index.added(grains[before // size : (before + new) // size])
             if req.rid not in self._waiting and before + new >= len(grains) * size:
                 self._view.forget(req.rid)
 
@@ -134,7 +134,7 @@ class StepDecider:
             if request_id in requests:
                 self.queue.prepend(request)
             if request_id == outcome.refused:
-                self.queue.no_room(request_id)
+                self.queue.turned_back.add(request_id)
         self._popped = {}
         for request_id in self._waiting.keys() - requests.keys():
             del self._waiting[request_id]
@@ -181,7 +181,7 @@ class StepDecider:
         to the size of the step, and the prefill gets the rest.
         """
         head = self.queue.head
-        if head is None or not self._view.enabled or not self.queue.had_room(head.request.id):
+        if head is None or not self._view.enabled or head.request.id in self.queue.turned_back:
             return 0
         tokens = tokens_before(self.queue, prefill.request, prefill.computed_tokens, budget_tokens)
         most = budget_tokens - self._page_size

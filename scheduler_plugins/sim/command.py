@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
+from inspect import Parameter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, NoReturn
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.tools.command_line import option, run, single
 from pd_connector.tools.output import write_problem
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.policies.registry import DEFAULT
@@ -60,18 +64,43 @@ _POOL = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
+_TEXTS = (
+    (
+        "per-s",
+        "",
+        "N,...",
+        "mean requests a second of each trace, with commas; by default as recorded",
+    ),
+    (
+        "policy",
+        "",
+        "NAME",
+        f"the router's --policy; by default {DEFAULT}, or the policy that belongs to --roles",
+    ),
+    (
+        "roles",
+        "",
+        "NAMES",
+        "role policies to compare, with commas: engines change between prefill and decode; needs --level 2",
+    ),
+    ("decode-policy", "", "NAME", "the router's --decode-policy"),
+    ("compare", "", "NAMES", "policies to compare, separated by commas; all: every policy"),
+    ("order", "srjf_calibrated", "NAME", "order of the engines' queues"),
+)
+
+
+def play(**options: Any) -> None:
+    """Play a recorded trace through a simulated cluster."""
+    given = SimpleNamespace(**options)
     console = Console(stderr=given.json == "-")
     if not console.is_terminal:
         console.width = _WIDTH
     try:
+        given.per_s = _rates(given.per_s)
         _check(given)
         scenario = _scenario(given)
         recorded = [trace.load(one, given.limit) for one in given.trace]
-        arrivals = scenario.arrivals(*recorded, per_s=given.per_s or ())
+        arrivals = scenario.arrivals(*recorded, per_s=given.per_s)
         names = policies(given.compare) if given.compare else [given.policy]
         runs = [(name, roles) for name in names for roles in _names(given.roles) or [""]]
         found = list[tuple[Summary, list[Served]]]()
@@ -82,8 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found.append(simulate(scenario, arrivals, name, given.decode_policy, roles))
             took_s.append(time.perf_counter() - begun_s)
     except (PDConnectorError, ValueError) as error:
-        print(f"not simulated: {error}", file=sys.stderr)
-        return FAILED
+        _fail(f"not simulated: {error}")
     summaries = [summary for summary, _ in found]
     console.print(_table(summaries, took_s))
     if given.roles and scenario.level == 1:
@@ -91,12 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _write(given, summaries, {summary.policy: served for summary, served in found})
     except OSError as error:
-        print(f"not written: {error}", file=sys.stderr)
-        return FAILED
-    return 0
+        _fail(f"not written: {error}")
 
 
-def _check(given: argparse.Namespace) -> None:
+def _fail(reason: str) -> NoReturn:
+    print(reason, file=sys.stderr)
+    raise typer.Exit(FAILED)
+
+
+def _check(given: SimpleNamespace) -> None:
     """Raises ValueError for errors that would otherwise appear only after the simulation."""
     if given.limit is not None and given.limit < 1:
         raise ValueError(f"limit {given.limit}: must be 1 or more requests")
@@ -104,7 +135,7 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError(
             f"per_s {given.per_s}: must have a rate for each of {len(given.trace)} traces"
         )
-    if given.compare is not None and not policies(given.compare):
+    if given.compare and not policies(given.compare):
         raise ValueError(f"compare {given.compare!r}: must name policies, with commas, or be all")
     for path in (given.json, given.svg):
         if path and str(path) != "-" and (problem := write_problem(Path(path))):
@@ -115,7 +146,7 @@ def _names(given: str | None) -> list[str]:
     return [name.strip() for name in (given or "").split(",") if name.strip()]
 
 
-def _scenario(given: argparse.Namespace) -> Scenario:
+def _scenario(given: SimpleNamespace) -> Scenario:
     network = Network(
         overlap=not given.no_overlap, **{name: getattr(given, name) for name in _NETWORK}
     )
@@ -132,67 +163,27 @@ def _scenario(given: argparse.Namespace) -> Scenario:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pd-router simulate",
-        description="Play a recorded trace through a simulated cluster.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
+def _parameters() -> Iterator[Parameter]:
+    yield Parameter(
         "trace",
-        type=Path,
-        nargs="+",
-        help="trace file: Mooncake's JSON lines, or Azure's .csv; several are played one after another",
+        Parameter.KEYWORD_ONLY,
+        annotation=Annotated[
+            list[Path],
+            typer.Argument(
+                help="trace file: Mooncake's JSON lines, or Azure's .csv; several are played one after another"
+            ),
+        ],
     )
-    parser.add_argument(
-        "--per-s",
-        type=_rates,
-        metavar="N,...",
-        help="mean requests a second of each trace, with commas; by default as recorded",
-    )
-    parser.add_argument(
-        "--policy",
-        default="",
-        metavar="NAME",
-        help=f"the router's --policy; by default {DEFAULT}, or the policy that belongs to --roles",
-    )
-    parser.add_argument(
-        "--roles",
-        metavar="NAMES",
-        help="role policies to compare, with commas: engines change between prefill and decode; needs --level 2",
-    )
-    parser.add_argument(
-        "--decode-policy", default="", metavar="NAME", help="the router's --decode-policy"
-    )
-    parser.add_argument(
-        "--compare",
-        metavar="NAMES",
-        help="policies to compare, separated by commas; all: every policy",
-    )
-    parser.add_argument(
-        "--order", default="srjf_calibrated", metavar="NAME", help="order of the engines' queues"
-    )
-    parser.add_argument(
-        "--cost-model",
-        type=Path,
-        metavar="FILE",
-        help="cost model of the engines; pd-connector profile writes it",
-    )
-    parser.add_argument(
-        "--cpu-cost-model",
-        type=Path,
-        metavar="FILE",
-        help="cost model of the --cpu-prefill engines",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="play only the first N requests")
-    for option, what in (("ttft", "time to first token"), ("tpot", "time per token")):
-        parser.add_argument(
-            f"--{option}-ms",
-            type=float,
-            default=float("inf"),
-            metavar="MS",
-            help=f"promised {what}; goodput counts requests that keep it, and policies reject requests that would break it",
-        )
+    for name, default, metavar, meaning in _TEXTS:
+        yield option(name, str, default, meaning, metavar=metavar)
+    for name in ("cost-model", "cpu-cost-model"):
+        whose = "the --cpu-prefill engines" if name.startswith("cpu") else "the engines"
+        meaning = f"cost model of {whose}; pd-connector profile writes it"
+        yield option(name, Path | None, None, meaning, metavar="FILE")
+    yield option("limit", int | None, None, "play only the first N requests", metavar="N")
+    for name, what in (("ttft", "time to first token"), ("tpot", "time per token")):
+        meaning = f"promised {what}; goodput counts requests that keep it, and policies reject requests that would break it"
+        yield option(f"{name}-ms", float, float("inf"), meaning, metavar="MS")
     for texts, owner, prefix in (
         (_COUNTS, Scenario, ""),
         (_NUMBERS, Scenario, ""),
@@ -201,31 +192,28 @@ def _parser() -> argparse.ArgumentParser:
     ):
         known = {field.name: field.default for field in fields(owner)}
         for name, text in texts.items():
-            option = "--" + (prefix + name).replace("_", "-")
-            parser.add_argument(
-                option, type=type(known[name]), default=known[name], metavar="N", help=text
-            )
-    parser.add_argument(
-        "--no-overlap", action="store_true", help="send KV after the prefill, not during it"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the results to this file; -: standard output"
-    )
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw TTFT and TPOT into this file"
-    )
-    return parser
+            value, flag = known[name], (prefix + name).replace("_", "-")
+            yield option(flag, type(value), value, text, metavar="N")
+    yield option("no-overlap", bool, False, "send KV after the prefill, not during it")
+    meaning = "write the results to this file; -: standard output"
+    yield option("json", str, "", meaning, metavar="FILE")
+    meaning = "draw TTFT and TPOT into this file"
+    yield option("svg", Path | None, None, meaning, metavar="FILE")
 
 
 def _rates(text: str) -> list[float]:
-    found = [float(one) for one in text.split(",")]
+    """Numbers with commas. Raises ValueError: the text is something else."""
+    try:
+        found = [float(one) for one in text.split(",") if text]
+    except ValueError:
+        found = [0.0]
     if not all(0 < one < float("inf") for one in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be numbers above 0, with commas")
+        raise ValueError(f"per_s {text!r}: must be numbers above 0, with commas")
     return found
 
 
 def _write(
-    given: argparse.Namespace,
+    given: SimpleNamespace,
     summaries: Sequence[Summary],
     served: dict[str, list[Served]],
 ) -> None:
@@ -275,3 +263,11 @@ def _busy(summary: Summary, letter: str) -> str:
     """Mean utilisation of the engines whose names begin with this letter, by their first role. Engines `b` do both."""
     parts = [part for name, part in summary.utilisation.items() if name[0] in (letter, "b")]
     return f"{sum(parts) / len(parts):.0%}" if parts else "-"
+
+
+app = single(play, _parameters())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    return run(app, "pd-router simulate", arguments)

@@ -56,6 +56,8 @@ class SimulatedEngine:
         )
         self.truth = truth
         self._apart = decode_apart
+        if not decode_apart:
+            self.prefill.decoding = lambda: self.decode.batch
         self._kv_tokens = kv_tokens
         if kv_tokens < inf:
             self.prefill.may_start = self._may_start

@@ -66,9 +66,11 @@ class PrefillStage:
         self._page_size = page_size
         self._prompts: dict[str, tuple[Waiting, Served]] = {}
         self.running: list[RunningPrefill] = []
+        self.decoding: Callable[[], int] = _none
+        """Returns the sequences that decode in the same steps. Each takes a token of the step's budget."""
         self.may_start: Callable[[Waiting], bool] = _always
         """Called before a request leaves the queue. Returns whether there is room for its KV."""
-        cache.on_added, cache.on_removed = queue.added, queue.removed
+        cache.on_added, cache.on_removed = queue.prefix_index.added, queue.prefix_index.removed
 
     def __len__(self) -> int:
         """Prompts that wait or run."""
@@ -119,7 +121,8 @@ class PrefillStage:
         chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens
         if budget:
-            budget = step_tokens(queue, budget, (one.request.qos for one in running))
+            own = step_tokens(queue, budget, (one.request.qos for one in running))
+            budget = max(1, min(own, budget - self.decoding()))
         if running:
             before = self._before(budget)
             for one in running:
@@ -150,7 +153,7 @@ class PrefillStage:
         if head is None:
             return None
         if not self.may_start(head):
-            self.queue.no_room(head.id)
+            self.queue.turned_back.add(head.id)
             return None
         request = self.queue.pop()
         _, record = self._prompts[request.id]
@@ -170,6 +173,10 @@ class PrefillStage:
                 self.running.remove(one)
                 self.queue.prepend(one.request)
                 return
+
+
+def _none() -> int:
+    return 0
 
 
 def _always(request: Waiting) -> bool:

@@ -96,7 +96,7 @@ class OrderedRequests(RequestQueue):
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """Called when the engine begins a step; see `WaitingQueue.begin_scan`."""
-        self._cache.tell(self._queue)
+        self._cache.tell(self._queue.prefix_index)
         self._queue.begin_scan(full=full, prefilling=prefilling)
         self._taken = {}
         self._scanning = True
@@ -114,7 +114,7 @@ class OrderedRequests(RequestQueue):
         if self._popped:
             self._settle(self._popped)
         if self._asked is not None and not has_room(self._requests[self._asked]):
-            self._queue.no_room(self._asked)
+            self._queue.turned_back.add(self._asked)
         self._asked = None
         self._scanning = False
 
@@ -122,7 +122,7 @@ class OrderedRequests(RequestQueue):
         """The request that vLLM would get next, if any."""
         if self._popped:
             self._settle(self._popped)
-        self._cache.tell(self._queue)
+        self._cache.tell(self._queue.prefix_index)
         first = self._queue.peek()
         return self._requests[first.id] if first else None
 
@@ -138,7 +138,7 @@ class OrderedRequests(RequestQueue):
         head = self.head()
         if (
             head is None
-            or not self._queue.had_room(head.request_id)
+            or head.request_id in self._queue.turned_back
             or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             or self._scans - self._passed_by.get(head.request_id, -ROOM_AGAIN) < ROOM_AGAIN
         ):

@@ -31,13 +31,13 @@ from scheduler_plugins.qos.settings import cost_model_path, settings_path
 from scheduler_plugins.queue.waiting import LOOKS_PER_PEEK, WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView
 from scheduler_plugins.vllm.discard import SuffixDiscard
+from scheduler_plugins.vllm.give_way import GiveWay
 from scheduler_plugins.vllm.reporter import Reporter
 from scheduler_plugins.vllm.request_queue import (
     OrderedRequests,
     describe,
     is_loaded,
     is_prefill_only,
-    tokens_left,
 )
 from scheduler_plugins.vllm.shape import StepShape
 from scheduler_plugins.vllm.steps import StepTimer
@@ -96,10 +96,10 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._shape = StepShape(self, self.waiting, self._order)
         self._whole_cache = self._cache.enabled and one_group
         self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._page_size)
-        self._discard = SuffixDiscard(self._cache, self._order.wanted)
+        self._discard = SuffixDiscard(self._cache, self._order.prefix_index.wanted)
         if self._whole_cache:
             self._cache.watch_evictions(self._discard.evicted)
-        self._gave_way_to: set[str] = set()
+        self._give_way = GiveWay(self, self.waiting, self._order, self._cache)
         self._untidy = False
         self._scheduled: tuple[SchedulerOutput, float] | None = None  # not noted yet, and when
         self._reporter = Reporter(self.vllm_config, self._order, self._steps)
@@ -115,8 +115,8 @@ class PrefixAwareScheduler(AsyncScheduler):
         ids = [request.request_id for request in prefills]
         self.waiting.begin_scan(prefilling=ids)
         if prefills:
-            if self.pause_state == PauseState.UNPAUSED:
-                self._give_way(prefills)
+            if self.pause_state == PauseState.UNPAUSED and self._whole_cache:
+                self._give_way.step(prefills)
             if self._prefills_own_batch():
                 self.waiting.begin_scan(full=True, prefilling=ids)
         if self.pause_state == PauseState.UNPAUSED:  # else no request can start and overtake
@@ -197,7 +197,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._untidy = False
         self._note_step()
         self._steps.fit.catch_up()
-        self._cache.tell(self._order)
+        self._cache.tell(self._order.prefix_index)
         self._order.refresh(LOOKS_PER_PEEK)
         if self._whole_cache:
             self._discard.catch_up()
@@ -219,51 +219,6 @@ class PrefixAwareScheduler(AsyncScheduler):
             request.is_prefill_chunk and policy.wants_own_batch(describe(request, self._cache))
             for request in self.running
         )
-
-    def _give_way(self, prefills: list[Request]) -> None:
-        """Preempt a prefill between two chunks if a class of higher priority is owed.
-
-        This uses `_preempt_request` before the step, like vLLM's reset of the cache. The computed KV stays in the
-        prefix cache, so this is done only if the cache returns whole prefixes. The head must wait only for its turn. It
-        is done once per head, so a head that cannot start after all does not stop a prefill again and again. It is not
-        done while vLLM is paused: a preempted request would wait until vLLM resumes, and vLLM would consider the engine
-        drained.
-        """
-        head = self.waiting.head() if self._whole_cache else None
-        if (
-            head is None
-            or head.request_id in self._gave_way_to
-            or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        ):
-            return
-        for request in reversed(prefills):
-            if not self.waiting.is_owed_over(request):
-                continue
-            if self._fits_beside(head, request):
-                return
-            if self._request_blocks_can_be_freed(request):
-                self._gave_way_to = {one for one in self._gave_way_to if one in self._order}
-                self._gave_way_to.add(head.request_id)
-                self.running.remove(request)
-                prefills.remove(request)
-                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
-                # The request may start again in this very step, so the worker must get all of it.
-                self.prev_step_scheduled_req_ids.discard(request.request_id)
-                return
-
-    def _fits_beside(self, head: Request, request: Request) -> bool:
-        """Whether this step can compute all of `head`, or nearly as much as without `request`. A preempted prefill
-        computes up to one block again."""
-        left = tokens_left(request)
-        wanted = sum(
-            one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
-            for one in self.running
-        )
-        spared = self._order.estimator.known_tokens(describe(head, self._cache))
-        room = self.max_num_scheduled_tokens - wanted
-        full = len(self.running) >= self.max_num_active_reqs
-        small = left <= 2 * self._page_size and room > 0
-        return not full and (small or head.num_tokens - spared <= room)
 
     def _has_room(self, request: Request) -> bool:
         """Whether a waiting request certainly fits into the free blocks of the cache.

@@ -126,7 +126,7 @@ def test_stalled_transfers_leave_no_memory_behind(
     detour: Detour,
     key: str,
 ) -> None:
-    settings = SETTINGS | {"key": key, "slot_mib": 4}
+    settings = SHORTER | {"key": key, "slot_mib": 4}
     producer = ranks(settings, consumes=False, wrap=detour, pages=4096)
     consumer = ranks(settings, seed=1, produces=False, pages=4096)
     pages = list(range(4096))  # 2.5 MiB
@@ -188,7 +188,7 @@ def test_a_data_port_that_never_speaks_keeps_only_the_first_transfers_waiting(
     detour: Detour,
     key: str,
 ) -> None:
-    settings = SHORTER | {"key": key}
+    settings = SHORTER | {"key": key, "stall_timeout_s": 0.7}
     producer = ranks(settings, consumes=False, wrap=detour)
     consumer = ranks(settings, seed=1, produces=False)
     (relay,) = detour.relays
@@ -216,7 +216,7 @@ def test_a_control_port_that_never_speaks_keeps_only_the_first_transfers_waiting
     ranks: Ranks,  # noqa: F811
     key: str,
 ) -> None:
-    settings = SHORTER | {"key": key}
+    settings = SHORTER | {"key": key, "connect_timeout_s": 1.0}
     producer = ranks(settings, consumes=False)
     consumer = ranks(settings, seed=1, produces=False)
     relay = Relay(producer.agent.port)
@@ -260,7 +260,7 @@ def test_a_producer_that_accepts_and_never_speaks_costs_its_own_transfers_only(
     ranks: Ranks,  # noqa: F811
     key: str,
 ) -> None:
-    settings = SHORTER | {"key": key}
+    settings = SHORTER | {"key": key, "connect_timeout_s": 1.0}
     producer = ranks(settings, consumes=False)
     consumer = ranks(settings, seed=1, produces=False)
     relay = Relay(producer.agent.port)

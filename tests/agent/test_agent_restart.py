@@ -69,7 +69,7 @@ def accepted(consumer: Rank, transfer: str) -> bool:
 
 def overdue(rank: Rank) -> None:
     """The agent, which hangs, has not answered for as long as its engine waits."""
-    rank.agent._turn._began -= 1000.0
+    rank.agent._thread._turn._began -= 1000.0
 
 
 def assert_serves_on(producer: Rank, consumer: Rank, transfer: str = "afterwards") -> None:
@@ -148,6 +148,29 @@ def test_ports_of_the_config_are_taken_by_producers_and_kept_over_a_restart(
     producer.counts.clear()
 
 
+def test_landing_slots_come_home_at_once_when_a_producer_starts_again(ranks: Ranks) -> None:
+    """Its transports close before its control port. A consumer that hears of the end finds that nobody writes into its
+    slots any more; else they would be in quarantine for `lease_s`."""
+    producer, consumer = ranks.pair(SETTINGS | {"lease_s": 600.0})
+    producer.offer("t", [1, 2], computed=0)
+    consumer.load(producer.source, "t", [5, 6], wait=True)
+    until(lambda: consumer.gauge("landing_slots"), "slots are granted")
+    side = producer.agent._loop.producer_side
+    assert side is not None
+    close = side.close
+
+    def slow_close() -> None:
+        close()
+        time.sleep(0.5)
+
+    side.close = slow_close  # type: ignore[method-assign]
+    producer.agent._loop.step = fail  # type: ignore[method-assign]
+    assert consumer.loaded("t").cause == Cause.SESSION_LOST
+    until(lambda: not consumer.gauge("landing_slots"), "no slot is in quarantine")
+    until(lambda: producer.count("agent_restarts") == 1)
+    producer.counts.clear()
+
+
 @pytest.fixture
 def forked() -> Iterator[Callable[[], None]]:
     """Forks a process that holds what this one has open, until the test has ended."""
@@ -191,13 +214,13 @@ def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
     producer, consumer = ranks.pair(SETTINGS)
-    make = consumer.agent._make_loop
-    consumer.agent._make_loop = fail
+    make = consumer.agent._thread._make_loop
+    consumer.agent._thread._make_loop = fail
     consumer.agent._loop.step = fail  # type: ignore[method-assign]
     for i in range(3):
         consumer.load(producer.source, f"t{i}", [1])
         assert consumer.loaded(f"t{i}").cause == Cause.INTERNAL
-    consumer.agent._make_loop = make
+    consumer.agent._thread._make_loop = make
     until(lambda: consumer.count("agent_restarts") == 1)
     assert_serves_on(producer, consumer)
     consumer.counts.clear()
@@ -206,7 +229,7 @@ def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
 def test_an_agent_that_takes_long_to_start_again_serves_once_it_has(ranks: Ranks):
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
-    hang = Hang(consumer.agent, "_make_loop")
+    hang = Hang(consumer.agent._thread, "_make_loop")
     consumer.agent._loop.step = fail  # type: ignore[method-assign]
     assert hang.reached.wait(60)
     consumer.load(producer.source, "early", [1])

@@ -12,7 +12,7 @@ threads = []
 atexit.register(lambda: print([thread.is_alive() for thread in threads]))  # called last
 from support.agents import SHORT, Rank
 rank = Rank(SHORT)
-threads.append(rank.agent._thread)
+threads.append(rank.agent._thread._thread)
 print([thread.is_alive() for thread in threads], flush=True)
 """
 
@@ -25,7 +25,7 @@ if not child:
     threads.clear()
     sys.exit()
 os.waitpid(child, 0)
-print(threads[0].is_alive(), rank.agent._closing.is_set(), flush=True)
+print(threads[0].is_alive(), rank.agent._thread._closing.is_set(), flush=True)
 """
 )
 

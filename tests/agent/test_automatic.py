@@ -75,6 +75,8 @@ def test_codec_auto_measures_both_ways_and_says_what_it_asks_for(
     assert consumer.count("coded_transfers") >= 1
     assert consumer.count("plain_transfers") >= 1
     assert consumer.count("coded_transfers") + consumer.count("plain_transfers") == 6
+    coded, plain = (consumer.count("asked_transfers", codec=name) for name in ("int8", "raw"))
+    assert (coded, plain) == (consumer.count("coded_transfers"), consumer.count("plain_transfers"))
 
 
 def test_a_codec_that_is_named_is_never_left_out(

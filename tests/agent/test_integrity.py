@@ -10,7 +10,7 @@ from support.agents import LONG, TRANSPORTS, Ranks, assert_pages, ranks, until
 
 from pd_connector.agent.integrity import checks_wanted
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.in_flight import OFFERED, InFlight
+from pd_connector.agent.producing.in_flight import LEFT, InFlight
 from pd_connector.agent.producing.outbox import Outbox
 from pd_connector.config import Config
 from pd_connector.errors import Cause
@@ -42,7 +42,7 @@ def free_while_under_way(box: Outbox) -> None:
 
 def forget_the_limit(box: Outbox) -> None:
     for offer in range(4):
-        box.underway.chunks[OFFERED, offer] = chunk()._replace(most=4)
+        box.underway.chunks[LEFT, offer] = chunk()._replace(most=4)
 
 
 @pytest.mark.parametrize("damage", [lose, free_twice, free_while_under_way, forget_the_limit])

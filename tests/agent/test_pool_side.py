@@ -20,9 +20,10 @@ from support.agents import MODEL, SHORT, Rank, Ranks, geometry_of, ranks
 from support.waits import until
 
 from pd_connector.agent import pool_loads, pool_saves
+from pd_connector.agent.commands import ChangeModel
 from pd_connector.errors import Cause, Miss
 from pd_connector.kv.geometry import Shard, page_span
-from pd_connector.pool import record
+from pd_connector.pool import saver
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
 from pd_connector.pool.store.holdings import Space
@@ -55,10 +56,11 @@ Make = Callable[..., Rank]
 def rank(ranks: Ranks, store: LocalStore) -> Make:
     """Makes a rank by page size and name."""
 
-    def make(page_size: int, name: str, **options: Any) -> Rank:
+    def make(page_size: int, name: str, codec: str = "raw", **options: Any) -> Rank:
         geometry = geometry_of(Shard(0, 2, 0, 1), page_size=page_size)
         told = {"facts": FACTS, "seed": len(name), "engine_id": name, "store": store, **options}
-        return ranks(SHORT, geometry=geometry, **told)
+        config = SHORT | {"codec": codec}
+        return ranks(config, geometry=geometry, **told)
 
     return make
 
@@ -204,6 +206,28 @@ def test_a_comparison_with_a_bad_chunk_believes_nobody(store: LocalStore, rank: 
     assert fill(reader, "again").cause is Cause.UNAUDITED
 
 
+@pytest.mark.parametrize("permits", ["raw", "int8"])
+def test_kv_that_may_have_come_in_a_codec_is_loaded_only_where_that_is_permitted(
+    store: LocalStore, rank: Make, permits: str
+) -> None:
+    saved = save(writer := rank(PAGE, "a", codec="int8"), store)
+    reader = rank(OTHER_PAGE, "other", codec=permits)
+    found = fill(reader)
+    if permits == "raw":
+        assert found.miss is Miss.UNLIKE
+        return
+    assert found.cause is None
+    loaded = list(range(len(TOKENS) // OTHER_PAGE))
+    assert torch.equal(kv(reader, loaded, OTHER_PAGE), kv(writer, saved, PAGE))
+
+
+def test_an_engine_that_takes_kv_in_fp8_writes_nothing(store: LocalStore, rank: Make) -> None:
+    writer, pages = rank(PAGE, "a", codec="fp8_e4m3"), list(range(CHUNK_TOKENS // PAGE))
+    writer.agent.submit(Save("save", ROOT or b"", chunks()[0], (pages,)))
+    assert isinstance(writer.end_of("save"), Saved)
+    assert files(store) == []
+
+
 def test_kv_of_other_weights_is_not_loaded(store: LocalStore, rank: Make) -> None:
     other = msgspec.structs.replace(FACTS, weights_full=b"others")
     writer = rank(PAGE, "a")
@@ -241,16 +265,51 @@ def test_an_engine_that_ends_has_written_what_it_had_copied(
     assert None not in store.find([chunk.key for chunk in chunks()])
 
 
-def test_a_chunk_that_the_store_has_already_costs_no_sums(
+def test_a_chunk_that_the_store_has_already_costs_neither_a_copy_nor_sums(
     store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, summed = rank(PAGE, "a"), rank(PAGE, "b"), []
+    first, second, done = rank(PAGE, "a"), rank(PAGE, "b"), []
+    for module, name in ((pool_saves, "gather_piece"), (saver, "layer_sum")):
+        work = getattr(module, name)
+
+        def counted(*args: Any, work: Any = work, name: str = name) -> Any:
+            done.append(name)
+            return work(*args)
+
+        monkeypatch.setattr(module, name, counted)
     save(first, store)
-    monkeypatch.setattr(record, "layer_sum", lambda data: summed.append(len(data)) or bytes(16))
-    (chunk, _) = chunks()
-    second.agent.submit(Save("again", ROOT or b"", chunk, (list(range(CHUNK_TOKENS // PAGE)),)))
-    until(lambda: second.count("pool_saves", cause="exists") == 1, "its answer")
-    assert summed == []
+    assert set(done) == {"gather_piece", "layer_sum"}
+    done.clear()
+    for chunk in chunks():
+        pages = list(range(CHUNK_TOKENS // PAGE))
+        second.agent.submit(Save(f"again {chunk.number}", ROOT or b"", chunk, (pages,)))
+        assert isinstance(second.end_of(f"again {chunk.number}"), Saved), "its pages come free"
+    assert second.count("pool_saves", cause="exists") == len(chunks())
+    assert done == []
+
+
+def test_weights_that_change_while_the_store_is_asked_are_not_saved_as_those_before(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, begin, asked = rank(PAGE, "a"), store.begin, threading.Event()
+    changed = threading.Event()
+
+    def waits(*args: Any, **more: Any) -> Any:
+        asked.set()
+        changed.wait(30)
+        return begin(*args, **more)
+
+    monkeypatch.setattr(store, "begin", waits)
+    (chunk, _), pages = chunks(), list(range(CHUNK_TOKENS // PAGE))
+    writer.agent.submit(Save("save", ROOT or b"", chunk, (pages,)))
+    assert asked.wait(30)
+    other = msgspec.structs.replace(FACTS, weights_full=b"others")
+    writer.agent.submit(ChangeModel(other))
+    until(lambda: writer.agent.pool_model == model_root(other), "the other weights")
+    changed.set()
+    assert isinstance(writer.end_of("save"), Saved)
+    until(lambda: store.status().writing == 0, "its room is free again")
+    assert files(store) == []
 
 
 def ones(*ranks: Rank) -> None:
@@ -324,8 +383,12 @@ def test_a_store_that_does_not_answer_keeps_no_page_of_a_save(
         writer.agent.submit(save_)
     for save_ in saves:
         assert isinstance(writer.end_of(save_.request), Saved)
+    assert writer.count("pool_saves", cause="busy") == len(saves)
     silent.silent.set()
-    until(lambda: store.find([chunks()[0].key])[0] is not None, "the first one", 10.0)
+    again = Save("again", ROOT or b"", chunks()[0], (pages,))
+    until(lambda: store.status().writing == 0, "what was given up leaves no room taken", 10.0)
+    writer.agent.submit(again)
+    until(lambda: store.find([again.chunk.key])[0] is not None, "a later one", 10.0)
 
 
 def test_a_silent_store_takes_no_thread_away_from_later_loads(

@@ -3,12 +3,11 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -18,16 +17,23 @@ from support.waits import until
 from gpu_run import command
 from gpu_run.places import ROOT, describe_project, environment
 from gpu_run.processes import members_of, run_limited
-from gpu_run.record import LOG, REPORT, RESULTS, Record
+from gpu_run.record import LOG, REPORT, RESULTS, Record, Result
 from gpu_run.runner import Runner
-from gpu_run.steps import JSON, KERNELS, PAYLOADS, ROUTED, STEPS, Step, chosen
+from gpu_run.step import JSON, Step
 
 SLEEP = "import time; time.sleep(600)"
 
 
-def step(name: str, code: str, *, limit_s: float = 60.0, imports: Sequence[str] = ()) -> Step:
-    program = (sys.executable, "-c", code, JSON)
-    return Step(name, "a test", program, program, limit_s, imports)
+def step(
+    name: str,
+    code: str,
+    *,
+    limit_s: float = 60.0,
+    imports: Sequence[str] = (),
+    beside: str = "",
+) -> Step:
+    program = (sys.executable, "-S", "-c", code, JSON)
+    return Step(name, "a test", program, limit_s, imports, sources=(), beside=beside)
 
 
 def runner(folder: Path, out: Path | None = None) -> Runner:
@@ -84,13 +90,27 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_second_call_goes_on_where_the_first_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpu_run.runner.LEAST_S", 0.5)
+def test_steps_side_by_side_run_at_the_same_time(tmp_path: Path) -> None:
+    """Each of these waits for the other one."""
+
+    def meets(own: str, other: str) -> str:
+        there = f"os.path.exists({str(tmp_path / other)!r})"
+        return f"import os, time; open({str(tmp_path / own)!r}, 'w')\nwhile not {there}: time.sleep(0.01)"
+
+    steps = [
+        step("a", meets("a", "b"), beside="checks"),
+        step("b", meets("b", "a"), beside="checks"),
+        step("c", f"import os; assert os.path.exists({str(tmp_path / 'a')!r})"),
+    ]
+    one = runner(tmp_path / "state")
+    assert one.run(steps, budget_s=100) == []
+    assert states(one) == dict.fromkeys("abc", "ok")
+
+
+def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     told = tmp_path / "told"
     code = f"open({str(told)!r}, 'a').write('x')"
-    steps = [step("first", code), step("second", code), step("slow", SLEEP, limit_s=100.0)]
+    steps = [step("first", code), step("second", code), step("slow", SLEEP, limit_s=1.5)]
     one = runner(tmp_path / "state")
     assert one.run(steps[:1], budget_s=60) == []
     again = runner(tmp_path / "state")
@@ -99,8 +119,63 @@ def test_a_second_call_goes_on_where_the_first_ended(
     # With less than its own time a step has had no fair chance: it is left for another call.
     assert again.run(steps, budget_s=1) == ["slow"]
     assert states(again)["slow"] == "cut"
-    # No time at all: it is not begun.
-    assert again.run(steps, budget_s=0) == ["slow"]
+    # With less than half of its time it is not begun.
+    long = step("long", "", limit_s=100)
+    assert again.run([long], budget_s=40) == ["long"]
+    assert "long" not in states(again)
+
+
+def test_results_are_taken_up_on_another_machine(tmp_path: Path) -> None:
+    """What the call before brought back lies in the folder of `--out`."""
+    told, out = tmp_path / "told", tmp_path / "out"
+    steps = [step("a", f"open({str(told)!r}, 'a').write('x')")]
+    assert runner(tmp_path / "one machine", out).run(steps, budget_s=60) == []
+    again = runner(tmp_path / "another machine", out)
+    assert again.run(steps, budget_s=60) == []
+    assert told.read_text() == "x"
+    assert states(again) == {"a": "ok"}
+
+
+@pytest.mark.parametrize(("code", "state"), [("raise SystemExit(1)", "failed"), (SLEEP, "timeout")])
+def test_a_failed_step_is_tried_again_when_its_sources_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, state: str
+) -> None:
+    """What is wrong is mended between two calls; what is not mended costs no second try."""
+    monkeypatch.setattr("gpu_run.step.ROOT", tmp_path)
+    (tmp_path / "kernels").mkdir()
+    source = tmp_path / "kernels" / "one.py"
+    source.write_text("wrong = True")
+    tries = tmp_path / "tries"
+    count = f"open({str(tries)!r}, 'a').write('x'); "
+    broken = replace(step("a", count + code, limit_s=0.5), sources=["kernels"])
+    for _ in range(2):
+        one = runner(tmp_path / "state")
+        assert one.run([broken], budget_s=60) == []
+        assert states(one) == {"a": state}
+    assert tries.read_text() == "x"
+    source.write_text("wrong = False")
+    runner(tmp_path / "state").run([broken], budget_s=60)
+    assert tries.read_text() == "xx"
+    works = replace(broken, command=step("a", count).command)
+    for _ in range(2):
+        assert runner(tmp_path / "state").run([works], budget_s=60) == []
+        source.write_text("of a step that succeeded")
+    assert tries.read_text() == "xxx"
+
+
+def test_all_output_together_fits_what_a_host_gives_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_run.record.STEP_BYTES", 50)
+    monkeypatch.setattr("gpu_run.record.LOG_BYTES", 100)
+    record, log = Record(tmp_path), tmp_path / "a.out"
+    log.write_text("begin " + "." * 100 + " end")
+    record.put("a", Result("ok"), log)
+    record.put("b", Result("ok"), log)
+    kept = (tmp_path / LOG).read_text()
+    assert len(kept) == 100
+    assert "begin" not in kept
+    assert kept.endswith(" end")
 
 
 def test_a_step_is_run_again_without_losing_the_others(
@@ -112,6 +187,7 @@ def test_a_step_is_run_again_without_losing_the_others(
     monkeypatch.setattr(
         command, "chosen", lambda only: [one for one in steps if not only or one.name in only]
     )
+    monkeypatch.setattr(command, "CARRIED", tmp_path / "none")
     state = ["--state", str(tmp_path / "state")]
     assert command.main(state) == 0
     assert command.main([*state, "--afresh", "--only", "b"]) == 0
@@ -142,7 +218,7 @@ def test_a_run_that_is_killed_has_kept_its_results(tmp_path: Path) -> None:
         "a": "ok",
         "b": "cut",
     }
-    assert not Record(state).done("b")
+    assert not Record(state).done("b", "")
 
 
 def descendants(state: Path) -> list[int]:
@@ -166,55 +242,6 @@ def test_this_clone_is_a_package_with_entry_points(tmp_path: Path) -> None:
     assert set(found.entry_points.names) == set(installed.names)
 
 
-def test_the_command_names_unknown_steps_and_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="no step is called mlb: there are probe, decode-check"):
-        command.main(["--only", "mlb"])
-    assert command.main(["--list"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == [one.name for one in STEPS]
-    assert [one.name for one in chosen(["mla", "probe"])] == ["probe", "mla"]
-    told = {part for one in STEPS for part in (*one.command, *one.rehearsal)}
-    assert not [part for part in told if part.startswith("tests/") and not (ROOT / part).exists()]
-
-
-@pytest.mark.parametrize(
-    ("modules", "needed"),
-    [
-        (("decode", "decode_check"), KERNELS),
-        (("decode", "decode_check", "transfer", "transfer_check"), PAYLOADS),
-    ],
-)
-def test_benches_need_no_more_than_their_steps_say(
-    modules: Sequence[str], needed: Sequence[str]
-) -> None:
-    """A borrowed GPU's host may have torch and Triton and little else."""
-    known = {module for one in STEPS for module in one.imports}
-    absent = sorted(known - set(needed) - {"numpy"})  # Triton itself takes numpy where it is
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({absent}));"
-        f"import pd_kernels.bench.__main__; from pd_kernels.bench import {', '.join(modules)}"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_demo_s_steps_name_what_its_router_needs() -> None:
-    """A step whose router cannot start would fail only when two engines have started."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    names = {re.split("[<>=]", one)[0] for one in extras["router"]} - {
-        "aiohappyeyeballs"
-    }  # aiohttp's
-    wanted = {{"pyyaml": "yaml"}.get(name, name.replace("-", "_")) for name in names}
-    routed = [one for one in STEPS if "demo" in one.command]
-    assert routed
-    assert all(set(one.imports) == set(ROUTED) >= wanted for one in routed)
-
-
 def test_engines_do_not_wait_for_flashinfer_s_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,30 +249,3 @@ def test_engines_do_not_wait_for_flashinfer_s_compiler(
     assert environment(tmp_path, [])["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
     assert environment(tmp_path, [])["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
-
-
-def rehearse(only: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            *(ROOT / "ci" / "gpu", "--rehearse", "--only", only),
-            *("--state", folder / "state", "--out", folder / "out"),
-        ],
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.timeout(600)
-def test_it_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
-    """The real command and real steps; those with engines are rehearsed by their own tests."""
-    names = ["probe", "device-slots", "tests"]
-    done = rehearse(",".join(names), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "out" / RESULTS).read_text())
-    assert {name: one["state"] for name, one in results.items()} == dict.fromkeys(names, "ok")
-    assert results["probe"]["figures"]["packages"]["torch"] != "missing"
-    slots = {row["params"]["codec"] for row in results["device-slots"]["figures"]}
-    assert slots == {"agent-device", "agent-host"}
-    assert "has a result" in rehearse("probe", tmp_path).stdout

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from pd_connector.config import MIN_KEY_CHARACTERS
+from pd_connector.config_rules import MIN_KEY_CHARACTERS
 from pd_connector.control.keys import CurveKeys, Gatekeeper, new_key, secret
 
 SECRET = "a shared secret of some length"
@@ -31,7 +31,7 @@ class _Guarded:
         keys = CurveKeys.derive(SECRET)
         self.gatekeeper = Gatekeeper(context, keys)
         self.socket = context.socket(zmq.PULL)
-        keys.guard(self.socket)
+        keys.demand(self.socket)
         self._port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self._dialled: list[zmq.Socket[bytes]] = []
 

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import yaml
+from support.charts import FOLDER, rendered
 
 from pd_connector.hosts import port_range
 from pd_connector.tools.cli.check import examine
 from pd_connector.tools.cli.checks.finding import Status
-from pd_connector.vllm.versions import advice
+from pd_connector.versions import advice
+from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.router.settings.config import RouterConfig
-from scheduler_plugins.router.settings.options import parser as router_parser
 
-FOLDER = Path(__file__).parents[2] / "examples" / "deploy"
+CUSTOM = ("PodMonitor", "PrometheusRule")
+"""Kinds of Prometheus' operator: Kubernetes has no schema of them."""
 MANIFESTS = FOLDER / "kubernetes.yaml"
 WIDE = {
     "prefill": {
@@ -26,16 +28,9 @@ WIDE = {
     },
     "networkPolicy": {"alsoFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]},
     "podMonitor": {"enabled": True},
+    "prometheusRule": {"enabled": True},
+    "dashboards": {"enabled": True},
 }
-
-
-def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chart's manifests, by Helm's own library."""
-    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
-    with helm.Chart.load(FOLDER / "chart") as chart:
-        found = chart.render(values=values, name="pd")
-    text = found if isinstance(found, str) else "\n---\n".join(found.values())
-    return [one for one in yaml.safe_load_all(text) if one]
 
 
 def committed() -> list[dict[str, Any]]:
@@ -72,7 +67,7 @@ def test_every_manifest_is_valid_by_kubernetes_own_schema(values: dict[str, Any]
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     )
     for one in committed() if values is None else rendered(values):
-        if one["kind"] != "PodMonitor":  # no kind of Kubernetes' own
+        if one["kind"] not in CUSTOM:
             schemas.validate(one, schemas.latest_version(), strict=True)
 
 
@@ -127,17 +122,29 @@ def test_every_service_and_policy_selects_the_pods_of_a_deployment() -> None:
     assert all(selector in pods for selector in selectors)
 
 
-def test_the_router_understands_its_arguments_and_finds_the_services() -> None:
+def understood(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> RouterConfig:
+    """The settings that `pd-router` itself makes of this command."""
+    found = list[RouterConfig]()
+    monkeypatch.setattr(
+        "scheduler_plugins.router.__main__._run", lambda config, settings: found.append(config)
+    )
+    assert command[0] == "pd-router"
+    assert pd_router(command[1:]) == 0
+    return found[0]
+
+
+def test_the_router_understands_its_arguments_and_finds_the_services(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     documents = committed()
     router = container(by_name(documents, "Deployment")["pd-router"])
-    assert router["command"] == ["pd-router", "serve"]
-    asked = router_parser(RouterConfig).parse_args(router["args"])
+    asked = understood(monkeypatch, [*router["command"], *router["args"]])
     services = by_name(documents, "Service")
     for url, side in ((asked.prefill, "prefill"), (asked.decode, "decode")):
-        assert url == [f"dns+http://pd-{side}:8000"]
+        assert url == (f"dns+http://pd-{side}:8000",)
         assert services[f"pd-{side}"]["spec"]["clusterIP"] == "None"
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
-    router_parser(RouterConfig).parse_args(compose["router"]["command"])
+    understood(monkeypatch, [*compose["router"]["entrypoint"], *compose["router"]["command"]])
 
 
 def test_vllm_understands_its_arguments() -> None:

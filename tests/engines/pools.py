@@ -51,9 +51,10 @@ class PooledEngines:
         model: Path = MODEL,
         beside: dict[str, Any] | None = None,
         older: bool = False,
+        **more: Any,
     ) -> VllmEngine:
-        """`beside`: another connector in a `MultiConnector`. `older`: with vLLM 0.31."""
-        config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}}
+        """`beside`: another connector in a `MultiConnector`. `older`: with vLLM 0.31. `more`: config keys."""
+        config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}, **more}
         connector = "PDConnector"
         if beside is not None:
             own = {
@@ -86,6 +87,13 @@ class PooledEngines:
     def files(self) -> list[Path]:
         """Those of all chunks."""
         return list(self.shm.glob("*/pool/*/data/*"))
+
+    def damage(self) -> None:
+        """Change a byte in the middle of each file."""
+        for file in self.files():
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
 
     def computed(self, engine: VllmEngine, salt: str, chunks: int = CHUNKS, **extra: Any) -> Answer:
         """Have an engine compute the prompt, and wait until its chunks are in the pool."""

@@ -43,7 +43,7 @@ class Probe:
                 layer[page].neg_()
 
     def damage_token(self, page: int, token: int) -> None:
-        """Scale V of one token of a page by 0.55, in the first layer here: too little to be seen in the norm of
+        """Scale V of one token of a page by 0.62, in the first layer here: too little to be seen in the norm of
         its page."""
         layer = self._layers()[0]
         tokens, dims = layer.shape[2], layer.shape[3] // 2
@@ -51,7 +51,7 @@ class Probe:
         assert not any(getattr(m, "isa", None) == "amx" for m in context.values()), "other places"
         for head in range(layer.shape[1]):
             v = layer[page, head].flatten()[tokens * dims :].view(tokens, dims)
-            v[token] *= 0.55
+            v[token] *= 0.62
 
     def flip_byte(self, page: int) -> None:
         """Flip all bits of one byte of a page: the highest of the first element of V, of the last

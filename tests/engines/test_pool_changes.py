@@ -9,7 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import Answer, assert_idle, assert_same_logprobs, completion, fresh_salt, wait_until
+from harness import (
+    TWO_STEP_PARAMS,
+    Answer,
+    assert_idle,
+    assert_same_logprobs,
+    completion,
+    fresh_salt,
+    wait_until,
+)
 from pools import (
     CHUNKS,
     IN_USE,
@@ -23,7 +31,7 @@ from pools import (
 )
 from recipes import MODEL
 from test_adapters_live import adapter, tell
-from test_codecs_live import BFLOAT16, FP8_CACHE, distance
+from test_codecs_live import BFLOAT16, BOUNDS, FP8_CACHE, distance
 from test_identity_live import retrained, update
 from tools import TOLERANCE, delta, probe_all
 
@@ -43,12 +51,25 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PooledEngines]:
 
 @pytest.fixture(scope="module")
 def engine(pool: PooledEngines) -> VllmEngine:
-    return pool.start(32, *LORA, *TRAINER)
+    return pool.start(32, *LORA, *TRAINER, codec="int8")
 
 
 @pytest.fixture(scope="module")
 def other(pool: PooledEngines) -> VllmEngine:
-    return pool.start(64, *LORA, *TRAINER)
+    return pool.start(64, *LORA, *TRAINER, codec="int8")
+
+
+@pytest.fixture(scope="module")
+def several(pool: PooledEngines, tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
+    """An engine with two connectors, without a codec."""
+    beside = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "shared_storage_path": str(tmp_path_factory.mktemp("beside"))
+        },
+    }
+    return pool.start(32, "--disable-hybrid-kv-cache-manager", beside=beside)
 
 
 def alone(engine: VllmEngine, **extra: object) -> Answer:
@@ -161,24 +182,44 @@ def in_use(engine: VllmEngine) -> int:
     return engine.log_path.read_text().count(IN_USE)
 
 
-def test_the_pool_works_beside_another_connector(pool: PooledEngines, tmp_path: Path) -> None:
-    beside = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
-    several = pool.start(32, "--disable-hybrid-kv-cache-manager", beside=beside)
+def test_kv_that_came_in_int8_is_read_where_that_is_permitted_and_nowhere_else(
+    pool: PooledEngines, engine: VllmEngine, other: VllmEngine, several: VllmEngine
+) -> None:
+    salt, before = fresh_salt(), len(pool.files())
+    ask = {**TWO_STEP_PARAMS, **NO_READ["kv_transfer_params"]}
+    params = completion(engine, PROMPT, 1, cache_salt=salt, kv_transfer_params=ask)
+    assert len(pool.files()) == before, "its prefill engine saves nothing"
+    with delta(other, "pd_connector:received_transfers_total") as received:
+        given = params.kv_transfer_params
+        completion(other, PROMPT, 32, cache_salt=salt, kv_transfer_params=given)
+    assert received.amount == 1
+    wait_until(lambda: len(pool.files()) >= before + CHUNKS, "the chunks in the pool")
+    assert forget(engine)
+    with delta(engine, "pd_connector:pool_hits_total") as loads:
+        found = completion(engine, PROMPT, 32, cache_salt=salt)
+        completion(engine, [1, 2, 3], 2)
+    assert loads.amount == CHUNKS
+    assert 0 < distance(engine, PROMPT, found.tokens, found.logprobs) <= BOUNDS["int8"]
+    exact = alone(several)
+    assert_same_logprobs(completion(several, PROMPT, 32, cache_salt=salt), exact, TOLERANCE)
+    assert hits(several) == 0
+    assert counted(several, "pool_misses", cause="unlike") >= 1
+
+
+def test_the_pool_works_beside_another_connector(pool: PooledEngines, several: VllmEngine) -> None:
     salt = fresh_salt()
     wanted = pool.computed(several, salt)
     assert loaded(several, salt, wanted) == CHUNKS
     assert loaded(several, fresh_salt(), wanted) == 0
+    pool.damage()  # a MultiConnector has vLLM's own policy for loads that fail: `fail`
+    assert loaded(several, salt, wanted) == 0
 
 
 @pytest.mark.skipif(not OLDER.is_dir(), reason="no vLLM 0.31 beside 0.32: run ci/setup")
 def test_versions_0_31_and_0_32_read_each_others_chunks(
     pool: PooledEngines, other: VllmEngine
 ) -> None:
-    older = pool.start(32, older=True)
+    older = pool.start(32, older=True, codec="int8")
     for writer, reader in ((older, other), (other, older)):
         salt = fresh_salt()
         assert loaded(reader, salt, pool.computed(writer, salt)) == CHUNKS

@@ -41,7 +41,8 @@ from pd_connector.tools.launch.progress import wait_all
 
 LONG = 1500
 PORTIONS = ("--max-num-batched-tokens", "256")
-SETUP = Setup.of(args=PORTIONS)
+# Pages that no decode engine asks for are kept for a lease.
+SETUP = Setup.of(args=PORTIONS, lease_s=6)
 TRANSFERS = "pd_connector:received_transfers_total"
 EARLY = "pd_connector:early_chunks_total"
 

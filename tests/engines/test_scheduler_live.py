@@ -21,7 +21,8 @@ from test_handoff import LENGTHS, prompt_of
 from tools import TOLERANCE, delta
 
 from pd_connector.tools.launch import Service
-from scheduler_plugins.admission.board import Posted, default_folder, read_post
+from scheduler_plugins.admission.board import default_folder
+from scheduler_plugins.admission.post import Posted, read_post
 
 FLAG = "scheduler_plugins.vllm.PrefixAwareScheduler"
 CLASSES = """

@@ -85,7 +85,7 @@ def test_kernels_agree_with_their_references_on_random_batches() -> None:
 
 
 def test_its_check_passes_in_the_interpreter() -> None:
-    assert decode_check.check_decode(3, seed=3) == []
+    assert decode_check.check_decode(3, seed=3) == {}
 
 
 def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,12 @@ def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(decode_check, "launch_paged", wrong_paged)
     monkeypatch.setattr(decode_check, "launch_mla", wrong_mla)
     problems = decode_check.check_decode(3, seed=3)
-    assert len(problems) == 3
-    assert "error" in problems[0]
-    assert "lse differs" in problems[2]
+    assert {name: len(lines) for name, lines in problems.items()} == {
+        "paged_decode": 2,
+        "mla_decode": 1,
+    }
+    assert "error" in problems["paged_decode"][0]
+    assert "lse differs" in problems["mla_decode"][0]
 
 
 def test_its_check_sees_shards_that_are_merged_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +116,8 @@ def test_its_check_sees_shards_that_are_merged_wrong(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(decode_check, "launch_merge", wrong)
     monkeypatch.setattr(decode_check, "_paged", lambda _: "")
-    (problem,) = decode_check.check_decode(1, seed=3)
-    assert problem.startswith("merge, case 0 of seed 3: 2 shards of")
+    ((problem,),) = decode_check.check_decode(1, seed=3).values()
+    assert problem.startswith("merge_partials, case 0 of seed 3: 2 shards of")
     assert "at most 1e-06" in problem
 
 
@@ -129,7 +132,7 @@ def test_its_check_sees_a_plan_that_is_not_made_anew(monkeypatch: pytest.MonkeyP
         decode_call, "multiprocessors", lambda _: 8
     )  # one would have all in any plan
     monkeypatch.setattr(decode_check, "captured", kept)
-    (problem,) = decode_check.check_decode(1, seed=3)
+    ((problem,),) = decode_check.check_decode(1, seed=3).values()
     assert "replayed with lengths" in problem
     assert problem.endswith("the plan differs from its definition")
 
@@ -141,7 +144,7 @@ def test_its_check_sees_what_only_a_replay_does_wrong(monkeypatch: pytest.Monkey
         return lambda: left.pop()() if left else None
 
     monkeypatch.setattr(decode_check, "captured", forgetful)
-    (problem,) = decode_check.check_decode(1, seed=3)
+    ((problem,),) = decode_check.check_decode(1, seed=3).values()
     assert "replayed with lengths" in problem
     assert ": error " in problem
 
@@ -152,8 +155,8 @@ def test_a_case_that_raises_is_a_line_of_its_check(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(decode_check, "launch_paged", broken)
     problems = decode_check.check_decode(2, seed=3)
-    assert problems == [
-        f"paged, case {case} of seed 3: RuntimeError: out of resource" for case in range(2)
+    assert problems["paged_decode"] == [
+        f"paged_decode, case {case} of seed 3: RuntimeError: out of resource" for case in range(2)
     ]
 
 

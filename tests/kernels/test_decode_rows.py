@@ -2,7 +2,7 @@
 """What `python -m pd_kernels.bench` says of what it measures, and how it measures small things."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import decode_interpreted  # noqa: F401 - before what it imports
@@ -69,22 +69,72 @@ def test_a_graph_has_many_calls_and_the_caches_of_small_ones_exceed_the_l2() -> 
 
 
 @pytest.mark.parametrize(
-    ("problems", "us", "code"), [([], 1.0, 0), ([], 3.0, 1), (["paged, case 0: error"], 1.0, 1)]
+    ("wrong", "us", "code"),
+    [({}, 1.0, 0), ({}, 3.0, 1), ({"mla_decode": ["mla_decode, case 0: error"]}, 1.0, 1)],
 )
 def test_its_exit_code_says_what_became_of_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    problems: list[str],
+    wrong: dict[str, list[str]],
     us: float,
     code: int,
 ) -> None:
-    rows = [duration("paged_decode / FlexAttention", {"page": 16}, us / 1e6, 2e-6, 1.0)]
+    """Measuring goes on after a wrong case, without the kernel that was wrong."""
+
+    def measured(quick: bool, only: list[str], skipped: Collection[str]) -> Iterator[Comparison]:
+        assert list(skipped) == list(wrong)
+        yield duration("paged_decode / FlexAttention", {"page": 16}, us / 1e6, 2e-6, 1.0)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(decode_check, "check_decode", lambda *_: problems)
-    monkeypatch.setattr(decode, "measure_decode", lambda *_: iter(rows))
+    monkeypatch.setattr(decode_check, "check_decode", lambda *_: wrong)
+    monkeypatch.setattr(decode, "measure_decode", measured)
     assert command.main(["decode"]) == code
     printed = capsys.readouterr().out
     assert printed.startswith("a GPU, torch ")
-    assert f"checked 60 random cases: {len(problems)} wrong" in printed
-    assert ("FlexAttention" in printed) == (not problems), "nothing that is wrong is measured"
+    assert f"checked random cases: {len(wrong)} wrong" in printed
+    assert "FlexAttention" in printed
+
+
+def test_a_kernel_that_is_wrong_is_not_measured_and_all_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [
+        "paged_decode",
+        "paged_decode, mask_mod",
+        "merge_partials / paged_decode",
+        "mla_decode",
+    ]
+    cases = [decode.Case(name, {}, iter([duration(name, {}, 1e-6, 1e-6, 1.0)])) for name in names]
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(decode, "cases", lambda *_: iter(cases))
+    rows = list(decode.measure_decode(quick=True, wrong={"paged_decode": ["case 3: error"]}))
+    assert [row.name for row in rows] == names
+    assert [row.ok for row in rows] == [False, False, True, True]
+    assert rows[0].params["failed"] == "ValueError: not measured, its check failed"
+
+
+@pytest.mark.parametrize(
+    ("only", "kernels"),
+    [
+        (["mla_decode"], {"mla_decode"}),
+        (["paged_decode", "FlexAttention"], {"paged_decode"}),
+        ([], {"paged_decode", "mla_decode", "merge_partials", "mixed_attention", "host"}),
+    ],
+)
+def test_only_kernels_that_would_be_measured_are_checked(
+    monkeypatch: pytest.MonkeyPatch, only: list[str], kernels: set[str]
+) -> None:
+    """MLA's Gluon kernel is held to MLA's cases alone."""
+    found: list[set[str]] = []
+
+    def check(cases: int, seed: int, asked: set[str]) -> dict[str, list[str]]:
+        found.append(asked)
+        return {}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(decode_check, "check_decode", check)
+    told = [part for text in only for part in ("--only", text)]
+    assert command.main(["decode", "--quick", "--check", *told]) == 0
+    assert found == [kernels]

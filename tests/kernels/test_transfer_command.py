@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pd_kernels.bench import transfer, transfer_check
-from pd_kernels.bench.caches import Model
+from pd_kernels.bench.caches import PAGED, RESHARD, Model
 from pd_kernels.bench.report import Comparison, duration, print_rows, throughput, write_json
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
@@ -80,6 +80,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         transfer, "MODELS", (Model("tiny", 2, 8, 32, 32), Model("latent", 1, 1, 48, 0))
     )
     monkeypatch.setattr(transfer, "LLAMA_8B", Model("tiny", 1, 8, 16, 16))
+    monkeypatch.setattr(transfer, "TOKENS", (70,))
     monkeypatch.setattr(transfer, "LAYOUTS", ((16, "LBHNC"), (64, "LBNHC")))
     monkeypatch.setattr(transfer, "copies", lambda _: 2)
     monkeypatch.setattr(transfer, "copy_bandwidth", lambda: 1e12)
@@ -88,7 +89,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_its_check_passes_in_the_interpreter() -> None:
-    assert transfer_check.check_transfer(6, seed=3) == []
+    assert transfer_check.check_transfer(6, seed=3) == {}
 
 
 @pytest.mark.usefixtures("small")
@@ -99,12 +100,24 @@ def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(transfer_check, "launch_gather", late)
     problems = transfer_check.check_transfer(2, seed=3)
-    assert len([problem for problem in problems if problem.startswith("pages")]) == 2
+    assert [line.split(" of ")[0] for line in problems.pop(PAGED)][:2] == [
+        f"{PAGED}, case {case}" for case in range(2)
+    ]
+    assert not problems
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_wrong_is_not_measured_and_all_else_is() -> None:
+    rows = list(transfer.measure_transfer(False, wrong=[PAGED]))
+    bad = [row for row in rows if "failed" in row.params]
+    assert {row.name for row in bad} == {PAGED}
+    assert bad[0].params["failed"] == "ValueError: not measured, its check failed"
+    assert [row.name for row in rows if row not in bad] == [RESHARD] * 16
 
 
 @pytest.mark.usefixtures("small")
 def test_it_measures_every_codec_both_ways_and_every_reshard() -> None:
-    rows = list(transfer.measure_transfer((70,)))
+    rows = list(transfer.measure_transfer(False))
     names = {row.name for row in rows}
     assert names == {
         "gather",
@@ -121,8 +134,22 @@ def test_it_measures_every_codec_both_ways_and_every_reshard() -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_in_a_hurry_it_measures_one_model_in_pages_of_16_and_64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "TOKENS", (20, 30, 40))
+    rows = list(transfer.measure_transfer(quick=True))
+    assert {(row.params["model"], row.params["tokens"]) for row in rows} == {
+        ("tiny", 20),
+        ("tiny", 30),
+    }
+    assert {row.params["page"] for row in rows} == {16, 64}
+    assert "gather with sums / without" in {row.name for row in rows}
+
+
+@pytest.mark.usefixtures("small")
 def test_a_fused_codec_is_held_to_raw_and_raw_to_a_copy() -> None:
-    rows = list(itertools.islice(transfer.measure_transfer((70,)), 16))  # of one layout
+    rows = list(itertools.islice(transfer.measure_transfer(False), 16))  # of one layout
     assert len({(row.name, row.params["codec"]) for row in rows}) == 16
     held = [(row.name, row.params["codec"], row.bar) for row in rows if row.bar]
     assert [each for each in held if each[0] != "gather / torch"] == [
@@ -145,7 +172,7 @@ def test_a_fused_codec_is_held_to_raw_and_raw_to_a_copy() -> None:
 @pytest.mark.usefixtures("small")
 def test_a_row_comes_when_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ends early keeps the rows before; a case that fails ends no other."""
-    rows = transfer.measure_transfer((70,))
+    rows = transfer.measure_transfer(False)
     first = next(rows)
     monkeypatch.setattr(transfer, "seconds", lambda _: 1 / 0)
     rest = list(rows)

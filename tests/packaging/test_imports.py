@@ -48,10 +48,12 @@ def test_importing_it_imports_no_engine(tmp_path):
 
 def test_help_of_every_command_needs_no_engine(tmp_path):
     code = (
-        f"{BLOCK}\nsys.argv[1:] = ['--help']\nfrom pd_connector.tools.cli.app import main; main()"
+        f"{BLOCK}\nfrom pd_connector.tools.cli.app import Commands, main\n"
+        "for name in Commands.lines: assert main([name, '--help']) == 0, name"
     )
     said = python(code, tmp_path, ",".join(ENGINES))
-    assert all(command in said for command in ("demo", "doctor", "bench", "key"))
+    assert "Not available" not in said
+    assert all(f"pd-connector {command}" in said for command in ("demo", "doctor", "bench", "key"))
 
 
 def test_pd_kernels_imports_from_anywhere(root, tmp_path):
@@ -95,7 +97,7 @@ def test_transformers_does_not_take_our_folder_for_hugging_faces(root, tmp_path)
         ("pd_connector bench handoff --gpu", "torch"),
         ("pd_connector profile --url http://127.0.0.1:1", "aiohttp"),
         ("pd_connector bench router peers trace.jsonl", "aiohttp"),
-        ("scheduler_plugins.router --help", "aiohttp"),
+        ("scheduler_plugins.router --prefill a:1 --decode b:1", "aiohttp"),
         ("pd_kernels.bench decode", "torch"),
     ],
 )

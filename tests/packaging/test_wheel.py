@@ -46,6 +46,12 @@ def test_the_source_distribution_has_what_the_wheel_has_and_the_documents_and_no
     assert not [name for name in names if name.startswith("tests") or name.endswith(".pyc")]
 
 
+def test_the_live_page_is_whole(contents):
+    folder = "scheduler_plugins/router/endpoints/"
+    wanted = {f"{folder}{name}" for name in ("page.html", "page.css", "page.js", "page_engines.js")}
+    assert wanted <= set(contents)
+
+
 def test_types_are_offered_to_type_checkers(contents):
     assert "pd_connector/py.typed" in contents
 
@@ -58,7 +64,7 @@ def test_entry_points_are_registered_and_exist(wheel, root):
     assert "\ndef register()" in (root / "pd_connector/sglang/plugin.py").read_text()
     assert "[console_scripts]\npd-connector = pd_connector.tools.cli.app:main" in text
     assert "\ndef register()" in (root / "pd_connector/vllm/plugin.py").read_text()
-    assert "\ndef main()" in (root / "pd_connector/tools/cli/app.py").read_text()
+    assert "\ndef main(" in (root / "pd_connector/tools/cli/app.py").read_text()
 
 
 def test_the_licence_is_in_it(contents):

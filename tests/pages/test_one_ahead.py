@@ -217,7 +217,7 @@ def test_a_chunk_that_was_posted_too_early_is_noticed(
     not filled with zeros, which these sums would fit."""
     pytest.importorskip("nixl._api", reason="nixl cannot be imported")
     producer, consumer = ranks.pair(TRANSFER | {"direction": direction}, pages=510)
-    late.forgets = producer.agent._thread
+    late.forgets = producer.agent._thread._thread
     producer.offer("t", PAGES)
     consumer.load(producer.source, "t", INTO)
     assert consumer.loaded("t").cause is Cause.CHECKSUM

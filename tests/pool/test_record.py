@@ -7,14 +7,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_records import FACTS, GEOMETRY, mutated, pages_run, record, summed, wanted
+from support.pool_records import FACTS, GEOMETRY, mutated, pages_run, record, sealed, summed, wanted
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Shard
-from pd_connector.pool.form import form_problem
+from pd_connector.pool.form import form_problem, places
 from pd_connector.pool.keys import CHUNK_TOKENS, Input, inputs_digest
 from pd_connector.pool.record import (
     HEADER,
+    MAGIC,
     MAX_RECORD_BYTES,
     PAYLOAD_ALIGNMENT,
     SCHEMA,
@@ -22,6 +23,7 @@ from pd_connector.pool.record import (
     decode,
     encode,
     layer_sum,
+    payload_problem,
     read_header,
     readable,
     record_problem,
@@ -119,6 +121,77 @@ def test_a_record_that_contradicts_itself_is_refused_although_its_sum_is_right(
     assert found.payload_bytes == RECORD.payload_bytes
 
 
+def changed(**fields: Any) -> bytes:
+    """A head whose sum is right, with another record."""
+    plain = msgspec.msgpack.decode(HEAD[HEADER.size : BODY_STOP])
+    return summed(RECORD, msgspec.msgpack.encode(plain | fields))
+
+
+def test_a_key_that_is_not_that_of_the_tokens_is_found() -> None:
+    for fields in ({"tokens": RECORD.tokens[::-1]}, {"parent": bytes(32)}, {"key": bytes(32)}):
+        assert refused(changed(**fields)) is Miss.DAMAGED
+
+
+def test_layers_that_do_not_lie_as_the_form_says_are_found() -> None:
+    first, *others = ([one.layer, one.offset, one.nbytes, one.sum] for one in RECORD.layers)
+    number, offset, nbytes, found = first
+    for wrong in ([number + 1, offset, nbytes, found], [number, offset, nbytes - 64, found]):
+        assert refused(changed(layers=[wrong, *others])) is Miss.DAMAGED
+    assert refused(changed(layers=others)) is Miss.DAMAGED
+
+
+def test_a_payload_that_does_not_begin_behind_the_record_or_ends_elsewhere_is_found() -> None:
+    body = HEAD[HEADER.size : BODY_STOP]
+    assert decode(summed(RECORD, body)) == RECORD
+    for told in (
+        {"offset": 0},
+        {"offset": len(HEAD) + 8},
+        {"payload": RECORD.payload_bytes + 1},
+        {"payload": 0},
+    ):
+        assert refused(summed(RECORD, body, **told)) is Miss.DAMAGED, told
+
+
+def test_a_header_names_no_record_that_is_too_large_to_be_read() -> None:
+    head = HEADER.pack(MAGIC, SCHEMA, MAX_RECORD_BYTES + 1, 0, 0, bytes(16))
+    with pytest.raises(PoolError) as error:
+        read_header(head)
+    assert error.value.cause is Miss.DAMAGED
+
+
+def test_a_short_record_is_named_as_such() -> None:
+    with pytest.raises(PoolError, match=f"{BODY_STOP - HEADER.size} wanted"):
+        decode(HEAD[: BODY_STOP - 1])
+
+
+@pytest.mark.parametrize("start", [0, 64])
+def test_each_layer_has_a_sum_of_its_own_wherever_the_buffer_begins(start: int) -> None:
+    payload = bytearray(place % 251 for place in range(RECORD.payload_bytes))
+    layers = sealed(RECORD.form, GEOMETRY, memoryview(payload))
+    found = msgspec.structs.replace(RECORD, layers=layers)
+    every = places(RECORD.form, GEOMETRY)
+    needed = [place for place in every if place.offset >= start]
+    buffer = memoryview(payload)[start:]
+    assert payload_problem(found, needed, buffer, start) == ""
+    for place in needed:
+        for byte in (place.offset, place.offset + place.nbytes - 1):
+            payload[byte] ^= 1
+            assert f"layer {place.layer} " in payload_problem(found, needed, buffer, start)
+            payload[byte] ^= 1
+    assert payload_problem(found, needed, buffer[:-1], start), "it is short"
+    whole = len(buffer) - needed[-1].nbytes
+    assert payload_problem(found, needed, buffer[:whole], start), "a layer is missing"
+
+
+def test_a_short_layer_is_not_believed_even_if_its_sum_is_right() -> None:
+    """Else the pages behind its end would be what the buffer held before."""
+    payload = memoryview(bytearray(RECORD.payload_bytes))
+    layers = sealed(RECORD.form, GEOMETRY, payload)
+    last = msgspec.structs.replace(layers[-1], sum=layer_sum(payload[layers[-1].offset : -1]))
+    found = msgspec.structs.replace(RECORD, layers=(*layers[:-1], last))
+    assert payload_problem(found, places(RECORD.form, GEOMETRY)[-1:], payload[:-1])
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -170,6 +243,28 @@ def test_a_text_that_is_no_utf8_is_not_written() -> None:
     with pytest.raises(PoolError) as error:
         encode(record(adapter="\ud83d"))
     assert error.value.cause is Miss.REFUSED
+
+
+def written_by(codec: str) -> Record:
+    return record(writer=msgspec.structs.replace(RECORD.writer, codec=codec))
+
+
+def test_kv_that_came_in_a_codec_is_read_only_where_that_codec_is_permitted() -> None:
+    found = decode(encode(written_by("int8")))
+    assert record_problem(found, wanted(found)) is None
+    problem = record_problem(found, wanted(found)._replace(codecs=("raw",)))
+    assert problem is not None
+    assert problem[0] is Miss.UNLIKE
+
+
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "of_another_package"])
+def test_kv_that_came_in_fp8_is_neither_written_nor_read(codec: str) -> None:
+    with pytest.raises(PoolError) as error:
+        encode(written_by(codec))
+    assert error.value.cause is Miss.REFUSED
+    plain = msgspec.msgpack.decode(HEAD[HEADER.size : BODY_STOP])
+    plain["writer"]["codec"] = codec
+    assert refused(summed(RECORD, msgspec.msgpack.encode(plain))) is Miss.DAMAGED
 
 
 def other_than(found: Record, **fields: Any) -> tuple[Miss, str] | None:

@@ -54,9 +54,11 @@ class Loading:
         for chunk in self.chunks.values():
             slot = slots.pop(0)
             header = self.session.header(self.load, ROUTES[chunk.route], chunk, b"sum")
-            (place,) = self.consumer.landed(header, slot, memoryview(bytes(header.nbytes)), 2.0)
+            (place,) = self.consumer.landings.landed(
+                header, slot, memoryview(bytes(header.nbytes)), 2.0
+            )
             assert isinstance(place, PlaceChunk)
-            actions = self.consumer.placed(place, None, "", 2.0)
+            actions = self.consumer.landings.placed(place, None, "", 2.0)
             for action in actions:
                 message = getattr(action, "message", None)
                 if isinstance(message, messages.Credit):

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from pd_connector.sglang.admission import MAX_ROOM, Admission, host_problem, room_problem
-from pd_connector.sglang.plugin import BACKEND, _admit
+from pd_connector.sglang.hooks import BACKEND, _admit
 
 VOCABULARY = 259
 

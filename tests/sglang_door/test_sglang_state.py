@@ -12,7 +12,7 @@ from pd_connector.control.seal import sealed
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.wire.params import ProducerAddress, parse_address
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.sglang import plugin
+from pd_connector.sglang import hooks
 from pd_connector.sglang.manager import Manager
 
 KEY = "a key of forty characters for all engines"
@@ -21,13 +21,13 @@ RANKS = tuple(Peer(Source("10.0.0.1", 7000 + n, "e"), Shard(0, 4, n, 2)) for n i
 
 def told(manager: Any) -> dict[str, Any]:
     """What an engine with this manager answers."""
-    backend = SimpleNamespace(value=plugin.BACKEND)
+    backend = SimpleNamespace(value=hooks.BACKEND)
     queue = SimpleNamespace(transfer_backend=backend, kv_manager=manager)
     scheduler = SimpleNamespace(
         disagg_prefill_bootstrap_queue=queue, disagg_decode_prealloc_queue=None
     )
     answer = SimpleNamespace(internal_state={"max_running_requests": 8})
-    found: dict[str, Any] = plugin._state(lambda *_: answer, scheduler, None).internal_state
+    found: dict[str, Any] = hooks._state(lambda *_: answer, scheduler, None).internal_state
     return found
 
 
@@ -39,12 +39,12 @@ def manager(*, produces: bool) -> Manager:
 
 
 def test_a_prefill_engine_tells_all_ranks_and_its_seal() -> None:
-    found = parse_address(told(manager(produces=True))[plugin.BACKEND])
+    found = parse_address(told(manager(produces=True))[hooks.BACKEND])
     assert found == sealed(ProducerAddress("e", RANKS), KEY)
 
 
 def test_a_decode_engine_tells_no_address() -> None:
-    assert told(manager(produces=False))[plugin.BACKEND] == {"side": "decode"}
+    assert told(manager(produces=False))[hooks.BACKEND] == {"side": "decode"}
 
 
 def test_an_engine_whose_address_cannot_be_told_still_answers() -> None:

@@ -198,11 +198,11 @@ def test_an_sglang_whose_functions_are_others_is_told_so(
 ) -> None:
     """SGLang goes on after that: its parser would only call the backend's name invalid."""
     target = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
-    monkeypatch.setattr(plugin, "_HOOKS", (plugin._Hook(target, ("self", "request"), print),))
+    monkeypatch.setattr(plugin, "HOOKS", (plugin.Hook(target, ("self", "request"), print),))
     with pytest.raises(PDConnectorError, match=r"add has the parameters .*wanted"):
         plugin.register()
     assert "will not be known as a transfer backend" in caplog.text
-    missing = plugin._Hook("sglang.srt.disaggregation.prefill.no_such", (), print)
-    monkeypatch.setattr(plugin, "_HOOKS", (missing,))
+    missing = plugin.Hook("sglang.srt.disaggregation.prefill.no_such", (), print)
+    monkeypatch.setattr(plugin, "HOOKS", (missing,))
     with pytest.raises(PDConnectorError, match="SGLang has no"):
         plugin.register()

@@ -14,8 +14,9 @@ import pytest
 from support.agents import Rank
 from support.transports import MeddlingTransport
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pd_connector.agent.agent"])  # it takes seconds to import
+FORKS = multiprocessing.get_context("forkserver")
+"""Makes processes that are forked from one which has imported the agent: the import takes seconds."""
+FORKS.set_forkserver_preload(["pd_connector.agent.agent"])
 
 
 class Child:
@@ -28,9 +29,9 @@ class Child:
         before: Callable[[], object],
         options: dict[str, Any],
     ) -> None:
-        self._pipe, theirs = _context.Pipe()
+        self._pipe, theirs = FORKS.Pipe()
         told = theirs, settings, chunks, before, options
-        self._process = _context.Process(target=_live, args=told)
+        self._process = FORKS.Process(target=_live, args=told)
         self._process.start()
         theirs.close()
 

@@ -476,7 +476,7 @@ class World:
 
     def _place(self, link: Link, place: PlaceChunk) -> list[ConsumerAction]:
         if self.verifies and checksum_of(place.payload) != place.header.checksum:
-            return link.consumer.placed(place, Cause.CHECKSUM, "corrupt", self.now)
+            return link.consumer.landings.placed(place, Cause.CHECKSUM, "corrupt", self.now)
         loading = (x for x in link.lent.values() if x.load.transfer == place.header.transfer)
         lent = next(x for x in loading if not x.arrived)
         assert set(place.pages) <= set(lent.load.pages[0]) - {-1}, "it fills its own load's pages"
@@ -487,7 +487,7 @@ class World:
                 for head in place.route.heads:
                     link.cache[page, layer, head], data = data[:row], data[row:]
         assert data == b""
-        return link.consumer.placed(place, None, "", self.now)
+        return link.consumer.landings.placed(place, None, "", self.now)
 
     def _finish(self, link: Link, finished: Finished) -> None:
         assert finished.request not in link.finished, "a load finishes once"
@@ -627,7 +627,7 @@ class World:
         if self.one_sided and flight.slot < len(link.slots):
             link.slots[flight.slot][: len(payload)] = payload
             payload = memoryview(link.slots[flight.slot])[: len(payload)]
-        landed = link.consumer.landed(flight.header, flight.slot, payload, self.now)
+        landed = link.consumer.landings.landed(flight.header, flight.slot, payload, self.now)
         self.consume(link, landed)
 
     def beat(self, link: Link) -> None:

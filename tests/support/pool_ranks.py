@@ -12,11 +12,11 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.form import Form
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.plans import need, needed_parts, plan_load, plan_save
-from pd_connector.pool.record import decode, encode, payload_problem, read_header, readable, sealed
+from pd_connector.pool.record import decode, encode, payload_problem, read_header, readable
 from pd_connector.pool.stored import ChunkLoader, describe, gather_piece
 from support.caches import LAYOUTS, ON_THE_HOST, Rank
 from support.filled import bits
-from support.pool_records import FACTS, record
+from support.pool_records import FACTS, record, sealed
 
 Files = dict[str, bytes]
 """The files of a chunk, by the name of the part."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of made-up writers, without torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -19,6 +20,7 @@ from pd_connector.pool.record import (
     Record,
     Wanted,
     Writer,
+    layer_sum,
 )
 
 FACTS = ModelFacts(
@@ -79,10 +81,18 @@ def record(
     )
 
 
+def sealed(form: Sequence[Run], geometry: Geometry, payload: memoryview) -> tuple[LayerBytes, ...]:
+    """`Record.layers` of a payload that is complete."""
+    return tuple(
+        LayerBytes(*place, layer_sum(payload[place.offset : place.offset + place.nbytes]))
+        for place in places(form, geometry)
+    )
+
+
 def wanted(found: Record, facts: ModelFacts = FACTS) -> Wanted:
     """What a reader looks for to whom this record is right."""
-    named = (getattr(found, name) for name in Wanted._fields[:-1])
-    return Wanted(*named, facts)
+    named = (getattr(found, name) for name in Wanted._fields[:-2])
+    return Wanted(*named, facts, (found.writer.codec,))
 
 
 def summed(found: Record, body: bytes, **told: int) -> bytes:

@@ -4,9 +4,12 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.children import nursery
 from transport_ends import End
 from transport_kinds import KINDS
 from transport_peer import Peer
+
+__all__ = ["nursery"]
 
 
 @pytest.fixture(params=KINDS)
@@ -29,7 +32,7 @@ def make_end(kind: str) -> Iterator[Callable[..., End]]:
 
 
 @pytest.fixture
-def make_peer(kind: str) -> Iterator[Callable[[str], Peer]]:
+def make_peer(kind: str, nursery: None) -> Iterator[Callable[[str], Peer]]:
     """Makes an end of this kind in another process; takes its role."""
     made: list[Peer] = []
 

@@ -175,7 +175,7 @@ def test_a_stopped_consumers_write_reads_its_source_no_more_after_the_disconnect
         route = producer.transport.connect(consumer.address)
         producer.send(route, b"first", b"\x01", slot=0)
         drive(producer, until=lambda: bool(producer.written))
-        consumer.process.send_signal(signal.SIGSTOP)
+        consumer.signal(signal.SIGSTOP)
         for slot in range(SLOTS):
             producer.send(route, b"", b"\x07" * large, slot, source=slot)
         for _ in range(100):
@@ -186,7 +186,7 @@ def test_a_stopped_consumers_write_reads_its_source_no_more_after_the_disconnect
         assert not any(written.ok for written in producer.written[-1:])
         for slot in range(SLOTS):
             producer.sending.slot(slot)[:] = b"\xee" * large
-        consumer.process.send_signal(signal.SIGCONT)
+        consumer.signal(signal.SIGCONT)
         for _ in range(500):
             producer.poll()
             time.sleep(0.001)

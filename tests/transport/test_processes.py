@@ -52,9 +52,9 @@ def test_a_consumer_that_dies_or_stops_holds_no_write_and_no_other_consumer_up(
     drive(producer, until=lambda: len(dying.listen()) == 2 and bool(producer.written))
     producer.written.clear()
 
-    dying.process.send_signal(end)
+    dying.signal(end)
     if end == signal.SIGKILL:
-        dying.process.wait()
+        dying.process.join()
     tokens = set()
     with contextlib.suppress(TransportError):
         for slot in range(SLOTS):

@@ -220,9 +220,9 @@ def test_a_producer_that_dies_or_stops_spoils_no_read_of_another(
     dying.tell(consumer.transport.address())
     drive(consumer, until=lambda: len(consumer.landed) == SLOTS)
     consumer.landed.clear()
-    dying.process.send_signal(end)
+    dying.signal(end)
     if end == signal.SIGKILL:
-        dying.process.wait()
+        dying.process.join()
     with contextlib.suppress(TransportError):  # some notice at once
         for slot in range(SLOTS - 1):
             consumer.transport.read(source, slot, SLOT_BYTES, slot, b"%d" % slot)

@@ -28,7 +28,7 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.vllm import adapters
+from pd_connector.vllm import adapter_files, adapters
 from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.inputs import RequestIdentity, adapter_settings
 
@@ -168,9 +168,9 @@ def test_an_adapter_whose_files_have_changed_is_not_believed(
     before = known.name(request(folder))
     changed(folder, scale=2.0)
     read: list[Path] = []
-    fingerprint = adapters.adapter_fingerprint
+    fingerprint = adapter_files.adapter_fingerprint
     monkeypatch.setattr(
-        adapters, "adapter_fingerprint", lambda path: (read.append(path), fingerprint(path))[1]
+        adapter_files, "adapter_fingerprint", lambda path: (read.append(path), fingerprint(path))[1]
     )
     for _ in range(3):
         with pytest.raises(OSError, match=CHANGED):

@@ -4,11 +4,9 @@ and that no answer is wrong."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,78 +16,34 @@ import pytest
 pytest.importorskip("vllm")
 
 from support.vllm_computing import ComputingEngine, answered, full, until_over, window
+from support.vllm_pooled import CHUNKS, Make, keys_of, make, run
+from vllm.v1.engine import FinishReason
 
 from pd_connector.agent import pool_loads
 from pd_connector.errors import Cause
-from pd_connector.pool import host
-from pd_connector.pool.jobs import Fill
+from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 from pd_connector.vllm import pool_looks
 from pd_connector.vllm.pool_fills import PoolFills
 
-Make = Callable[..., ComputingEngine]
-CHUNKS = 4
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes engines with a pool that they share. No engine has computed anything wrong at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
-    monkeypatch.setenv("PD_CONNECTOR_SHM", str(folder))
-    monkeypatch.setattr(host, "_stores", {})
-    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)  # on a busy machine, too
-    monkeypatch.setattr(pool_looks, "_SLOW_S", 60.0)
-    made: list[ComputingEngine] = []
-
-    def engine(name: str, **more: Any) -> ComputingEngine:
-        made.append(ComputingEngine(name, budget=256, pool={"memory": "64MiB"}, **more))
-        return made[-1]
-
-    yield engine
-    assert [wrong for one in made for wrong in one.wrong] == []
-    for one in made:
-        one.close()
-    for store in host._stores.values():
-        store.close()
-    shutil.rmtree(folder)
-
-
-def run(of: ComputingEngine, name: str) -> list[Fill]:
-    """A prompt of whole chunks and a few tokens is answered; returns the loads for it."""
-    until_over([of], lambda: bool(of.side.pool.model))
-    request = of.add(name, CHUNKS * CHUNK_TOKENS + 30, max_tokens=4)
-    until_over([of], lambda: name in of.ended)
-    assert list(request.output_token_ids) == answered(request)
-    return [one for one in of.commands if isinstance(one, Fill) and one.request == name]
-
-
-def keys_of(of: ComputingEngine) -> list[bytes]:
-    """Keys of the prompt's chunks, once all are there."""
-    store = of.side.pool._store
-
-    def there() -> bool:
-        return bool(store.status().tiers[0].chunks >= CHUNKS)
-
-    until_over([of], there)
-    by_parent = {chunk.parent: chunk.key for chunk in store.chunks()}
-    (parent,) = set(by_parent) - set(by_parent.values())
-    keys = []
-    while parent in by_parent:
-        keys.append(parent := by_parent[parent])
-    return keys
+__all__ = ["make"]
 
 
 @pytest.mark.parametrize("bad", range(CHUNKS))
-@pytest.mark.parametrize("harm", ["flipped", "gone", "late"])
+@pytest.mark.parametrize(
+    ("on_failure", "harm"),
+    [("recompute", "flipped"), ("recompute", "gone"), ("recompute", "late"), ("fail", "flipped")],
+)
 def test_what_comes_before_a_bad_chunk_is_not_computed_again(
-    make: Make, monkeypatch: pytest.MonkeyPatch, harm: str, bad: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, on_failure: str, harm: str, bad: int
 ) -> None:
+    """`on_failure` is about handoffs: no load from the pool fails a request."""
     writer = make("writer")
     run(writer, "a")
     key = keys_of(writer)[bad]
-    reader = make("reader")
+    reader = make("reader", on_failure=on_failure)
     computed: list[int] = []
     compute = reader._compute
 
@@ -126,16 +80,51 @@ def _harm(reader: ComputingEngine, harm: str, key: bytes, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("specs", [(window(64),), (full(), window(64))], ids=["window", "both"])
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
 def test_where_a_window_slides_what_comes_before_a_bad_chunk_is_loaded_again(
-    make: Make, monkeypatch: pytest.MonkeyPatch, specs: Any
+    make: Make, monkeypatch: pytest.MonkeyPatch, on_failure: str, specs: Any
 ) -> None:
     writer = make("writer", specs=specs)
     run(writer, "a")
     key = keys_of(writer)[2]
-    reader = make("reader", specs=specs)
+    reader = make("reader", specs=specs, on_failure=on_failure)
     _harm(reader, "gone", key, monkeypatch)
     loads = run(reader, "b")
     assert [one.stop_token // CHUNK_TOKENS for one in loads] == [CHUNKS, 2]
+
+
+@pytest.mark.parametrize("specs", [(full(),), (full(), window(64))], ids=["full", "both"])
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+def test_a_handoff_that_fails_beside_a_broken_load_fails_its_request_if_on_failure_says_so(
+    make: Make, monkeypatch: pytest.MonkeyPatch, on_failure: str, specs: Any
+) -> None:
+    writer = make("writer", specs=specs)
+    run(writer, "a")
+    reader = make("reader", specs=specs, on_failure=on_failure)
+    until_over([reader], lambda: bool(reader.side.pool.model))
+    _harm(reader, "gone", keys_of(writer)[2], monkeypatch)
+    held: list[set[str]] = [set(), set()]
+    outcomes = reader._worker.outcomes
+
+    def both_at_once() -> tuple[set[str], set[str], set[str]]:
+        """The ends of the first two loads come with one step."""
+        sent, *ended = outcomes()
+        if not held:
+            return sent, *ended
+        held[:] = [before | now for before, now in zip(held, ended, strict=True)]
+        if len(held[0]) < 2:
+            return sent, set(), set()
+        received, failed = held
+        held.clear()
+        return sent, received, failed
+
+    monkeypatch.setattr(reader._worker, "outcomes", both_at_once)
+    loaded = reader.add("loaded", CHUNKS * CHUNK_TOKENS + 30, max_tokens=4)
+    reader.fetch("fetched", 200, 4, seed=7, remote_port=1)
+    until_over([reader], lambda: "loaded" in reader.ended and "fetched" in reader.ended)
+    assert list(loaded.output_token_ids) == answered(loaded)
+    failed = reader.ended["fetched"] is FinishReason.ERROR
+    assert failed == (on_failure == "fail")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +148,22 @@ def test_vllm_is_told_of_the_pages_that_are_not_filled_as_a_whole(
     assert kept == (invalid is not None)
     assert fills.take_invalid_pages() == (invalid or set())
     assert fills.take_invalid_pages() == set(), "told once"
+
+
+@pytest.mark.parametrize(
+    ("role", "codec", "saves"),
+    [
+        ("kv_both", "fp8_e4m3", False),
+        ("kv_producer", "fp8_e4m3", True),  # it computes what it saves
+        ("kv_both", "int8", True),
+    ],
+)
+def test_an_engine_that_takes_kv_in_fp8_only_reads(
+    make: Make, role: str, codec: str, saves: bool
+) -> None:
+    engine = make("engine", role=role, codec=codec)
+    run(engine, "a")
+    assert any(isinstance(one, Save) for one in engine.commands) == saves
 
 
 Fault = Callable[[FaultyStore, threading.Event], None]

@@ -26,8 +26,7 @@ from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
 from pd_connector.pool.told import find_engine
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
-from pd_connector.vllm import pool as pool_module
-from pd_connector.vllm import pool_looks, pool_sharing
+from pd_connector.vllm import pool_looks, pool_model, pool_sharing
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
 
 MODEL = b"m" * 32
@@ -622,7 +621,7 @@ def test_an_engine_that_does_not_learn_its_weights_says_so_once(
 ) -> None:
     of = SteppedEngine(audit="off", pool={"memory": "64MiB"})
     assert of.side.pending_work
-    monkeypatch.setattr(pool_module, "_UNKNOWN_S", 0.0)
+    monkeypatch.setattr(pool_model, "_UNKNOWN_S", 0.0)
     assert not of.side.pending_work, "steps are not asked for without an end"
     for _ in range(3):
         of.step(WorkerActivity())

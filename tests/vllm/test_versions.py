@@ -10,7 +10,8 @@ pytest.importorskip("vllm")
 import vllm
 from support.vllm_steps import SteppedEngine
 
-from pd_connector.vllm.versions import advice
+from pd_connector.versions import advice
+from pd_connector.vllm import early_check, plugin
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,23 @@ def test_an_engine_of_an_unsupported_version_warns_when_it_starts(
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.1.dev3", "0.33.0+cpu", vllm.__version__])
 def test_a_supported_version_says_nothing(version: str) -> None:
     assert advice(version) == ""
+
+
+def test_an_engine_whose_hooks_are_others_says_so_with_advice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM itself would only call the connector unsupported."""
+
+    def missing() -> None:
+        raise ImportError("no module named vllm.engine.arg_utils")
+
+    logger = logging.getLogger("pd_connector.vllm")
+    logger.addHandler(caplog.handler)
+    monkeypatch.setattr(vllm, "__version__", "0.30.2")
+    monkeypatch.setattr(early_check, "watch", missing)
+    with pytest.raises(ImportError):
+        plugin.register()
+    logger.removeHandler(caplog.handler)
+    (said,) = {record.getMessage() for record in caplog.records}
+    assert "PDConnector cannot be registered with vLLM 0.30.2" in said
+    assert "0.31 to 0.33 are supported: upgrade vllm" in said

@@ -1,53 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's metrics, from the ranks to `/metrics`, also with several API servers."""
 
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from pd_connector.telemetry import Telemetry
-from pd_connector.vllm.messages import WorkerActivity
-from pd_connector.vllm.metrics import PDStats, RankGauges
-
-OBSERVE = """
-import sys
-from types import SimpleNamespace
-from prometheus_client import Counter, Gauge, Histogram
-from pd_connector.vllm.metrics import PDPromMetrics
-
-metrics = PDPromMetrics(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={})),
-    {kind: kind for kind in (Counter, Gauge, Histogram)}, ["model_name", "engine"], {0: ["m", "0"]})
-gauges = {"leased_pages": float(sys.argv[1])}
-counts = [["received_transfers", "", 2]]
-metrics.observe({"counts": counts, "observations": {}, "gauges": gauges})
-"""
-COLLECT = """
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    values,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
-registry = CollectorRegistry()
-MultiProcessCollector(registry)
-print(generate_latest(registry).decode())
-"""
+from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.messages import WorkerActivity
+from pd_connector.vllm.metrics import PDPromMetrics, PDStats, RankGauges
 
 
-def test_of_several_api_servers_the_one_that_heard_last_tells_the_gauges(tmp_path: Path) -> None:
-    def run(*arguments: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", *arguments],
-            env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+def api_server(leased_pages: float) -> None:
+    """One of several API servers: it reports what its engine has told it, and ends."""
+    values.ValueClass = values.get_value_class()  # PROMETHEUS_MULTIPROC_DIR is set by now
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    metrics = PDPromMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    counts = [["received_transfers", "", 2]]
+    metrics.observe(
+        {"counts": counts, "observations": {}, "gauges": {"leased_pages": leased_pages}}
+    )
 
-    for value in ("5", "0"):
-        run(OBSERVE, value)
-    lines = run(COLLECT).splitlines()
+
+def test_of_several_api_servers_the_one_that_heard_last_tells_the_gauges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a fork of this process: vLLM's import takes seconds."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for leased_pages in (5.0, 0.0):
+        server = multiprocessing.get_context("fork").Process(
+            target=api_server, args=(leased_pages,)
+        )
+        server.start()
+        server.join(60)
+        assert server.exitcode == 0
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    lines = generate_latest(registry).decode().splitlines()
     labels = '{engine="0",model_name="m"}'
     assert [line for line in lines if line.startswith("pd_connector:leased_pages")] == [
         f"pd_connector:leased_pages{labels} 0.0"

@@ -122,7 +122,7 @@ class _LinkedMachines:
         )
         self._produced(self._producer.written, _SESSION, send.transfer, True, "")
         payload = self._slot[:nbytes]
-        self._consumed(self._consumer.landed, header, send.slot, payload, _NOW)
+        self._consumed(self._consumer.landings.landed, header, send.slot, payload, _NOW)
 
     def _produced(
         self, step: Callable[P, list[ProducerAction]], *args: P.args, **kwargs: P.kwargs
@@ -137,7 +137,7 @@ class _LinkedMachines:
         for action in self._timed("consumer", step, *args, **kwargs):
             match action:
                 case PlaceChunk():
-                    self._consumed(self._consumer.placed, action, None, "", _NOW)
+                    self._consumed(self._consumer.landings.placed, action, None, "", _NOW)
                 case Tell(_, message):
                     self._produced(self._hear, message)
                 case Finished(cause=None):

@@ -131,7 +131,7 @@ def _sessions(agent: Agent) -> int:
 
 
 def _thread_ns(agent: Agent) -> int:
-    ident = agent._thread.ident
+    ident = agent._thread._thread.ident
     assert ident is not None
     return time.clock_gettime_ns(time.pthread_getcpuclockid(ident))
 

@@ -70,9 +70,9 @@ def step_times(waiting: int, steps: int, policy: str = "srjf_calibrated") -> lis
         cache.store(taken.block_hashes)
         begun_s = perf_counter()
         for _ in evictions:
-            queue.removed()
+            queue.prefix_index.removed()
         for blocks in events:
-            queue.added(blocks)
+            queue.prefix_index.added(blocks)
         times.append(spent_s + perf_counter() - begun_s)
         events.clear()
         evictions.clear()

@@ -5,10 +5,11 @@
 """
 
 import argparse
+import functools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,11 +21,15 @@ except ModuleNotFoundError:
         "torch is not installed: use the environment of your engine (vLLM or SGLang), which brings it"
     )
 
+from pd_kernels.bench.random_cases import Problems
 from pd_kernels.bench.report import Comparison, line, print_rows, write_json
 from pd_kernels.tuning import VARIABLE
 
-Check = Callable[[int, int], list[str]]
-"""A check: it tests a number of random cases of a seed, and returns a line for each wrong case."""
+Check = Callable[[], Problems]
+"""A check. It returns a line for each wrong case, by kernel."""
+
+Measure = Callable[[Collection[str]], Iterable[Comparison]]
+"""Yields the rows that were measured, given the kernels that were wrong."""
 
 PACKAGES = ("triton", "flashinfer-python", "sgl-flash-mla")
 
@@ -34,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit code. 0: all bars were met. 1: a check or a case failed, or a bar was missed.
-        2: no GPU.
+        2: no GPU. A kernel with a wrong case is not measured; the others are.
     """
     parser = argparse.ArgumentParser("python -m pd_kernels.bench", description=__doc__)
     parser.add_argument("what", choices=["decode", "transfer", "roof"])
@@ -47,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="TEXT",
-        help="of decode and roof, only cases with this text in their name or parameters; may be repeated",
+        help="of decode and roof, only cases with this text in their name or parameters, and only "
+        "checks of their kernels; of decode, --only=-TEXT leaves out; may be repeated",
     )
     parser.add_argument(
         "--docs", type=Path, metavar="PAGE", help="of roof, write the table to this page"
@@ -65,35 +71,40 @@ def main(arguments: list[str] | None = None) -> int:
 
         show_roofs(options.only, options.docs)
         return 0
+    # Before the GPU is looked for: a rehearsal without one finds what is missing.
+    check, measure = (_decode if options.what == "decode" else _transfer)(options)
     if not torch.cuda.is_available():
         print("no GPU: nothing was checked or measured", file=sys.stderr)
         return 2
     given = sys.argv[1:] if arguments is None else arguments
     print(header(torch.cuda.get_device_name(), given), flush=True)
-    check, measured = (_decode if options.what == "decode" else _transfer)(options)
-    problems = check(options.cases, options.seed)
-    print(f"checked {options.cases} random cases: {len(problems)} wrong", flush=True)
-    if problems or options.check:
-        return int(bool(problems))
-    return int(not all(row.ok for row in report(measured, options.json)))
+    wrong = check()
+    print(f"checked random cases: {sum(map(len, wrong.values()))} wrong", flush=True)
+    if options.check:
+        return int(bool(wrong))
+    rows = report(measure(wrong), options.json)
+    return int(bool(wrong) or not all(row.ok for row in rows))
 
 
 # Imported only on demand, because `transfer` needs packages that a GPU's host may lack.
 
 
-def _decode(options: argparse.Namespace) -> tuple[Check, Iterable[Comparison]]:
-    from pd_kernels.bench.decode import measure_decode
+def _decode(options: argparse.Namespace) -> tuple[Check, Measure]:
+    from pd_kernels.bench.decode import cases, measure_decode
     from pd_kernels.bench.decode_check import check_decode
 
-    return check_decode, measure_decode(options.quick, options.only)
+    chosen = (case for case in cases(options.quick, 1.0) if case.matches(options.only))
+    kernels = {case.kernel for case in chosen}
+    check = functools.partial(check_decode, options.cases, options.seed, kernels)
+    return check, functools.partial(measure_decode, options.quick, options.only)
 
 
-def _transfer(options: argparse.Namespace) -> tuple[Check, Iterable[Comparison]]:
+def _transfer(options: argparse.Namespace) -> tuple[Check, Measure]:
     from pd_kernels.bench.transfer import measure_transfer
     from pd_kernels.bench.transfer_check import check_transfer
 
-    counts = (512, 7_500) if options.quick else (512, 7_500, 32_000)
-    return check_transfer, measure_transfer(counts)
+    check = functools.partial(check_transfer, options.cases, options.seed)
+    return check, functools.partial(measure_transfer, options.quick)
 
 
 def header(gpu: str, arguments: list[str]) -> str:

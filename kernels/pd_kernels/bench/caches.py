@@ -11,6 +11,9 @@ by side."""
 POOLS = "pools"
 """SGLang's layout: K and V apart, `[token slot, head, dim]` for each layer."""
 
+PAGED, RESHARD = "gather and scatter", "reshard"
+"""What of the transfer kernels is checked and measured together."""
+
 
 class Model(NamedTuple):
     """The part of a model that one rank holds."""

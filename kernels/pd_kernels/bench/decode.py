@@ -3,7 +3,7 @@
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from pd_kernels.bench import decode_baselines, decode_cases, host, vllm_baseline
 from pd_kernels.bench.decode_cases import (
     FP8,
     LENGTHS,
-    RAGGED,
+    MLA_CASES,
     Heads,
     LatentSet,
     PagedSet,
@@ -59,17 +59,6 @@ PAGES = (16, 64)
 LLAMA = Heads(32, 8, 128)
 HEADS = (LLAMA, Heads(64, 8, 128), Heads(28, 4, 128))
 QUICK = ("uniform 64 x 4k", "lognormal", "ragged 4")
-MLA_CASES: dict[str, tuple[list[int], int, int]] = {
-    "ragged 4, 4 queries": (RAGGED, 16, 4),
-    "one 64k": ([65_536], 16, 1),
-    "64 x 256-1024, 4 queries": ([256 + 12 * i for i in range(64)], 16, 4),
-    "64 x 512, 2 queries": ([512] * 64, 16, 2),
-    "132 x 4k, 4 queries": ([4_096] * 132, 16, 4),
-    "128 x 4k, 128 heads": ([4_096] * 128, 128, 1),
-    "128 x 8k, 128 heads, 2 queries": ([8_192] * 128, 128, 2),
-}
-"""Lengths, heads, queries. The first five come from ThunderMLA, the last two from FlashMLA."""
-
 SHARDED = [131_072] * 8
 """Lengths of sequences that spread over several instances."""
 
@@ -87,33 +76,41 @@ class Case(NamedTuple):
     rows: Iterator[Comparison]  # measured on demand
 
     def matches(self, only: Sequence[str]) -> bool:
-        """Whether the name or a parameter contains each of these texts."""
-        told = [self.name, *map(str, self.params.values())]
-        return all(any(text in one for one in told) for text in only)
+        """Whether the name or a parameter contains each of these texts, and none that has a `-`
+        before it."""
+        told = "\n".join([self.name, *map(str, self.params.values())])
+        return all((text.removeprefix("-") in told) != text.startswith("-") for text in only)
+
+    @property
+    def kernel(self) -> str:
+        return self.name.split()[0].rstrip(",")
 
 
-def measure_decode(quick: bool, only: Sequence[str] = ()) -> Iterator[Comparison]:
-    """Yield each row after its measurement. Print a line for each case, and for each baseline that
-    cannot run.
+def measure_decode(
+    quick: bool, only: Sequence[str] = (), wrong: Collection[str] = ()
+) -> Iterator[Comparison]:
+    """Yield each row after its measurement. Print a line for each case, and for each absent
+    baseline.
 
     Args:
         quick: fewer batches.
         only: texts that a case's name or parameters must contain.
+        wrong: kernels that are not measured, because their check failed.
     """
     rows = []
-    for row in _measured(quick, only):
+    for row in _measured(quick, only, wrong):
         rows.append(row)
         yield row
     yield from geometric_means(rows, LENGTHS)
 
 
-def _measured(quick: bool, only: Sequence[str]) -> Iterator[Comparison]:
+def _measured(quick: bool, only: Sequence[str], wrong: Collection[str]) -> Iterator[Comparison]:
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
     for case in cases(quick, copy):
         if case.matches(only):
             print(f"{case.name}: {', '.join(map(str, case.params.values()))}", flush=True)
-            yield from guarded(case.name, case.params, case.rows)
+            yield from guarded(case.name, case.params, case.rows, case.kernel in wrong)
             torch.cuda.empty_cache()
 
 

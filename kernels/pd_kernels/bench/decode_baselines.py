@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 
 from pd_kernels.bench import decode_cases
 from pd_kernels.bench.decode_cases import LatentSet, PagedSet
@@ -34,7 +33,7 @@ def flex_attention_calls(
     paging = importlib.import_module("torch.nn.attention.experimental._paged_attention")
     attend = flex.flex_attention
     if compiled:
-        torch._dynamo.reset()
+        importlib.import_module("torch._dynamo").reset()  # takes a second to import
         attend = torch.compile(attend, dynamic=False, fullgraph=True)
 
     def call(given: PagedSet) -> Callable[[], Any]:

@@ -3,30 +3,46 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 Check = Callable[[random.Random], str]
 """Runs a random case, and returns what was wrong; empty if nothing was wrong."""
 
+Problems = dict[str, list[str]]
+"""A line for each wrong case, by kernel. Kernels without wrong cases are not in it."""
 
-def problems(checks: Iterable[tuple[str, int, Check]], seed: int) -> list[str]:
+
+def problems(checks: Iterable[tuple[str, int, Check]], seed: int) -> Problems:
     """Run random cases, and return a line for each failed case. Each line is also printed at once,
-    so an aborted run shows its failures. A case that raises does not stop the others.
+    so an aborted run shows its failures. A case that raises does not stop the others, unless it has
+    cost the process its GPU.
 
     Args:
-        checks: name of each check, its number of cases, and the check.
+        checks: kernel of each check, its number of cases, and the check.
         seed: seed of the random cases; the same seed gives the same cases.
     """
-    found = []
+    found: Problems = {}
     for name, count, check in checks:
         began = time.monotonic()
-        wrong = [line for case in range(count) if (line := _problem(name, check, case, seed))]
-        found += wrong
+        wrong = list(_wrong_cases(name, check, count, seed))
+        if wrong:
+            found.setdefault(name, []).extend(wrong)
         seconds = time.monotonic() - began
         print(f"{name}: {count} cases, {len(wrong)} wrong, {seconds:.0f} s", flush=True)
     return found
+
+
+def _wrong_cases(name: str, check: Check, count: int, seed: int) -> Iterator[str]:
+    for case in range(count):
+        line = _problem(name, check, case, seed)
+        if line:
+            print(f"WRONG: {line}", flush=True)
+            yield line
+            if not _gpu_answers():
+                yield f"{name}: {count - case - 1} cases not checked: the GPU takes no more launches"
+                return
 
 
 def _problem(name: str, check: Check, case: int, seed: int) -> str:
@@ -36,8 +52,14 @@ def _problem(name: str, check: Check, case: int, seed: int) -> str:
         wrong = check(chance)
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-    if not wrong:
-        return ""
-    told = f"{name}, case {case} of seed {seed}: {wrong}"
-    print(f"WRONG: {told}", flush=True)
-    return told
+    return f"{name}, case {case} of seed {seed}: {wrong}" if wrong else ""
+
+
+def _gpu_answers() -> bool:
+    """False after an illegal access, for example: then all later calls of the process fail, too."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

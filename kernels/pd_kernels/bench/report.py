@@ -54,11 +54,13 @@ def duration(
 
 
 def guarded(
-    name: str, params: Mapping[str, Param], rows: Iterator[Comparison]
+    name: str, params: Mapping[str, Param], rows: Iterator[Comparison], wrong: bool = False
 ) -> Iterator[Comparison]:
     """Yield the rows of a case. If the case raises, yield one more row, which is not ok and has the
-    reason."""
+    reason. If its kernel is `wrong`, yield only such a row, and measure nothing."""
     try:
+        if wrong:
+            raise ValueError("not measured, its check failed")
         yield from rows
     except Exception as error:  # a case that fails must not stop the rest
         cause = f"{type(error).__name__}: {error}".splitlines()[0]

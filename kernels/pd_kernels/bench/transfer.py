@@ -2,11 +2,11 @@
 """Speed of gather, scatter and reshard beside a plain copy and torch."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from pd_kernels.bench.caches import LLAMA_8B, MODELS, CacheViews, Model, make_cache
+from pd_kernels.bench.caches import LLAMA_8B, MODELS, PAGED, RESHARD, CacheViews, Model, make_cache
 from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 from pd_kernels.bench.transfer_baselines import torch_gather, torch_reshard
@@ -28,25 +28,33 @@ RESHARD_BAR = 0.75
 TORCH_BAR = 0.50
 BF16 = torch.bfloat16
 DEVICE = "cuda"
+TOKENS = (512, 7_500, 32_000)
+RANKS = (1, 2, 4, 8)
 LAYOUTS = ((16, "LBHNC"), (64, "LBHNC"), (128, "LBHNC"), (16, "LBNHC"))
 
 
-def measure_transfer(token_counts: Sequence[int]) -> Iterator[Comparison]:
+def measure_transfer(quick: bool, wrong: Collection[str] = ()) -> Iterator[Comparison]:
     """Yield each row after its measurement, and print a line of progress for each model and token
-    count."""
+    count.
+
+    Args:
+        quick: only the first model in its first layouts, without 32,000 tokens and reshards.
+        wrong: what is not measured, because its check failed.
+    """
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:,.0f} GB/s read and written", flush=True)
-    for model, tokens in itertools.product(MODELS, token_counts):
+    models, counts = (MODELS[:1], TOKENS[:2]) if quick else (MODELS, TOKENS)
+    for model, tokens in itertools.product(models, counts):
         print(f"{model.name}, {tokens:,} tokens", flush=True)
-        for page_size, order in LAYOUTS:
+        for page_size, order in LAYOUTS[:2] if quick else LAYOUTS:
             told: dict[str, Param] = {"model": model.name, "tokens": tokens, "page": page_size}
             rows = _paged(model, tokens, page_size, order, copy)
-            yield from guarded("gather and scatter", told | {"layout": order}, rows)
+            yield from guarded(PAGED, told | {"layout": order}, rows, PAGED in wrong)
             torch.cuda.empty_cache()
-    sizes = (1, 2, 4, 8)
-    for ranks in itertools.product(sizes, sizes):
+    for ranks in () if quick else itertools.product(RANKS, RANKS):
         told = {"model": LLAMA_8B.name, "tokens": 7_500, "ranks": f"{ranks[0]} to {ranks[1]}"}
-        yield from guarded("reshard", told, _reshard(told, LLAMA_8B, ranks, copy))
+        rows = _reshard(told, LLAMA_8B, ranks, copy)
+        yield from guarded(RESHARD, told, rows, RESHARD in wrong)
 
 
 def _paged(

@@ -7,8 +7,16 @@ from collections.abc import Callable
 
 import torch
 
-from pd_kernels.bench.caches import ORDERS, POOLS, CacheViews, Model, make_cache
-from pd_kernels.bench.random_cases import problems
+from pd_kernels.bench.caches import (
+    ORDERS,
+    PAGED,
+    POOLS,
+    RESHARD,
+    CacheViews,
+    Model,
+    make_cache,
+)
+from pd_kernels.bench.random_cases import Problems, problems
 from pd_kernels.transfer import (
     Blocks,
     PayloadShape,
@@ -30,9 +38,10 @@ TOKENS = (1, 17, 128, 511, 1_000, 9_000)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def check_transfer(cases: int, seed: int) -> list[str]:
-    """Check the transfer kernels, and return a line for each failed case."""
-    checks = (("pages", cases, _paged), ("whole pages", 4, _verbatim), ("reshard", 12, _resharded))
+def check_transfer(cases: int, seed: int) -> Problems:
+    """Check the transfer kernels on random chunks, and return a line for each failed case, by what
+    is measured."""
+    checks = ((PAGED, cases, _paged), (PAGED, 4, _verbatim), (RESHARD, 12, _resharded))
     return problems(checks, seed)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes chunks in: reads those that are offered, gives the landed ones to the state machine, and places them."""
+"""Takes chunks in: reads those that were left, gives the landed ones to the state machine, and places them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -7,7 +7,8 @@ from functools import partial
 
 from pd_connector.agent.confined import confined
 from pd_connector.agent.consuming.inbox import Inbox
-from pd_connector.agent.consuming.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.consuming.open_session import OpenSession
+from pd_connector.agent.consuming.open_sessions import OpenSessions
 from pd_connector.agent.page_gate import AbandonedError, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError
@@ -50,7 +51,7 @@ class ChunkReceiver:
         offered: messages.Offered | messages.OfferedPages,
         now: float,
     ) -> None:
-        """Fetch a chunk that the producer offers: from its send slot into the landing slot that was granted for it,
+        """Fetch a chunk that the producer left: from its send slot into the landing slot that was granted for it,
         or from its pages straight into ours.
 
         Raises TransportError if the read cannot start.
@@ -66,13 +67,13 @@ class ChunkReceiver:
 
     def landed(self, landed: Sequence[Landed], now: float) -> None:
         """Chunks have landed; each counts once it fits the plan and its checksum is right."""
-        for number, arrival in enumerate(landed, 1):
+        for number, landing in enumerate(landed, 1):
             following = landed[number] if number < len(landed) else None
             if following and not following.problem and isinstance(following.payload, Payload):
                 self._cache.scatter_next(following.payload)
-            give_up = partial(self._give_up, arrival, now)
+            give_up = partial(self._give_up, landing, now)
             with confined(self._telemetry, "taking in a chunk", give_up):
-                self._take_in(arrival, now)
+                self._take_in(landing, now)
         self._cache.settle()
 
     def destination(self, encoded: bytes, slot: int, nbytes: int) -> Destination | None:
@@ -81,8 +82,8 @@ class ChunkReceiver:
             header = decode_header(encoded)
         except MalformedMessageError:
             return None  # it will be dropped when it has landed
-        place = self._consumer.expected(header, slot) if header.nbytes == nbytes else None
-        return self._inbox.destination(place, self._consumer.awaits) if place else None
+        place = self._consumer.landings.expected(header, slot) if header.nbytes == nbytes else None
+        return self._inbox.destination(place, self._consumer.landings.awaits) if place else None
 
     def place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
         """Copy a chunk into its pages; returns what was wrong with it."""
@@ -100,10 +101,10 @@ class ChunkReceiver:
             self._telemetry.count("session_errors")
             return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
 
-    def _take_in(self, arrival: Landed, now: float) -> None:
-        slot, problem = arrival.slot, arrival.problem
+    def _take_in(self, landing: Landed, now: float) -> None:
+        slot, problem = landing.slot, landing.problem
         try:
-            header = decode_header(arrival.header)
+            header = decode_header(landing.header)
         except MalformedMessageError as error:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))
@@ -112,23 +113,23 @@ class ChunkReceiver:
             return
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
-        actions = self._consumer.landed(
-            header, slot, arrival.payload, now, problem=problem, verified=arrival.verified
+        actions = self._consumer.landings.landed(
+            header, slot, landing.payload, now, problem=problem, verified=landing.verified
         )
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)
         self._tell_taken(slot)
 
-    def _give_up(self, arrival: Landed, now: float) -> None:
+    def _give_up(self, landing: Landed, now: float) -> None:
         """An error with a chunk ends its transfer."""
-        transfer = decode_header(arrival.header).transfer
+        transfer = decode_header(landing.header).transfer
         detail = "an unexpected error, see this log"
         self._act(self._consumer.give_up(transfer, detail, now), now)
-        self._tell_taken(arrival.slot)
+        self._tell_taken(landing.slot)
 
     def _tell_taken(self, slot: int) -> None:
-        """Tell the producer that an offer has been read, if one went with this landing slot."""
+        """Tell the producer that a chunk has been read, if one was left for this landing slot."""
         for source, taken in self._inbox.taken(slot):
             if session := self._sessions.get(source):
                 self._sessions.send(session, taken)

@@ -203,7 +203,9 @@ class ConsumerSide:
         self._sessions.close()
 
     def _note_choice(self, source: Source, message: messages.Open) -> None:
-        """Count and log what `codec: auto` has decided for a transfer."""
+        """Count a transfer by its codec. Count and log what `codec: auto` has decided for it."""
+        codec = self._consumer.codec(source, coded=message.coded)
+        self._telemetry.count("asked_transfers", codec=codec)
         if choice := self._consumer.codec_choice(source):
             self._telemetry.count("coded_transfers" if message.coded else "plain_transfers")
             if news := choice.news():
@@ -221,7 +223,9 @@ class ConsumerSide:
                     if isinstance(message, messages.Open):
                         self._note_choice(source, message)
                 case PlaceChunk() as place:
-                    pending.extend(self._consumer.placed(place, *self._receiver.place(place), now))
+                    pending.extend(
+                        self._consumer.landings.placed(place, *self._receiver.place(place), now)
+                    )
                 case Stalled(source):
                     self._keeper.stalled(source, now)
                 case Held() as held:

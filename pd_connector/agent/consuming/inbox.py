@@ -22,7 +22,7 @@ from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
 from pd_kernels.checksum import checksum_of
 
 Key = tuple[Source, int]
-"""The producer that offers a chunk, and the landing slot that was granted for it."""
+"""The producer that leaves a chunk to be read, and the landing slot that was granted for it."""
 
 
 class ReceivePath(NamedTuple):
@@ -77,9 +77,9 @@ class Inbox:
 
     | payload | the producer's way (`Outbox`) | into pages | checksum that is compared |
     |---|---|---|---|
-    | `Pieces` | offer of pages | the consumer copies page by page (`Transport.pull`) | of its own pages |
+    | `Pieces` | pages left | the consumer copies page by page (`Transport.pull`) | of its own pages |
     | `Pieces`, in an audit | the same | none: copied beside them, and compared | of the copy |
-    | `Destination` | write of a sealed slot | the transport has opened each record into them | none: tags |
+    | `Destination` | sealed slot written | the transport has opened each record into them | none: tags |
     | bytes | any other, or a sealed slot that arrived in a landing slot | scattered; in an audit, compared | of the slot, after the copy; none if `verified` |
     """
 
@@ -87,7 +87,7 @@ class Inbox:
         self._gate = gate
         self._cache = cache
         self._telemetry = telemetry
-        self._reading: dict[Key, int] = {}  # the number of the offer
+        self._reading: dict[Key, int] = {}  # the number that `Taken` repeats
         self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
 
     def begin(self, load: Load, fence: Any) -> None:
@@ -99,7 +99,7 @@ class Inbox:
         self._loads = {t: known for t, known in self._loads.items() if known[0] != request}
 
     def reads(self, source: Source, slot: int) -> bool:
-        """Whether a chunk that this producer offered with this slot is being read."""
+        """Whether a chunk that this producer left for this slot is being read."""
         return (source, slot) in self._reading
 
     def read(
@@ -119,14 +119,14 @@ class Inbox:
         return None
 
     def taken(self, slot: int) -> list[tuple[Source, messages.Taken]]:
-        """The chunk that was offered with this landing slot has been read, or is not wanted.
+        """The chunk that was left for this landing slot has been read, or is not wanted.
         Returns whom to tell, and what."""
         keys = [key for key in self._reading if key[1] == slot]
         return [(key[0], messages.Taken(self._reading.pop(key))) for key in keys]
 
     def lost(self, source: Source) -> None:
-        """The session has ended: forget what this producer offered."""
-        self._reading = {key: offer for key, offer in self._reading.items() if key[0] != source}
+        """The session has ended: forget what this producer left to be read."""
+        self._reading = {key: number for key, number in self._reading.items() if key[0] != source}
 
     def place(self, place: PlaceChunk, path: ReceivePath) -> tuple[Cause | None, str]:
         """Scatter, or compare, and verify one chunk; returns what was wrong with it.
@@ -213,7 +213,7 @@ class Inbox:
         )
         if ours is None:
             raise TransportError(
-                "pages were offered to be read, and those here are not in host memory"
+                "pages were left to be read, and those here are not in host memory"
             )
         self._telemetry.count("pulled_pieces", len(ours.addresses))
         return path.transport.pull(path.expected, theirs, ours)

@@ -4,18 +4,15 @@
 import math
 import select
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import zmq
 
 from pd_connector.agent.consuming.dialler import Dialler
-from pd_connector.agent.consuming.inbox import ReceivePath
+from pd_connector.agent.consuming.open_session import OpenSession
 from pd_connector.config import Config
 from pd_connector.control.addresses import readable_among
-from pd_connector.control.sockets import MAX_BATCH, Connection
+from pd_connector.control.sockets import MAX_BATCH
 from pd_connector.errors import Cause
-from pd_connector.kv.model import ModelFacts
-from pd_connector.protocol.consuming.incoming import ProducerSession
 from pd_connector.protocol.deadlines import Deadlines
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
@@ -29,33 +26,6 @@ _ANSWERS_S = 0.03
 """Most answers to a heartbeat have come by then. The sessions without an answer are looked at."""
 _TRANSFERS_PER_HEARTBEAT = 256
 """Keeps heartbeats below `messages.MAX_MESSAGE_BYTES`; there are several if more are wanted."""
-
-
-@dataclass(slots=True)
-class OpenSession:
-    """One connection to a producer."""
-
-    source: Source
-    connection: Connection
-    deadline: float  # for `Welcome`, then for the answer to a heartbeat
-    last_wanted: float  # when something was last wanted of this producer
-    path: ReceivePath | None = None  # since `Welcome`
-    facts: ModelFacts | None = None  # of the producer, as it has told them up to now
-    patience_s: float = math.inf  # of the producer, without a heartbeat
-    # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
-    agreed: ProducerSession | None = None
-    has_event: bool = True  # something may have happened to the connection
-    asked: bool = False  # a heartbeat has gone out since the producer last spoke
-    # What the last heartbeat said, and the messages that say so: at rest they stay the same.
-    named: tuple[str, ...] = ()
-    next_ms: int = 0
-    named_s = 0.0  # and when the next was to follow
-    heartbeats: tuple[bytes, ...] = ()
-
-    @property
-    def timeout_cause(self) -> Cause:
-        """What it means that the deadline has passed."""
-        return Cause.UNREACHABLE if self.path is None else Cause.SESSION_LOST
 
 
 class OpenSessions:

@@ -9,7 +9,8 @@ import msgspec
 from pd_connector.agent.confined import confined
 from pd_connector.agent.consuming.dialler import Dialler
 from pd_connector.agent.consuming.inbox import Inbox
-from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS, OpenSession, OpenSessions
+from pd_connector.agent.consuming.open_session import OpenSession
+from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS, OpenSessions
 from pd_connector.agent.consuming.outage import OutageWatch, named_for_what_it_is
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.resources import RankResources
@@ -37,7 +38,7 @@ class SessionKeeper:
     Args:
         sessions: those that exist; sessions are added and ended here only.
         act: carries out what the state machine wants done.
-        read: fetches a chunk that a producer offers.
+        read: fetches a chunk that a producer left to be read.
         unlike: told of a producer that was found to serve other weights, and why.
     """
 

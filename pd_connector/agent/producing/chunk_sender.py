@@ -60,7 +60,7 @@ class ChunkSender:
             return
         self._begin_next()
         try:
-            offer = self._outbox.post(send, self._sessions[send.session].path, now)
+            message = self._outbox.post(send, self._sessions[send.session].path, now)
         except RevokedError:
             self._producer.unsend(send)
             return
@@ -73,8 +73,8 @@ class ChunkSender:
         if send.early:  # counted first: who sees all chunks sees those that were early
             self._telemetry.count("early_chunks")
         self._telemetry.count("sent_chunks")
-        if offer is not None:
-            self._say(send.session, offer)
+        if message is not None:
+            self._say(send.session, message)
 
     def settle(self) -> None:
         """Nothing that was begun early is under way any more. Must follow the last `send` of a turn."""

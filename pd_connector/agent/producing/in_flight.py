@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from pd_connector.transport.base import Transport
 
-OFFERED = "offered"
+LEFT = "left"
 """Stands for a transport's name in the keys of chunks that the consumer reads."""
 
 Key = tuple[str, int]
-"""A transport's name and its token for a write, or `OFFERED` and the number of the offer."""
+"""A transport's name and its token for a write, or `LEFT` and the chunk's number."""
 
 
 class SendPath(NamedTuple):
@@ -18,7 +18,7 @@ class SendPath(NamedTuple):
 
     transport: Transport
     link: Hashable  # of the transport
-    read: bool  # chunks are offered to be read
+    read: bool  # chunks are left for the consumer to read
 
 
 class InFlight(NamedTuple):
@@ -67,14 +67,14 @@ class Underway:
             self._full.discard(in_flight.session)
         return in_flight
 
-    def offered_to(self, session: bytes, offer: int) -> bool:
-        """Whether the session has this offer."""
-        in_flight = self.chunks.get((OFFERED, offer))
+    def left_to(self, session: bytes, number: int) -> bool:
+        """Whether the chunk of this number was left for the session to read."""
+        in_flight = self.chunks.get((LEFT, number))
         return in_flight is not None and in_flight.session == session
 
-    def offers_to(self, session: bytes) -> list[Key]:
-        """Chunks that the session has been offered and not read."""
-        return [k for k, one in self.chunks.items() if one.session == session and k[0] == OFFERED]
+    def unread_by(self, session: bytes) -> list[Key]:
+        """Chunks that were left for the session and that it has not read."""
+        return [k for k, one in self.chunks.items() if one.session == session and k[0] == LEFT]
 
     def timed_out(self, now: float) -> set[bytes]:
         """Sessions with a chunk that was not moved within `stall_timeout_s`. Chunks that arrive in

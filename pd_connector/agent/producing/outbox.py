@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.in_flight import OFFERED, InFlight, Key, SendPath, Underway
+from pd_connector.agent.producing.in_flight import LEFT, InFlight, Key, SendPath, Underway
 from pd_connector.config import Config
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.device_slab import DeviceSlab
@@ -21,8 +21,8 @@ from pd_connector.protocol.wire.header import encode_header
 from pd_connector.transport.base import LEAST_PIECE_BYTES
 from pd_kernels.checksum import checksum_of
 
-_MOST_OFFERS = 4
-"""Chunks that are offered to one consumer at a time. With few, what was gathered is still in the
+_MOST_LEFT = 4
+"""Chunks that one consumer is left to read at a time. With few, what was gathered is still in the
 processors' cache when it is read."""
 _MOST_WRITES = 3
 """Chunks that are written to one consumer at a time, over a transport with send slots of its own.
@@ -37,11 +37,11 @@ class Outbox:
 
     | way | if | what the consumer's bytes are read from | checksum in its header |
     |---|---|---|---|
-    | offer of pages | the chunk may be read where it lies (`SendChunk.direct`) | pages, by the consumer | of the pages (XXH3) |
-    | write of pages | the transport copies, and the pages are one run | pages | of the pages |
-    | write of a sealed slot | the transport prepares, and pieces are large | a send slot, sealed from the pages | none: tags |
-    | offer of a slot | the consumer reads (`SendPath.read`) | a send slot, by the consumer | of the payload |
-    | write of a slot | else | a send slot | of the payload; none if the transport verifies |
+    | pages left | the chunk may be read where it lies (`SendChunk.direct`) | pages, by the consumer | of the pages (XXH3) |
+    | pages written | the transport copies, and the pages are one run | pages | of the pages |
+    | sealed slot written | the transport prepares, and pieces are large | a send slot, sealed from the pages | none: tags |
+    | slot left | the consumer reads (`SendPath.read`) | a send slot, by the consumer | of the payload |
+    | slot written | else | a send slot | of the payload; none if the transport verifies |
 
     Attributes:
         underway: chunks that have been posted and have not ended.
@@ -56,7 +56,7 @@ class Outbox:
         self._sending = sending
         self._gate = gate
         self.underway = Underway(config.stall_timeout_s)
-        self._offers = itertools.count()
+        self._numbers = itertools.count()
         self._free_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
         self._computed: dict[str, int] = {}  # tokens by request
@@ -108,22 +108,19 @@ class Outbox:
             if send.direct and (pieces := self._pieces(send)):
                 checksum = pieces.checksum()
                 confirm()
-                return self._offer_pages(send, pieces, checksum, now)
-            if (run := self._in_one_run(send, path)) is not None:
+                return self._leave_pages(send, pieces, checksum, now)
+            if (run := self._in_place(send, path)) is not None:
                 checksum = checksum_of(run)
                 confirm()  # if the pages change from here on, the checksum tells
                 start = self._start(send, path, run, checksum)
                 self._write(start, send, path, len(run), None, now)
                 return None
-            send_slot, payload, sealed = self._fill(send, path, confirm)
+            send_slot, payload, prepared = self._fill(send, path, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
-            if sealed is not None:
-                start = sealed
-            else:
+            if path.read:
                 checksum = self._checksum(payload, path)
-                if path.read:
-                    return self._offer_slot(send, payload, checksum, send_slot, now)
-                start = self._start(send, path, payload, checksum)
+                return self._leave_slot(send, payload, checksum, send_slot, now)
+            start = prepared or self._start(send, path, payload, self._checksum(payload, path))
             self._write(start, send, path, len(payload), send_slot, now)
         except BaseException:
             self._free_slots.append(send_slot)
@@ -165,7 +162,7 @@ class Outbox:
             )
         self.underway.check_integrity()
 
-    def _in_one_run(self, send: SendChunk, path: SendPath) -> memoryview | None:
+    def _in_place(self, send: SendChunk, path: SendPath) -> memoryview | None:
         """The chunk where its pages lie, if the transport can write it from there."""
         if path.read or not path.transport.copies:
             return None
@@ -192,7 +189,7 @@ class Outbox:
         send_slot = self._free_slots.pop()  # the one used last is still in the processor's cache
         try:
             slot, fence = self._slots(path).slot(send_slot), self._fences.get(send.request)
-            if (start := self._seal(send, path, slot)) is not None:
+            if (prepared := self._seal(send, path, slot)) is not None:
                 payload = slot[: send.chunk.nbytes(send.route)]
             else:
                 payload = self._cache.gather(send.route, send.chunk, send.pages, slot, fence)
@@ -200,7 +197,7 @@ class Outbox:
         except BaseException:
             self._free_slots.append(send_slot)
             raise
-        return send_slot, payload, start
+        return send_slot, payload, prepared
 
     def _seal(self, send: SendChunk, path: SendPath, slot: Payload) -> Callable[[], int] | None:
         """Seal a chunk of whole pages into a send slot, from where it lies; returns what starts the
@@ -252,40 +249,40 @@ class Outbox:
             in_flight = in_flight._replace(most=_MOST_WRITES, in_order=True)
         self.underway.begin((path.transport.name, token), in_flight)
 
-    def _offer_slot(
+    def _leave_slot(
         self, send: SendChunk, payload: Payload, checksum: bytes, send_slot: int, now: float
     ) -> messages.Message:
         header = self._header(send, len(payload), checksum)
-        offer = self._offer(self._in_flight(send, send_slot, len(payload), now))
+        number = self._leave(self._in_flight(send, send_slot, len(payload), now))
         return messages.Offered(
             transfer=send.transfer,
-            offer=offer,
+            offer=number,
             send_slot=send_slot,
             slot=send.slot,
             nbytes=len(payload),
             header=header,
         )
 
-    def _offer_pages(
+    def _leave_pages(
         self, send: SendChunk, pieces: Pieces, checksum: bytes, now: float
     ) -> messages.Message:
         header = self._header(send, pieces.nbytes, checksum)
-        offer = self._offer(self._in_flight(send, None, pieces.nbytes, now))
+        number = self._leave(self._in_flight(send, None, pieces.nbytes, now))
         addresses = pieces.addresses.astype("<u8").tobytes()
         return messages.OfferedPages(
             transfer=send.transfer,
-            offer=offer,
+            offer=number,
             slot=send.slot,
             piece_bytes=pieces.piece_bytes,
             addresses=addresses,
             header=header,
         )
 
-    def _offer(self, in_flight: InFlight) -> int:
-        """Note an offer; returns its number."""
-        offer = next(self._offers)
-        self.underway.begin((OFFERED, offer), in_flight._replace(most=_MOST_OFFERS))
-        return offer
+    def _leave(self, in_flight: InFlight) -> int:
+        """Note a chunk that is left for the consumer to read; returns its number."""
+        number = next(self._numbers)
+        self.underway.begin((LEFT, number), in_flight._replace(most=_MOST_LEFT))
+        return number
 
     def _in_flight(
         self, send: SendChunk, send_slot: int | None, nbytes: int, now: float

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 from pd_connector.agent.confined import confined
 from pd_connector.agent.handshake import RefusedError
@@ -13,9 +12,9 @@ from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producing.chunk_sender import ChunkSender
 from pd_connector.agent.producing.consumer_sessions import ConsumerSessions
-from pd_connector.agent.producing.in_flight import OFFERED
+from pd_connector.agent.producing.in_flight import LEFT
 from pd_connector.agent.producing.outbox import Outbox
-from pd_connector.agent.producing.producer_commands import ProducerCommand, ProducerCommands
+from pd_connector.agent.producing.producer_commands import ProducerCommands
 from pd_connector.agent.producing.refusals import Refusals, one_line
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
@@ -35,6 +34,9 @@ _MAX_DETAIL = 1024  # characters of a refusal, which may quote what a peer sent
 
 class ProducerSide:
     """Used by the agent's thread only.
+
+    Attributes:
+        commands: carries out what the engine asks for.
 
     Args:
         sending: the send slots.
@@ -78,7 +80,7 @@ class ProducerSide:
         self._sender = ChunkSender(
             resources, self._producer, self._outbox, self._sessions, self._say, self._act
         )
-        self._commands = ProducerCommands(
+        self.commands = ProducerCommands(
             self._producer, self._outbox, gate, resources.cache, resources.telemetry, self._act
         )
 
@@ -107,12 +109,12 @@ class ProducerSide:
     @property
     def waits_for_device(self) -> bool:
         """Whether KV of a step is to be sent that the engine's device still computes."""
-        return self._commands.waits
+        return self.commands.waits
 
     @property
     def device_done(self) -> bool:
         """Whether some of that is computed now."""
-        return self._commands.due
+        return self.commands.due
 
     @property
     def parts_with_integrity(self) -> list[HasIntegrity]:
@@ -126,18 +128,10 @@ class ProducerSide:
             "send_slots": self._outbox.held,
         }
 
-    def execute(self, command: ProducerCommand, fence: Any, now: float) -> None:
-        """See `ProducerCommands.execute`."""
-        self._commands.execute(command, fence, now)
-
-    def resume(self, now: float) -> None:
-        """Carry out the commands whose work the engine's device has done."""
-        self._commands.resume(now)
-
     def change_model(self, facts: ModelFacts, now: float) -> None:
         """The engine serves other weights. KV of the old weights is not sent any more, and every consumer
         must compare models again."""
-        self._commands.resume_all(now)  # their KV is that of the old weights
+        self.commands.resume_all(now)  # their KV is that of the old weights
         self._identity = self._identity._replace(facts=facts)
         self._sessions.change_model(facts)
         detail = "the engine's weights have changed"
@@ -248,8 +242,8 @@ class ProducerSide:
             case messages.Credit():
                 self._producer.credit(sender, message.transfer, message.slots)
             case messages.Taken():
-                if self._outbox.underway.offered_to(sender, message.offer):
-                    self._sender.ended((OFFERED, message.offer), True, "")
+                if self._outbox.underway.left_to(sender, message.offer):
+                    self._sender.ended((LEFT, message.offer), True, "")
             case messages.Done():
                 self._act(self._producer.done(sender, message.transfer))
             case messages.Cancel():
@@ -290,7 +284,7 @@ class ProducerSide:
             logger.info("consumer %s %s: session ended", one_line(session.engine_id), why)
         self._listener.release(sender, now)
         self._act(self._producer.session_lost(sender))
-        for key in self._outbox.underway.offers_to(sender):
+        for key in self._outbox.underway.unread_by(sender):
             # If it still reads there, its checksum will be wrong.
             self._sender.ended(key, False, "the session has ended")
         session.path.transport.disconnect(session.path.link)

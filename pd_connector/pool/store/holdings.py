@@ -182,7 +182,8 @@ class Holdings:
                 folder.enter(part.key, entry, self.stamp())
                 if self.books.name != name:  # others were made before they could tell of this chunk
                     self._adopt_or_forget(part.tier, part.key)
-                self.wake.set()
+                if len(self.folders) > 1:
+                    self.wake.set()
         except (OSError, BooksError):
             return False
         return bool(entry)

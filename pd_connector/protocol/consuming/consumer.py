@@ -11,10 +11,8 @@ from collections.abc import Sequence
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.kv.coding import RAW
 from pd_connector.kv.geometry import Geometry, Shard
-from pd_connector.memory.destination import Destination
-from pd_connector.memory.device_bytes import Payload
-from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.consuming.audit import AuditBook, Comparison, Counterpart
 from pd_connector.protocol.consuming.codec_choice import CodecChoice
@@ -25,14 +23,12 @@ from pd_connector.protocol.consuming.incoming import (
     Finished,
     Held,
     Load,
-    PlaceChunk,
     ProducerSession,
 )
 from pd_connector.protocol.consuming.incoming_transfer import IncomingTransfer, streams
 from pd_connector.protocol.consuming.incoming_transfers import IncomingTransfers
 from pd_connector.protocol.consuming.landings import Landings
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.header import ChunkHeader
 from pd_connector.protocol.wire.peers import Peer, Source
 
 _UNHEARD = frozenset({Cause.SESSION_LIMIT, Cause.SESSION_LOST, Cause.UNREACHABLE})
@@ -49,6 +45,9 @@ class Consumer:
         shards: what the ranks of this engine hold, this one included.
         needs_words: whether a load is of no use without the producer's last words.
         audits: what is known of producers; with it, only KV of those that have passed is loaded.
+
+    Attributes:
+        landings: told of chunks that arrive.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Consumer:
             needs_words=needs_words,
             audits=audits,
         )
-        self._landings = Landings(
+        self.landings = Landings(
             config, self._transfers, self._sessions, self._grants, self._fetches
         )
 
@@ -105,6 +104,12 @@ class Consumer:
     def unaudited(self, source: Source, adapter: str) -> str:
         """A path of this producer's KV by which no audit has passed; "": none, or no session stands."""
         return self._fetches.unaudited(source, adapter)
+
+    def codec(self, source: Source, *, coded: bool) -> str:
+        """The codec of this producer's KV, of a transfer that is coded or not."""
+        session = self._sessions.get(source)
+        routes = session.routes if session and coded else ()
+        return "+".join(sorted({route.codec for route in routes})) or RAW.name
 
     def codec_choice(self, source: Source) -> CodecChoice | None:
         """What decides whether transfers of this producer are coded; None without a choice."""
@@ -250,44 +255,6 @@ class Consumer:
     def granted(self, source: Source, transfer: str, slot: int) -> bool:
         """Whether this slot was granted to this producer, for a chunk of this transfer."""
         return self._grants.holds(transfer, source, slot)
-
-    def landed(
-        self,
-        header: ChunkHeader,
-        slot: int,
-        payload: Payload | Pieces | Destination,
-        now: float,
-        *,
-        problem: str = "",
-        verified: bool = False,
-    ) -> list[Action]:
-        """A chunk has landed. Its bytes are used only if its header fits the plan.
-
-        A chunk of a transfer that has ended, or that came twice, is dropped: its slot may be
-        another transfer's by now.
-
-        Args:
-            payload: the bytes in the slot; or the producer's pages, from which they can be read; or
-                where they are already.
-            problem: why the chunk will not come, if so.
-            verified: as in `transport.base.Landed`.
-        """
-        return self._landings.landed(header, slot, payload, now, problem=problem, verified=verified)
-
-    def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
-        """Where a chunk belongs that begins to arrive, if it fits the plan. It has not landed yet:
-        `awaits` says whether it is still wanted there."""
-        return self._landings.expected(header, slot)
-
-    def awaits(self, place: PlaceChunk) -> bool:
-        """Whether a chunk that was `expected` is still wanted, in the same pages."""
-        return self._landings.awaits(place)
-
-    def placed(
-        self, place: PlaceChunk, problem: Cause | None, detail: str, now: float
-    ) -> list[Action]:
-        """A chunk has been scattered, or found wrong (`problem`)."""
-        return self._landings.placed(place, problem, detail, now)
 
     def tick(self, now: float) -> list[Action]:
         """Fail what has been silent for too long, and free slots whose quarantine is over."""

@@ -45,10 +45,20 @@ class Landings:
         payload: Payload | Pieces | Destination,
         now: float,
         *,
-        problem: str,
-        verified: bool,
+        problem: str = "",
+        verified: bool = False,
     ) -> list[Action]:
-        """See `Consumer.landed`."""
+        """A chunk has landed. Its bytes are used only if its header fits the plan.
+
+        A chunk of a transfer that has ended, or that came twice, is dropped: its slot may be
+        another transfer's by now.
+
+        Args:
+            payload: the bytes in the slot, or the producer's pages they can be read from, or where they are
+                already.
+            problem: why the chunk will not come, if so.
+            verified: as in `transport.base.Landed`.
+        """
         incoming = self._transfers.get(header.transfer)
         place = self._place(header, slot, payload, verified=verified)
         if incoming is None or place is None:
@@ -61,12 +71,13 @@ class Landings:
         return [place]
 
     def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
-        """See `Consumer.expected`."""
+        """Where a chunk belongs that begins to arrive, if it fits the plan. It has not landed yet:
+        `awaits` says whether it is still wanted there."""
         place = self._place(header, slot, None, verified=False)
         return None if place is None or place.problem(self._wanted(place)) else place
 
     def awaits(self, place: PlaceChunk) -> bool:
-        """See `Consumer.awaits`."""
+        """Whether a chunk that was `expected` is still wanted, in the same pages."""
         incoming = self._transfers.get(place.header.transfer)
         if incoming is None or incoming.load is None or incoming.load.request != place.request:
             return False
@@ -121,7 +132,7 @@ class Landings:
     def placed(
         self, place: PlaceChunk, problem: Cause | None, detail: str, now: float
     ) -> list[Action]:
-        """See `Consumer.placed`."""
+        """A chunk has been scattered, or found wrong (`problem`)."""
         transfer, source = place.header.transfer, place.source
         incoming = self._transfers.get(transfer)
         if incoming is None or not self._grants.holds(transfer, source, place.slot):

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from pd_connector.config import MAX_SLOTS
+from pd_connector.config_rules import MAX_SLOTS
 from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.wire.fields import Count, Fingerprint, Name, Text, decode
@@ -60,8 +60,8 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Producer: the session stands. `transport_address` is where its transport is reached.
 
-    With `read` it does not write chunks: it offers them, and the consumer reads them. With `direct`
-    it offers leased pages in the same way. With `plain` it obeys `Open.coded`. Leases end after
+    With `read` it does not write chunks: it leaves them, and the consumer reads them. With `direct`
+    it leaves them in leased pages. With `plain` it obeys `Open.coded`. Leases end after
     `lease_ms` milliseconds without a heartbeat; 0 means not told. It obeys `Heartbeat.next_ms`.
     """
 
@@ -164,7 +164,7 @@ class Credit(Message, frozen=True):
 
 class Offered(Message, frozen=True):
     """Producer, in a session with `read`: a chunk lies in my send slot, to be read into the
-    landing slot that was granted. `offer` is the number of the offer in this session."""
+    landing slot that was granted. `offer` is the number of the chunk that is left, in this session."""
 
     transfer: Name
     offer: Count
@@ -191,7 +191,7 @@ class OfferedPages(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """Consumer: the offer of this number has been read, or will not be read."""
+    """Consumer: the chunk that was left under this number has been read, or will not be read."""
 
     offer: Count
 

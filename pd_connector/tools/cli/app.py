@@ -8,50 +8,57 @@ A command is an entry point of the group `pd_connector.commands`: a function wit
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 from typer.main import get_command
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import Extension, load_entry_points
-from pd_connector.tools.missing import brought_by_the_router, named_if_missing
+from pd_connector.tools.command_line import SETTINGS, LateGroup, Version, run
+from pd_connector.tools.missing import brought_by_the_router
 
 COMMANDS = "pd_connector.commands"
 """The group of entry points."""
 BENCHMARKS = "pd_connector.benchmarks"
 """The group of entry points for `pd-connector bench`."""
-FIRST = ("demo", "check", "doctor", "pool", "audit", "bench", "profile", "key")
-"""Order of the commands in the help. Commands of other packages follow, by name."""
 FAILED = 1
 
-# Newer typer has its own click, older typer uses the installed one. So their types are not named here.
 
-
-class LazyGroup(TyperGroup):
+class EntryPoints(LateGroup):
     """A group with its own commands, and the entry points of `points`."""
 
     points = COMMANDS
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Names of all commands: its own first, then added commands by name. Imports none of them."""
-        own = super().list_commands(ctx)
-        return [*own, *(name for name in load_entry_points(self.points) if name not in own)]
+    def names(self) -> Iterable[str]:
+        """Names of all commands: those of `lines` first, then added commands by name. Imports none of them."""
+        found = load_entry_points(self.points)
+        return [*(name for name in self.lines if name in found), *found]
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name, imported; None if it does not exist."""
+    def imported(self, name: str) -> Any:
+        """The command of this name; None if it does not exist."""
         added = load_entry_points(self.points)
-        if cmd_name in self.commands or cmd_name not in added:
-            return super().get_command(ctx, cmd_name)
-        command = load(added[cmd_name])
-        command.name = cmd_name
+        if name not in added:
+            return None
+        command = load(added[name])
+        command.name = name
         return command
 
 
-class Commands(LazyGroup):
+class Commands(EntryPoints):
     """All commands of `pd-connector`. Each is an entry point."""
+
+    lines: ClassVar[dict[str, str]] = {
+        "demo": "Start prefill, decode and router on this machine, send prompts, and check every answer.",
+        "check": "Check what --kv-transfer-config says, without an engine.",
+        "doctor": "Check versions, transports, network, GPU and limits, and say what to do.",
+        "pool": "Show, check or empty the KV pool of this user on this host.",
+        "audit": "Have every pair of these engines compare one prompt, and print the verdict.",
+        "bench": "Measure PDConnector beside its alternatives, in one run.",
+        "profile": "Time prefills and decode steps of a running vLLM from outside, and fit the cost model.",
+        "key": "Print a fresh key, for the variable PD_CONNECTOR_KEY of every engine.",
+    }
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands, in the order of the help. Imports none of them."""
@@ -61,10 +68,10 @@ class Commands(LazyGroup):
                 f"no command is installed (entry points of group {COMMANDS}): this copy of pd-connector "
                 "runs without its installed metadata, or with that of an older one; pip install it"
             )
-        return [*(name for name in FIRST if name in found), *(n for n in found if n not in FIRST)]
+        return found
 
 
-class Benchmarks(LazyGroup):
+class Benchmarks(EntryPoints):
     """All commands of `pd-connector bench`."""
 
     points = BENCHMARKS
@@ -99,6 +106,8 @@ def _unavailable(reason: str) -> Any:
 
 def fail(reason: str) -> None:
     """Print the reason, and end the command with status 1."""
+    from rich.console import Console
+
     stderr = Console(stderr=True, soft_wrap=True)
     stderr.print(f"failed: {reason}", style="red", markup=False, highlight=False)
     raise typer.Exit(FAILED)
@@ -107,18 +116,17 @@ def fail(reason: str) -> None:
 app = typer.Typer(
     cls=Commands,
     add_completion=False,
-    no_args_is_help=True,
+    context_settings=SETTINGS,
     pretty_exceptions_show_locals=False,  # keys may be among them
     help="Prefill/decode disaggregation for vLLM and SGLang.",
 )
 
 
 @app.callback()
-def group() -> None:
-    """Prefill/decode disaggregation for vLLM and SGLang."""
+def group(version: Version = False) -> None:
+    """Only options; the help is the group's."""
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    with named_if_missing():
-        app()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script. Returns the exit status."""
+    return run(app, "pd-connector", arguments)

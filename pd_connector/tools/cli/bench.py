@@ -16,7 +16,7 @@ from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff import cross, ray, sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.contender import Contender, Contenders
-from pd_connector.tools.bench.handoff.measure import HandoffFindings
+from pd_connector.tools.bench.handoff.findings import HandoffFindings
 from pd_connector.tools.cli.app import Benchmarks
 from pd_connector.tools.cli.bench_pool import pool
 from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report

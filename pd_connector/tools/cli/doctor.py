@@ -79,17 +79,14 @@ def show(findings: Iterable[Finding], console: Console) -> None:
         table = Table(box=None, expand=True, show_header=False, padding=(0, 2, 0, 0))
         table.add_column("status", width=4)
         table.add_column("name", width=17, overflow="fold")
-        table.add_column("found", ratio=1, overflow="fold")
-        table.add_column("what to do", ratio=1, overflow="fold")
+        table.add_column("found, and what to do", ratio=1, overflow="fold")
         for finding in findings:
             if finding.area == area:
                 style = STYLES[finding.status]
-                table.add_row(
-                    f"[{style}]{finding.status}[/]",
-                    escape(finding.name),
-                    escape(finding.found),
-                    escape(finding.advice),
-                )
+                said = escape(finding.found)
+                if finding.advice:
+                    said += f"\n[dim]→[/] {escape(finding.advice)}"
+                table.add_row(f"[{style}]{finding.status}[/]", escape(finding.name), said)
         console.print(table)
         console.print()
     count = {status: sum(f.status is status for f in findings) for status in Status}

@@ -129,7 +129,7 @@ class SglangEngine(Service):
         command += ["--page-size", str(self.page_size), "--tp-size", str(self.tp)]
         command += ["--max-total-tokens", str(self.max_tokens)]
         if sglang_on_cpu(self.python):
-            command += [*CPU_ARGS, "--mem-fraction-static", "0.1"]
+            command += [*CPU_ARGS, "--mem-fraction-static", "0.5"]
             if self.role == "decode" or self.switches:
                 command += CPU_DECODE_ARGS
         if self.role is not None:

@@ -19,9 +19,7 @@ import itertools
 import secrets
 import struct
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,39 +32,11 @@ from pd_connector.memory.slot_memory import NO_DEVICE_SLOTS, DeviceSlots
 from pd_connector.transport.base import Landed, Link, Transport, Written, check_fits
 from pd_connector.transport.nixl.address import NixlAddress, read_address
 from pd_connector.transport.nixl.agent import NixlAgent, Place, place_in
+from pd_connector.transport.nixl.peers import NixlConsumer, NixlProducer, NixlRead
 from pd_connector.transport.nixl.trial import try_out
 
 _NOTE = struct.Struct("<IQ")  # slot, bytes; the header follows
 _MAX_HEADER_BYTES = 1 << 16
-
-
-@dataclass(slots=True)
-class _Consumer:
-    agent: NixlAgent
-    remote: str
-    address: NixlAddress
-    on_device: bool  # slots of both sides lie there
-    writes: dict[int, Any] = field(default_factory=dict)  # token: handle
-    failed: bool = False  # a write to it: the agent does not reach it again
-
-
-@dataclass(slots=True)
-class _Read:
-    handle: Any
-    header: bytes
-    slot: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class _Producer:
-    """An expected producer. It has an agent from the first read on: most sessions only write."""
-
-    address: NixlAddress
-    on_device: bool  # slots of both sides lie there
-    agent: NixlAgent | None = None
-    remote: str = ""
-    reads: list[_Read] = field(default_factory=list)
 
 
 class NixlTransport(Transport):
@@ -103,8 +73,8 @@ class NixlTransport(Transport):
         self._name = f"pd-{secrets.token_hex(16)}"
         self._numbers = itertools.count(1)  # of writes, links and sources
         self._written: list[Written] = []
-        self._links: dict[int, _Consumer] = {}
-        self._expected: dict[int, _Producer] = {}
+        self._links: dict[int, NixlConsumer] = {}
+        self._expected: dict[int, NixlProducer] = {}
         # What peers reach: they write into the one slab and read from the other.
         self._receiver = NixlAgent(self._name, host, landing, sending, *on_device.slabs)
         try:
@@ -127,7 +97,7 @@ class NixlTransport(Transport):
         agent, remote = self._reach(
             f"{self._name}/{link}", address, slots or self._sending, "consumer"
         )
-        self._links[link] = _Consumer(agent, remote, address, slots is not None)
+        self._links[link] = NixlConsumer(agent, remote, address, slots is not None)
         return link
 
     def device_slots(self, link: Link) -> DeviceSlab | None:
@@ -153,7 +123,7 @@ class NixlTransport(Transport):
         source = next(self._numbers)
         address = read_address(producer)
         on_device = bool(self._on_device.landing and address.device_send_base)
-        self._expected[source] = _Producer(address, on_device)
+        self._expected[source] = NixlProducer(address, on_device)
         return source
 
     def dismiss(self, source: Hashable) -> None:
@@ -207,7 +177,7 @@ class NixlTransport(Transport):
             handle = producer.agent.start("READ", producer.remote, here, there, nbytes)
         except Exception as error:
             raise TransportError(f"nixl read cannot start: {error!r}") from error
-        producer.reads.append(_Read(handle, header, slot, nbytes))
+        producer.reads.append(NixlRead(handle, header, slot, nbytes))
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         for consumer in self._links.values():
@@ -246,12 +216,12 @@ class NixlTransport(Transport):
             agent.close()
             raise TransportError(f"nixl cannot reach the {role}: {error!r}") from error
 
-    def _landing_of(self, producer: _Producer) -> Slab | DeviceSlab:
+    def _landing_of(self, producer: NixlProducer) -> Slab | DeviceSlab:
         """The slots that chunks of this producer land in."""
         landing = self._on_device.landing if producer.on_device else None
         return landing or self._landing
 
-    def _find(self, payload: Payload, consumer: _Consumer) -> Place:
+    def _find(self, payload: Payload, consumer: NixlConsumer) -> Place:
         """Where a payload lies in the slots from which this consumer is written to."""
         slots = self._on_device.sending if consumer.on_device else None
         slab: Slab | DeviceSlab = slots or self._sending
@@ -261,7 +231,7 @@ class NixlTransport(Transport):
             raise TransportError("nixl: the payload does not lie in the sending slab")
         return place_in(slab, inside)
 
-    def _end_write(self, consumer: _Consumer, token: int, problem: str) -> None:
+    def _end_write(self, consumer: NixlConsumer, token: int, problem: str) -> None:
         consumer.failed |= bool(problem)
         consumer.agent.release(consumer.writes.pop(token))
         self._written.append(Written(token, not problem, problem))

@@ -130,3 +130,21 @@ def read_chunk(body: bytes) -> ChunkHead:
     """The body of a `CHUNK`; its length has been checked."""
     token, nbytes, slot = _CHUNK.unpack_from(body)
     return ChunkHead(token, nbytes, slot, body[_CHUNK.size :])
+
+
+class Record(NamedTuple):
+    """What a prefix says of the record that follows."""
+
+    kind: int
+    nbytes: int  # of its body
+    tag_bytes: int
+
+    @property
+    def of_chunk(self) -> bool:
+        """Whether its body is a part of a chunk, and goes to memory of its own."""
+        return self.kind in (DATA, BARE)
+
+    @property
+    def buffered(self) -> int:
+        """How much of it comes to lie behind its prefix in the buffer."""
+        return self.tag_bytes + (0 if self.of_chunk else self.nbytes)

@@ -5,7 +5,6 @@ import fcntl
 import socket
 import sys
 import termios
-from typing import NamedTuple
 
 from pd_connector.memory.destination import Destination
 from pd_connector.transport.tcp.events import Acked, Arrived, Event, Greeted
@@ -22,6 +21,7 @@ from pd_connector.transport.tcp.frames import (
     TAG_BYTES,
     ChunkHead,
     FrameError,
+    Record,
     read_chunk,
     read_prefix,
     read_token,
@@ -36,24 +36,6 @@ _SMALL_BYTES = 16
 _LOW_WATER_BYTES = RECORD_BYTES + TAG_BYTES + PREFIX_BYTES
 """Bytes that wake the agent's thread within a chunk; fewer do if they complete the chunk. A wake costs the
 thread as much as a copy of some hundred KiB."""
-
-
-class _Record(NamedTuple):
-    """What a prefix says of the record that follows."""
-
-    kind: int
-    nbytes: int  # of its body
-    tag_bytes: int
-
-    @property
-    def of_chunk(self) -> bool:
-        """Whether its body is a part of a chunk, and goes to memory of its own."""
-        return self.kind in (DATA, BARE)
-
-    @property
-    def buffered(self) -> int:
-        """How much of it comes to lie behind its prefix in the buffer."""
-        return self.tag_bytes + (0 if self.of_chunk else self.nbytes)
 
 
 class Receiving:
@@ -88,7 +70,7 @@ class Receiving:
         self._segments = segments
         self._segment = memoryview(b"")  # for the chunk under way, if it is sealed
         self._have = 0
-        self._record: _Record | None = None  # once its prefix has been read
+        self._record: Record | None = None  # once its prefix has been read
         self._head: ChunkHead | None = None  # of the chunk under way
         self._slot: int | None = None  # where it lands
         self._destination: Destination | None = None  # or where it belongs
@@ -205,9 +187,9 @@ class Receiving:
             self._fill(record.nbytes, events)
         return True
 
-    def _read_prefix(self) -> _Record:
+    def _read_prefix(self) -> Record:
         kind, nbytes = read_prefix(self._buffer, self._kinds)
-        record = _Record(kind, nbytes, 0 if kind == BARE else self._tag_bytes)
+        record = Record(kind, nbytes, 0 if kind == BARE else self._tag_bytes)
         if record.of_chunk:
             assert self._head is not None
             rest = self._head.nbytes - self._landed
@@ -218,7 +200,7 @@ class Receiving:
                 raise FrameError("bytes without a tag, of a chunk without a checksum")
         return record
 
-    def _room(self, record: _Record) -> memoryview:
+    def _room(self, record: Record) -> memoryview:
         """Memory for the record of a chunk that begins."""
         if not record.tag_bytes:
             return self._memory()
@@ -233,7 +215,7 @@ class Receiving:
         assert self._slot is not None
         return self._landing.memory(self._slot, self._head.nbytes)[self._landed :]
 
-    def _open(self, record: _Record, tag: memoryview) -> None:
+    def _open(self, record: Record, tag: memoryview) -> None:
         """A record of a chunk is complete: open it, if it is sealed."""
         if not record.tag_bytes:
             self._verified = False

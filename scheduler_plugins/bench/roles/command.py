@@ -14,12 +14,21 @@ from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.cli.bench_report import exit_codes, report
+from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 from scheduler_plugins.bench.roles import decision_cost
 from scheduler_plugins.bench.roles import dop as paralleling
 from scheduler_plugins.bench.roles import shift as shifting
 from scheduler_plugins.bench.roles import steady as steadying
+from scheduler_plugins.bench.roles import truth_command as beside_live
 from scheduler_plugins.bench.roles.fleets import FLEETS, FleetKind
+from scheduler_plugins.bench.roles.truth import (
+    LOAD,
+    POINTS_OFF,
+    POINTS_OFF_MOCKS,
+    POLICIES,
+    compared,
+)
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.roles.registry import ROLES
 from scheduler_plugins.sim import trace
@@ -96,7 +105,7 @@ def steady(
             for one in steadying.compare(kind, chosen, jobs, _say):
                 best = one.fixed[one.best]
                 cells = [f"{run.kept:.3f} ({run.moves})" for run in one.roles.values()]
-                ratio = f"{best.kept:.3f} ({shifting.ratio_name(one.best)})"
+                ratio = f"{best.kept:.3f} ({kind.ratio_name(one.best)})"
                 rows.add_row(kind.name, one.case.name, f"{one.case.load:g}", ratio, *cells)
                 tables.append(("allowed", _steady_bars(kind, one)))
     Console().print(rows)
@@ -169,6 +178,37 @@ def cost(json: Json = None) -> None:
     report([("allowed", rows)], [], json)
 
 
+@app.command("truth")
+def truth(
+    code: Code,
+    conv: Conv,
+    mocks: Annotated[
+        bool, typer.Option("--mocks", help="Eight mock engines, and no vLLM.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=10, help="Of each of three phases.")] = 120.0,
+    load: Annotated[
+        float, typer.Option(min=0.1, help="Part of the simulated capacity of the best fixed ratio.")
+    ] = LOAD,
+    policies: Annotated[str, typer.Option(help="Of roles, with commas.")] = ",".join(POLICIES),
+    jobs: Jobs = 1,
+    json: Json = None,
+) -> None:
+    """The simulator beside live engines: code, conversations, and code again, with each policy.
+
+    Three vLLM engines (kv_both) on this machine, with their measured costs, or mocks. Mean TTFT and TPOT within 15 %,
+    the part in time within 10 points (mocks: 3), policies in the same order. Times are real, so the machine must be
+    quiet. A policy takes three phases.
+    """
+    stderr, names = Console(stderr=True), [one for one in policies.split(",") if one]
+    with exit_codes(stderr), terminate_as_interrupt():
+        traces = [_read(path, None) for path in (code, conv)]
+        found = beside_live.compare(traces[0], traces[1], names, mocks, seconds, load, jobs, _say)
+    for line in found.told():
+        _say(line)
+    points = POINTS_OFF_MOCKS if mocks else POINTS_OFF
+    report([("allowed", compared(found.live, found.simulated, points))], found.told(), json)
+
+
 def _rates(found: list[shifting.Shifted]) -> Table:
     names = ["best fixed", "worst fixed", shifting.ORACLE, *shifting.POLICIES]
     table = Table("fleet", "traces", *names, box=None, padding=(0, 2, 0, 0))
@@ -188,7 +228,7 @@ def _fleets(name: str) -> list[FleetKind]:
     return [FLEETS[name]]
 
 
-def _read(path: Path, requests: int) -> list[Waiting]:
+def _read(path: Path, requests: int | None) -> list[Waiting]:
     try:
         return trace.load(path, requests)
     except TraceError as error:

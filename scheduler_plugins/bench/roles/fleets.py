@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated fleets: eight equal engines of one model on one GPU, and what their users are promised."""
+"""The simulated fleets: equal engines of one model on one GPU, and what their users are promised."""
 
 from __future__ import annotations
 
@@ -24,16 +24,28 @@ class FleetKind:
     ttft_s: float
     """The promises."""
     tpot_s: float
+    engines: int = ENGINES
+    latency_s: float = Network().latency_s
+    """Of a handoff, besides the time that its bytes need."""
+
+    @property
+    def ratios(self) -> range:
+        """Every number of prefill engines that leaves an engine for decode."""
+        return range(1, self.engines)
+
+    def ratio_name(self, prefill: int) -> str:
+        """Such as 4P4D."""
+        return f"{prefill}P{self.engines - prefill}D"
 
     def scenario(self, prefill: int, decode: int | None = None) -> Scenario:
-        """`prefill` engines for prompts, and the rest of `ENGINES` for decode. Steps are chunks (level 2)."""
+        """`prefill` engines for prompts, and the rest of the engines for decode. Steps are chunks (level 2)."""
         return Scenario(
             prefill=prefill,
-            decode=ENGINES - prefill if decode is None else decode,
+            decode=self.engines - prefill if decode is None else decode,
             level=2,
             costs=self.costs,
             kv_tokens=self.kv_tokens,
-            network=Network(kv_bytes_per_token=self.kv_bytes_per_token),
+            network=Network(kv_bytes_per_token=self.kv_bytes_per_token, latency_s=self.latency_s),
             ttft_slo_s=self.ttft_s,
             tpot_slo_s=self.tpot_s,
         )

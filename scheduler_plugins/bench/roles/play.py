@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from scheduler_plugins.bench.roles.fleets import ENGINES, FleetKind
+from scheduler_plugins.bench.roles.fleets import FleetKind
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.router.roles.controller import RoleController
@@ -54,6 +54,24 @@ def play(
         roles: a role policy; empty: nobody changes roles.
         split: where the second trace begins.
     """
+    served, moves = run(fleet, requests, prefill, roles, changes)
+    split = len(served) if split is None else split
+    return Outcome(
+        _kept(fleet, served),
+        _kept(fleet, served[:split]),
+        _kept(fleet, served[split:]) if split < len(served) else 1.0,
+        moves,
+    )
+
+
+def run(
+    fleet: FleetKind,
+    requests: Sequence[Waiting],
+    prefill: int,
+    roles: str = "",
+    changes: Iterable[Change] = (),
+) -> tuple[list[Served], int]:
+    """What became of each request, and the number of moves. Arguments as of `play`."""
     controller, route = None, DEFAULT
     if roles:
         policy = create(roles)
@@ -62,13 +80,7 @@ def play(
             controller = RoleController(policy, dwell_s=0.0, pause_s=0.0)
     cluster = fleet.scenario(prefill).cluster(route)
     served = cluster.run(requests, changes, controller)
-    split = len(served) if split is None else split
-    return Outcome(
-        _kept(fleet, served),
-        _kept(fleet, served[:split]),
-        _kept(fleet, served[split:]) if split < len(served) else 1.0,
-        len(cluster.roles.moved),
-    )
+    return served, len(cluster.roles.moved)
 
 
 def _kept(fleet: FleetKind, served: Sequence[Served]) -> float:
@@ -117,11 +129,6 @@ def sustained(fleet: FleetKind, requests: Sequence[Waiting], prefill: int) -> fl
     while keeps(high):
         high *= 2
     return largest(keeps, high / 2 if high > 1 else 0.0, high, 0.06)
-
-
-def ratios() -> range:
-    """Every number of prefill engines that leaves an engine for decode."""
-    return range(1, ENGINES)
 
 
 def in_parallel(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from scheduler_plugins.bench.roles.fleets import ENGINES, OPT_13B, FleetKind
+from scheduler_plugins.bench.roles.fleets import OPT_13B, FleetKind
 from scheduler_plugins.bench.roles.play import (
     KEPT,
     Outcome,
@@ -16,7 +16,6 @@ from scheduler_plugins.bench.roles.play import (
     in_parallel,
     largest,
     play,
-    ratios,
     sustained,
 )
 from scheduler_plugins.order.request import Waiting
@@ -60,15 +59,15 @@ def capacities(
     fleet: FleetKind, traces: Mapping[str, Sequence[Waiting]], jobs: int, say: Say
 ) -> list[Half]:
     """What each ratio sustains of each trace."""
-    arguments = [(fleet, name, traces[name], p) for name in traces for p in ratios()]
+    arguments = [(fleet, name, traces[name], p) for name in traces for p in fleet.ratios]
 
     def done(given: tuple[object, ...], per_s: float) -> None:
         say(
-            f"{fleet.name}, {given[1]}: {ratio_name(given[3])} sustains {per_s:.1f} requests a second"
+            f"{fleet.name}, {given[1]}: {fleet.ratio_name(int(str(given[3])))} sustains {per_s:.1f} requests a second"
         )
 
     found = in_parallel(jobs, _sustained, arguments, done)
-    each = len(ratios())
+    each = len(fleet.ratios)
     return [
         Half(name, traces[name], Sustained(found[n * each : (n + 1) * each]))
         for n, name in enumerate(traces)
@@ -79,8 +78,8 @@ def compare(fleet: FleetKind, halves: Sequence[Half], jobs: int, say: Say) -> Sh
     """Every policy, the oracle and the fixed ratios, for one order of the halves."""
     order = " then ".join(half.name for half in halves)
     rates = {
-        ratio_name(p): min(half.capacity.per_s[p - 1] / half.capacity.most for half in halves)
-        for p in ratios()
+        fleet.ratio_name(p): min(half.capacity.per_s[p - 1] / half.capacity.most for half in halves)
+        for p in fleet.ratios
     }
     best = max(rates, key=lambda name: rates[name])
     contenders = [best, ORACLE, *POLICIES]
@@ -119,16 +118,18 @@ def _outcome(fleet: FleetKind, halves: Sequence[Half], name: str, rate: float) -
     requests, split = trace.one_after_another(parts), len(parts[0])
     prefill = first.capacity.prefill
     if name == ORACLE:
-        changes = _switch(prefill, second.capacity.prefill, requests[split - 1].arrival_s)
+        changes = _switch(
+            fleet.engines, prefill, second.capacity.prefill, requests[split - 1].arrival_s
+        )
         return play(fleet, requests, prefill, split=split, changes=changes)
     if name[0].isdigit():
         return play(fleet, requests, int(name[0]), split=split)
     return play(fleet, requests, prefill, name, split=split)
 
 
-def _switch(before: int, after: int, at_s: float) -> list[Change]:
+def _switch(engines: int, before: int, after: int, at_s: float) -> list[Change]:
     """The oracle: at the switch, all at once."""
-    names = [f"p{n}" for n in range(before)] + [f"d{n}" for n in range(ENGINES - before)]
+    names = [f"p{n}" for n in range(before)] + [f"d{n}" for n in range(engines - before)]
     moved, role = (names[after:before], Role.DECODE)
     if after > before:
         moved, role = names[before:after], Role.PREFILL
@@ -137,8 +138,3 @@ def _switch(before: int, after: int, at_s: float) -> list[Change]:
 
 def _set_role(name: str, role: Role, cluster: Cluster, now_s: float) -> None:
     cluster.set_role(name, role, now_s)
-
-
-def ratio_name(prefill: object) -> str:
-    """Such as 4P4D."""
-    return f"{prefill}P{ENGINES - int(str(prefill))}D"

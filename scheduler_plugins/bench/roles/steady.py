@@ -11,7 +11,7 @@ from math import pi, sin
 from random import Random
 from typing import NamedTuple
 
-from scheduler_plugins.bench.roles.fleets import ENGINES, FleetKind
+from scheduler_plugins.bench.roles.fleets import FleetKind
 from scheduler_plugins.bench.roles.play import Outcome, Say, in_parallel, play
 from scheduler_plugins.bench.roles.shift import Half
 from scheduler_plugins.order.request import Waiting
@@ -56,7 +56,7 @@ def cases(halves: Sequence[Half], seconds: float, seed: int = 0) -> list[Case]:
     """All workloads. A load of 1.0 is the capacity of the best fixed ratio for that trace."""
     found = list[Case]()
     for half in halves:
-        near = _near(half.capacity.prefill)
+        near = _near(half)
         for load in LOADS:
             points = POINTS if load <= 0.8 else POINTS_NEAR_FULL
             per_s = load * half.capacity.most
@@ -67,7 +67,7 @@ def cases(halves: Sequence[Half], seconds: float, seed: int = 0) -> list[Case]:
         rate = partial(_step, half.capacity.most, seconds)
         steps = _drawn([half], seconds, rate, _constant(0.0), seed)
         found.append(Case(f"steps, {half.name}", 0.9, POINTS_NEAR_FULL, None, steps, near))
-    between = sorted({p for half in halves for p in _near(half.capacity.prefill)})
+    between = sorted({p for half in halves for p in _near(half)})
     ratios = range(between[0], between[-1] + 1)
     capacities = (halves[0].capacity.most, halves[1].capacity.most)
     for period_s in PERIODS_S:
@@ -90,14 +90,15 @@ def compare(fleet: FleetKind, given: Sequence[Case], jobs: int, say: Say) -> lis
         found.append(Steady(case, fixed, roles))
         told = ", ".join(f"{name} {one.kept:.3f} ({one.moves})" for name, one in roles.items())
         say(
-            f"{fleet.name}, {case.name} at {case.load}: {best}P{ENGINES - best}D "
+            f"{fleet.name}, {case.name} at {case.load}: {fleet.ratio_name(best)} "
             f"{fixed[best].kept:.3f}, {told}"
         )
     return found
 
 
-def _near(prefill: int) -> range:
-    return range(max(1, prefill - 1), min(ENGINES - 1, prefill + 1) + 1)
+def _near(half: Half) -> range:
+    best, most = half.capacity.prefill, len(half.capacity.per_s)
+    return range(max(1, best - 1), min(most, best + 1) + 1)
 
 
 def _replayed(half: Half, per_s: float, seconds: float) -> list[Waiting]:

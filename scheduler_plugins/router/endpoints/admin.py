@@ -177,7 +177,7 @@ def _check_named_itself(pool: EnginePool, url: str) -> None:
     """Raises ValueError if the engine belongs to a name, because the name would bring it back."""
     if not _is_given(pool, url):
         raise ValueError(
-            f"url {url}: belongs to a name (dns+http, k8s+http); drain it, or change the name"
+            f"url {url}: belongs to a name (dns+http, k8s+http, pool+http); drain it, or change the name"
         )
 
 

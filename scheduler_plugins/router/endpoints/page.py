@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /`: a live page with the engines and their load."""
+"""`GET /`: a live page with what is wrong, the last 15 minutes, and the engines with their load and KV."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from base64 import b64encode
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from scheduler_plugins.router.endpoints.trends import recent, trends
+from scheduler_plugins.router.endpoints.troubles import troubles
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import handoffs_of
 from scheduler_plugins.router.request.shared import Shared
@@ -20,14 +25,38 @@ EVENTS = "/live"
 EVERY_S = 1.0
 MOST_WATCHERS = 20
 """Most open pages, counted apart with and without the operator's token. Each page costs the router some time."""
-_PAGE = (Path(__file__).parent / "page.html").read_text()
+_FOLDER = Path(__file__).parent
 _HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+
+
+def _assembled() -> tuple[str, str]:
+    """The page in one file, and its policy: it runs its own script only, and loads nothing but the events."""
+    style = (_FOLDER / "page.css").read_text()
+    script = "".join((_FOLDER / name).read_text() for name in ("page.js", "page_engines.js"))
+    html = (_FOLDER / "page.html").read_text()
+    html = html.replace("/* page.css */", style).replace("/* page.js */", script)
+    rules = {
+        "default-src": "'none'",
+        "style-src": _hash(style),
+        "script-src": _hash(script),
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return html, "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+_PAGE, _POLICY = _assembled()
 
 
 async def page(request: web.Request) -> web.StreamResponse:
     """The page, complete in one file. It loads nothing from other hosts."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+    headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
     return web.Response(text=_PAGE, content_type="text/html", headers=headers)
 
 
@@ -55,8 +84,14 @@ class LiveState:
         self._watchers[is_operator] += 1
         try:
             await response.prepare(request)
+            drawn: Any = None
             while not self._ended.is_set():
-                text = json.dumps(state(shared, asyncio.get_running_loop().time()))
+                told = state(shared, asyncio.get_running_loop().time())
+                if told["trends"] == drawn:
+                    del told["trends"]  # the page keeps them
+                else:
+                    drawn = told["trends"]
+                text = json.dumps(told)
                 await response.write(f"data: {text}\n\n".encode())
                 with suppress(TimeoutError):
                     async with asyncio.timeout(EVERY_S):
@@ -71,39 +106,70 @@ class LiveState:
 def _role_why(engine: BackendEngine) -> str:
     """What is known of an engine's role, in words."""
     told = engine.standing.describe(engine.role)
-    return ", ".join(f"{name}: {told[name]}" for name in told)
+    return ", ".join(f"{name}: {_words(told[name])}" for name in told)
+
+
+def _words(value: Any) -> str:
+    return " or ".join(value) if isinstance(value, list) else str(value)
+
+
+def _state_of(engine: BackendEngine, known: dict[str, Any]) -> str:
+    """One word for whether the engine gets requests."""
+    if engine.draining:
+        return "draining"
+    if not engine.up:
+        return str(known.get("state", "down"))
+    return "moving" if engine.standing.moving else "paused" if engine.circuit.cause else "up"
+
+
+def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[str, Any]:
+    """One engine as the page shows it. `known`: its state as `/health` shows it."""
+    traffic, cache = engine.traffic, known.get("cache", {})
+    return {
+        "url": engine.url,
+        "role": known.get("role", engine.role),
+        "state": _state_of(engine, known),
+        "why": engine.warning or engine.reason,
+        "role_why": _role_why(engine),
+        "group": engine.standing.place.group,
+        "away": engine.standing.place.home not in (None, engine.role),
+        "pinned": engine.standing.pinned,
+        "requests": engine.in_flight,
+        "queued_s": round(engine.queued_s(now_s), 3),
+        "batch": engine.batch,
+        "context": engine.context,
+        "cache_used": traffic.cache_used,
+        "cached_blocks": cache.get("blocks", 0),
+        "cache_known_by": cache.get("source", ""),
+        "sent_bytes_s": round(traffic.sent_bytes_s),
+        "received_bytes_s": round(traffic.received_bytes_s),
+        "leased_pages": round(traffic.leased_pages),
+        "pool": cache.get("pool", ""),
+        "pool_chunks": cache.get("pool_chunks", 0),
+        "pool_bytes_s": round(traffic.pool_bytes_s),
+    }
 
 
 def state(shared: Shared, now_s: float) -> dict[str, Any]:
-    """The content of the page: totals, and each engine as policies see it."""
-    told = {one["url"] + one["role"]: one for one in shared.pool.describe()}
-    engines = []
-    for engine in shared.pool.engines:
-        known = told.get(engine.url + engine.role, {})
-        engines.append(
-            {
-                "url": engine.url,
-                "role": known.get("role", engine.role),
-                "state": "draining" if engine.draining else known.get("state", "down"),
-                "why": engine.warning or engine.reason,
-                "role_why": _role_why(engine),
-                "requests": engine.in_flight,
-                "queued_s": round(engine.queued_s(now_s), 3),
-                "batch": engine.batch,
-                "context": engine.context,
-                "cached_blocks": known.get("cache", {}).get("blocks", 0),
-                "cache_known_by": known.get("cache", {}).get("source", ""),
-                "pool": known.get("cache", {}).get("pool", ""),
-                "pool_chunks": known.get("cache", {}).get("pool_chunks", 0),
-            }
-        )
+    """The content of the page: what is wrong, the last minutes, and each engine as policies see it."""
+    pool, wall_s = shared.pool, time.time()
+    told = {one["url"] + one["role"]: one for one in pool.describe()}
+    beats = shared.metrics.pulse.beats(now_s)
+    sums = recent(beats, now_s)
     return {
         "policy": shared.config.route_policy,
         "waiting": shared.front.waiting,
-        "handoffs": handoffs_of(shared.pool),
-        "decisions": [
-            {**one._asdict(), "at_s": round(time.time() - one.at_s)}
-            for one in shared.pool.decisions
+        "handoffs": handoffs_of(pool),
+        "troubles": [
+            one._asdict() for one in troubles(pool.engines, pool.decisions, sums, now_s, wall_s)
         ],
-        "engines": engines,
+        "trends": trends(beats, now_s),
+        "recent": msgspec.to_builtins(sums),
+        "decisions": [
+            {**one._asdict(), "key": str(one.at_s), "at_s": round(wall_s - one.at_s)}
+            for one in pool.decisions
+        ],
+        "engines": [
+            _shown(engine, told.get(engine.url + engine.role, {}), now_s) for engine in pool.engines
+        ],
     }

@@ -14,12 +14,8 @@ from scheduler_plugins.router.endpoints.app_keys import BACKEND, LIVE, METRICS, 
 from scheduler_plugins.router.endpoints.refusals import error_response, unavailable
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool, handoffs_of
-from scheduler_plugins.router.engines.exchange import (
-    EngineCall,
-    EngineFailedError,
-    ResponseTimeouts,
-    exchange,
-)
+from scheduler_plugins.router.engines.exchange import EngineCall, ResponseTimeouts, exchange
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import PROBE_S
 from scheduler_plugins.router.routing.attempt import UnavailableError
 

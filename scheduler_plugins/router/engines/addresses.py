@@ -7,9 +7,10 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 
 from pd_connector.protocol.wire.params import ProducerAddress
-from scheduler_plugins.router.engines.exchange import EngineCall, EngineFailedError
+from scheduler_plugins.router.engines.exchange import EngineCall
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.ranks import HEADER
-from scheduler_plugins.router.prompt import body
+from scheduler_plugins.router.prompt import body, transfer
 
 Ask = Callable[[EngineCall], Awaitable[bytes]]
 """Sends a call to the engine. Returns the body of an answer 200; raises EngineFailedError for any other answer."""
@@ -44,9 +45,9 @@ async def addresses_of(
 
 
 async def _address_of(ask: Ask, headers: Mapping[str, str], model: str) -> ProducerAddress | None:
-    question = body.encode(body.probe(model))
+    question = body.encode(transfer.probe(model))
     raw = await ask(EngineCall("POST", body.COMPLETIONS, dict(headers), question))
-    return body.address_in(decoded(raw))
+    return transfer.address_in(decoded(raw))
 
 
 def decoded(raw: bytes) -> object:

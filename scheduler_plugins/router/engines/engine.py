@@ -18,6 +18,7 @@ from scheduler_plugins.router.engines.circuit import Circuit
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.standing import Standing
+from scheduler_plugins.router.engines.traffic import Traffic
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role as Role
@@ -55,6 +56,8 @@ class BackendEngine(Loaded):
     """What is wrong although the engine serves, such as KV that does not arrive."""
     handoffs: dict[str, int] = field(default_factory=dict)
     """Outcomes of requests whose prompts another engine computed, counted since its start, by its last report."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Its KV traffic, by its last report."""
     kind: Kind | None = None
     """Kind of engine; None until the engine has been asked."""
     standing: Standing = field(default_factory=Standing)
@@ -224,6 +227,7 @@ class BackendEngine(Loaded):
             self.down_since = now
         self.up, self.reason, self.addresses = False, reason, ()
         self.asked_for_address = False
+        self.traffic = Traffic()
         self._report()
         self.kind = None
         return was_up

@@ -13,7 +13,7 @@ from typing import Any
 from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.observed import Observer
 from scheduler_plugins.router.engines.standing import Decision
 from scheduler_plugins.router.index.prefixes import PrefixReader

@@ -17,18 +17,15 @@ from scheduler_plugins.admission import pool_report, report
 from scheduler_plugins.admission.pool_report import PoolReport
 from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
-from scheduler_plugins.router.engines.exchange import (
-    EXCERPT_BYTES,
-    EngineCall,
-    EngineFailedError,
-    failure_of,
-)
+from scheduler_plugins.router.engines.exchange import EngineCall
+from scheduler_plugins.router.engines.failures import EXCERPT_BYTES, EngineFailedError, failure_of
 from scheduler_plugins.router.engines.kinds import (
     SERVER_INFO,
     SWITCH_ROLE,
     SglangFacts,
     sglang_facts,
 )
+from scheduler_plugins.router.engines.traffic import Reading, read, wanted_in
 from scheduler_plugins.router.settings.config import RouterConfig
 
 PROBE_S = 30.0
@@ -54,10 +51,11 @@ class Models(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """A decode engine's report on the KV that it should get."""
+    """An engine's metrics of KV. The first two are of a decode engine."""
 
     outage: str  # what is wrong if no KV arrives, and what to do; empty if KV arrives
     handoffs: dict[str, int]  # outcomes of requests since its start
+    reading: Reading
 
 
 class Refusal(NamedTuple):
@@ -124,12 +122,12 @@ class Inquiry:
         return from_metrics(await self._ask(EngineCall("GET", "/metrics", {}), BRIEF_S))
 
     async def arrivals(self) -> Arrivals:
-        """Whether KV arrives at a decode engine."""
+        """KV that the engine has sent and received."""
         raw = await self._ask(EngineCall("GET", "/metrics", {}), self._config().health_timeout_s)
-        text = raw.decode("utf-8", "replace")
+        text = wanted_in(raw)
         outage = outage_in(text)
         told = f"{outage.found}. What to do: {outage.advice}" if outage else ""
-        return Arrivals(told, handoffs_in(text))
+        return Arrivals(told, handoffs_in(text), read(text, asyncio.get_running_loop().time()))
 
     async def vllm_handover(self, ranks: int) -> Handover:
         """How a vLLM engine hands KV over.

@@ -7,10 +7,11 @@ import asyncio
 import logging
 import math
 
-from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.traffic import Reading, between
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.metrics import OUTCOMES
 
@@ -20,8 +21,8 @@ MODELS_LOOK_S = 10.0
 """Pause between two queries of an engine's models and adapters."""
 STORE_LOOK_S = 10.0
 """Pause between two queries of an engine's place in the KV pool of its host."""
-OUTAGE_LOOK_S = 15.0
-"""Pause between two queries of a decode engine's metrics, in seconds."""
+METRICS_LOOK_S = 5.0
+"""Pause between two queries of an engine's metrics, in seconds."""
 
 
 class Looks:
@@ -30,10 +31,11 @@ class Looks:
     def __init__(self, engine: BackendEngine, ask: Inquiry) -> None:
         self.engine = engine
         self._ask = ask
-        self.outage_at = 0.0
+        self.metrics_at = 0.0
         self.models_at = 0.0
         self.store_at = 0.0
         """When to ask the engine for its place in a KV pool; infinite: it uses none until it is started anew."""
+        self._last: Reading | None = None
 
     def begin_anew(self) -> None:
         """The engine may have started anew: ask at once."""
@@ -76,29 +78,37 @@ class Looks:
         if before is None or before.store != told.store:
             logger.info("%s uses %s", engine.url, engine.store.name)
 
-    async def look_for_outage(self) -> None:
-        """Read a decode engine's metrics: whether KV arrives, and the outcomes of requests."""
+    async def look_at_metrics(self) -> None:
+        """Read an engine's metrics: its KV traffic; at a decode engine whether KV arrives, and the outcomes of requests."""
         now = asyncio.get_running_loop().time()
-        if now < self.outage_at:
+        if now < self.metrics_at:
             return
-        self.outage_at = now + OUTAGE_LOOK_S
+        self.metrics_at = now + METRICS_LOOK_S
         engine = self.engine
         try:
-            warning, handoffs = await self._ask.arrivals()
+            warning, handoffs, reading = await self._ask.arrivals()
         except EngineFailedError as failure:
             logger.debug("%s does not answer /metrics: %s", engine.url, failure)
             return
-        _count(engine, handoffs)
+        engine.traffic, moved = between(self._last, reading)
+        self._last = reading
+        engine.metrics.pulse.moved(reading.at_s, moved)
+        if not engine.serves(Role.DECODE):
+            engine.warning = ""
+            return
+        _count(engine, handoffs, reading.at_s)
         if warning and not engine.warning:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning
 
 
-def _count(engine: BackendEngine, handoffs: dict[str, int]) -> None:
+def _count(engine: BackendEngine, handoffs: dict[str, int], now_s: float) -> None:
     """Take the engine's outcomes of handoffs since its start, and count the new ones."""
     for outcome, count in handoffs.items():
         before = engine.handoffs.get(outcome, 0)
         new = count - before if count >= before else count  # lower: the engine has restarted
         labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
         engine.metrics.handoffs.labels(*labels).inc(new)
+        if new:
+            engine.metrics.pulse.ended(now_s, {labels[0]: new})
     engine.handoffs = handoffs

@@ -12,7 +12,7 @@ import asyncio
 import logging
 
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.tracing import Tracing

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the engines of the names in the settings (`dns+http`, `k8s+http`)."""
+"""Follows the engines of the names in the settings (`dns+http`, `k8s+http`, `pool+http`)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import aiohttp
 
+from scheduler_plugins.router.engines.kubernetes.api import LIMIT_S
+from scheduler_plugins.router.engines.kubernetes.pods import Pods
 from scheduler_plugins.router.settings.config import SIDES, RouterConfig
-from scheduler_plugins.router.settings.members import MembersError, is_name, members
+from scheduler_plugins.router.settings.members import DNS, is_name, parts_of
 
 logger = logging.getLogger(__name__)
 
 MEMBERS_S = 5.0
-"""Pause between two lookups of the engines behind a name. Name servers keep their answers for about as long."""
+"""Pause between two lookups of a DNS name. Name servers keep their answers for about as long."""
 
 
 class NamedEngines:
@@ -28,47 +31,80 @@ class NamedEngines:
         self._session = session
         self._known: dict[str, tuple[str, ...]] = {}
         self._problems: dict[str, str] = {}  # by name; the problem as it was logged
-        self._new = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._answered = asyncio.Event()
 
     async def start(self) -> None:
         """Look up all names once. Names that cannot be looked up have no engines for now."""
-        await self._ask()
-        self._known = dict.fromkeys(_names(self._config()), ()) | self._known
+        self.use()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LIMIT_S):
+                while set(self._tasks) - set(self._known) - set(self._problems):
+                    self._answered.clear()
+                    await self._answered.wait()
+        self._known = dict.fromkeys(self._tasks, ()) | self._known
+        self._changed.clear()
 
     def use(self) -> bool:
         """The settings may have changed. Returns whether a name is new, and not looked up yet."""
         names = _names(self._config())
+        for name in set(self._tasks) - names:
+            self._tasks.pop(name).cancel()
+            self._problems.pop(name, None)
+        for name in names - set(self._tasks):
+            self._tasks[name] = asyncio.create_task(self._look_up(name), name=f"look up {name}")
         self._known = {name: self._known[name] for name in names if name in self._known}
-        if unknown := len(self._known) < len(names):
-            self._new.set()
-        return unknown
+        return len(self._known) < len(names)
 
     def members(self, url: str) -> tuple[str, ...]:
         """The URLs of the engines that this URL of the settings stands for."""
         return self._known.get(url, ()) if is_name(url) else (url,)
 
     async def follow(self, changed: Callable[[], None]) -> None:
-        """Look up all names again and again, and call `changed` when engines have changed. Runs until cancelled."""
+        """Call `changed` when engines have changed. Runs until cancelled."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(MEMBERS_S):
-                    await self._new.wait()
-            self._new.clear()
-            if await self._ask():
-                changed()
+            await self._changed.wait()
+            self._changed.clear()
+            changed()
 
-    async def _ask(self) -> bool:
-        """Look up the engines of all names. Returns whether they changed."""
-        before = dict(self._known)
-        for url in _names(self._config()):
-            try:
-                self._known[url] = await members(url, self._session)
-            except MembersError as error:
-                problem = str(error)
-            else:
-                problem = ""
+    async def close(self) -> None:
+        """Follow no name any more."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look_up(self, url: str) -> None:
+        """Follow one name until cancelled."""
+
+        def tell(urls: Collection[str]) -> None:
+            self._note(url, "")
+            if self._known.get(url) != (found := tuple(urls)):
+                self._known[url] = found
+                self._changed.set()
+            self._answered.set()
+
+        def complain(problem: str) -> None:
             self._note(url, problem)
-        return self._known != before
+            self._answered.set()
+
+        while True:
+            try:
+                if parts_of(url).scheme == DNS:
+                    tell(await _resolved(url))
+                else:
+                    await Pods(url, self._session, tell, complain).follow()
+            except TimeoutError:
+                complain(f"{url}: no answer within {LIMIT_S:g} s")
+            except OSError as error:
+                complain(f"{url}: the name cannot be resolved: {error}")
+            except Exception as error:
+                # Keep following: the router would never again hear of new engines.
+                logger.exception("%s cannot be followed", url)
+                complain(f"{url}: {error!r}")
+            await asyncio.sleep(MEMBERS_S)
 
     def _note(self, url: str, problem: str) -> None:
         """Log once that a name cannot be looked up, and once that it can again."""
@@ -79,6 +115,15 @@ class NamedEngines:
                 logger.warning("%s; the engines known before stay", problem)
         elif before:
             logger.info("%s: its engines can be looked up again", url)
+
+
+async def _resolved(url: str) -> list[str]:
+    """Base URLs of the engines at all addresses of a DNS name, in a fixed order. Raises OSError, TimeoutError."""
+    name, loop = parts_of(url), asyncio.get_running_loop()
+    async with asyncio.timeout(LIMIT_S):
+        found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+    addresses = sorted({str(address[0]) for *_, address in found})
+    return [f"http://{f'[{one}]' if ':' in one else one}:{name.port}" for one in addresses]
 
 
 def _names(config: RouterConfig) -> set[str]:

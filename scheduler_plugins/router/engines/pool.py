@@ -20,10 +20,7 @@ from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool, assume_costs, note_circuit
-from scheduler_plugins.router.engines.exchange import (
-    EngineFailedError,
-    UnreachableError,
-)
+from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.named import NamedEngines
 from scheduler_plugins.router.engines.observed import SharedHistory
@@ -73,7 +70,7 @@ class EnginePool(Pool):
         self.name = secrets.token_hex(8)  # among fellows
         self.leads = True
         """Whether this router decides on roles, and not one of its fellows."""
-        self.history: SharedHistory = SharedHistory()
+        self.history: SharedHistory = SharedHistory(metrics.pulse)
         """What happened to the requests of all processes and routers."""
         self.decisions: deque[Decision] = deque(maxlen=MOST_DECISIONS)
         self._following: asyncio.Task[None] | None = None
@@ -250,6 +247,7 @@ class EnginePool(Pool):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._named.close()
         await self._stores.close()
         await self.caches.close()
 

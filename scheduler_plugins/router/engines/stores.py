@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from scheduler_plugins.admission.pool_report import PoolReport
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.stored import name_of
 

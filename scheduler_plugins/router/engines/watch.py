@@ -12,7 +12,7 @@ import aiohttp
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_reports import apply
-from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
 from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
 from scheduler_plugins.router.engines.looks import Looks
@@ -119,8 +119,7 @@ class EngineWatch:
             engine.set_up()
             logger.info("%s (%s) is up", engine.url, engine.role)
         self._probe_beside()
-        if engine.serves(Role.DECODE):
-            await self._looks.look_for_outage()
+        await self._looks.look_at_metrics()
 
     async def _hear(self) -> None:
         """Ask the engine for its load: by its scheduler's report, else by its metrics."""

@@ -110,7 +110,7 @@ class Fellows:
             telling, hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
             try:
                 if self._keys is not None:
-                    self._keys.guard(telling)
+                    self._keys.demand(telling)
                     self._keys.present(hearing)
                 for one in (telling, hearing):
                     one.setsockopt(zmq.LINGER, 0)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
 from scheduler_plugins.router.engines.kinds import Bootstrap, Kind
-from scheduler_plugins.router.prompt import body
+from scheduler_plugins.router.prompt.body import COMPLETIONS
+from scheduler_plugins.router.prompt.transfer import decode_copy, pool_wishes, prefill_copy
 
 GENERATE = "/generate"
 _MOST_LOGPROBS = 20
@@ -146,8 +147,8 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
         transfer = uuid.uuid4().hex
         return Handoff(
             path,
-            body.prefill_copy(request, transfer),
-            body.decode_copy(alone(request), prefill.addresses[0], transfer),
+            prefill_copy(request, transfer),
+            decode_copy(alone(request), prefill.addresses[0], transfer),
         )
     both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
     copy = {name: value for name, value in both.items() if name != "stream_options"}
@@ -175,11 +176,11 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
         return Handoff(
             GENERATE,
             {**copy, **passed, **bootstrap},
-            body.decode_copy(alone(request), address, str(room)),
+            decode_copy(alone(request), address, str(room)),
         )
     wanted = _wanted_logprobs(request)
     return Handoff(
-        body.COMPLETIONS,
+        COMPLETIONS,
         {
             "model": prefill.model,
             "prompt": list(ids),
@@ -189,7 +190,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             **({"min_tokens": 1} if request.get("min_tokens") else {}),
             **({} if wanted < 0 else {"logprobs": wanted}),
             **passed,
-            "kv_transfer_params": {**prefill_params(str(room)), **body.pool_wishes(request)},
+            "kv_transfer_params": {**prefill_params(str(room)), **pool_wishes(request)},
         },
         {**_clean(request), **bootstrap},
         lends_logprobs=wanted,
@@ -198,7 +199,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
 
 def alone(request: Mapping[str, Any]) -> dict[str, Any]:
     """The client's request for one engine, without a transfer."""
-    wishes = body.pool_wishes(request)
+    wishes = pool_wishes(request)
     return _clean(request) | ({"kv_transfer_params": wishes} if wishes else {})
 
 

@@ -16,13 +16,15 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
+    ResponseTimeouts,
+    exchange,
+    raise_for_status,
+)
+from scheduler_plugins.router.engines.failures import (
     EngineFailedError,
     OverloadedError,
     RefusedError,
-    ResponseTimeouts,
     ended_early,
-    exchange,
-    raise_for_status,
 )
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import sent_to
@@ -30,7 +32,7 @@ from scheduler_plugins.router.handoff.engine_bodies import Prefill
 from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
 from scheduler_plugins.router.policies.base import BlockHash
-from scheduler_plugins.router.prompt import body
+from scheduler_plugins.router.prompt import transfer
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -212,7 +214,7 @@ class PrefillCopy:
         self._usage = prompt_usage(answer)
         self._count_hits(self._usage.cached)
         self.engine.circuit.succeeded()
-        seen = body.address_in(answer)
+        seen = transfer.address_in(answer)
         if seen is not None and self.engine.moved(self._rank, seen):
             self._pool.confirm(self.engine, self._rank, seen)
             why = f"its KV is at {seen.host}:{seen.port}, but the decode engine got another address"

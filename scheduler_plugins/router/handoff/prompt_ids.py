@@ -9,11 +9,11 @@ from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
-    EngineFailedError,
     ResponseTimeouts,
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.handoff.engine_bodies import tokenize_body
 from scheduler_plugins.router.prompt import body

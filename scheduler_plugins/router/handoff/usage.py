@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from scheduler_plugins.router.prompt.body import cached_tokens_in
-
 DETAILS = b'"prompt_tokens_details"'
 _DATA = b"data: "
 _END = b"\n\n"
@@ -29,8 +27,9 @@ class PromptUsage(NamedTuple):
 def prompt_usage(answer: object) -> PromptUsage:
     """The counts in a prefill engine's answer: in its usage, in vLLM's parameters for proxies, or as in SGLang's
     `/generate`."""
-    cached = cached_tokens_in(answer)
+    cached = None
     for path in (
+        ("usage", "prompt_tokens_details", "cached_tokens"),
         ("kv_transfer_params", "remote_prefill_cached_tokens"),
         ("meta_info", "cached_tokens"),
     ):

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import Any
 
+from scheduler_plugins.router.prompt.raw_field import WITH_RAW, RawField, RawList, RawObject
+
 PIECE_BYTES = 64 << 10
 """Bytes that are decoded at once. A piece takes at most 10 ms, however many values it holds."""
 MOST_PARTS = 100_000
@@ -38,24 +40,6 @@ Steps = Generator[int, None, Any]
 
 class TooComplexError(ValueError):
     """The object has more parts, fields or levels than any request needs."""
-
-
-class RawField:
-    """A large field of the body, with its JSON for the engines. The value is never changed."""
-
-    raw: memoryview
-
-
-class _Text(RawField, str): ...
-
-
-class _List(RawField, list[Any]): ...
-
-
-class _Object(RawField, dict[str, Any]): ...
-
-
-_WITH_RAW: dict[type, type[RawField]] = {str: _Text, list: _List, dict: _Object}
 
 
 def memory_of(piece: bytes | bytearray) -> int:
@@ -104,7 +88,7 @@ class PieceDecoder:
             self._space()
             start = self._at
             value = yield from self._value(0)
-            with_raw = _WITH_RAW.get(type(value))
+            with_raw = WITH_RAW.get(type(value))
             if with_raw is not None and self._at - start > PIECE_BYTES // 16:
                 # A long text was just joined, and is copied now. The first pause lets the loop collect what has come
                 # due meanwhile, the second lets it run.
@@ -154,7 +138,7 @@ class PieceDecoder:
         return self._decode(form % piece)
 
     def _long_list(self, depth: int) -> Steps:
-        found = _List() if depth == 1 else []  # a field, which would be copied into one later
+        found = RawList() if depth == 1 else []  # a field, which would be copied into one later
         self._expect(b"[")
         if self._peek() == b"]":
             self._expect(b"]")
@@ -170,7 +154,7 @@ class PieceDecoder:
                 return found
 
     def _long_object(self, depth: int) -> Steps:
-        found = _Object() if depth == 1 else {}
+        found = RawObject() if depth == 1 else {}
         self._expect(b"{")
         if self._peek() == b"}":
             self._expect(b"}")

@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
-    EngineFailedError,
     ResponseTimeouts,
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.request.shared import Shared
 

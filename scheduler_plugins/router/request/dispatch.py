@@ -19,13 +19,12 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import (
     REFUSES,
     EngineCall,
-    EngineFailedError,
     Exchange,
-    RefusedError,
     ResponseTimeouts,
     exchange,
     raise_for_status,
 )
+from scheduler_plugins.router.engines.failures import EngineFailedError, RefusedError
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
 from scheduler_plugins.router.handoff import engine_bodies

@@ -11,7 +11,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from scheduler_plugins.router.client.downstream import Downstream
-from scheduler_plugins.router.engines.exchange import EngineFailedError, OverloadedError
+from scheduler_plugins.router.engines.failures import EngineFailedError, OverloadedError
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
 from scheduler_plugins.router.request.aborts import is_wanted_abort
 from scheduler_plugins.router.request.asked import Asked

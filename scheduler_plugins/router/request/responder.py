@@ -19,13 +19,8 @@ from scheduler_plugins.router.client.answers import (
 )
 from scheduler_plugins.router.client.downstream import Downstream
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.exchange import (
-    EngineFailedError,
-    Exchange,
-    RefusedError,
-    ended_early,
-    excerpt,
-)
+from scheduler_plugins.router.engines.exchange import Exchange, excerpt
+from scheduler_plugins.router.engines.failures import EngineFailedError, RefusedError, ended_early
 from scheduler_plugins.router.handoff.first_token import FirstTokenPatch
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 from scheduler_plugins.router.handoff.usage import DETAILS

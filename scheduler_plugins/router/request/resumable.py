@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduler_plugins.router.handoff.engine_bodies import has_inputs
-from scheduler_plugins.router.prompt.body import why_not_disaggregated
+from scheduler_plugins.router.prompt.transfer import why_not_disaggregated
 
 # A second engine sees the sent tokens as a part of the prompt, so these fields would act differently there.
 _NOT_RESUMABLE = (

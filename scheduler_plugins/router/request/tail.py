@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.handoff.prompt_ids import text_of
 from scheduler_plugins.router.request.resume import UNFINISHED_CHARACTER, StreamRecord
 from scheduler_plugins.router.request.shared import Shared

@@ -9,6 +9,11 @@ from scheduler_plugins.router.roles.group import Group, GroupPolicy, Work
 
 HIGH = 0.8
 """A side with more pressure than this needs help. No side gives an engine that would bring it above this."""
+TURN = 0.95
+"""The side that got the last engine gives one back only if the other side has more pressure than this. Between `HIGH` and
+this no promise is missed, and near the right ratio the two sides would take turns."""
+TOGETHER_S = 1.0
+"""Engines that got their roles within this time got them from the settings."""
 MISSED = 0.07
 """A group that misses or refuses this part of its requests is under a pressure of 1."""
 LOADS_S = (20.0, 40.0)
@@ -21,13 +26,15 @@ class Pressure(GroupPolicy):
     Pressure of prefill is the mean queue in seconds, the front's included, divided by the promised TTFT. Pressure of
     decode is the larger of time per token divided by the promised TPOT, and KV in use divided by the room. Promises
     missed in the last minute are pressure on the side with more work for each engine. If a side is above `HIGH`, the
-    emptiest engine of the other side moves to it, under two conditions:
+    emptiest engine of the other side moves to it, under three conditions:
 
-    1. The other side stays below `HIGH` with one engine less. Otherwise both sides would take turns.
-    2. The load of the last `LOADS_S` seconds is spread more evenly after the move. Otherwise the pressure is a burst,
+    1. The other side stays below `HIGH` with one engine less. Otherwise it would need the engine back.
+    2. If the last move brought an engine to the side that would give one, the other side is above `TURN`. Otherwise both
+       would take turns near the right ratio.
+    3. The load of the last `LOADS_S` seconds is spread more evenly after the move. Otherwise the pressure is a burst,
        and the engine would go back.
 
-    Without known costs of decode steps, only the first condition holds.
+    Without known costs of decode steps, only the first two conditions hold.
     """
 
     def move(self, group: Group) -> Move | None:
@@ -54,9 +61,18 @@ def _move(group: Group) -> Move | None:
         source, target = Role.PREFILL, Role.DECODE
         left = group.prefill_pressure(ttft_s, fewer=1)
     mover = group.mover(source, target)
+    if max(p, d) <= TURN and _got_last(group, source):
+        return None
     if mover is None or left > HIGH or not all(_evens_out(one, sides, source) for one in works):
         return None
     return _told(mover, target, p, d, left)
+
+
+def _got_last(group: Group, side: Role) -> bool:
+    """Whether the last engine of the group that changed its role came to this side."""
+    last = max(group.members, key=lambda one: one.since_s)
+    first_s = min(one.since_s for one in group.members)
+    return last.since_s - first_s > TOGETHER_S and last.on(side)
 
 
 def _missed(group: Group) -> float:

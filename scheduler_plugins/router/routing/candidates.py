@@ -10,7 +10,7 @@ from typing import Any
 from scheduler_plugins.router.engines.circuit import DEATHS
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool
-from scheduler_plugins.router.engines.exchange import (
+from scheduler_plugins.router.engines.failures import (
     EngineFailedError,
     OverloadedError,
     RefusedError,

@@ -7,7 +7,7 @@ from typing import Any
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.handoff.engine_bodies import why_one_kind
-from scheduler_plugins.router.prompt import body
+from scheduler_plugins.router.prompt import body, transfer
 from scheduler_plugins.router.routing.attempt import AbleEngines
 
 
@@ -26,8 +26,8 @@ class Pairing:
     def __init__(self, request: Mapping[str, Any], *, endpoint: str = "") -> None:
         """`endpoint`: path of an endpoint without transfers, which one engine answers; empty for all others."""
         self._endpoint = endpoint
-        self.whole = "endpoint" if endpoint else body.why_not_disaggregated(request)
-        self.needs_one = body.needs_one_engine(request, endpoint)
+        self.whole = "endpoint" if endpoint else transfer.why_not_disaggregated(request)
+        self.needs_one = transfer.needs_one_engine(request, endpoint)
         self.tokens = 0
         self.no_prefill: set[BackendEngine] = set()
         self.failed: set[tuple[BackendEngine, BackendEngine]] = set()

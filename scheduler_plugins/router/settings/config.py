@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from pd_connector.hosts import is_loopback
-from scheduler_plugins.cost.profile import load
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE, checked_key, class_key
@@ -190,6 +189,8 @@ class RouterConfig:
         check_rules(self.routes, checked(self.classes))
         self._check_roles()
         if self.profile:
+            from scheduler_plugins.cost.profile import load  # numpy takes a while
+
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         urls = {url for side in SIDES for url in getattr(self, side)}
         object.__setattr__(self, "kv_events", checked_events(self.kv_events, urls))

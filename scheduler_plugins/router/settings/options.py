@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from collections.abc import Iterator
+from enum import StrEnum
+from inspect import Parameter
 from pathlib import Path
-from typing import Any
 
+from pd_connector.tools.command_line import option
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 
 CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
@@ -134,58 +136,56 @@ OPTIONS = {
     ),
 }
 
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Names a default only if there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_one = action.default not in (None, "", [])
-        return super()._get_help_string(action) if has_one else action.help
+SECRETS = (
+    f"Secrets are read from variables: {CLIENT_KEY_VARIABLE} (the key that clients must send), {API_KEY_VARIABLE} "
+    f"(--api-key), {ADMIN_KEY_VARIABLE} (the token of the admin API) and {KEY_VARIABLE} (shared by routers and engines)."
+)
 
 
-def parser(config: type) -> argparse.ArgumentParser:
-    """The parser of the options. `config`: `RouterConfig`, whose import takes the time of all policies."""
-    made = argparse.ArgumentParser(
-        prog="pd-router serve",
-        description="One OpenAI API in front of prefill and decode engines.",
-        epilog=f"Secrets are read from variables: {CLIENT_KEY_VARIABLE} (the key that clients must send), "
-        f"{API_KEY_VARIABLE} (--api-key), {ADMIN_KEY_VARIABLE} (the token of the admin API) and {KEY_VARIABLE} "
-        "(shared by routers and engines).",
-        formatter_class=_Help,
-    )
+class LogLevel(StrEnum):
+    """What is logged: messages of this importance and above."""
+
+    DEBUG = "DEBUG"
+    INFO = "INFO"
+    WARNING = "WARNING"
+    ERROR = "ERROR"
+
+
+def parameters(config: type) -> Iterator[Parameter]:
+    """The options, as parameters of a command. `config`: `RouterConfig`, whose import takes the time of all policies."""
     defaults = {one.name: one.default for one in dataclasses.fields(config)}
     for title, options in OPTIONS.items():
-        group = made.add_argument_group(title)
         for name, metavar, meaning in options:
-            how = _SPECIAL.get(name) or _by_default(defaults[name.replace("-", "_")])
-            if metavar is not None:
-                how = {**how, "metavar": metavar}
-            group.add_argument(f"--{name}", help=meaning, **how)
-    return made
+            kind, default = _SPECIAL.get(name) or _by_default(defaults[name.replace("-", "_")])
+            yield option(
+                name, kind, default, meaning, metavar=metavar, rich_help_panel=title.capitalize()
+            )
 
 
-def _by_default(default: object) -> dict[str, Any]:
-    """How an option is parsed, by its default in `RouterConfig`."""
-    if isinstance(default, tuple):
-        return {"nargs": "+", "action": "extend"}
-    return {"type": type(default), "default": default}
+def _by_default(default: object) -> tuple[object, object]:
+    """The type of an option's value and its default, by the default in `RouterConfig`."""
+    return (list[str], []) if isinstance(default, tuple) else (type(default), default)
 
 
-def _kv_events(text: str) -> tuple[str, tuple[str, str | None]]:
-    """Parse `http://host:8100=tcp://host:5557,tcp://host:5558`: an engine's URL, and the endpoints of its events."""
+def kv_events(text: str) -> tuple[str, tuple[str, str | None]]:
+    """Parse `http://host:8100=tcp://host:5557,tcp://host:5558`: an engine's URL, and the endpoints of its events.
+
+    Raises:
+        ValueError: the text has another form.
+    """
     url, separator, addresses = text.partition("=")
     events, _, replay = addresses.partition(",")
     if not separator or not events:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: must look like http://host:8100=tcp://host:5557,tcp://host:5558"
+        raise ValueError(
+            f"kv_events {text!r}: must look like http://host:8100=tcp://host:5557,tcp://host:5558"
         )
     return url, (events, replay or None)
 
 
-_SPECIAL: dict[str, dict[str, Any]] = {
-    "kv-events": {"nargs": "+", "action": "extend", "default": [], "type": _kv_events},
-    "config": {"type": Path},
-    "admin-port": {"type": int},
-    "api-key": {"default": argparse.SUPPRESS},  # otherwise the help would show the variable's value
-    "log-level": {"default": "INFO", "choices": ["DEBUG", "INFO", "WARNING", "ERROR"]},
+_SPECIAL: dict[str, tuple[object, object]] = {
+    "kv-events": (list[str], []),
+    "config": (Path | None, None),
+    "admin-port": (int | None, None),
+    "api-key": (str | None, None),
+    "log-level": (LogLevel, LogLevel.INFO),
 }

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from pd_connector.remedies import did_you_mean
 from scheduler_plugins.qos.classes import ONLY, QosClass, default_class
 from scheduler_plugins.qos.watched import Watched
+from scheduler_plugins.qos.yaml_text import YamlText
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.registry import DEFAULT as DEFAULT_POLICY
 from scheduler_plugins.router.settings.config import (
@@ -81,8 +83,12 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
     Raises:
         SettingsError: the text is no YAML, has an unknown key, or a value that cannot be used.
     """
+    written = YamlText(text, source)
     try:
-        found = msgspec.yaml.decode(text, type=_File)
+        found = written.decode(_File)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(str(error)) from None
+    try:
         named = {
             name: value
             for name in ("policy", "decode_policy", "roles")
@@ -112,8 +118,8 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
                 "routes": _with_class(found.routes, found.classes),
             }
         )
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise SettingsError(f"{source}: {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise SettingsError(written.wrong(error)) from None
 
 
 class SettingsFile(Watched[RouterConfig]):
@@ -146,7 +152,8 @@ def _limits(given: Mapping[str, float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in given.items():
         if name not in known:
-            raise ValueError(f"limits: {name!r} is no limit; known are {', '.join(sorted(known))}")
+            near = did_you_mean(name, known) or f"; known are {', '.join(sorted(known))}"
+            raise ValueError(f"limits: {name!r} is no limit{near}")
         if name in whole and value != int(value):
             raise ValueError(f"limits: {name} {value}: must be a whole number")
         found[name] = int(value) if name in whole else float(value)

@@ -20,6 +20,7 @@ from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.tokens.agreement import TOKENIZE, difference, tokens_in
 from scheduler_plugins.router.tokens.token_worker import TokenizerError
+from scheduler_plugins.router.tokens.tokenize_body import tokenize_body
 from scheduler_plugins.router.tokens.worker_pool import LIMIT_S, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -30,20 +31,9 @@ AGAIN_S = 1.0
 """Shorter pause if an engine has come up meanwhile."""
 PROBE_S = 10.0
 """Longest wait for an engine to tokenize one probe. The engine is starting, and may be busy."""
-MOST_CHARACTERS = 1 << 20
-"""A longer prompt is not tokenized, because it would block the workers for seconds."""
 _JSON = {"Content-Type": "application/json"}
 _ABSENT = (404, 405, 501)
 """Statuses that mean that an engine lacks the endpoint. Any other error concerns one prompt only."""
-_CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template",
-    "chat_template_kwargs",
-)
 _OWN_TEMPLATE = ("chat_template", "continue_final_message", "documents", "reasoning_effort")
 """Fields that change the prompt in a way that only the engine knows."""
 _SAMPLE = {"prompt": "Hello, 3 times!"}
@@ -127,7 +117,7 @@ class PromptTokens:
         known = self._learnt_of.issuperset((one, one.starts) for one in engines)
         self._learn_if_due(known=known)
         model = self._model
-        asked = _asked(body)
+        asked = tokenize_body(body)
         if model is None or asked is None:
             return NOT_TOKENIZED
         named = body.get("model")
@@ -275,27 +265,3 @@ class PromptTokens:
             return msgspec.json.decode(raw) if response.status == 200 else {}
         except (ValueError, RecursionError):
             return None
-
-
-def _asked(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The body for `/tokenize`; None for several prompts, images, or too much text."""
-    if "messages" in body:
-        messages = body["messages"]
-        if not all(_plain(message) for message in messages):
-            return None
-        if sum(len(message["content"]) for message in messages) > MOST_CHARACTERS:
-            return None
-        return {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and (not prompt or type(prompt[0]) is not int):
-        return None
-    if not isinstance(prompt, str | list) or body.get("prompt_embeds") is not None:
-        return None
-    if len(prompt) > MOST_CHARACTERS:
-        return None
-    return {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens", True)}
-
-
-def _plain(message: object) -> bool:
-    """Whether a message has only text."""
-    return isinstance(message, dict) and isinstance(message.get("content"), str)

@@ -12,7 +12,7 @@ from itertools import count
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.observed import note
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -81,8 +81,9 @@ class Keeper:
             child.send(messages.Configured(self._for_worker()))
 
     async def tell(self) -> None:
-        """Send the engines to the workers whenever something has changed, until cancelled."""
+        """Send the engines and the last minutes to the workers whenever something has changed, until cancelled."""
         loop = asyncio.get_running_loop()
+        beats = messages.Beats(())
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
@@ -94,6 +95,10 @@ class Keeper:
                 self._told_last = content
                 for child in self.children:
                     child.send_encoded(content)
+            if (now := messages.Beats(self.pool.metrics.pulse.beats(loop.time()))) != beats:
+                beats = now
+                for child in self.children:
+                    child.send(beats)
             await asyncio.sleep(TOGETHER_S)
 
     def close(self) -> None:
@@ -157,10 +162,11 @@ class Keeper:
             bodies_mib=max(config.body_mib, config.bodies_mib // each),
         )
 
-    def _begin(self, child: Child) -> tuple[messages.Begin, messages.Engines]:
+    def _begin(self, child: Child) -> tuple[messages.Begin, messages.Engines, messages.Beats]:
         level = logging.getLogger().level
         begin = messages.Begin(self._for_worker(), child.row, self._memory.ref, level)
-        return begin, self._engines()
+        beats = self.pool.metrics.pulse.beats(asyncio.get_running_loop().time())
+        return begin, self._engines(), messages.Beats(beats)
 
     def _ended(self, child: Child) -> None:
         self.counts.clear_row(child.row)

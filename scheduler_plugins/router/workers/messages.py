@@ -13,9 +13,11 @@ from scheduler_plugins.router.engines.counted_load import Correction
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.observed import Event
 from scheduler_plugins.router.engines.standing import Decision, Standing
+from scheduler_plugins.router.engines.traffic import Traffic
 from scheduler_plugins.router.fellows.memory import MemoryRef
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.pulse import Beat
 from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -57,6 +59,7 @@ class EngineState(msgspec.Struct, frozen=True):
     cache: dict[str, Any]
     """The state of the engine's cache, for `/health`."""
     handoffs: dict[str, int]
+    traffic: Traffic
     store: StorePlace | None
     standing: Standing
 
@@ -100,6 +103,12 @@ class Engines(msgspec.Struct, tag=True, frozen=True):
     """Names of the engines with events, and the ranks that sent them."""
     decisions: tuple[Decision, ...] = ()
     """The last decisions on roles."""
+
+
+class Beats(msgspec.Struct, tag=True, frozen=True):
+    """The last minutes of the router."""
+
+    beats: tuple[Beat, ...]
 
 
 class SamplesWanted(msgspec.Struct, tag=True, frozen=True):
@@ -198,5 +207,5 @@ class MetricsWanted(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-FromKeeper = Begin | Configured | Engines | SamplesWanted | Metrics
+FromKeeper = Begin | Configured | Engines | Beats | SamplesWanted | Metrics
 FromWorker = Listening | Failed | Moved | Prefilled | Learnt | Happened | Samples | MetricsWanted

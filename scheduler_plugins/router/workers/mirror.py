@@ -13,7 +13,7 @@ from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
-from scheduler_plugins.router.engines.exchange import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.observed import Event, SentEvents
 from scheduler_plugins.router.engines.others import NoOthers
 from scheduler_plugins.router.fellows.counts import SharedCounts

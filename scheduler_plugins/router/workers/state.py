@@ -47,6 +47,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.ranks,
         cache,
         engine.handoffs,
+        engine.traffic,
         engine.store,
         engine.standing,
     )
@@ -75,7 +76,7 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.draining, engine.free_kv = state.draining, state.free_kv
     engine.told_block_tokens, engine.ranks = state.told_block_tokens, state.ranks
     engine.load.correction = state.correction
-    engine.handoffs = state.handoffs
+    engine.handoffs, engine.traffic = state.handoffs, state.traffic
     engine.store = state.store
     followed = state.event_block_tokens
     engine.follower = None if followed is None else FollowedElsewhere(followed)

@@ -89,6 +89,8 @@ class Worker(Backend):
         assert self._metrics is not None
         if isinstance(message, messages.Engines):
             self._pool.use(message)
+        elif isinstance(message, messages.Beats):
+            self._metrics.pulse.use(message.beats)
         elif isinstance(message, messages.Configured):
             use_settings(self._shared, message.config)
         elif isinstance(message, messages.SamplesWanted):

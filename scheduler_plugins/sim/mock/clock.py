@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import inf
 
@@ -50,6 +52,7 @@ class ClockedEngine:
         self._engine = engine
         self.speed = speed
         self._generations: dict[str, Generation] = {}
+        self._wants_room = deque[tuple[int, asyncio.Event]]()
         self._begun_s = asyncio.get_running_loop().time()
         self._wake = asyncio.Event()
         engine.hand_over = self._hand_over
@@ -75,8 +78,29 @@ class ClockedEngine:
         self._wake.set()
         return made
 
+    @asynccontextmanager
+    async def room(self, tokens: int) -> AsyncIterator[None]:
+        """Wait in order until there is room for this KV, and keep it until the block ends, in which its
+        sequence is received."""
+        turn = asyncio.Event()
+        self._wants_room.append((tokens, turn))
+        try:
+            self._give_room()
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():
+                self._engine.reserved_tokens -= tokens
+            else:
+                self._wants_room.remove((tokens, turn))
+            raise
+        try:
+            yield
+        finally:
+            self._engine.reserved_tokens -= tokens
+            self._give_room()
+
     def receive(self, request: Waiting) -> Generation:
-        """Add a sequence whose KV has arrived."""
+        """Add a sequence whose KV has arrived. See `room`."""
         made = self._begin(request, False)
         self._engine.reserved_tokens += request.tokens
         self._engine.receive(request, made.record, self.now_s)
@@ -87,6 +111,7 @@ class ClockedEngine:
         """Remove a request whose client is gone or has everything."""
         if self._generations.pop(generation.request.id, None) is not None:
             self._engine.cancel(generation.request.id)
+            self._wake.set()
 
     async def run(self) -> None:
         """Drive the engine until cancelled."""
@@ -95,6 +120,7 @@ class ClockedEngine:
             while self._engine.next_event_s <= now_s:
                 self._engine.advance(self._engine.next_event_s)
             self._engine.settle(now_s)
+            self._give_room()
             self._tell()
             self._wake.clear()
             pause_s = (self._engine.next_event_s - self.now_s) / self.speed
@@ -106,6 +132,14 @@ class ClockedEngine:
                     await self._wake.wait()
             except TimeoutError:
                 pass
+
+    def _give_room(self) -> None:
+        """Keep room for those that wait, in their order."""
+        waiting, engine = self._wants_room, self._engine
+        while waiting and engine.has_room(waiting[0][0]):
+            tokens, turn = waiting.popleft()
+            engine.reserved_tokens += tokens
+            turn.set()
 
     def _begin(self, request: Waiting, hands_over: bool) -> Generation:
         made = Generation(request, Served(request), hands_over)

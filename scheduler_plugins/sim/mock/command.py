@@ -3,38 +3,39 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import typer
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.tools.command_line import option, run, single
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.simulate import CHUNK_TOKENS, COSTS
 
+FAILED = 2
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit status."""
-    given = _parser().parse_args(arguments)
+
+def mock(**options: Any) -> None:
+    """An engine that speaks vLLM's HTTP, and takes its times from a cost model."""
     try:
-        return asyncio.run(_serve(given))
+        asyncio.run(_serve(SimpleNamespace(**options)))
     except (PDConnectorError, ValueError, OSError) as error:  # of a profile, a setting, an address
         print(f"not started: {error}", file=sys.stderr)
-        return 2
+        raise typer.Exit(FAILED) from None
 
 
-async def _serve(given: argparse.Namespace) -> int:
-    try:
-        from scheduler_plugins.sim.mock.server import MockEngine
-        from scheduler_plugins.sim.mock.settings import MockSettings
-    except ModuleNotFoundError as error:
-        print(f"{error}: pip install 'pd-connector[router]'", file=sys.stderr)
-        return 2
-    from dataclasses import replace
+async def _serve(given: SimpleNamespace) -> None:
+    from scheduler_plugins.sim.mock.server import MockEngine
+    from scheduler_plugins.sim.mock.settings import MockSettings
 
     costs = (
         load(given.cost_model) if given.cost_model else replace(COSTS, chunk_tokens=CHUNK_TOKENS)
@@ -67,68 +68,46 @@ async def _serve(given: argparse.Namespace) -> int:
         await stop.wait()
     finally:
         await engine.close()
-    return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pd-router mock",
-        description="An engine that speaks vLLM's HTTP, and takes its times from a cost model.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument(
-        "--port", type=int, default=0, help="port to listen on; 0: any free port, which is printed"
-    )
-    parser.add_argument("--model", default="mock", help="name of the model")
-    parser.add_argument(
-        "--cost-model", type=Path, metavar="FILE", help="cost model; pd-connector profile writes it"
-    )
-    parser.add_argument(
-        "--order", default="srjf_calibrated", metavar="NAME", help="order of the queue"
-    )
-    parser.add_argument(
-        "--cache-blocks", type=int, default=8000, help="size of the prefix cache, in blocks"
-    )
-    parser.add_argument("--block-tokens", type=int, default=16, help="tokens of a block")
-    parser.add_argument(
-        "--kv-tokens",
-        type=float,
-        default=float("inf"),
-        help="room for decoding requests, in tokens",
-    )
-    parser.add_argument(
-        "--speed",
-        type=float,
-        default=1.0,
-        help="factor by which the engine is faster than real time",
-    )
-    parser.add_argument(
-        "--bytes-per-s",
-        type=float,
-        default=Network().bytes_per_s,
-        help="bandwidth of the link for KV, in bytes per second",
-    )
-    parser.add_argument(
-        "--kv-events",
-        default="",
-        metavar="ENDPOINT",
-        help="ZMQ endpoint where KV events are published, as by vLLM",
-    )
-    parser.add_argument(
-        "--kv-replay",
-        default="",
-        metavar="ENDPOINT",
-        help="ZMQ endpoint where missed KV events are replayed",
-    )
-    parser.add_argument(
-        "--sglang",
-        action="store_true",
-        help="answer questions about itself as SGLang's server does",
-    )
-    parser.add_argument(
-        "--decode-apart",
-        action="store_true",
-        help="decode beside prefills without slowing them, as two engines would",
-    )
-    return parser
+_OPTIONS: tuple[tuple[str, Any, Any, str | None, str], ...] = (
+    ("host", str, "127.0.0.1", None, "address to listen on"),
+    ("port", int, 0, None, "port to listen on; 0: any free port, which is printed"),
+    ("model", str, "mock", None, "name of the model"),
+    ("cost-model", Path | None, None, "FILE", "cost model; pd-connector profile writes it"),
+    ("order", str, "srjf_calibrated", "NAME", "order of the queue"),
+    ("cache-blocks", int, 8000, None, "size of the prefix cache, in blocks"),
+    ("block-tokens", int, 16, None, "tokens of a block"),
+    ("kv-tokens", float, float("inf"), None, "room for decoding requests, in tokens"),
+    ("speed", float, 1.0, None, "factor by which the engine is faster than real time"),
+    (
+        "bytes-per-s",
+        float,
+        Network().bytes_per_s,
+        None,
+        "bandwidth of the link for KV, in bytes per second",
+    ),
+    ("kv-events", str, "", "ENDPOINT", "ZMQ endpoint where KV events are published, as by vLLM"),
+    ("kv-replay", str, "", "ENDPOINT", "ZMQ endpoint where missed KV events are replayed"),
+    ("sglang", bool, False, None, "answer questions about itself as SGLang's server does"),
+    (
+        "decode-apart",
+        bool,
+        False,
+        None,
+        "decode beside prefills without slowing them, as two engines would",
+    ),
+)
+
+app = single(
+    mock,
+    [
+        option(name, kind, default, meaning, metavar=metavar)
+        for name, kind, default, metavar, meaning in _OPTIONS
+    ],
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit status."""
+    return run(app, "pd-router mock", arguments)

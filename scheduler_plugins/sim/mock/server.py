@@ -39,7 +39,7 @@ from scheduler_plugins.sim.mock.clock import ClockedEngine, Generation
 from scheduler_plugins.sim.mock.events import Publisher, WatchedBlocks
 from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids, token_ids
 from scheduler_plugins.sim.mock.settings import MockSettings
-from scheduler_plugins.sim.mock.transfers import KV, Transfers, transfer_s
+from scheduler_plugins.sim.mock.transfers import KV, Moved, Transfers, transfer_s
 
 _DEFAULT_MAX_TOKENS = 16
 _CONTEXT_TOKENS = 1 << 20
@@ -80,7 +80,8 @@ class MockEngine:
         )
         self.clock = ClockedEngine(self._engine, settings.speed)
         self._engine_id = f"mock-{uuid.uuid4().hex[:12]}"
-        self._transfers = Transfers()
+        self._moved = Moved(settings.network)
+        self._transfers = Transfers(self._moved)
         self._asked = self._found = 0
         self.events: Publisher | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -158,7 +159,7 @@ class MockEngine:
             if self.settings.kv_tokens < inf
             else 0.0
         )
-        name = f'{{model_name="{self.settings.model}",engine="0"}}'
+        labels = f'model_name="{self.settings.model}",engine="0"'
         rows = {
             "num_requests_running": self.clock.running,
             "num_requests_waiting": self.clock.waiting,
@@ -166,9 +167,10 @@ class MockEngine:
             "prefix_cache_queries_total": self._asked,
             "prefix_cache_hits_total": self._found,
         }
-        text = "".join(f"vllm:{row}{name} {value}\n" for row, value in rows.items())
+        text = "".join(f"vllm:{row}{{{labels}}} {value}\n" for row, value in rows.items())
         size, blocks = self.settings.block_tokens, self.settings.cache_blocks
         cache = f'block_size="{size}",engine="0",num_gpu_blocks="{blocks}"'
+        text += self._moved.render(labels)
         return web.Response(text=f"{text}vllm:cache_config_info{{{cache}}} 1.0\n")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -201,12 +203,10 @@ class MockEngine:
                 return await self._prefill_for_others(body, request.path, waiting, str(room))
             if room is not None:
                 host, port = body.get("bootstrap_host"), body.get("bootstrap_port")
-                await self._fetch(f"{host}:{port}", str(room))
-                generation = self.clock.receive(waiting)
+                generation = await self._received(waiting, f"{host}:{port}", str(room))
             elif params is not None and params.do_remote_prefill:
                 source = f"{params.remote_host}:{params.remote_port}"
-                await self._fetch(source, str(params.remote_request_id))
-                generation = self.clock.receive(waiting)
+                generation = await self._received(waiting, source, str(params.remote_request_id))
             else:
                 generation = self.clock.prefill(waiting, hands_over=False)
             if body.get("stream"):
@@ -235,11 +235,15 @@ class MockEngine:
         kv = response(self._address, transfer=transfer, pages=(), tokens=waiting.tokens)
         return web.json_response(answer(body, path, 1, usage, kv))
 
-    async def _fetch(self, source: str, transfer: str) -> None:
-        """Wait for the time that the KV would need to arrive from there."""
+    async def _received(self, waiting: Waiting, source: str, transfer: str) -> Generation:
+        """Wait until the KV is computed there, until it has room here, and for the time of its way."""
         assert self._session is not None
-        moved_s = await transfer_s(self._session, source, transfer, self.settings.network)
-        await asyncio.sleep(moved_s / self.clock.speed)
+        network = self.settings.network
+        moved_s, tokens = await transfer_s(self._session, source, transfer, network)
+        async with self.clock.room(waiting.tokens):
+            await asyncio.sleep(moved_s / self.clock.speed)
+            self._moved.received(tokens)
+            return self.clock.receive(waiting)
 
     async def _stream(
         self,

@@ -4,21 +4,55 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import aiohttp
 from aiohttp import web
 
+from pd_connector.agent.metrics import PREFIX
 from scheduler_plugins.sim.links import Network
 
 KV = "/mock/kv"
+CHUNK_TOKENS = 256
+"""Tokens of a chunk, for the counts only."""
 _WAIT_S = 300.0
 _KEPT = 10_000
+
+
+class Moved:
+    """Counts of the KV that would move, by the names of PDConnector's metrics."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._counts: Counter[str] = Counter()
+
+    def sent(self, tokens: int, *, early: bool) -> None:
+        """A decode engine was told that the KV of a prompt is computed. `early`: it asked before that."""
+        chunks = -(-tokens // CHUNK_TOKENS)
+        self._counts["sent_chunks_total{"] += chunks
+        # The last chunk of a prompt leaves when the prompt is computed.
+        self._counts["early_chunks_total{"] += (chunks - 1) * early
+        self._counts["sent_bytes_total{"] += round(tokens * self._network.kv_bytes_per_token)
+
+    def received(self, tokens: int) -> None:
+        """The KV of a prompt would have arrived."""
+        self._counts["received_bytes_total{"] += round(tokens * self._network.kv_bytes_per_token)
+        self._counts["received_chunks_total{"] += -(-tokens // CHUNK_TOKENS)
+        self._counts["received_transfers_total{"] += 1
+        self._counts['asked_transfers_total{codec="raw",'] += 1
+        self._counts['handoffs_total{cause="handed_over",'] += 1
+
+    def render(self, labels: str) -> str:
+        """Prometheus' text. `labels` are the engine's."""
+        rows = (f"{PREFIX}{name}{labels}}} {count}\n" for name, count in self._counts.items())
+        return "".join(rows)
 
 
 class Transfers:
     """KV that a mock prefill engine has computed for other engines. Used on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Moved) -> None:
+        self._moved = moved
         self._known: dict[str, asyncio.Future[dict[str, float]]] = {}
 
     def computed(self, transfer: str, tokens: int, prefill_s: float) -> None:
@@ -37,6 +71,7 @@ class Transfers:
                 found = await asyncio.shield(future)
         except TimeoutError:
             return web.json_response({"error": "no such transfer"}, status=404)
+        self._moved.sent(int(found["tokens"]), early=waited)
         return web.json_response({**found, "prefill_s": found["prefill_s"] if waited else 0.0})
 
     def _of(self, transfer: str) -> asyncio.Future[dict[str, float]]:
@@ -49,8 +84,8 @@ class Transfers:
 
 async def transfer_s(
     session: aiohttp.ClientSession, source: str, transfer: str, network: Network
-) -> float:
-    """Wait until `source` (HOST:PORT) has computed the KV. Returns the seconds of its transfer."""
+) -> tuple[float, int]:
+    """Wait until `source` (HOST:PORT) has computed the KV. Returns the seconds of its transfer, and its tokens."""
     async with session.get(f"http://{source}{KV}/{transfer}") as answer:
         found = await answer.json()
         if answer.status != 200:
@@ -58,4 +93,4 @@ async def transfer_s(
     size = network.exposed_bytes(int(found["tokens"]), found["prefill_s"])
     if not found["prefill_s"]:
         size = found["tokens"] * network.kv_bytes_per_token
-    return network.latency_s + size / network.bytes_per_s
+    return network.latency_s + size / network.bytes_per_s, int(found["tokens"])

@@ -9,7 +9,8 @@ import pytest
 import zmq
 from support.agents import until
 
-from pd_connector.agent.consuming.open_sessions import OpenSession, OpenSessions
+from pd_connector.agent.consuming.open_session import OpenSession
+from pd_connector.agent.consuming.open_sessions import OpenSessions
 from pd_connector.config import Config
 from pd_connector.control.addresses import readable
 from pd_connector.control.sockets import Connection

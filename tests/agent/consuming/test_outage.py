@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +106,7 @@ def test_an_agent_that_reaches_nobody_shows_it_until_kv_arrives(
 # Two machines, as far as the network is concerned.
 
 PROGRAM = """
-import json, logging, os, sys
+import io, json, logging, sys, time
 sys.path[:0] = sys.argv[1:3]
 from pd_connector.agent.consuming import outage
 outage.OUTAGE_S = 1.0
@@ -116,30 +114,33 @@ from pd_connector.config import Config
 from pd_connector.protocol.wire.peers import Source
 from support.agents import Rank
 
-logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-role, extra = sys.argv[3], json.loads(sys.argv[4])
-config = Config.load(extra, host_variable="HOST_OF_THE_ENGINE")
-settings = {name: getattr(config, name) for name in config.__struct_fields__}
-rank = Rank(settings, seed=role == "consumer", produces=role == "producer",
-            consumes=role == "consumer")
-if role == "producer":
-    rank.offer("t", [5])
-    rank.offer("u", [5])
-    print(json.dumps([config.host, rank.agent.port]), flush=True)
-    sys.stdin.read()
-else:
-    source = Source(*json.loads(sys.argv[5]), "engine")
-    causes = []
+def fetched(rank, source):
     for transfer in ("t", "u") * 20:
-        rank.load(source, f"{transfer}", [2])
+        rank.load(source, transfer, [2])
         finished = rank.loaded(transfer)
         rank.ended.clear()
-        causes.append(finished.cause)
         if finished.cause is None or rank.gauge("failing_ranks"):
             break
-        import time; time.sleep(0.1)
-    print(json.dumps([causes[-1], finished.detail, rank.gauge("failing_ranks")]), flush=True)
-rank.agent.close()
+        time.sleep(0.1)
+    return [finished.cause, finished.detail, rank.gauge("failing_ranks")]
+
+for line in sys.stdin:
+    settings, environment, address = json.loads(line)
+    log = io.StringIO()
+    logging.basicConfig(stream=log, level=logging.WARNING, force=True)
+    config = Config.load(settings, environment, "HOST_OF_THE_ENGINE")
+    settings = {name: getattr(config, name) for name in config.__struct_fields__}
+    consumes = address is not None
+    rank = Rank(settings, seed=consumes, produces=not consumes, consumes=consumes)
+    if consumes:
+        print(json.dumps(fetched(rank, Source(*address, "engine"))), flush=True)
+    else:
+        rank.offer("t", [5])
+        rank.offer("u", [5])
+        print(json.dumps([config.host, rank.agent.port]), flush=True)
+        sys.stdin.readline()
+    rank.agent.close()
+    print(json.dumps(log.getvalue()), flush=True)
 """
 SETTINGS: dict[str, Any] = {
     "insecure": True,
@@ -149,52 +150,61 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@contextmanager
-def started(
-    side: Namespace, role: str, environment: dict[str, str], *arguments: str
-) -> Iterator[subprocess.Popen[str]]:
-    tests = Path(__file__).parents[2]
-    paths = str(tests), str(tests.parent)
-    given = [sys.executable, "-c", PROGRAM, *paths, role, json.dumps(SETTINGS), *arguments]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(
-        [*side.prefix, *given],
-        text=True,
-        stderr=subprocess.PIPE,
-        env=os.environ | environment,
-        **pipes,
-    )
-    try:
-        yield process
-        process.communicate(timeout=240)
-    finally:
-        process.kill()
-        process.wait()
+class Machine:
+    """A process in a namespace of its own, in which ranks are started one after the other."""
+
+    def __init__(self, side: Namespace) -> None:
+        self.address = side.address
+        tests = Path(__file__).parents[2]
+        command = [*side.prefix, sys.executable, "-c", PROGRAM, str(tests), str(tests.parent)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe)
+
+    def tell(self, line: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
-def between_machines(**host: str) -> tuple[list[Any], str, str]:
+@pytest.fixture(scope="module")
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    """Both start at the same time, once: their imports take seconds."""
+    with Bed() as bed:
+        left, right = (Machine(side) for side in bed.namespaces)
+        yield left, right
+        left.end()
+        right.end()
+
+
+def between_machines(machines: tuple[Machine, Machine], **host: str) -> tuple[list[Any], str, str]:
     """What the consumer on one machine makes of a producer on the other; and both sides' logs.
 
     Args:
         host: variables of the producer's environment; `{address}` stands for its address.
     """
-    with Bed() as bed:
-        left, right = bed.namespaces
-        told = {name: value.format(address=left.address) for name, value in host.items()}
-        with started(left, "producer", told) as producer:
-            assert producer.stdout is not None
-            where = producer.stdout.readline()
-            mine = {"HOST_OF_THE_ENGINE": right.address}
-            with started(right, "consumer", mine, where) as consumer:
-                found, log = consumer.communicate(timeout=240)
-            _, producers_log = producer.communicate(timeout=240)
-    return json.loads(found), log, producers_log
+    left, right = machines
+    told = {name: value.format(address=left.address) for name, value in host.items()}
+    left.tell([SETTINGS, told, None])
+    right.tell([SETTINGS, {"HOST_OF_THE_ENGINE": right.address}, left.hear()])
+    found, log = right.hear(), right.hear()
+    left.tell("end")
+    return found, log, left.hear()
 
 
 @pytest.mark.netns
 @pytest.mark.skipif(bool(available()), reason=f"no network namespaces: {available()}")
-def test_an_engine_that_tells_its_loopback_address_to_another_machine_is_named() -> None:
-    (cause, detail, failing), log, producers_log = between_machines()
+def test_an_engine_that_tells_its_loopback_address_to_another_machine_is_named(
+    machines: tuple[Machine, Machine],
+) -> None:
+    (cause, detail, failing), log, producers_log = between_machines(machines)
     assert cause == "unreachable"
     assert "127.0.0.1 is this machine itself" in detail
     assert failing == 1
@@ -206,8 +216,11 @@ def test_an_engine_that_tells_its_loopback_address_to_another_machine_is_named()
 @pytest.mark.netns
 @pytest.mark.skipif(bool(available()), reason=f"no network namespaces: {available()}")
 @pytest.mark.parametrize("variable", ["HOST_OF_THE_ENGINE", "PD_CONNECTOR_HOST"])
-def test_with_the_engines_own_address_kv_passes_between_machines(variable: str) -> None:
-    (cause, detail, failing), log, producers_log = between_machines(**{variable: "{address}"})
+def test_with_the_engines_own_address_kv_passes_between_machines(
+    machines: tuple[Machine, Machine], variable: str
+) -> None:
+    host = {variable: "{address}"}
+    (cause, detail, failing), log, producers_log = between_machines(machines, **host)
     assert cause is None, (detail, log)
     assert failing == 0
     assert "themselves" not in producers_log

@@ -107,9 +107,9 @@ class Bench:
         """A right chunk lands and is placed; what comes of it."""
         header = self.header(sequence, source=source)
         payload = memoryview(bytes(header.nbytes))
-        (place,) = self.consumer.landed(header, slot, payload, now)
+        (place,) = self.consumer.landings.landed(header, slot, payload, now)
         assert isinstance(place, PlaceChunk)
-        return self.consumer.placed(place, None, "", now)
+        return self.consumer.landings.placed(place, None, "", now)
 
 
 def test_a_load_dials_then_opens_with_the_slots_there_are():
@@ -159,7 +159,7 @@ def test_a_chunk_goes_into_the_pages_of_its_range():
     bench.open()
     header = bench.header(3)
     payload = memoryview(bytes(header.nbytes))
-    (place,) = bench.consumer.landed(header, 0, payload, 1.0)
+    (place,) = bench.consumer.landings.landed(header, 0, payload, 1.0)
     assert isinstance(place, PlaceChunk)
     assert list(place.pages) == [23, 24, 25]
 
@@ -185,7 +185,7 @@ def test_a_chunk_that_does_not_fit_the_plan_fails_the_load(changes: dict[str, An
     header = bench.header(0)
     payload = memoryview(bytes(header.nbytes))
     wrong = msgspec.structs.replace(header, **changes)
-    actions = bench.consumer.landed(wrong, 0, payload, 1.0)
+    actions = bench.consumer.landings.landed(wrong, 0, payload, 1.0)
     if "epoch" in changes:
         assert actions == [], "nobody with whom there is a session"
         return
@@ -198,7 +198,7 @@ def test_a_chunk_that_does_not_fit_the_plan_fails_the_load(changes: dict[str, An
 def test_a_payload_of_another_length_fails_the_load():
     bench = Bench()
     bench.open()
-    _, finished = bench.consumer.landed(bench.header(0), 0, memoryview(b"short"), 1.0)
+    _, finished = bench.consumer.landings.landed(bench.header(0), 0, memoryview(b"short"), 1.0)
     assert isinstance(finished, Finished)
     assert finished.cause == Cause.CHUNK_MISMATCH
 
@@ -208,7 +208,9 @@ def test_a_read_that_failed_fails_the_load_for_what_it_is():
     bench.open()
     bench.accept()
     reason = "the producer has hung up"
-    actions = bench.consumer.landed(bench.header(0), 0, memoryview(b""), 1.0, problem=reason)
+    actions = bench.consumer.landings.landed(
+        bench.header(0), 0, memoryview(b""), 1.0, problem=reason
+    )
     finished = next(action for action in actions if isinstance(action, Finished))
     assert (finished.cause, finished.detail) == (Cause.TRANSPORT, reason)
 
@@ -220,9 +222,11 @@ def test_a_chunk_that_came_already_or_belongs_to_nobody_is_dropped():
     payload = memoryview(bytes(first.nbytes))
     bench.land(0, slot=0)
     nobodys = msgspec.structs.replace(first, transfer="u")
-    assert bench.consumer.landed(first, 1, payload, 1.0) == []
-    assert bench.consumer.landed(nobodys, 1, payload, 1.0) == []
-    assert bench.consumer.landed(bench.header(1), 0, payload, 1.0) == [], "slot 0 is not its"
+    assert bench.consumer.landings.landed(first, 1, payload, 1.0) == []
+    assert bench.consumer.landings.landed(nobodys, 1, payload, 1.0) == []
+    assert bench.consumer.landings.landed(bench.header(1), 0, payload, 1.0) == [], (
+        "slot 0 is not its"
+    )
 
 
 @pytest.mark.parametrize("chunks", [5, 3, 0, 2**62])
@@ -428,7 +432,7 @@ def test_a_chunk_in_a_slot_that_was_granted_to_another_rank_is_dropped():
     bench = Bench(peers=SPLIT)
     bench.open()
     header = bench.header(0, source=SECOND)
-    assert bench.consumer.landed(header, 0, memoryview(bytes(header.nbytes)), 1.0) == []
+    assert bench.consumer.landings.landed(header, 0, memoryview(bytes(header.nbytes)), 1.0) == []
 
 
 @pytest.mark.parametrize("how", ["refused", "lost", "wrong chunk", "silent"])
@@ -451,7 +455,7 @@ def test_a_rank_that_fails_fails_the_load_once_and_the_others_are_cancelled(how:
         bench.accept(2, source=SECOND, now=0.0)
         bench.land(0, slot=0)
         wrong = bench.header(0, source=SECOND, identity=b"other")
-        actions = bench.consumer.landed(wrong, 0, memoryview(bytes(wrong.nbytes)), 1.0)
+        actions = bench.consumer.landings.landed(wrong, 0, memoryview(bytes(wrong.nbytes)), 1.0)
         cause = Cause.CHUNK_MISMATCH
     finished = [action for action in actions if isinstance(action, Finished)]
     assert [one.cause for one in finished] == [cause]

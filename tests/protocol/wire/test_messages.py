@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.config import MAX_SLOTS
+from pd_connector.config_rules import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import LayerFacts, ModelFacts

@@ -13,10 +13,10 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from scheduler_plugins.admission.board import Posted
 from scheduler_plugins.admission.gate import AdmissionGate
 from scheduler_plugins.admission.load import ClassLoad, LoadReport
 from scheduler_plugins.admission.metrics import metrics
+from scheduler_plugins.admission.post import Posted
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.middleware.middleware import AdmissionMiddleware
 from scheduler_plugins.queue.work import BUCKETS, bucket_of

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from pd_connector.tools.cli.app import app
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.profile import Measurement, fit, load
+from scheduler_plugins.profile import measure
 
 web = pytest.importorskip("aiohttp.web", reason="aiohttp comes with any vLLM")
 
@@ -27,8 +28,10 @@ BLOCK = 16
 class FakeVllm:
     """Answers as vLLM does, one prefill at a time, with a prefix cache."""
 
-    def __init__(self, *, caches: bool = True, running: int = 0, key: str = "") -> None:
-        self.caches, self.running, self.key = caches, running, key
+    def __init__(
+        self, *, caches: bool = True, running: int = 0, key: str = "", speed: float = 1.0
+    ) -> None:
+        self.caches, self.running, self.key, self.speed = caches, running, key, speed
         self.refuses = 0
         self._seen: set[tuple[int, ...]] = set()
         self._hits = 0
@@ -68,11 +71,11 @@ class FakeVllm:
         cached = self._cached(prompt)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await asyncio.sleep(TRUTH.prefill_s(len(prompt), cached))
+        await asyncio.sleep(TRUTH.prefill_s(len(prompt), cached) / self.speed)
         await response.write(_event())
         self._decoding += 1
         for _ in range(body["max_tokens"] - 1):
-            await asyncio.sleep(TRUTH.decode_step_s(self._decoding, 0))
+            await asyncio.sleep(TRUTH.decode_step_s(self._decoding, 0) / self.speed)
             await response.write(_event())
         self._decoding -= 1
         await response.write(b"data: [DONE]\n\n")
@@ -132,8 +135,11 @@ def profile(url: str, out: Path, *more: str) -> Any:
     return CliRunner().invoke(app, ["profile", "--url", url, "--out", str(out), *options])
 
 
-def test_it_finds_what_things_cost_and_writes_what_the_scheduler_loads(serve, tmp_path) -> None:
+def test_it_finds_what_things_cost_and_writes_what_the_scheduler_loads(
+    serve, tmp_path, monkeypatch
+) -> None:
     """Bounds are wide because a busy machine sleeps longer than it is told to."""
+    monkeypatch.setattr(measure, "DECODED", 10)
     result = profile(serve(FakeVllm()), tmp_path / "cost.json")
     assert result.exit_code == 0, result.output
     model = load(tmp_path / "cost.json")
@@ -144,7 +150,7 @@ def test_it_finds_what_things_cost_and_writes_what_the_scheduler_loads(serve, tm
 
 
 def test_an_engine_without_a_prefix_cache_is_timed_without_cached_prefixes(serve, tmp_path) -> None:
-    result = profile(serve(FakeVllm(caches=False)), tmp_path / "cost.json")
+    result = profile(serve(FakeVllm(caches=False, speed=10.0)), tmp_path / "cost.json")
     assert result.exit_code == 0, result.output
     assert "cached prefixes could not be timed" in result.output
 

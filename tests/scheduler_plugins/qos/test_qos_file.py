@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,12 @@ def test_an_empty_file_means_the_defaults() -> None:
     [
         ("0.60", "0.70", "reserved_fraction adds up to 1.1; must be at most 1"),
         ("0.60", "0.0", "reserved_fraction 0.0 of free: must be above 0"),
-        ("0.60", "much", "Expected `float`, got `str`.*reserved_fraction"),
+        ("0.60", "much", "nodes.yaml:6: reserved_fraction: Expected `float`, got `str`"),
         ("priority: 50", "priority: 10", "priority 10 is given twice"),
         ("name: free", "name: premium", "name 'premium' is given twice"),
         ("name: free", "name: ''", "name '': must not be empty"),
         ("ttft_ms: 500", "ttft_ms: -1", "ttft_ms -1.* milliseconds > 0"),
-        ("tpot_ms", "tpot", "unknown field `tpot`"),
+        ("tpot_ms", "tpot", r"nodes.yaml:4: key 'tpot' is not known; did you mean tpot_ms\?"),
         ("qos: standard", "qos: gold", r"routes\[1\]: qos 'gold' must be one of premium, stand"),
         ('"x-customer-tier: premium"', '"premium"', "header 'premium': must look like"),
         ('{match: {header: "x-customer-tier: standard"}', "{match: {}", r"routes\[1\].*last"),
@@ -69,7 +70,7 @@ def test_what_cannot_be_used_is_refused_by_name(old: str, new: str, said: str) -
     broken = TEXT.decode().replace(old, new, 1).encode()
     with pytest.raises(QosError, match=said) as refused:
         parse(broken, "nodes.yaml")
-    assert str(refused.value).startswith("nodes.yaml: ")
+    assert re.match(r"nodes\.yaml:\d+: ", str(refused.value))
 
 
 def replace(path: Path, text: bytes, mtime_s: int) -> None:
@@ -95,7 +96,7 @@ def test_a_broken_change_is_reported_once_and_leaves_the_old_one_in_force(tmp_pa
     watched = WatchedFile(path)
     before = watched.current
     replace(path, b"scheduler: 7", 2)
-    with pytest.raises(QosError, match=r"nodes\.yaml: Expected `object`"):
+    with pytest.raises(QosError, match=r"nodes\.yaml:1: scheduler: Expected `object`"):
         watched.changed()
     assert watched.changed() is None
     assert watched.current is before

@@ -114,13 +114,13 @@ class QueueAgainstOracle(RuleBasedStateMachine):
     def store(self, path: tuple[int, ...]) -> None:
         new = [block for block in chained(path) if block not in self.cached]
         self.cached.update(new)
-        self.queue.added(new)
+        self.queue.prefix_index.added(new)
 
     @rule(blocks=st.lists(paths.filter(bool), min_size=1, max_size=4))
     def evict(self, blocks: list[tuple[int, ...]]) -> None:
         """Blocks anywhere in a prompt, so that later ones may stay."""
         self.cached.difference_update(blocks)
-        self.queue.removed()
+        self.queue.prefix_index.removed()
 
     @rule(data=st.data(), count=st.integers(1, 4))
     def scan(self, data: st.DataObject, count: int) -> None:
@@ -201,7 +201,7 @@ def test_a_request_gains_its_place_when_its_prefix_is_cached() -> None:
     queue, long, short = two(cached)
     assert queue.peek() is short
     cached.add((1,))
-    queue.added([(1,)])
+    queue.prefix_index.added([(1,)])
     queue.begin_scan()
     assert queue.peek() is long
 
@@ -219,7 +219,7 @@ def test_a_request_loses_its_place_when_its_prefix_is_evicted() -> None:
     queue, long, short = two(cached)
     assert queue.peek() is long
     cached.clear()
-    queue.removed()
+    queue.prefix_index.removed()
     queue.begin_scan()
     assert queue.peek() is short
 
@@ -232,7 +232,7 @@ def test_after_a_change_for_very_many_the_order_catches_up_a_bounded_step_at_a_t
         queue.add(Waiting(id=str(n), tokens=2000 - n, block_hashes=chained((1,)), arrival_s=0.0))
     queue.add(Waiting(id="last", tokens=2001, block_hashes=chained((1, 2)), arrival_s=0.0))
     cached.update([(1,), (1, 2)])
-    queue.added([(1,), (1, 2)])
+    queue.prefix_index.added([(1,), (1, 2)])
     for scan in range(1, 8):
         queue.begin_scan()
         first = queue.peek()

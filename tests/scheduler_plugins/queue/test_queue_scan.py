@@ -11,7 +11,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
-from scheduler_plugins.queue.guards import Guards
+from scheduler_plugins.queue.batch import Batch
 from scheduler_plugins.queue.step_length import (
     MOST_CUT,
     STEP_OVERHEAD,
@@ -51,7 +51,7 @@ def test_pop_returns_what_peek_returned_though_the_cache_changed_in_between() ->
     queue.begin_scan()
     assert queue.peek() is not None
     cached.update(("x", "y"))
-    queue.added(["x", "y"])
+    queue.prefix_index.added(["x", "y"])
     queue.add(request("c", 1))
     assert queue.pop().id == "a"
     queue.begin_scan()
@@ -214,8 +214,8 @@ def test_nothing_of_lower_priority_joins_the_step_of_what_is_owed() -> None:
     assert queue.pop().id == "f1"
 
 
-def test_without_guards_lower_classes_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guards, "add", lambda *_: None)
+def test_without_shields_lower_classes_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batch, "shield", lambda *_: None)
     queue = sharing("g1", "f1")
     assert [queue.pop().id for _ in range(2)] == ["g1", "f1"]
 
@@ -289,7 +289,7 @@ def test_tokens_before_a_prefill_are_those_of_the_shorter_requests_in_order() ->
     assert tokens_before(queue, prefill, 97, 2000) == 0
     assert tokens_before(queue, prefill, 0, 4) == 0
     cached.clear()  # b is dearer than it was thought to be
-    queue.removed()
+    queue.prefix_index.removed()
     queue.begin_scan()
     assert tokens_before(queue, prefill, 0, 40) == 5 + 10
     assert [queue.pop().id for _ in range(2)] == ["d", "a"]

@@ -22,7 +22,7 @@ from router_fakes import (
 )
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
-from scheduler_plugins.router.engines.exchange import UnreachableError
+from scheduler_plugins.router.engines.failures import UnreachableError
 from scheduler_plugins.router.handoff import prefill
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 

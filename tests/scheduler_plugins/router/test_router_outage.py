@@ -18,7 +18,7 @@ pd_connector:failed_transfers_total{cause="unreachable",engine="0",model_name="m
 def test_an_outage_of_transfers_shows_in_health_until_it_has_ended(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(looks, "OUTAGE_LOOK_S", 0.01)
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
 
     async def decode_state(world: World) -> dict[str, str]:
         health = await world.get("/health")
@@ -51,7 +51,7 @@ def test_an_outage_of_transfers_shows_in_health_until_it_has_ended(
 def test_metrics_that_tell_nothing_are_no_outage(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(looks, "OUTAGE_LOOK_S", 0.01)
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
 
     async def scenario() -> None:
         async with World() as world:
@@ -75,7 +75,7 @@ def test_what_became_of_requests_is_counted_as_the_decode_engine_tells_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ten were sent both ways, and KV of two moved."""
-    monkeypatch.setattr(looks, "OUTAGE_LOOK_S", 0.01)
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
 
     async def scenario() -> None:
         async with World() as world:

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.sim.mock.events import (
@@ -192,6 +193,44 @@ def test_the_router_hands_over_between_mocks() -> None:
             assert p[0]._found + p[1]._found > 0.7 * computed[1]
             assert not any(one._engine.prefill for one in d), "decode engines computed no prompt"
             assert all(one._engine.busy_s == 0.0 for one in d)
+
+    run(scenario())
+
+
+def test_kv_waits_until_its_decode_engine_has_room() -> None:
+    """As in vLLM, where a request waits in the queue until it has pages. The engine preempts nothing for it."""
+
+    async def scenario() -> None:
+        async with engine(speed=1.0, kv_tokens=1000.0) as mock:
+            clock, ended = mock.clock, list[str]()
+
+            async def receive(name: str, tokens: int, answer: int) -> None:
+                asked = Waiting(
+                    id=name,
+                    tokens=tokens,
+                    block_hashes=(),
+                    arrival_s=clock.now_s,
+                    max_tokens=answer,
+                )
+                async with clock.room(tokens):
+                    made = clock.receive(asked)
+                async for _ in made.progress():
+                    pass
+                ended.append(name)
+                assert made.record.preemptions == 0
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(receive("first", 700, 20))
+                await asyncio.sleep(0.03)
+                left = group.create_task(receive("left", 600, 2))
+                group.create_task(receive("second", 600, 5))
+                group.create_task(receive("small", 100, 1))
+                await asyncio.sleep(0.02)
+                assert ended == []
+                left.cancel()
+            assert ended == ["first", "small", "second"]
+            async with clock.room(1000):
+                pass
 
     run(scenario())
 

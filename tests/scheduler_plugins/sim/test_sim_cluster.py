@@ -105,10 +105,20 @@ def test_a_prompt_that_comes_in_the_last_step_of_all_others_waits_for_its_end() 
 def test_a_step_that_prefills_also_decodes() -> None:
     truth = replace(TRUTH, chunk_tokens=64)
     node = Node("b0", Role.WHOLE, NodeSettings(truth=truth, block_tokens=16, order="fcfs"))
+    served = Cluster([node], create("conductor")).run([one("a", 64, more=50), one("b", 63, 0.17)])
+    assert served[1].start_s is not None
+    mixed_s = 0.1 + 63e-3 + 1e-3 + 1e-6 * 65
+    assert served[1].first_token_s == pytest.approx(served[1].start_s + mixed_s)
+
+
+def test_a_sequence_that_decodes_takes_a_token_of_the_step_as_in_vllm() -> None:
+    """Beside one sequence a step of 64 tokens has room for 63 of a prompt."""
+    truth = replace(TRUTH, chunk_tokens=64)
+    node = Node("b0", Role.WHOLE, NodeSettings(truth=truth, block_tokens=16, order="fcfs"))
     served = Cluster([node], create("conductor")).run([one("a", 64, more=50), one("b", 64, 0.17)])
     assert served[1].start_s is not None
-    mixed_s = 0.1 + 64e-3 + 1e-3 + 1e-6 * 65
-    assert served[1].first_token_s == pytest.approx(served[1].start_s + mixed_s)
+    steps_s = [0.1 + tokens * 1e-3 + 1e-3 + 1e-6 * at for tokens, at in ((63, 65), (1, 66))]
+    assert served[1].first_token_s == pytest.approx(served[1].start_s + sum(steps_s))
     assert served[0].first_token_s == pytest.approx(0.164)
 
 

@@ -11,12 +11,16 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from typer.main import get_command
 
+from pd_connector import __version__
+from scheduler_plugins.commands import Commands, app
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import save
 from scheduler_plugins.router.__main__ import main as router
 from scheduler_plugins.router.policies.registry import BOTH_SIDES, PREFILL
+from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.sim.report import spread
 
 
@@ -211,7 +215,7 @@ def test_an_interrupt_ends_with_a_line_and_130(
 
     monkeypatch.setattr("scheduler_plugins.sim.trace.load", interrupted)
     assert simulate(recorded) == 130
-    monkeypatch.setattr("scheduler_plugins.router.__main__.parser", interrupted)
+    monkeypatch.setattr("scheduler_plugins.router.__main__._settings", interrupted)
     assert pd_router(["serve"]) == 130
     assert router([]) == 130
     assert capsys.readouterr().err == "interrupted\n" * 3
@@ -222,9 +226,82 @@ def test_pd_router_names_its_commands(capsys) -> None:
     assert "simulate" in capsys.readouterr().out
     assert pd_router(["fly"]) == 2
     assert "command 'fly' is not known" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        pd_router(["--policy", "jsq"])  # options alone are the router's
+    assert pd_router(["--policy", "jsq"]) == 2, "options alone are the router's"
     assert "--prefill" in capsys.readouterr().err
+    assert pd_router(["--version"]) == 0
+    assert capsys.readouterr().out == f"pd-connector {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("sreve", "pd-router: command 'sreve' is not known; did you mean serve?"),
+        ("--prefil a:1", "pd-router serve: option --prefil is not known; did you mean --prefill?"),
+        ("serve --prefill a:1", "pd-router serve: decode: no URL given; name at least one engine"),
+        ("serve --prefill --decode b:1", "pd-router serve: option --prefill needs a value"),
+        ("serve --port x", "pd-router serve: Invalid value for '--port'"),
+        ("serve --log-level LOUD", "pd-router serve: Invalid value for '--log-level'"),
+        ("serve --kv-events x", "pd-router serve: kv_events 'x': must look like http://"),
+        (
+            "simulate --polcy x",
+            "pd-router simulate: option --polcy is not known; did you mean --policy?",
+        ),
+        ("mock --sped 2", "pd-router mock: option --sped is not known; did you mean --speed?"),
+    ],
+)
+def test_an_error_of_use_takes_two_lines_and_names_what_was_meant(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pd_router(typed.split()) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    first, second = told.err.splitlines()
+    assert first.startswith(said)
+    assert second == f"{said.partition(':')[0]} --help tells more"
+
+
+def test_several_urls_follow_one_option_or_each_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[RouterConfig]()
+    monkeypatch.setattr(
+        "scheduler_plugins.router.__main__._run", lambda config, settings: found.append(config)
+    )
+    for typed in (
+        "--prefill a:1 b:2 --workers 2 --decode c:3",
+        "serve --prefill=a:1 --decode c:3 --prefill=b:2 --workers=2",
+        "serve --prefill a:1 --prefill b:2 --workers 2 --decode c:3",
+    ):
+        assert pd_router(typed.split()) == 0
+    assert found[0] == found[1] == found[2]
+    assert found[0].prefill == ("http://a:1", "http://b:2")
+    assert found[0].workers == 2
+
+
+def test_the_routers_defaults_are_those_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[RouterConfig]()
+    monkeypatch.setattr(
+        "scheduler_plugins.router.__main__._run", lambda config, settings: found.append(config)
+    )
+    assert pd_router(["--prefill", "a:1", "--decode", "b:1"]) == 0
+    assert found == [RouterConfig(prefill=("a:1",), decode=("b:1",))]
+
+
+def test_the_help_of_pd_router_imports_no_command() -> None:
+    program = (
+        "import sys; from scheduler_plugins.commands import main; main(['--help']); "
+        "print([name for name in sys.modules if name.startswith('scheduler_plugins.')], file=sys.stderr)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == "['scheduler_plugins.commands']\n"
+
+
+def test_the_lines_of_the_help_are_those_of_the_commands() -> None:
+    group = get_command(app)
+    with group.make_context("pd-router", ["mock"]) as ctx:
+        for name, line in Commands.lines.items():
+            own = group.get_command(ctx, name).get_short_help_str(200)
+            assert own.rstrip(".") == line.rstrip(".")
 
 
 def test_a_mock_engine_says_where_it_is_and_ends_when_told() -> None:

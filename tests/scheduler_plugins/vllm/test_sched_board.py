@@ -11,17 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_plugins.admission.board import (
-    EVERY_S,
-    STALE_S,
-    TTFT_BUCKETS_S,
-    Board,
-    BoardError,
-    BoardWriter,
-    ClassRecord,
-    Histogram,
-)
+from scheduler_plugins.admission.board import EVERY_S, STALE_S, Board, BoardError, BoardWriter
 from scheduler_plugins.admission.load import ClassLoad, Decoding, LoadReport
+from scheduler_plugins.admission.post import TTFT_BUCKETS_S, ClassRecord, Histogram
 from scheduler_plugins.cost.model import CostModel
 
 REPORT = LoadReport(

@@ -16,8 +16,9 @@ import pytest
 
 from scheduler_plugins.admission import board as boards
 from scheduler_plugins.admission import liveness
-from scheduler_plugins.admission.board import Board, BoardWriter, read_post
+from scheduler_plugins.admission.board import Board, BoardWriter
 from scheduler_plugins.admission.load import LoadReport
+from scheduler_plugins.admission.post import read_post
 from scheduler_plugins.cost.model import CostModel
 
 REPORT = LoadReport(CostModel(a=1e-4), 0.25, {})

@@ -91,7 +91,7 @@ def test_a_load_has_started(tmp_path: Path) -> None:
     for name, qos in (("load", "premium"), ("other", "free")):
         rig.add(name, words(ord(name[0]), 40), qos=qos, kv=dict(REMOTE))
     rig.step()
-    assert rig.scheduler._order._turned_back.starts == 2
+    assert rig.scheduler._order.turned_back.starts == 2
     assert rig.scheduler._order.fair_share.balance_s("free") > 0
     for name in ("load", "other"):
         rig.step(loads.arrive(name))

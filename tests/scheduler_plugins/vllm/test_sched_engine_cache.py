@@ -19,7 +19,7 @@ from scheduler_plugins.vllm.request_queue import describe
 
 def believed(rig: Rig, prompt: list[int]) -> int:
     """Tokens that our queue takes to be cached."""
-    rig.scheduler._cache.tell(rig.scheduler._order)
+    rig.scheduler._cache.tell(rig.scheduler._order.prefix_index)
     request = describe(rig.request("probe", prompt), rig.scheduler._cache)
     del rig._asked["probe"]
     return rig.scheduler._order.estimator.known_tokens(request)

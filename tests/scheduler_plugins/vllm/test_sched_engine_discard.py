@@ -173,7 +173,7 @@ def _held(rig: Rig, name: str) -> list[KVCacheBlock]:
 
 def _spare_blocks(rig: Rig) -> list[object]:
     discard = rig.scheduler._discard
-    rig.scheduler._cache.tell(rig.scheduler._order)
+    rig.scheduler._cache.tell(rig.scheduler._order.prefix_index)
     rig.scheduler._order.refresh(100)
     discard.catch_up()
     discard._sort_out()

@@ -279,7 +279,7 @@ def test_a_long_prefill_gives_way_to_a_class_that_is_owed_and_computes_nothing_t
 @pytest.mark.parametrize(
     ("left", "owed", "step"),
     [
-        (48, 60, {"owed": 60}),  # guarded: "long" does not join its step
+        (48, 60, {"owed": 60}),  # shielded: "long" does not join its step
         (48, 16, {"long": 48, "owed": 16}),  # it fits beside the rest
         (32, 60, {"long": 32, "owed": 32}),  # so little is left that it would be computed again
     ],

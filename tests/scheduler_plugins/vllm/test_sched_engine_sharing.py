@@ -108,7 +108,7 @@ def test_a_class_of_lower_priority_shares_no_step(tmp_path: Path) -> None:
 def test_no_step_is_shared_with_what_did_not_fit_before(tmp_path: Path) -> None:
     rig = under_way(tmp_path)
     rig.add("short", words(2, 10))
-    rig.scheduler._order.no_room("short")
+    rig.scheduler._order.turned_back.add("short")
     assert rig.step() == {"long": BUDGET}
     served(rig)
 

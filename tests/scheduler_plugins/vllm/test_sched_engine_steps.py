@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 from sched_rig import Rig, words
 
-from scheduler_plugins.admission.board import Board, Posted
+from scheduler_plugins.admission.board import Board
 from scheduler_plugins.admission.ledger import Ledger
+from scheduler_plugins.admission.post import Posted
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.vllm.steps import StepTimer, load_of
 

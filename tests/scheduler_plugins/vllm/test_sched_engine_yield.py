@@ -35,7 +35,7 @@ def test_two_that_had_no_room_do_not_take_turns_for_the_sake_of_a_third(tmp_path
     rig = rig_of(tmp_path, bound=0, seqs=1)
     for name in ("a", "b"):
         rig.add(name, words(ord(name), 40), qos="free")
-        rig.scheduler._order.no_room(name)
+        rig.scheduler._order.turned_back.add(name)
     rig.add("owed", words(1, 40), qos="premium")
     requests = dict(rig.scheduler.requests)
     rig.run(most_steps=100)

@@ -70,7 +70,7 @@ def test_what_is_charged_in_vain_is_refunded_exactly() -> None:
 def test_a_request_without_room_goes_first_when_enough_have_started() -> None:
     queue = queue_of(*(request(f"short{n}", 1) for n in range(4)), max_overtaken=2)
     queue.add(request("big", 9))
-    queue.no_room("big")
+    queue.turned_back.add("big")
     taken = []
     for _ in range(5):
         queue.begin_scan()
@@ -80,7 +80,7 @@ def test_a_request_without_room_goes_first_when_enough_have_started() -> None:
 
 def test_what_was_popped_and_not_started_does_not_count_as_a_start() -> None:
     queue = queue_of(request("short", 1), request("big", 9), max_overtaken=2)
-    queue.no_room("big")
+    queue.turned_back.add("big")
     for _ in range(5):
         queue.begin_scan()
         taken = queue.pop()
@@ -90,13 +90,13 @@ def test_what_was_popped_and_not_started_does_not_count_as_a_start() -> None:
 
 def test_a_request_without_room_that_does_not_wait_changes_nothing() -> None:
     queue = queue_of(request("a", 5), request("b", 1), max_overtaken=0)
-    queue.no_room("elsewhere")
+    queue.turned_back.add("elsewhere")
     assert drain(queue) == ["a", "b"], "the bound alone: first come, first served"
 
 
 def test_a_request_without_room_does_not_break_the_bound_of_its_class() -> None:
     queue = queue_of(request("oldest", 9), request("big", 8), max_overtaken=1)
-    queue.no_room("big")
+    queue.turned_back.add("big")
     for n in range(2):
         queue.add(request(f"short{n}", 1))
     queue.begin_scan()
@@ -108,7 +108,7 @@ def test_a_request_without_room_does_not_break_the_bound_of_its_class() -> None:
 def test_a_request_without_room_still_wants_a_batch_by_itself() -> None:
     queue = queue_of(request("a", 1, max_tokens=4), policy="prefill_only", max_overtaken=0)
     queue.add(request("alone", 9, max_tokens=1))
-    queue.no_room("alone")
+    queue.turned_back.add("alone")
     queue.begin_scan()
     assert queue.pop().id == "a", "it is the oldest"
     assert queue.peek() is None
@@ -146,23 +146,23 @@ def test_another_bound_holds_from_now_on() -> None:
 def test_the_last_block_that_a_waiting_request_finds_is_wanted() -> None:
     cached: set[object] = {"x"}
     queue = queue_of(request("a", 20, ("x", "y", "z")), cached=cached)
-    assert queue.wanted("x")
+    assert queue.prefix_index.wanted("x")
     cached.update("yz")
-    queue.added("yz")
+    queue.prefix_index.added("yz")
     queue.refresh(1)
-    assert [queue.wanted(block) for block in "xyz"] == [False, False, True]
+    assert [queue.prefix_index.wanted(block) for block in "xyz"] == [False, False, True]
     queue.remove("a")
-    assert not queue.wanted("z")
+    assert not queue.prefix_index.wanted("z")
 
 
 def test_a_block_is_wanted_until_the_last_of_those_that_find_it_is_gone() -> None:
     cached: set[object] = {"x"}
     queue = queue_of(request("a", 9, ("x",)), request("b", 9, ("x",)), cached=cached)
     queue.remove("a")
-    assert queue.wanted("x")
+    assert queue.prefix_index.wanted("x")
     queue.begin_scan()
     queue.pop()
-    assert not queue.wanted("x")
+    assert not queue.prefix_index.wanted("x")
 
 
 def test_requests_of_no_class_belong_to_the_lowest() -> None:

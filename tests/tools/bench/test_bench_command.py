@@ -13,7 +13,7 @@ from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff import bench as bench_module
 from pd_connector.tools.bench.handoff import cross, sglang, vllm
 from pd_connector.tools.bench.handoff.bench import HandoffBench
-from pd_connector.tools.bench.handoff.measure import HandoffFindings, Series
+from pd_connector.tools.bench.handoff.findings import HandoffFindings, Series
 from pd_connector.tools.bench.handoff.vllm import BASELINE
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.cli import bench as command

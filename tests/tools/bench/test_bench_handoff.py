@@ -21,13 +21,13 @@ from pd_connector.tools.bench.handoff import cross, sglang, vllm
 from pd_connector.tools.bench.handoff import measure as measure_module
 from pd_connector.tools.bench.handoff.bench import HandoffBench
 from pd_connector.tools.bench.handoff.contender import Contender
-from pd_connector.tools.bench.handoff.measure import (
+from pd_connector.tools.bench.handoff.findings import (
     HandoffFindings,
     MeasuredPairs,
     Series,
-    TurnMeasurement,
     findings,
 )
+from pd_connector.tools.bench.handoff.measure import TurnMeasurement
 from pd_connector.tools.bench.handoff.pair import PairSetup
 from pd_connector.tools.bench.handoff.receiving import Receiving
 from pd_connector.tools.bench.handoff.vllm import BASELINE, VllmPair

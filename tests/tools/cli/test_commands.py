@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 from support.distributions import add_distribution
+from typer.main import get_command
+
+from pd_connector import __version__
+from pd_connector.tools.cli.app import Commands, app
 
 GROUP = "pd_connector.commands"
 GREET = """
@@ -84,7 +88,60 @@ def test_a_command_that_cannot_be_imported_says_why_and_spoils_no_other(greeting
 def test_a_command_that_nobody_has_is_refused() -> None:
     refused = run("nothing")
     assert refused.returncode == 2
-    assert "No such command 'nothing'" in refused.stderr
+    assert refused.stderr.splitlines() == [
+        "pd-connector: command 'nothing' is not known",
+        "pd-connector --help tells more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("docter",), "pd-connector: command 'docter' is not known; did you mean doctor?"),
+        (
+            ("doctor", "--pear", "x"),
+            "pd-connector doctor: option --pear is not known; did you mean --peer?",
+        ),
+        (
+            ("bench", "handof"),
+            "pd-connector bench: command 'handof' is not known; did you mean handoff?",
+        ),
+    ],
+)
+def test_a_typing_error_takes_two_lines_and_names_what_was_meant(
+    typed: tuple[str, ...], said: str
+) -> None:
+    refused = run(*typed)
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    first, second = refused.stderr.splitlines()
+    assert first == said
+    assert second == f"{said.partition(': ')[0]} --help tells more"
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version").stdout == f"pd-connector {__version__}\n"
+
+
+def test_the_lines_of_the_help_are_those_of_the_commands() -> None:
+    """The help imports no command, so it has its own copy of these lines."""
+    group = get_command(app)
+    with group.make_context("pd-connector", ["key"]) as ctx:
+        for name, line in Commands.lines.items():
+            assert group.get_command(ctx, name).get_short_help_str(200).rstrip(".") == line.rstrip(
+                "."
+            )
+
+
+def test_the_help_imports_no_command() -> None:
+    program = (
+        "import sys; from pd_connector.tools.cli.app import main; main(['--help']); "
+        "print([name for name in sys.modules if name.startswith('pd_connector.tools.cli.')], file=sys.stderr)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == "['pd_connector.tools.cli.app']\n"
 
 
 def test_without_metadata_the_help_says_what_is_missing(tmp_path: Path) -> None:

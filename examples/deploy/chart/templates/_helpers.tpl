@@ -28,7 +28,9 @@ metadata:
   name: {{ $root.Release.Name }}-{{ $side }}
   labels: {{- include "labels" . | nindent 4 }}
 spec:
+  {{- if not $root.Values.autoscaling.enabled }}
   replicas: {{ $mine.replicas }}
+  {{- end }}
   selector:
     matchLabels: {{- include "labels" . | nindent 6 }}
   template:

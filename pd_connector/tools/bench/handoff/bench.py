@@ -16,13 +16,9 @@ from pd_connector.config import KEY_VARIABLE
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.handoff.contender import Contender
+from pd_connector.tools.bench.handoff.findings import HandoffFindings, MeasuredPairs, findings
 from pd_connector.tools.bench.handoff.line_up import LineUp
-from pd_connector.tools.bench.handoff.measure import (
-    HandoffFindings,
-    MeasuredPairs,
-    TurnMeasurement,
-    findings,
-)
+from pd_connector.tools.bench.handoff.measure import TurnMeasurement
 from pd_connector.tools.bench.handoff.pair import PairSetup
 from pd_connector.tools.bench.model import MADE_UP_WEIGHTS, write_model
 from pd_connector.tools.demo import MODEL_DIR

@@ -55,9 +55,10 @@ class Objects:
 
 
 class Ours:
-    """The pool's store. A part has a head with the sum of its bytes, as a chunk has."""
+    """The pool's store. A part has a head with the sums of its layers, as a chunk has."""
 
     HEAD_BYTES = 4096
+    LAYER_BYTES = 1 << 20
 
     def __init__(self, objects: Objects, settings: dict[str, Any]) -> None:
         from pd_connector.pool.record import layer_sum
@@ -79,8 +80,11 @@ class Ours:
             if isinstance(writing, self._refusal):
                 raise ValueError(f"object {place} was refused: {writing.text}")
             with writing:
-                writing.write(self.HEAD_BYTES, data)
-                writing.write(0, memoryview(self._sum(data)))
+                sums = b""
+                for row, layer in enumerate(self._layers(data)):
+                    sums += self._sum(layer)
+                    writing.write(self.HEAD_BYTES + row * self.LAYER_BYTES, layer)
+                writing.write(0, memoryview(sums))
                 if not writing.publish():
                     raise ValueError(f"object {place} was not kept")
             parent = key
@@ -92,14 +96,17 @@ class Ours:
         for place, key in enumerate(keys):
             data = self._objects.one(place)
             with self._store.read(key, "0") as reading:
-                wanted = reading.take(0, len(self._sum(b"")))
+                wanted = reading.take(0, OBJECT_BYTES // self.LAYER_BYTES * len(self._sum(b"")))
                 reading.into(data, self.HEAD_BYTES)
-            if self._sum(data) != wanted:
+            if b"".join(map(self._sum, self._layers(data))) != wanted:
                 raise ValueError(f"object {place} differs from its sum")
         self._store.unpin(keys)
 
     def forget(self, number: int) -> None:
         self._store.remove(self._keys(number))
+
+    def _layers(self, data: memoryview) -> list[memoryview]:
+        return [data[at : at + self.LAYER_BYTES] for at in range(0, OBJECT_BYTES, self.LAYER_BYTES)]
 
     def _keys(self, number: int) -> list[bytes]:
         return [b"%016d%016d" % (number, place) for place in range(self._objects.count)]

@@ -5,7 +5,7 @@ import sys
 import threading
 from typing import Any
 
-from pd_connector.config import PYTHON_SWITCH_MS
+from pd_connector.config_rules import PYTHON_SWITCH_MS
 from pd_connector.tools.bench.party import Party, obey
 from pd_connector.tools.bench.wire.cache import WireCache
 from pd_connector.tools.bench.wire.movers import PlainTcp, make_mover

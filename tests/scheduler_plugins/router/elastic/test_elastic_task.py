@@ -78,6 +78,10 @@ def test_a_decision_is_carried_out_counted_logged_and_shown(
             )
             assert not engine.standing.pinned
             assert described(engine)["home"] == "decode"
+            told = state(world.app[SHARED], 0.0)["engines"]
+            (shown,) = [one for one in told if one["url"] == engine.url]
+            assert shown["away"]
+            assert shown["role_why"] == "home: decode, may: decode or prefill"
 
     run(scenario())
 

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page, and the dashboard that is shipped."""
+"""The live page, as the router serves it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 
+import pytest
 from router_fakes import World, run, until
 
 from scheduler_plugins.router.endpoints import page
-from scheduler_plugins.router.endpoints.app_keys import OPERATOR
-from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
+from scheduler_plugins.router.endpoints.page import state
+from scheduler_plugins.router.endpoints.troubles import Trouble
+from scheduler_plugins.router.engines.standing import Decision
 
-DASHBOARD = Path(__file__).parents[4] / "docs" / "router-grafana.json"
+MOVE = {**Decision(0.0, "", "", "", "", "")._asdict(), "key": ""}
 
 
 def test_the_page_needs_nothing_else_and_is_kept_up_to_date() -> None:
@@ -32,15 +37,57 @@ def test_the_page_needs_nothing_else_and_is_kept_up_to_date() -> None:
                     if line.startswith(b"data: "):
                         told.append(json.loads(line.removeprefix(b"data: ")))
                         world.known(world.d[0]).load.decode_sent("a", 77, 5)
+            assert "trends" in told[0]
+            assert "trends" not in told[1], "they change every ten seconds only"
             first, second = (
                 next(one for one in state["engines"] if one["url"] == world.d[0].url)
                 for state in told
             )
             assert (first["state"], first["context"], second["context"]) == ("up", 0, 77)
-            for name in re.findall(r"engine\.(\w+)", shown.text):
-                assert name in first, f"the page shows {name}"
+            script = re.search(r"<script>(.*)</script>", shown.text, re.DOTALL)
+            assert script
+            for name in re.findall(r"\b(?:engine|one)\.([a-z]\w+)", script[1]):
+                known = {**first, **Trouble("", "warning", "", (), "")._asdict(), **MOVE}
+                assert name in known, f"the page shows {name}"
             for _ in range(2):
                 world.known(world.d[0]).load.decode_ended("a")
+
+    run(scenario())
+
+
+def test_the_page_runs_its_own_script_only() -> None:
+    """A script that an engine's answer brings into the page has another hash than the policy names."""
+
+    async def scenario() -> None:
+        async with World() as world:
+            async with world.client.get("/") as answer:
+                text, policy = await answer.text(), answer.headers["Content-Security-Policy"]
+            rules = dict(one.split(" ", 1) for one in policy.split("; "))
+            for tag, rule in (("script", "script-src"), ("style", "style-src")):
+                (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+                digest = b64encode(sha256(content.encode()).digest()).decode()
+                assert rules[rule] == f"'sha256-{digest}'"
+            assert rules["default-src"] == rules["frame-ancestors"] == "'none'"
+            assert rules["connect-src"] == "'self'"
+            assert "unsafe" not in policy
+            assert "innerHTML" not in text
+
+    run(scenario())
+
+
+def test_the_page_says_first_what_is_wrong_and_what_to_do() -> None:
+    async def scenario() -> None:
+        async with World(prefill=2, decode=2) as world:
+            assert state(world.app[SHARED], 0.0)["troubles"] == []
+            await world.d[0].die()
+            await world.d[1].die()
+            gone = [world.known(engine) for engine in world.d]
+            await until(lambda: not any(one.up for one in gone), "they are down")
+            first, second = state(world.app[SHARED], 0.0)["troubles"]
+            assert (first["alert"], first["level"]) == ("PDNoDecodeEngine", "critical")
+            assert (second["alert"], second["level"]) == ("PDEngineAway", "warning")
+            assert [line.partition(": ")[0] for line in second["where"]] == [e.url for e in gone]
+            assert second["do"]
 
     run(scenario())
 
@@ -100,12 +147,24 @@ def test_an_open_page_does_not_hold_up_the_end_of_the_router() -> None:
     run(scenario())
 
 
-def test_the_dashboard_shows_metrics_that_there_are() -> None:
-    known = {one.name for one in Metrics().registry.collect()}
-    text = json.dumps(json.loads(DASHBOARD.read_text()))
-    shown = {
-        re.sub(r"_(total|bucket|sum|count)$", "", name)
-        for name in re.findall(r"pd_router:\w+", text)
-    }
-    assert len(shown) > 10
-    assert shown <= known
+def brightness(colour: str) -> float:
+    """Relative luminance by WCAG 2."""
+    digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+    parts = [int(digits[n : n + 2], 16) / 255 for n in (0, 2, 4)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_in_both_themes(theme: int) -> None:
+    style = (Path(page.__file__).parent / "page.css").read_text()
+    colours = [
+        dict(re.findall(r"--([\w-]+): #([0-9a-f]+)", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ][theme]
+    on = {"warn-back": ("text", "quiet", "warn"), "bad-back": ("text", "quiet", "bad")}
+    on |= dict.fromkeys(("page", "card"), ("text", "quiet", "good", "warn", "bad"))
+    for back, texts in on.items():
+        for text in texts:
+            light, dark = sorted((brightness(colours[one]) for one in (back, text)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{text} on {back}"

@@ -19,7 +19,7 @@ from scheduler_plugins.router.client.answers import (
     headers_to_engine,
 )
 from scheduler_plugins.router.handoff import engine_bodies
-from scheduler_plugins.router.prompt import body
+from scheduler_plugins.router.prompt import body, transfer
 from scheduler_plugins.router.prompt.pieces import MOST_PARTS, MOST_VALUES
 
 ADDRESS = ProducerAddress("engine", (Peer(Source("host", 7000, "engine"), Shard(0, 4, 0, 1)),))
@@ -33,7 +33,7 @@ values = st.recursive(
 )
 known = st.sampled_from(
     [
-        *body.NOT_FOR_PREFILL,
+        *transfer.NOT_FOR_PREFILL,
         *("stream", "max_tokens", "max_completion_tokens", "kv_transfer_params", "messages"),
         *("prompt", "tools", "tool_choice", "response_format", "chat_template_kwargs", "documents"),
         *("add_generation_prompt", "continue_final_message", "cache_salt", "model", "echo"),
@@ -52,7 +52,7 @@ def test_json_survives_the_router(content: dict[str, Any]) -> None:
 def test_the_decode_side_gets_the_request_unchanged_but_for_the_transfer(
     content: dict[str, Any],
 ) -> None:
-    sent = body.decode_copy(content, ADDRESS, "t")
+    sent = transfer.decode_copy(content, ADDRESS, "t")
     assert sent.pop("kv_transfer_params")["remote_request_id"] == "t"
     assert sent == {k: v for k, v in content.items() if k != "kv_transfer_params"}
 
@@ -61,17 +61,17 @@ def test_the_decode_side_gets_the_request_unchanged_but_for_the_transfer(
 def test_the_prefill_side_gets_every_field_that_could_change_the_prompt(
     content: dict[str, Any],
 ) -> None:
-    sent = body.prefill_copy(content, "t")
-    touched = REWRITTEN | set(body.NOT_FOR_PREFILL)
+    sent = transfer.prefill_copy(content, "t")
+    touched = REWRITTEN | set(transfer.NOT_FOR_PREFILL)
     assert {k: v for k, v in sent.items() if k not in touched} == {
         k: v for k, v in content.items() if k not in touched
     }
-    assert not set(sent) & set(body.NOT_FOR_PREFILL)
+    assert not set(sent) & set(transfer.NOT_FOR_PREFILL)
 
 
 @given(bodies)
 def test_the_prefill_side_generates_one_token_and_keeps_its_kv(content: dict[str, Any]) -> None:
-    sent = body.prefill_copy(content, "t")
+    sent = transfer.prefill_copy(content, "t")
     assert (sent["max_tokens"], sent["stream"]) == (1, False)
     assert ("max_completion_tokens" in sent) == ("max_completion_tokens" in content)
     assert sent.get("max_completion_tokens", 1) == 1
@@ -85,8 +85,8 @@ def test_the_prefill_side_generates_one_token_and_keeps_its_kv(content: dict[str
 @given(bodies)
 def test_rewriting_leaves_the_clients_body_alone(content: dict[str, Any]) -> None:
     before = json.dumps(content)
-    body.prefill_copy(content, "t")
-    body.decode_copy(content, ADDRESS, "t")
+    transfer.prefill_copy(content, "t")
+    transfer.decode_copy(content, ADDRESS, "t")
     assert json.dumps(content) == before
 
 
@@ -99,7 +99,7 @@ def test_any_bytes_are_parsed_or_refused(raw: bytes, route: str) -> None:
         parsed = body.parse(raw, route)
     except body.BadRequestError:
         return
-    body.why_not_disaggregated(parsed)
+    transfer.why_not_disaggregated(parsed)
     body.encode(parsed)
 
 
@@ -178,7 +178,7 @@ def test_numbers_and_flags_are_read_as_engines_read_them(
 def test_which_requests_one_transfer_id_can_name(
     content: dict[str, Any], cause: str | None
 ) -> None:
-    assert body.why_not_disaggregated(content) == cause
+    assert transfer.why_not_disaggregated(content) == cause
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_which_requests_one_transfer_id_can_name(
     ],
 )
 def test_an_answer_without_a_whole_address_has_none(answer: object) -> None:
-    assert body.address_in(answer) is None
+    assert transfer.address_in(answer) is None
 
 
 @given(
@@ -258,9 +258,9 @@ def test_wishes_about_the_kv_pool_are_all_that_a_client_may_set_of_a_transfer() 
     for route in (body.COMPLETIONS, body.CHAT):
         found = body.parse(sent, route)
         assert found["kv_transfer_params"] == {"pool": wishes}
-        prefill = body.prefill_copy(found, "t")["kv_transfer_params"]
+        prefill = transfer.prefill_copy(found, "t")["kv_transfer_params"]
         assert prefill == {**params.prefill_params("t"), "pool": wishes}
-        decode = body.decode_copy(found, ADDRESS, "t")["kv_transfer_params"]
+        decode = transfer.decode_copy(found, ADDRESS, "t")["kv_transfer_params"]
         assert decode == {**params.decode_params(ADDRESS, "t"), "pool": wishes}
         assert engine_bodies.alone(found)["kv_transfer_params"] == {"pool": wishes}
     assert "kv_transfer_params" not in body.parse(sent, "/v1/responses")

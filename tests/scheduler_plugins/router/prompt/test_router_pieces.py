@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from scheduler_plugins.admission.prompt import KEPT_BYTES, prompt_of
 from scheduler_plugins.router.prompt import body, pieces
-from scheduler_plugins.router.prompt.pieces import PIECE_BYTES, PieceDecoder, RawField
+from scheduler_plugins.router.prompt.pieces import PIECE_BYTES, PieceDecoder
+from scheduler_plugins.router.prompt.raw_field import RawField
 
 MIB = 1 << 20
 IDS = b'{"prompt":[%b]}' % b",".join([b"12345"] * (1 * MIB))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.streams import AnswerInPieces, Client, cut, nobody
 
-from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord

@@ -108,6 +108,7 @@ def test_a_lesson_is_the_time_of_a_token_and_the_load_of_that_time(
             engine.load.decode_sent("other", 300, 500)
     ((load, step_s),) = lessons.learnt
     assert step_s == pytest.approx(0.02)
+    assert watched.tokens == per_event * (MOST + 1), "those of the answer, not its events"
     assert load == StepLoad(0, 0, 2, 250), "the mean of both ends"
 
 
@@ -154,14 +155,14 @@ def test_an_engine_that_decodes_slowly_is_found_out_and_gets_less() -> None:
             known = {one.url: one for one in router.app[SHARED].pool.engines}
             engines = [known[url] for url in urls[1:]]
             in_flight = Counter[str]()
-            most, then = 600, 80
+            most, then = 600, 50
 
             async def client() -> None:
                 nonlocal most, then
                 while most > 0 and then > 0:
                     most -= 1
                     then -= enough()
-                    body = {"model": "mock", "prompt": f"{most} " * 30, "max_tokens": 30}
+                    body = {"model": "mock", "prompt": f"{most} " * 30, "max_tokens": FEWEST + 2}
                     url = f"http://127.0.0.1:{router.port}/v1/completions"
                     async with session.post(url, json={**body, "stream": True}) as answer:
                         await answer.read()

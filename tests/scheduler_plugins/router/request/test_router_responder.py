@@ -11,7 +11,7 @@ import pytest
 from router_fakes import run
 from support.streams import AnswerInPieces, Client, nobody
 
-from scheduler_plugins.router.engines.exchange import EngineFailedError
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord

@@ -12,7 +12,8 @@ from aiohttp import web
 from router_fakes import DONE, World, run, says
 
 from scheduler_plugins.router.client.downstream import Downstream
-from scheduler_plugins.router.engines.exchange import EngineFailedError, Exchange
+from scheduler_plugins.router.engines.exchange import Exchange
+from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.request import responder
 
 BODY = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 1}

@@ -114,6 +114,26 @@ def test_pressure_without_promise_or_profile_goes_by_queues_and_room() -> None:
     assert move.role is D
 
 
+def test_pressure_turns_back_only_near_a_missed_promise() -> None:
+    """Near the right ratio both sides are above the limit by turns. The engine that came last would go to and fro."""
+    told = history(prompt=500, answer=400)
+
+    def moves(used: int, came_last: str, since_s: float = 500.0) -> list[Move]:
+        pressed = fleet({"p0": 0.1, "p1": 0.1}, {"d0": used, "d1": used}, told)
+        members = [
+            one._replace(since_s=since_s if one.name == came_last else 0.0)
+            for one in pressed.members
+        ]
+        return Pressure().decide(pressed._replace(members=members), NOW_S)
+
+    assert moves(88_000, came_last="d0"), "it goes on in the same direction"
+    assert not moves(88_000, came_last="p1")
+    assert moves(97_000, came_last="p1")
+    assert moves(88_000, came_last="p1", since_s=0.01), (
+        "a router starts with its engines one by one"
+    )
+
+
 def test_pressure_treats_groups_apart() -> None:
     one, other = fleet({"a": 3.0}, {"b": 0, "c": 0}), fleet({"x": 0.0}, {"y": 0, "z": 0})
     members = [m._replace(group="one") for m in one.members]

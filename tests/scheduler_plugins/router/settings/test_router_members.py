@@ -68,6 +68,53 @@ def test_a_file_that_cannot_be_used_says_why(content: Any, said: str) -> None:
         parse(yaml.safe_dump(content).encode(), {}, "file")
 
 
+FILE = """\
+engines:
+  - {url: "a:1", role: prefill}
+  - url: "b:2"
+    role: decode
+policy: least_delay
+groups:
+  default: {min_prefill: 1}
+limits:
+  attempts: 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("policy:", "polcy:", "f.yaml:5: key 'polcy' is not known; did you mean policy?"),
+        ("role: decode", "rolle: decode", "f.yaml:4: key 'rolle' is not known; did you mean role?"),
+        (
+            "min_prefill",
+            "min_prefil",
+            "f.yaml:7: key 'min_prefil' is not known; did you mean min_prefill?",
+        ),
+        ("attempts", "attemps", "f.yaml:9: limits: 'attemps' is no limit; did you mean attempts?"),
+        (
+            "role: decode",
+            "role: decoder",
+            "f.yaml:4: role 'decoder': must be one of ask, both, cpu_prefill, decode, prefill; did you mean decode?",
+        ),
+        ("attempts: 3", "attempts: many", "f.yaml:8: Expected `float`, got `str`"),
+        ("attempts: 3", "attempts: 0", "f.yaml:9: attempts 0: must be 1 or more"),
+        ("least_delay", "leest", "f.yaml:5: policy 'leest' is not known"),
+        ('"b:2"', '"ftp://b"', "f.yaml:3: decode 'ftp://b': must look like"),
+        ('"b:2"', "[1]", "f.yaml:3: url: Expected `str`, got `array`"),
+        ("min_prefill: 1", "min_prefill: 0", "f.yaml:6: min_prefill 0: must be 1 or more"),
+        ("policy:", "  policy:", "f.yaml:5: "),
+        ("engines:", "engine:", "f.yaml:1: key 'engine' is not known; did you mean engines?"),
+    ],
+)
+def test_an_error_names_the_line_and_the_key_that_was_meant(old: str, new: str, said: str) -> None:
+    assert old in FILE
+    with pytest.raises(SettingsError) as refused:
+        parse(FILE.replace(old, new, 1).encode(), {}, "f.yaml")
+    assert str(refused.value).startswith(said)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(yaml.safe_dump({"engines": ENGINES}))

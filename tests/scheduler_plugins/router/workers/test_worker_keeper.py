@@ -32,6 +32,11 @@ class Ear(Child):
     def __init__(self, child: Child) -> None:
         super().__init__(child.row, child.begin, child.heard, child.ended)
         self.told: list[messages.Engines] = []
+        self.beats: list[messages.Beats] = []
+
+    def send(self, message: messages.FromKeeper) -> None:
+        if isinstance(message, messages.Beats):
+            self.beats.append(message)
 
     def send_encoded(self, content: bytes) -> None:
         self.told.append(DECODER.decode(content))
@@ -138,5 +143,23 @@ def test_the_keeper_knows_what_happens_to_the_requests_of_its_workers() -> None:
             keeper._ended(child)
             assert keeper.waiting() == {}, "what waited in a worker that has ended is gone"
             link.close()
+
+    run(scenario())
+
+
+def test_workers_show_the_last_minutes_of_all_processes() -> None:
+    async def scenario() -> None:
+        async with kept() as keeper:
+            ear = Ear(keeper.children[0])
+            keeper.children = [ear]
+            now_s = asyncio.get_running_loop().time()
+            keeper.pool.history.prefilled(now_s - 20.0, "default", 80, 1.5, 2.0)
+            telling = asyncio.create_task(keeper.tell())
+            await until(lambda: bool(ear.beats), "the worker is told")
+            (beat,) = ear.beats[-1].beats
+            assert beat.ttft == (1.5, 1.5)
+            new = keeper._begin(ear)[-1]
+            assert new == ear.beats[-1], "a worker that starts anew is told at once"
+            telling.cancel()
 
     run(scenario())

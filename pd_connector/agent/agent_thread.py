@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread `pd-agent`: it runs a loop, and makes another if the loop fails or hangs."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from pd_connector.agent.commands import CommandQueue
+from pd_connector.agent.loop import Loop
+from pd_connector.agent.metrics import UNDER_WAY
+from pd_connector.agent.owed import OwedOutcomes
+from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.thread_priority import (
+    prefer_own_threads,
+    prefer_short_slices,
+    prefer_short_turns,
+)
+from pd_connector.agent.turn_watch import TurnWatch
+from pd_connector.config import Config
+from pd_connector.errors import Cause
+from pd_connector.telemetry import Telemetry
+
+logger = logging.getLogger("pd_connector.agent.agent_thread")
+
+_CLOSE_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+"""An agent that died starts again after a pause. It doubles with every attempt that fails."""
+
+
+class AgentThread:
+    """Public methods are for the engine's thread. The first loop is made by it, later ones by this thread.
+
+    Args:
+        make_loop: makes a loop, with a new epoch, on this control port; 0: any.
+        enter: called by the thread before everything else.
+
+    Attributes:
+        loop: the loop that runs, or ran last.
+        submitting: held while a command is submitted, so it belongs to the old loop or to the new one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        telemetry: Telemetry,
+        commands: CommandQueue,
+        gate: PageGate,
+        owed: OwedOutcomes,
+        make_loop: Callable[[int], Loop],
+        enter: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._telemetry = telemetry
+        self._commands = commands
+        self._gate = gate
+        self._owed = owed
+        self._make_loop = make_loop
+        self._enter = enter
+        self._closing = threading.Event()
+        self._turn = TurnWatch(config.agent_timeout_s)
+        self._abandoned = False  # the agent hangs; the engine has given it up
+        self.submitting = threading.Lock()
+        self.loop = make_loop(0)
+        self._port = self.loop.port
+        self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
+
+    def start(self) -> None:
+        self._turn.begin()
+        self._thread.start()
+
+    def left_s(self) -> float:
+        """Seconds until the agent counts as hung; below 0: it does."""
+        return self._turn.left_s()
+
+    def abandon_if_hung(self) -> None:
+        """Give the agent up if it hangs. What is owed since the last call has failed then, too."""
+        if self._abandoned or self._turn.left_s() < 0:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """The agent hangs: from now on it touches no page, and what it owes has failed."""
+        if not self._abandoned:
+            self._abandoned = True
+            logger.error(
+                "agent has not answered for %g s (agent_timeout_s): transfers of this engine end, "
+                "requests are recomputed",
+                self._config.agent_timeout_s,
+            )
+            self._telemetry.count("agent_failures")
+            self._telemetry.gauge(**dict.fromkeys(UNDER_WAY, 0.0))
+        touched = self._gate.abandon()
+        self._owed.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
+
+    def close(self) -> None:
+        """Stop the thread; its loop frees sockets, memory and descriptors. Harmless to repeat."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._commands.wake()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("agent thread does not stop: its sockets are left to the process' end")
+            return
+        self._commands.close()
+
+    def _run(self) -> None:
+        prefer_own_threads()
+        prefer_short_slices()
+        prefer_short_turns(self._config.switch_interval_ms)
+        self._enter()
+        while not self._run_loop():
+            self._restart()
+
+    def _run_loop(self) -> bool:
+        """Run the loop until `close`, or until it fails; returns whether `close` was called."""
+        try:
+            while not self._closing.is_set():
+                self._turn.begin()
+                self.loop.wait()
+                if self._abandoned:
+                    raise AbandonedError("the agent hung and has been given up by its engine")
+                self.loop.step(self._turn.begin())
+        except AbandonedError as error:
+            logger.error("agent starts again: %s", str(error))  # its frames would keep memory
+            return False
+        except Exception:
+            # Nothing is expected to get here: errors end at their session or request.
+            logger.exception("agent failed: transfers of this engine end, requests are recomputed")
+            self._telemetry.count("agent_failures")
+            return False
+        finally:
+            self._close_loop()
+        return True
+
+    def _restart(self) -> None:
+        """Fail everything that is owed and make a new loop, with a new epoch, on the same port."""
+        pause_s = _FIRST_PAUSE_S
+        while not self._closing.is_set():
+            self._begin_again(pause_s)
+            self._closing.wait(pause_s)
+            try:
+                self.loop = self._make_loop(self._port)
+            except Exception:
+                logger.exception("agent cannot start again; it goes on trying")
+            else:
+                self._turn.begin()
+                if self._abandoned:  # this took longer than the engine waits for a turn
+                    self._begin_again()
+                self._telemetry.count("agent_restarts")
+                return
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _begin_again(self, in_s: float = 0.0) -> None:
+        """Fail everything that is owed. What is submitted later is for the next loop, which starts in
+        `in_s` seconds."""
+        with self.submitting:
+            self._commands.clear()
+            self._owed.fail_all(Cause.INTERNAL, "agent died")
+            self._gate.reset()
+            self._abandoned = False
+            self._turn.begin(in_s)
+
+    def _close_loop(self) -> None:
+        try:
+            self.loop.close()
+        except Exception:
+            logger.exception("agent: not everything could be closed")

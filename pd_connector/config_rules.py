@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the values of a config must be, one by one and together. What they mean is in `config`.
+
+Every error names the config key, the value found, and what to do.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pd_connector.errors import ConfigError
+from pd_connector.hosts import is_peer_entry, port_range
+
+MIN_KEY_CHARACTERS = 32
+MIN_DISTINCT_CHARACTERS = 8
+MAX_SLOTS = 4096
+"""The most slots that one message of the control channel can grant."""
+PYTHON_SWITCH_MS = 5.0
+"""Python's own `sys.getswitchinterval()`."""
+_MAX_SLOT_MIB = 4095
+"""A transport states a payload's length in 32 bits."""
+_LEAST_S, _MOST_S = 0.001, 1e6
+"""Operating systems and libraries count time in milliseconds of 31 bits."""
+_LEAST_SWITCH_MS = 0.05
+"""Below this, threads mostly switch."""
+
+
+class _Rule(NamedTuple):
+    """What one value must be. `holds` says whether it is, `wanted` is for the error."""
+
+    name: str
+    holds: Callable[[Any], bool]
+    wanted: str
+
+
+def _within(name: str, least: float, most: float, unit: str = "") -> _Rule:
+    wanted = f"must be from {least:g} to {most:.7g}{unit}"
+    return _Rule(name, lambda value: least <= value <= most, wanted)
+
+
+_RULES = (
+    _Rule("model_id", lambda text: len(text) <= 256, "must have 256 characters at most"),
+    _Rule(
+        "audit",
+        lambda audit: isinstance(audit, str) or 0 < audit <= 1,
+        "must be `first`, `off`, or a share of requests up to 1",
+    ),
+    _Rule(
+        "lease_share",
+        lambda share: 0 < share <= 1,
+        "must be a share of the cache, above 0 and at most 1",
+    ),
+    _within("slots", 1, MAX_SLOTS),
+    _within("slot_mib", 1, _MAX_SLOT_MIB),
+    _within("switch_interval_ms", _LEAST_SWITCH_MS, PYTHON_SWITCH_MS, ", Python's own"),
+)
+
+
+def wrong(name: str, value: object, wanted: str) -> ConfigError:
+    """The error about one value."""
+    return ConfigError(f"{name} {value}: {wanted} (config key {name})")
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number, text or port that cannot work, alone or beside the others."""
+    seconds = [_within(name, _LEAST_S, _MOST_S, " seconds") for name in values if name[-2:] == "_s"]
+    for name, holds, wanted in (*_RULES, *seconds):
+        if not holds(values[name]):
+            raise wrong(name, values[name], wanted)
+    for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
+        if values[name] < 2 * values["heartbeat_s"]:
+            wanted = f"must be at least twice heartbeat_s ({values['heartbeat_s']})"
+            reason = "or one late heartbeat ends a healthy session"
+            raise wrong(name, values[name], f"{wanted}, {reason}")
+    for entry in values["peers"]:
+        if not is_peer_entry(entry):
+            wanted = f"{entry!r} must be a network such as 10.0.0.0/8, an address or a name"
+            raise wrong("peers", values["peers"], wanted)
+    _check_ports(values["control_port"], values["data_port"])
+
+
+def _check_ports(control: int | str, data: int | str) -> None:
+    for name, value in (("control_port", control), ("data_port", data)):
+        try:
+            port_range(value)
+        except ValueError as error:
+            raise wrong(name, value, str(error)) from None
+    ports = port_range(control)
+    if ports != range(1) and set(ports) & set(port_range(data)):
+        raise wrong("data_port", data, f"must share no port with control_port ({control})")
+
+
+def check_key(key: str, variable: str) -> None:
+    """Raises ConfigError for a key that cannot be used or could be guessed.
+
+    Args:
+        variable: the environment variable that sets the key.
+    """
+    remedy = f"(config key `key` or variable {variable})"
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        text = "key has bytes that are not UTF-8 text: `pd-connector key` makes a usable key"
+        raise ConfigError(f"{text} {remedy}") from None
+    if key and (weak := weakness(key)):
+        text = f"key {weak}: it could be guessed. `pd-connector key` makes a strong key"
+        raise ConfigError(f"{text} {remedy}")
+
+
+def weakness(key: str) -> str:
+    """Why this key can be guessed, or ""."""
+    if len(key) < MIN_KEY_CHARACTERS:
+        return f"of {len(key)} characters, must have at least {MIN_KEY_CHARACTERS}"
+    distinct = len(set(key))
+    if distinct < MIN_DISTINCT_CHARACTERS:
+        return f"of {distinct} different characters, must have at least {MIN_DISTINCT_CHARACTERS}"
+    if key in (key + key)[1:-1]:
+        return "that repeats itself"
+    return ""

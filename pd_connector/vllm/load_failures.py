@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load from the pool that breaks off costs a computation, whatever vLLM does with other loads that fail.
+
+vLLM has one policy for all loads: the config key `on_failure`, or the `kv_load_failure_policy` of a MultiConnector. With
+`fail` a request fails whose handoff fails. A prompt that the pool could not load is computed instead.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from pd_connector.vllm.pool_loads import PoolLoads
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_HANDLERS: tuple[tuple[str, Callable[[PoolLoads], set[Any]]], ...] = (
+    ("_handle_failed_recving", lambda loads: loads.requests),
+    ("_handle_invalid_blocks", lambda loads: loads.pages),
+)
+"""Methods of vLLM's scheduler that take requests, or pages, whose load has failed."""
+_WATCHED = "_pd_connector_watched"
+_watching: WeakSet[PoolLoads] = WeakSet()
+
+
+def recompute(loads: PoolLoads) -> None:
+    """Have vLLM's scheduler compute what these loads leave unfilled."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    _watching.add(loads)
+    for name, own in _HANDLERS:
+        original = getattr(Scheduler, name, None)
+        if original is None:
+            logger.warning(
+                "pool: this version of vLLM has no Scheduler.%s: with `on_failure: fail` a request fails whose load "
+                "from the pool breaks off; set `on_failure: recompute`",
+                name,
+            )
+        elif not hasattr(original, _WATCHED):
+            setattr(Scheduler, name, _recomputing(original, own))
+
+
+def _recomputing(
+    original: Callable[..., set[str]], own: Callable[[PoolLoads], set[Any]]
+) -> Callable[..., set[str]]:
+    @functools.wraps(original)
+    def handle(scheduler: Any, failed: set[Any], *args: Any) -> set[str]:
+        mine = {one for loads in list(_watching) for one in own(loads)} & set(failed)
+        if scheduler.recompute_kv_load_failures or not mine:
+            return original(scheduler, failed, *args)
+        scheduler.recompute_kv_load_failures = True
+        try:
+            original(scheduler, mine, *args)
+        finally:
+            scheduler.recompute_kv_load_failures = False
+        return original(scheduler, set(failed) - mine, *args)
+
+    setattr(handle, _WATCHED, True)
+    return handle

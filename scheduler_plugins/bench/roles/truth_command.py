@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`roles truth`: every policy live, then simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scheduler_plugins.bench.roles import truth_engines, truth_live
+from scheduler_plugins.bench.roles.fleets import OPT_13B
+from scheduler_plugins.bench.roles.play import Say
+from scheduler_plugins.bench.roles.truth import Figures, Plan, plan, simulated
+from scheduler_plugins.order.request import Waiting
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Figures by policy."""
+
+    live: Mapping[str, Figures]
+    simulated: Mapping[str, Figures]
+
+    def told(self) -> list[str]:
+        """A line for each policy and side."""
+        return [
+            f"{name}, {side}: mean TTFT {one.ttft_s:.3f} s, mean TPOT {one.tpot_s * 1e3:.1f} ms, "
+            f"{100 * one.kept:.1f} % in time, {one.moves} moves"
+            for name in self.live
+            for side, one in (("live", self.live[name]), ("simulated", self.simulated[name]))
+        ]
+
+
+def compare(
+    code: Sequence[Waiting],
+    conv: Sequence[Waiting],
+    policies: Sequence[str],
+    mocks: bool,
+    seconds: float,
+    load: float,
+    jobs: int,
+    say: Say,
+) -> Beside:
+    """Arguments as those of the command.
+
+    Raises:
+        PDConnectorError: an engine does not start, or requests failed.
+    """
+    if mocks:
+        given = plan(OPT_13B, code[:3000], conv[:3000], seconds, load, jobs, say)
+        with truth_live.mocks(OPT_13B, say) as live:
+            return _both(live, given, policies, say)
+    code, conv = truth_engines.scaled(code), truth_engines.scaled(conv)
+    with truth_engines.engines([*code, *conv], say) as live:
+        given = plan(live.fleet, code[:3000], conv[:3000], seconds, load, jobs, say)
+        return _both(live, given, policies, say)
+
+
+def _both(live: truth_live.Live, given: Plan, policies: Sequence[str], say: Say) -> Beside:
+    rates = ", ".join(f"{one:.2f}" for one in given.per_s)
+    say(f"{len(given.requests):,} requests, {rates} a second in the three phases")
+    found, told = dict[str, Figures](), dict[str, Figures]()
+    for name in policies:
+        found[name] = truth_live.measured(live, given, name, say)
+        told[name] = simulated(live.fleet, given, name)
+        for line in Beside({name: found[name]}, {name: told[name]}).told():
+            say(line)
+    return Beside(found, told)

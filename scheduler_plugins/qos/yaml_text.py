@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A YAML file of settings, and messages that name the line and the key that was meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from pd_connector.remedies import did_you_mean
+
+T = TypeVar("T")
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`")
+_CHOICE = re.compile(r"Invalid enum value '(.*?)'")
+_PATH = re.compile(r" - at `\$(.*)`$")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_FIRST_WORD = re.compile(r"([a-z_]+)(?:\[(\d+)\])?")
+_QUOTED = re.compile(r"'([^']*)'")
+
+
+class YamlText:
+    """The text of a file.
+
+    Args:
+        source: the file's name, for messages.
+    """
+
+    def __init__(self, text: bytes, source: str) -> None:
+        self._text = text
+        self._source = source
+
+    def decode(self, wanted: type[T]) -> T:
+        """The settings, as this msgspec type.
+
+        Raises:
+            ValueError: the text is no YAML, has an unknown key, or a value of another type. The message begins with the
+                file's name and the line.
+        """
+        try:
+            return msgspec.yaml.decode(self._text, type=wanted)
+        except msgspec.ValidationError as error:
+            raise ValueError(self._validation(str(error), wanted)) from None
+        except msgspec.DecodeError as error:
+            said = str(error).splitlines()
+            line = re.search(r"line (\d+)", said[-1])
+            said = said[:-1] if line and len(said) > 1 else said
+            raise ValueError(self._message("; ".join(said), int(line[1]) if line else 0)) from None
+
+    def wrong(self, error: Exception) -> str:
+        """The message of an error about a value that the text has. It names the line, where it can be found.
+
+        Args:
+            error: its message begins with a key, or has the value in quotes.
+        """
+        said = str(error)
+        word = _FIRST_WORD.match(said)
+        quoted = _QUOTED.search(said)
+        line = 0
+        if root := _composed(self._text):
+            if word:
+                line = _line_of_key(root, word[1], int(word[2]) if word[2] else None)
+            if quoted:
+                line = _line_of_text(root, quoted[1]) or line
+        return self._message(said, line)
+
+    def _validation(self, said: str, wanted: type) -> str:
+        path = _PATH.search(said)
+        steps = [a or b for a, b in _STEP.findall(path[1])] if path else []
+        said = _PATH.sub("", said)
+        root = _composed(self._text)
+        kind = _kind_at(inspect.type_info(wanted), steps)
+        unknown, choice = _UNKNOWN.search(said), _CHOICE.search(said)
+        if unknown:
+            known = [name for one in _kinds(kind) for name in _fields(one)]
+            near = did_you_mean(unknown[1], known) or f"; known are {', '.join(known)}"
+            line = _line_at(root, [*steps, unknown[1]])
+            return self._message(f"key {unknown[1]!r} is not known{near}", line)
+        key = steps[-1] if steps and not steps[-1].isdigit() and steps[-1] != "..." else ""
+        if choice:
+            values = [str(value) for one in _kinds(kind) for value in getattr(one, "values", ())]
+            near = did_you_mean(choice[1], values)
+            said = f"{key or 'value'} {choice[1]!r}: must be one of {', '.join(values)}{near}"
+        elif key:
+            said = f"{key}: {said}"
+        return self._message(said, _line_at(root, steps))
+
+    def _message(self, said: str, line: int) -> str:
+        return f"{self._source}:{line}: {said}" if line else f"{self._source}: {said}"
+
+
+def _composed(text: bytes) -> Any:
+    """The text's nodes, which know their lines; None if there is none."""
+    import yaml
+
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return None
+
+
+def _entries(node: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a mapping; none of another node."""
+    return list(node.value) if node is not None and node.id == "mapping" else []
+
+
+def _line_at(node: Any, steps: Sequence[str]) -> int:
+    """The line of the key or element at this path, or of the last one on the way to it; 0: there is none."""
+    line = node.start_mark.line + 1 if node is not None and steps else 0
+    for n, step in enumerate(steps):
+        if step == "...":
+            rest = steps[n + 1 :]
+            lines = [_line_at(value, rest) for _, value in _entries(node) if _leads(value, rest)]
+            return lines[0] if lines and rest else line
+        found = [(key, value) for key, value in _entries(node) if key.value == step]
+        if found:
+            line, node = found[-1][0].start_mark.line + 1, found[-1][1]
+        elif step.isdigit() and node.id == "sequence" and int(step) < len(node.value):
+            node = node.value[int(step)]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+def _leads(node: Any, steps: Sequence[str]) -> bool:
+    return not steps or any(key.value == steps[0] for key, _ in _entries(node))
+
+
+def _line_of_key(root: Any, name: str, element: int | None) -> int:
+    """The line of a key of the whole, or of one of its sections; 0: there is none."""
+    steps = [name] if element is None else [name, str(element)]
+    if any(key.value == name for key, _ in _entries(root)):
+        return _line_at(root, steps)
+    for _, section in _entries(root):
+        if any(key.value == name for key, _ in _entries(section)):
+            return _line_at(section, steps)
+    return 0
+
+
+def _scalars(node: Any) -> Iterator[Any]:
+    if node.id == "scalar":
+        yield node
+    for one in node.value if node.id != "scalar" else ():
+        for inner in one if isinstance(one, tuple) else (one,):
+            yield from _scalars(inner)
+
+
+def _line_of_text(root: Any, text: str) -> int:
+    """The line of the first key or value with this text; 0: there is none."""
+    found = (node.start_mark.line + 1 for node in _scalars(root) if text and node.value == text)
+    return next(found, 0)
+
+
+def _kinds(kind: Any) -> Sequence[Any]:
+    return getattr(kind, "types", (kind,))
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    return {one.encode_name: one.type for one in getattr(kind, "fields", ())}
+
+
+def _kind_at(kind: Any, steps: Sequence[str]) -> Any:
+    """The type at this path; None if it has none of its own."""
+    for step in steps:
+        inner = [
+            found
+            for one in _kinds(kind)
+            for found in (
+                _fields(one).get(step),
+                getattr(one, "item_type", None),
+                getattr(one, "value_type", None),
+            )
+            if found is not None
+        ]
+        if not inner:
+            return None
+        kind = inner[0]
+    return kind

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine can fail a request, and the failure that an error of a connection stands for."""
+
+import aiohttp
+
+from scheduler_plugins.router.engines.connections import NotConnectedError
+
+EXCERPT_BYTES = 300
+"""The most bytes of an engine's error answer that a message repeats."""
+
+
+class EngineFailedError(Exception):
+    """An engine failed a request. `cause` is the metric label; the message is for people."""
+
+    def __init__(self, cause: str, message: str, *, accepted: bool = True) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.accepted = accepted
+        """Whether the engine may have started work on the request."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the engine is alive and reported the failure itself."""
+        return self.cause.startswith("status_5")
+
+    @property
+    def blames_request(self) -> bool:
+        """Whether the engine said that the request is wrong. The engine is at fault only if another engine accepts
+        the request."""
+        return self.cause.startswith("status_4") and not isinstance(self, OverloadedError)
+
+
+class UnreachableError(EngineFailedError):
+    """No connection; the engine has not seen the request."""
+
+    def __init__(self, message: str, *, refused: bool) -> None:
+        super().__init__("connect", message, accepted=False)
+        self.refused = refused
+        """Whether the machine refused the connection: the engine has ended, or drains."""
+
+
+class OverloadedError(EngineFailedError):
+    """The engine answered 429 or 503. It has done no work; ask another engine."""
+
+    def __init__(self, status: int, message: str, retry_after_s: int) -> None:
+        super().__init__(f"status_{status}", f"{status}: {message}", accepted=False)
+        self.retry_after_s = retry_after_s
+        """Seconds after which to try again."""
+
+
+class RefusedError(EngineFailedError):
+    """The engine says that the request is wrong, or exceeds its limits. That never counts against the engine: another
+    engine may have a longer context, a parser or an adapter that this engine lacks.
+
+    Attributes:
+        status, content: the engine's answer, for the client.
+    """
+
+    def __init__(self, status: int, content: bytes) -> None:
+        said = " ".join(content[:EXCERPT_BYTES].decode("utf-8", "replace").split())
+        super().__init__(f"status_{status}", f"{status}: {said}", accepted=False)
+        self.status = status
+        self.content = content
+
+
+def ended_early() -> EngineFailedError:
+    """The engine ended an incomplete answer, as engines do when they are stopped."""
+    return EngineFailedError("aborted", "it ended the answer early (finish_reason abort)")
+
+
+def failure_of(error: Exception) -> EngineFailedError:
+    """The failure that an error of either HTTP client stands for."""
+    if isinstance(error, NotConnectedError):
+        return UnreachableError(f"no connection: {error}", refused=error.refused)
+    # The session has no read timeout, so a timeout is always the connection's.
+    if isinstance(error, aiohttp.ClientConnectorError):
+        refused = isinstance(error.os_error, ConnectionRefusedError)
+        reason = "refused" if refused else error.os_error.strerror or str(error.os_error)
+        return UnreachableError(f"no connection: {reason}", refused=refused)
+    if isinstance(error, TimeoutError):
+        return UnreachableError("no connection: timed out", refused=False)
+    what = str(error) or type(error).__name__
+    return EngineFailedError("died", f"the connection broke: {what}")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's KV, by its metrics: what it has sent, received and kept between two looks at `/metrics`.
+
+| name | what it is |
+|---|---|
+| `Reading` | the totals of one look |
+| `Traffic` | one engine's rates and states, for the live page |
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pd_connector.remedies import FAILING_GAUGE, samples_in
+from scheduler_plugins.router.pulse import Moved
+
+_WANTED = (
+    b"pd_connector:",
+    b"vllm:kv_cache_usage_perc",
+    b"vllm:cache_config_info",
+    b"sglang:token_usage",
+)
+_UNSAVED = ("full", "quota", "unwell", "failed")
+"""Causes of `pool_saves` that an operator can do something about."""
+_USED = re.compile(
+    r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
+)
+_PAGES = re.compile(r'^vllm:cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
+
+
+class Reading(NamedTuple):
+    """The totals of one look, summed over an engine's ranks."""
+
+    at_s: float  # on the event loop's clock
+    totals: Mapping[str, float]
+    """Counters and gauges by name; counters of `pool_saves` by cause and of `asked_transfers` by codec, as `name/label`."""
+    cache_used: float | None  # share of its pages in use, of the fullest rank; None: not reported
+    pages: int  # 0: not reported
+
+
+class Traffic(NamedTuple):
+    """One engine's KV at the last look. Rates are means since the look before."""
+
+    sent_bytes_s: float = 0.0
+    received_bytes_s: float = 0.0
+    pool_bytes_s: float = 0.0  # loaded from the KV pool
+    cache_used: float | None = None  # share of its pages in use; None: not reported
+    pages: int = 0  # 0: not reported
+    leased_pages: float = 0.0  # kept for consumers
+    releases: float = 0.0  # requests whose leases have ended since the look before
+    distrusted: float = 0.0  # producers that an audit found wrong
+    failing: float = 0.0  # ranks without KV for a minute
+    unsaved: str = ""  # why the pool did not take chunks since the look before; empty: it did
+    pool_stalls: float = (
+        0.0  # look-ups and loads that the pool did not answer since the look before
+    )
+
+
+def wanted_in(raw: bytes) -> str:
+    """The few lines of an engine's `/metrics` that tell of KV. vLLM has thousands of others, which would be slow to
+    parse."""
+    return b"\n".join(one for one in raw.split(b"\n") if one.startswith(_WANTED)).decode(
+        "utf-8", "replace"
+    )
+
+
+def read(metrics: str, now_s: float) -> Reading:
+    """Read the answer of an engine's `/metrics`."""
+    totals = defaultdict[str, float](float)
+    for name, labels, value in samples_in(metrics):
+        totals[name] += value
+        if label := labels.get("cause") or labels.get("codec"):
+            totals[f"{name}/{label}"] += value
+    used = [float(value) for value in _USED.findall(metrics)]
+    pages = sum(int(count) for count in _PAGES.findall(metrics))
+    return Reading(now_s, totals, max(used, default=None), pages)
+
+
+def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
+    """What has happened since the look before. Nothing, if `now` is the first look at the engine."""
+    earlier = before or now
+    seconds = now.at_s - earlier.at_s
+    # A lower total: the engine has restarted, and counts from zero.
+    new = defaultdict[str, float](float)
+    for name, total in now.totals.items():
+        known = earlier.totals.get(name, 0.0)
+        new[name] = total - known if total >= known else total
+
+    def rate(name: str) -> float:
+        return new[name] / seconds if seconds > 0 else 0.0
+
+    traffic = Traffic(
+        sent_bytes_s=rate("sent_bytes"),
+        received_bytes_s=rate("received_bytes"),
+        pool_bytes_s=rate("pool_loaded_bytes"),
+        cache_used=now.cache_used,
+        pages=now.pages,
+        leased_pages=now.totals.get("leased_pages", 0.0),
+        releases=new["releases"],
+        distrusted=now.totals.get("distrusted_producers", 0.0),
+        failing=now.totals.get(FAILING_GAUGE, 0.0),
+        unsaved=next((cause for cause in _UNSAVED if new[f"pool_saves/{cause}"] > 0), ""),
+        pool_stalls=new["pool_misses/late"] + new["pool_misses/stalled"],
+    )
+    codecs = {
+        name.partition("/")[2]: count
+        for name, count in new.items()
+        if name.startswith("asked_transfers/") and count > 0
+    }
+    moved = Moved(
+        seconds,
+        new["received_bytes"],
+        new["sent_chunks"],
+        new["early_chunks"],
+        new["pool_hits"],
+        codecs,
+    )
+    return traffic, moved

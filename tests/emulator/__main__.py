@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tests.emulator [name or part of one ...]` executes cases; without a name, all of them.
+
+A program of its own, because in the process of the tests kernels are interpreted. Prints a line per case, and
+at last JSON: for each case, what was wrong with it, "" if nothing. With `--damage`, for each case and each
+instruction that was damaged, what was found, "" if nothing.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import triton
+from damages import KINDS, findings
+from emulator import Emulator
+
+EMULATOR = Emulator()
+
+from cases import CASES  # noqa: E402 - kernels are looked up with the driver in place
+
+
+def problem(name: str, seed: int) -> str:
+    """What a case finds: a fault or a difference."""
+    try:
+        with EMULATOR.running(seed):
+            CASES[name]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def executed(name: str, seed: int) -> str:
+    began = time.process_time()
+    EMULATOR.launched.clear()
+    found = problem(name, seed)
+    steps = sum(count for _, count in EMULATOR.launched)
+    seconds = time.process_time() - began
+    tell(f"{name}: {found or 'right'}, {steps} steps, {seconds:.1f} s")
+    return found
+
+
+def damaged(name: str, kind: str, step: int, seed: int) -> dict[str, str]:
+    """What is found of damages to the kernels of a case."""
+    found = {}
+    for number, each in enumerate(findings(EMULATOR, CASES[name], kind, seed, step)):
+        found[f"{number}: {each.kernel} {each.instruction}"] = each.problem
+        if not each.problem:
+            tell(f"not found: {each.kernel} {each.instruction}")
+    tell(f"{name}, {kind}: {sum(map(bool, found.values()))} of {len(found)} found")
+    return found
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seed", type=int, default=0, help="another order of threads; 0: lockstep")
+    parser.add_argument("--damage", choices=KINDS, help="damage instructions of this kind")
+    parser.add_argument("--every", type=int, default=1, help="damage every Nth of them")
+    told = parser.parse_args()
+    parts = told.names or [""]
+    exact = all(part in CASES for part in parts)
+    names = [n for n in CASES if (n in parts if exact else any(part in n for part in parts))]
+    if told.damage:
+        found: Any = {n: damaged(n, told.damage, told.every, told.seed) for n in names}
+    else:
+        found = {name: executed(name, told.seed) for name in names}
+    json.dump({"triton": triton.__version__, "cases": found}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention kernels against their references in float32. Memory outside the sequences holds NaN."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from transfer_cases import Case
+
+from pd_kernels.attention import (
+    alibi,
+    decode_plan,
+    document,
+    mixed,
+    mixed_kernel,
+    mla_call,
+    soft_cap,
+)
+from pd_kernels.attention.decode_call import DecodeCall
+from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
+from pd_kernels.attention.merge import launch_merge, reference_merge
+from pd_kernels.attention.mixed_kernel import launch_mixed
+from pd_kernels.attention.mla import launch_mla
+from pd_kernels.attention.mla_call import MlaCall
+from pd_kernels.attention.paged_call import COSTS, PagedCall
+from pd_kernels.attention.paged_kernel import launch_paged
+from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
+from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
+from pd_kernels.attention.work_partition import RowShape
+from pd_kernels.bench import decode_cases
+from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
+from pd_kernels.tuning import tuned
+
+decode_cases.DEVICE = "cpu"
+BF16 = torch.bfloat16
+BOUND = 5e-3
+CPU = torch.device("cpu")
+CODED_BOUND = 1e-2
+"""Queries are coded as well, and the reference does not round them."""
+FEW, MANY = Heads(8, 2, 128), Heads(16, 2, 128)
+LENGTHS = (70, 0, 37)
+
+
+def _nothing_outside(cache: torch.Tensor, table: torch.Tensor, lengths: Sequence[int]) -> None:
+    """NaN in `[page, token, ...]` wherever no sequence has a token."""
+    page, used = cache.shape[1], torch.zeros(cache.shape[:2], dtype=torch.bool)
+    for row, length in zip(table.tolist(), lengths, strict=True):
+        for token in range(length):
+            used[row[token // page], token % page] = True
+    nothing = 0x7F if cache.dtype == torch.uint8 else torch.nan
+    cache.copy_(
+        torch.where(used.view(*used.shape, *[1] * (cache.dim() - 2)), cache.float(), nothing)
+    )
+
+
+def _compare(batch: DecodeCall, workers: int, bound: float) -> None:
+    """The plan, the result, lse, and counters that are zero for the next launch."""
+    batch.check()
+    batch.check_kernel()
+    latent = isinstance(batch, MlaCall)
+    given = batch.rows, batch.costs, len(batch.lengths), workers, batch.height, batch.width, CPU
+    plan = DecodePlan.of(*given, batch.paired)
+    if getattr(batch, "mask_mod", None) is not None:
+        plan = batch.plan()
+    plan.fill(batch.lengths)
+    shape = *batch.query.shape[:3], batch.width
+    out, lse = torch.full(shape, 7.0, dtype=batch.query.dtype), torch.full(shape[:3], 7.0)
+    wanted, sums = out.float(), lse.clone()
+    reference: Any = reference_mla_decode if latent else reference_paged_decode
+    launch: Any = launch_mla if latent else launch_paged
+    reference(batch, wanted, sums)
+    launch(batch, out, lse, plan.tensors)
+    error = float((out.float() - wanted).norm() / wanted.norm())
+    assert error <= bound, f"error {error:.2e}, at most {bound}"
+    assert torch.allclose(lse, sums, atol=2e-3), "lse differs"
+    assert not plan.counters.any(), "counters are not zero after a launch"
+
+
+def paged(
+    lengths: Sequence[int] = LENGTHS,
+    heads: Heads = FEW,
+    page: int = 16,
+    cache: torch.dtype = BF16,
+    queries: int = 1,
+    window: int = 0,
+    workers: int = 3,
+    jagged: bool = False,
+    **mods: Any,
+) -> None:
+    torch.manual_seed(1)
+    given = paged_set(list(lengths), heads, page, cache, queries)
+    for each in (given.keys, given.values):
+        _nothing_outside(each, given.table, lengths)
+    scales = (heads.dim**-0.5, 0.7, 1.3) if cache == FP8 else (heads.dim**-0.5, 1.0, 1.0)
+    batch = PagedCall(*given, *scales, True, window, mods.get("score"), mods.get("mask"))
+    if jagged:
+        counts = [queries - 1, *([queries] * (len(lengths) - 1))]
+        kept = [own[:count] for own, count in zip(batch.query, counts, strict=True)]
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        query = torch.cat(kept).unsqueeze(1)
+        batch = PagedCall(query, *given[1:], *scales, True, window, None, None, starts, queries)
+    _compare(batch, workers, BOUND)
+
+
+def mla(
+    heads: int = 16,
+    lengths: Sequence[int] = LENGTHS,
+    queries: int = 1,
+    page: int = 64,
+    coded: bool = False,
+    workers: int = 2,
+    **switches: bool,
+) -> None:
+    torch.manual_seed(1)
+    given = latent_set(list(lengths), heads, queries, page, coded)
+    if not coded:
+        _nothing_outside(given.cache, given.table, lengths)
+    with tuned(**switches):
+        _compare(MlaCall(*given, 0.05, True), workers, CODED_BOUND if coded else BOUND)
+
+
+def gluon(heads: int = 16, **given: Any) -> None:
+    with mock.patch.object(mla_call, "on_hopper", return_value=True):
+        mla(heads, gluon=True, **given)
+
+
+@contextlib.contextmanager
+def _processors(count: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for module in (decode_plan, mixed, mixed_kernel):
+            stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=count))
+        yield
+
+
+def mixed_steps(cache: torch.dtype = BF16, processors: int = 2, aware: bool = True) -> None:
+    """A prefill chunk beside two decodes, with one plan twice."""
+    torch.manual_seed(2)
+    lengths, counts, heads = [70, 33, 90], [1, 1, 40], Heads(8, 2, 128)
+    starts = [0, 1, 2, 42]
+    given = paged_set(lengths, heads, 16, cache)
+    query = torch.randn(sum(counts), heads.query, heads.dim, dtype=BF16)
+    layer = {"query": query.unsqueeze(1), "keys": given.keys, "values": given.values}
+    with _processors(processors):
+        plan = mixed.MixedPlan.of(query, given.keys, given.table, given.lengths, starts, 2)
+        wanted = torch.zeros(layer["query"].shape)
+        reference_paged_decode(plan.whole(**layer, scale=0.1), wanted, None)
+        for _ in range(2):
+            out, calls = torch.full_like(query, 7.0), plan.calls(**layer, scale=0.1)
+            launch_mixed(*calls, plan.plans, plan.tickets, out, None, sm_aware=aware)
+            error = float((out.float() - wanted[:, 0]).norm() / wanted.norm())
+            assert error <= BOUND, f"error {error:.2e}, at most {BOUND}"
+            assert not plan.tickets.any(), "tickets are not zero after a launch"
+
+
+def merge(dim: int, shards: int) -> None:
+    torch.manual_seed(7)
+    outs, lses = torch.randn(shards, 5, 3, dim), torch.randn(shards, 5, 3)
+    outs[1], lses[1] = torch.nan, -torch.inf
+    wanted, sums = reference_merge(outs.double(), lses.double())
+    out = torch.full((5, 3, dim), 7.0)
+    lse = launch_merge(outs, lses, out)
+    assert torch.allclose(out.double(), wanted, atol=1e-6), "the merge differs"
+    assert torch.allclose(lse.double(), sums, atol=1e-6), "lse differs"
+
+
+def plan(batch: int, window: int) -> None:
+    torch.manual_seed(batch)
+    lengths = (torch.rand(batch) ** 4 * 50_000).int()
+    made = DecodePlan.of(RowShape(8, 64, 1, window), COSTS, 256, 20, 16, 128, CPU)
+    launch_plan(made, lengths)
+    assert torch.equal(made.ranges, made.defined(lengths)), "the plan differs from its definition"
+
+
+def tile_mask() -> None:
+    ids = (torch.arange(300, dtype=torch.int32) // 130).repeat(3, 1)
+    mask = TileMask.of(document(ids), RowShape(8, 64, 2, 0), 8, 3, 300, CPU)
+    lengths = torch.tensor([300, 5, 0], dtype=torch.int32)
+    launch_tile_mask(mask, lengths)
+    for row, wanted in enumerate(mask.seen_tiles(lengths)):
+        assert mask.tiles[row, : len(wanted)].tolist() == wanted.tolist(), (
+            "the list of tiles differs"
+        )
+
+
+_IDS = (torch.arange(128, dtype=torch.int32) // 30).repeat(3, 1)
+DECODES: dict[str, Case] = {
+    "paged": paged,
+    "paged, fp8": functools.partial(paged, cache=FP8),
+    "paged, one worker": functools.partial(paged, workers=1),
+    "paged, many workers": functools.partial(paged, [300, 37], Heads(4, 1, 128), workers=7),
+    "paged, page 64, window": functools.partial(paged, page=64, window=50),
+    "paged, ALiBi": functools.partial(paged, score=alibi(torch.rand(8) / 50)),
+    "paged, soft cap": functools.partial(paged, score=soft_cap(2.0)),
+    "paged, documents": functools.partial(paged, mask=document(_IDS)),
+    "paged, 4 queries": functools.partial(paged, queries=4, heads=MANY),
+    "paged, 8 queries": functools.partial(paged, queries=8, heads=MANY),
+    "paged, 8 queries, fp8": functools.partial(paged, queries=8, heads=MANY, cache=FP8),
+    "paged, jagged": functools.partial(paged, [70, 37], queries=4, jagged=True),
+    "paged, dim 64": functools.partial(paged, heads=Heads(8, 2, 64)),
+    "paged, dim 80": functools.partial(paged, heads=Heads(6, 6, 80)),
+    "paged, dim 256": functools.partial(paged, heads=Heads(8, 4, 256)),
+    "paged, dim 256, 8 queries, fp8": functools.partial(
+        paged, heads=Heads(16, 2, 256), queries=8, cache=FP8, page=64
+    ),
+    "mla, 16 heads": mla,
+    "mla, 16 heads, fp8": functools.partial(mla, coded=True),
+    "mla, 16 heads, 4 queries": functools.partial(mla, queries=4),
+    "mla, 24 heads, page 16": functools.partial(mla, 24, page=16),
+    "mla, 32 heads, page 16, fp8": functools.partial(mla, 32, page=16, coded=True),
+    "mla, 128 heads": functools.partial(mla, 128, [70, 37]),
+    "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
+    "mla, 128 heads, page 16": functools.partial(mla, 128, [70, 37], page=16),
+    "gluon": gluon,
+    "gluon, 128 heads": functools.partial(gluon, 128, lengths=[70, 37], workers=1),
+    "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
+    "mixed": mixed_steps,
+    "mixed, fp8": functools.partial(mixed_steps, FP8),
+    "mixed, one processor": functools.partial(mixed_steps, processors=1, aware=False),
+    "merge": functools.partial(merge, 128, 4),
+    "merge, 80": functools.partial(merge, 80, 7),
+    "plan": functools.partial(plan, 64, 0),
+    "plan, window": functools.partial(plan, 17, 100),
+    "tile mask": tile_mask,
+}
+
+
+def _whole_lines() -> None:
+    with tuned(column_merge=False):
+        mla()
+
+
+DECODES["mla, 16 heads, column_merge off"] = _whole_lines

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damage to compiled kernels, one instruction at a time, for negative controls: what of it is found?
+
+A barrier whose removal is not found is redundant for what was executed: clocks order every access without it,
+in whatever order threads run.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from emulator import Damage, Emulator, code_at
+from ptx import Instruction
+
+LESS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
+
+
+def _without(instruction: Instruction) -> Instruction:
+    return Instruction(f"(no {instruction.text})", instruction.line, "nothing", (), [])
+
+
+def _barrier(old: Instruction) -> Instruction | None:
+    """A barrier is removed, of a CTA or within a warp."""
+    return _without(old) if old.name in ("bar", "barrier") else None
+
+
+def _wait(old: Instruction) -> Instruction | None:
+    """A wait lets one more group be under way; a wait for an mbarrier does not wait."""
+    if old.name in ("cp", "wgmma") and "wait_group" in old.modifiers:
+        return replace(old, operands=[str(int(old.operands[0], 0) + 1)], text=f"{old.text} + 1")
+    if old.name == "mbarrier" and "try_wait" in old.modifiers:
+        return Instruction(f"(no {old.text})", old.line, "mov", ("pred",), [old.operands[0], "1"])
+    return None
+
+
+def _bound(old: Instruction) -> Instruction | None:
+    """A comparison is off by one."""
+    if old.name != "setp" or old.modifiers[0] not in LESS or old.modifiers[-1][0] == "f":
+        return None
+    changed = (LESS[old.modifiers[0]], *old.modifiers[1:])
+    return replace(old, modifiers=changed, text=f"{old.text} as {changed[0]}")
+
+
+def _order(old: Instruction) -> Instruction | None:
+    """An atomic or a load loses its order; a fence is removed."""
+    if old.name == "fence":
+        return _without(old)
+    if old.name in ("atom", "ld") and {"acq_rel", "acquire"} & set(old.modifiers):
+        changed = tuple(re.sub("acq_rel|acquire", "relaxed", each) for each in old.modifiers)
+        return replace(old, modifiers=changed, text=f"{old.text} as relaxed")
+    return None
+
+
+KINDS: dict[str, Callable[[Instruction], Instruction | None]] = {
+    "barrier": _barrier,
+    "wait": _wait,
+    "bound": _bound,
+    "order": _order,
+}
+
+
+class Finding(NamedTuple):
+    """What became of a case with one damage; `problem` is "" if nothing was found."""
+
+    kernel: str
+    kind: str
+    instruction: str
+    problem: str
+
+
+def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
+    """All damages of a kind to instructions that a run has reached."""
+    for path, executed in reached.items():
+        for place, old in enumerate(code_at(path).program.code):
+            new = KINDS[kind](old) if executed[place] else None
+            if new is not None:
+                yield Damage(path, place, new)
+
+
+def findings(
+    emulator: Emulator, case: Callable[[], None], kind: str, seed: int = 0, step: int = 1
+) -> Iterator[Finding]:
+    """What is found of every damage of a kind, or of every `step`-th, in the kernels of a case."""
+    emulator.reached.clear()
+    with emulator.running():
+        case()
+    for damage in [*damages(kind, dict(emulator.reached))][::step]:
+        problem = ""
+        try:
+            with emulator.running(seed, damage):
+                case()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        yield Finding(damage.ptx.stem, kind, str(damage.instruction), problem)

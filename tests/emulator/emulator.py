@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executes what Triton launches, as it was compiled for sm_90a, and raises FaultError for what a GPU would not
+forgive."""
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import accesses  # noqa: F401 - these register their instructions
+import asynchronous  # noqa: F401
+import conversions  # noqa: F401
+import matrices  # noqa: F401
+import numpy as np
+from arithmetic import OPERATIONS
+from driver import Driver, Launched, live_memory
+from gangs import PARAMETERS, Code
+from machine import Launch
+from memory import Memory
+from operands import Operands, UnknownError
+from ptx import Instruction, Program
+
+CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier")
+
+
+class Damage(NamedTuple):
+    """One instruction of a kernel, and what stands there instead."""
+
+    ptx: Path
+    place: int
+    instruction: Instruction
+
+    def of(self, code: Code) -> Code:
+        program = replace(code.program, code=[*code.program.code])
+        program.code[self.place] = self.instruction
+        changed = code_of(replace(program, code=[self.instruction]))
+        functions, guards = [*code.functions], [*code.guards]
+        functions[self.place], guards[self.place] = changed.functions[0], changed.guards[0]
+        return Code(program, functions, guards)
+
+
+def code_of(program: Program) -> Code:
+    """Look all instructions up. Raises UnknownError for one that is not known, reached or not."""
+    functions, guards = [], []
+    for each in program.code:
+        if each.name not in OPERATIONS and each.name not in CONTROL:
+            raise UnknownError(f"{each.name!r} is not known: {each}")
+        make = OPERATIONS.get(each.name)
+        functions.append(None if make is None else make(Operands(each, program)))
+        guards.append(program.registers[each.predicate][0] if each.predicate else -1)
+    return Code(program, functions, guards)
+
+
+@functools.cache
+def code_at(path: Path) -> Code:
+    return code_of(Program.parse(path.read_text()))
+
+
+class Emulator:
+    """A GPU for this process.
+
+    Attributes:
+        launched: the names of the kernels that have run, and their steps.
+        reached: for each kernel, 1 for each instruction that has been executed.
+    """
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.damage: Damage | None = None
+        self.launched: list[tuple[str, int]] = []
+        self.reached: dict[Path, bytearray] = {}
+        self.driver = Driver(self._execute)
+
+    def _execute(self, launched: Launched) -> None:
+        code = code_at(launched.ptx)
+        if self.damage is not None and self.damage.ptx == launched.ptx:
+            code = self.damage.of(code)
+        sizes = code.program.parameters.values()
+        given = [ctypes.string_at(launched.parameters[n], size) for n, size in enumerate(sizes)]
+        raw = b"".join(each.ljust(256, b"\0") for each in given)
+        parameters = Memory(np.frombuffer(raw, np.uint8), PARAMETERS)
+        launch = Launch(
+            *(code, parameters, launched.grid, launched.threads, launched.shared, live_memory()),
+            seed=self.seed,
+        )
+        reached = self.reached.setdefault(launched.ptx, bytearray(len(code.functions)))
+        with np.errstate(all="ignore"):
+            launch.run(reached)
+        self.launched.append((launched.ptx.stem, launch.steps))
+
+    @contextmanager
+    def running(self, seed: int = 0, damage: Damage | None = None) -> Iterator[None]:
+        """Launches take their turns by `seed`, of programs that `damage` has changed; a launch's FaultError is raised."""
+        self.seed, self.damage = seed, damage
+        try:
+            yield
+        except RuntimeError:
+            self.driver.raise_fault()
+            raise
+        finally:
+            self.seed, self.damage = 0, None
+        self.driver.raise_fault()

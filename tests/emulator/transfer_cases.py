@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer kernels against their references in torch, byte for byte: every codec, and every variant that is
+compiled differently."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pd_kernels.transfer import Blocks, PayloadShape, Resharding, Stored, finish, new_sums
+from pd_kernels.transfer.chunk_launch import ChunkLaunch
+from pd_kernels.transfer.gather import launch_gather, reference_gather
+from pd_kernels.transfer.reshard import launch_reshard, reference_reshard
+from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
+from pd_kernels.transfer.sums import launch_payload_sums, reference_payload_sums
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+PAGE, TOKENS, FIRST, LAYERS = 16, 40, 5, 2
+Launch = Callable[[ChunkLaunch], None]
+
+
+class Cache:
+    """Pages of random numbers, `[layer, page, head, token, K and V]`; `odd` rows begin at odd addresses."""
+
+    def __init__(self, dtype: torch.dtype, heads: int, dims: tuple[int, ...], odd: bool) -> None:
+        self.dims, self.dtype = dims, dtype
+        self.pages = -(-(FIRST + TOKENS) // PAGE)
+        self.table = torch.randperm(self.pages + 3)[: self.pages].int()
+        numbers = torch.randn(LAYERS, self.pages + 3, heads, PAGE, sum(dims) + odd) * 3
+        self.storage = numbers.to(dtype)
+
+    def blocks(self, codec: str, source: Stored, destination: Stored) -> Blocks:
+        parts = [layer[..., : sum(self.dims)].split(self.dims, dim=3) for layer in self.storage]
+        values = [part[1] for part in parts] if len(self.dims) > 1 else []
+        return Blocks.of([part[0] for part in parts], values, PAGE, codec, source, destination)
+
+    def bits(self) -> torch.Tensor:
+        return self.storage.view(torch.uint8)
+
+
+def stored(dtype: torch.dtype, dims: tuple[int, ...]) -> Stored:
+    return Stored(dtype, (0.3,) * (len(dims) * LAYERS) if dtype == FP8 else ())
+
+
+def transfer(
+    codec: str,
+    source: torch.dtype = BF16,
+    destination: torch.dtype = BF16,
+    heads: int = 2,
+    dims: tuple[int, ...] = (128, 128),
+    odd: bool = False,
+    check: bool = False,
+    only: str = "gather scatter",
+    gather: Launch = launch_gather,
+) -> None:
+    """Gather a chunk, and scatter its payload into another cache."""
+    torch.manual_seed(3)
+    ours, theirs = Cache(source, heads, dims, odd), Cache(destination, heads, dims, odd)
+    kinds = stored(source, dims), stored(destination, dims)
+    blocks = ours.blocks(codec, *kinds)
+    nbytes = blocks.nbytes(TOKENS)
+
+    def sums() -> torch.Tensor | None:
+        return new_sums(nbytes, torch.device("cpu")) if check else None
+
+    def run(launch: Launch, blocks: Blocks, table: torch.Tensor, slot: torch.Tensor) -> bytes:
+        added = sums()
+        launch(ChunkLaunch(blocks, table, slot, FIRST, TOKENS, added))
+        return b"" if added is None else finish(added, nbytes)
+
+    slots = [torch.full((nbytes + 64,), 0xA5, dtype=torch.uint8) for _ in range(2)]
+    digest = run(reference_gather, blocks, ours.table, slots[0])
+    if "gather" in only:
+        assert digest == run(gather, blocks, ours.table, slots[1]), "sums of the gather differ"
+        assert torch.equal(*slots), (
+            f"{int((slots[0] != slots[1]).sum())} bytes of the payload differ"
+        )
+    if "scatter" in only:
+        before = theirs.storage.clone()
+        found = run(launch_scatter, theirs.blocks(codec, *kinds), theirs.table, slots[0])
+        by_kernel, theirs.storage = theirs.bits(), before
+        wanted = run(reference_scatter, theirs.blocks(codec, *kinds), theirs.table, slots[0])
+        assert found == wanted == digest, "sums of the scatter differ"
+        assert torch.equal(by_kernel, theirs.bits()), "pages differ"
+
+
+def verbatim(check: bool = False) -> None:
+    """Some heads of whole pages, there and back."""
+    torch.manual_seed(4)
+    rows = torch.randint(0, 256, (9, 4, 3 * 1024), dtype=torch.uint8)
+    table = torch.tensor([3, 0, 2], dtype=torch.int32)
+    blocks = Blocks.of_rows([rows[:, 1:3]], 2)
+    nbytes = blocks.nbytes(6)
+    slots = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(2)]
+    sums = [new_sums(nbytes, slots[0].device) if check else None for _ in slots]
+    for launch, slot, own in zip((reference_gather, launch_gather), slots, sums, strict=True):
+        launch(ChunkLaunch(blocks, table, slot, 0, 6, own))
+    assert torch.equal(*slots), "the payload differs"
+    assert sums[0] is None or sums[1] is None or torch.equal(sums[0].sum(), sums[1].sum())
+    found, wanted = torch.zeros(2, *rows.shape, dtype=torch.uint8)
+    for launch, into in ((launch_scatter, found), (reference_scatter, wanted)):
+        launch(ChunkLaunch(Blocks.of_rows([into[:, 1:3]], 2), table, slots[0], 0, 6, None))
+    assert wanted.any()
+    assert torch.equal(found, wanted), "pages differ"
+
+
+def reshard(codec: str, before: int, after: int) -> None:
+    torch.manual_seed(5)
+    payload = PayloadShape(codec, 4, 2, 40, 128, 128, 2)
+    sources = [torch.randint(0, 256, (payload.nbytes(before),)).byte() for _ in range(before)]
+    found = []
+    for launch in (reference_reshard, launch_reshard):
+        room = payload.nbytes(after) + 64
+        slabs = [torch.full((room,), 0xA5, dtype=torch.uint8) for _ in range(after)]
+        launch(Resharding.of(sources, slabs, payload))
+        found.append(torch.stack(slabs))
+    assert torch.equal(*found), "slabs differ"
+
+
+def payload_sums() -> None:
+    torch.manual_seed(6)
+    payload = torch.randint(0, 256, (100_000,)).byte()
+    sums = new_sums(len(payload), payload.device)
+    launch_payload_sums(payload, sums)
+    wanted = new_sums(len(payload), payload.device).add_(reference_payload_sums(payload))
+    assert finish(sums, len(payload)) == finish(wanted, len(payload)), "sums differ"
+
+
+Case = Callable[[], None]
+_MLA: dict[str, Any] = {"heads": 1, "dims": (576,)}
+_UNLIKE: dict[str, Any] = {"dims": (192, 128)}
+_impatient = functools.partial(launch_gather, max_polls=0)
+TRANSFERS: dict[str, Case] = {
+    name: functools.partial(transfer, codec, **given)
+    for name, codec, given in (
+        ("raw", "raw", {}),
+        ("raw, sums", "raw", {"check": True}),
+        ("raw, MLA", "raw", _MLA),
+        ("raw, odd rows", "raw", {"odd": True}),
+        ("raw, 192 and 128", "raw", _UNLIKE),
+        ("raw, float32 to bfloat16", "raw", {"source": FP32}),
+        ("raw, FP8 to bfloat16", "raw", {"source": FP8}),
+        ("raw, bfloat16 to FP8", "raw", {"destination": FP8, "check": True}),
+        ("raw, FP8", "raw", {"source": FP8, "destination": FP8}),
+        ("fp8", "fp8_e4m3", {}),
+        ("fp8, sums", "fp8_e4m3", {"check": True}),
+        ("fp8, MLA", "fp8_e4m3", _MLA),
+        ("fp8, scale given", "fp8_e4m3", {"destination": FP8, "check": True}),
+        ("fp8, 192 and 128", "fp8_e4m3", _UNLIKE),
+        ("fp8, float16", "fp8_e4m3", {"source": FP16, "destination": FP16, "check": True}),
+        ("fp8, float32", "fp8_e4m3", {"source": FP32, "destination": FP32, "check": True}),
+        ("fp8, no polls", "fp8_e4m3", {"gather": _impatient, "only": "gather"}),
+        ("int8", "int8", {}),
+        ("int8, sums", "int8", {"check": True}),
+        ("int8, MLA", "int8", _MLA),
+        ("int8, 80", "int8", {"dims": (80, 80), "check": True}),
+        ("int8, 192 and 128", "int8", _UNLIKE),
+        ("int8, odd rows", "int8", {"odd": True}),
+        ("int8, float32", "int8", {"source": FP32, "destination": FP32, "check": True}),
+        ("int8, float16 to FP8", "int8", {"source": FP16, "destination": FP8, "check": True}),
+    )
+} | {
+    "verbatim": verbatim,
+    "verbatim, sums": functools.partial(verbatim, check=True),
+    "reshard, int8": functools.partial(reshard, "int8", 4, 2),
+    "reshard, raw": functools.partial(reshard, "raw", 1, 4),
+    "reshard, fp8": functools.partial(reshard, "fp8_e4m3", 2, 1),
+    "payload sums": payload_sums,
+}

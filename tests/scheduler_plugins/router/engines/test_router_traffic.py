@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV rates and states of an engine, from two looks at its `/metrics`."""
+
+import pytest
+from router_fakes import World, run, until
+
+from scheduler_plugins.router.engines import looks
+from scheduler_plugins.router.engines.traffic import Traffic, between, read, wanted_in
+
+BEFORE = """
+pd_connector:received_bytes_total{engine="0"} 1000.0
+pd_connector:received_bytes_total{engine="1"} 500.0
+pd_connector:asked_transfers_total{codec="int8",engine="0"} 3.0
+pd_connector:pool_saves_total{cause="full",engine="0"} 7.0
+pd_connector:leased_pages{engine="0"} 60.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.75
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
+"""
+AFTER = """
+pd_connector:received_bytes_total{engine="0"} 3000.0
+pd_connector:received_bytes_total{engine="1"} 1500.0
+pd_connector:asked_transfers_total{codec="int8",engine="0"} 3.0
+pd_connector:asked_transfers_total{codec="raw",engine="0"} 2.0
+pd_connector:pool_saves_total{cause="full",engine="0"} 7.0
+pd_connector:pool_misses_total{cause="late",engine="0"} 1.0
+pd_connector:distrusted_producers{engine="0"} 1.0
+"""
+
+
+def test_rates_are_of_all_ranks_since_the_look_before() -> None:
+    traffic, moved = between(read(BEFORE, 10.0), read(AFTER, 15.0))
+    assert (traffic.received_bytes_s, moved.received_bytes, moved.seconds) == (600.0, 3000.0, 5.0)
+    assert moved.codecs == {"raw": 2.0}
+    assert (traffic.distrusted, traffic.pool_stalls) == (1.0, 1.0)
+    assert traffic.unsaved == "", "the pool was full before, not since"
+
+
+def test_states_are_those_of_the_last_look() -> None:
+    traffic, moved = between(None, read(BEFORE, 10.0))
+    assert (traffic.cache_used, traffic.pages, traffic.leased_pages) == (0.75, 100, 60.0)
+    assert (traffic.received_bytes_s, moved.received_bytes) == (0.0, 0.0), "nothing is known yet"
+
+
+def test_an_engine_that_starts_anew_counts_from_zero() -> None:
+    _, moved = between(read(AFTER, 10.0), read(BEFORE, 15.0))
+    assert moved.received_bytes == 1500.0
+    assert moved.codecs == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "pd_connector:sent_bytes_total NaN", "pd_connector:sent_bytes 1e999"]
+)
+def test_metrics_that_tell_nothing_move_nothing(text: str) -> None:
+    traffic, moved = between(read("", 1.0), read(text, 2.0))
+    assert (traffic.sent_bytes_s, traffic.cache_used, moved.received_bytes) == (0.0, None, 0.0)
+
+
+def test_lines_of_others_are_left_out() -> None:
+    others = '# HELP x\nvllm:request_seconds_bucket{le="1"} 1.0\n' * 9
+    kept = wanted_in((others + BEFORE + others).encode())
+    assert "seconds" not in kept
+    assert read(kept, 1.0) == read(BEFORE, 1.0)
+
+
+def test_prefill_engines_are_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        async with World() as world:
+            world.p[0].metrics = 'pd_connector:leased_pages{engine="0"} 4.0'
+            known = world.known(world.p[0])
+            await until(lambda: known.traffic.leased_pages == 4.0, "it is read")
+            await world.p[0].die()
+            await until(lambda: known.traffic == Traffic(), "an engine that is down moves nothing")
+
+    run(scenario())

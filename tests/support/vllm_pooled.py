@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that compute, with one pool."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_connector.pool import host
+from pd_connector.pool.jobs import Fill
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.vllm import pool_looks
+from support.vllm_computing import ComputingEngine, answered, until_over
+
+Make = Callable[..., ComputingEngine]
+CHUNKS = 4
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes engines with a pool that they share. No engine has computed anything wrong at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
+    monkeypatch.setenv("PD_CONNECTOR_SHM", str(folder))
+    monkeypatch.setattr(host, "_stores", {})
+    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(pool_looks, "_SLOW_S", 60.0)
+    made: list[ComputingEngine] = []
+
+    def engine(name: str, **more: Any) -> ComputingEngine:
+        made.append(ComputingEngine(name, budget=256, pool={"memory": "64MiB"}, **more))
+        return made[-1]
+
+    yield engine
+    assert [wrong for one in made for wrong in one.wrong] == []
+    for one in made:
+        one.close()
+    for store in host._stores.values():
+        store.close()
+    shutil.rmtree(folder)
+
+
+def run(of: ComputingEngine, name: str) -> list[Fill]:
+    """A prompt of whole chunks and a few tokens is answered; returns the loads for it."""
+    until_over([of], lambda: bool(of.side.pool.model))
+    request = of.add(name, CHUNKS * CHUNK_TOKENS + 30, max_tokens=4)
+    until_over([of], lambda: name in of.ended)
+    assert list(request.output_token_ids) == answered(request)
+    return [one for one in of.commands if isinstance(one, Fill) and one.request == name]
+
+
+def keys_of(of: ComputingEngine) -> list[bytes]:
+    """Keys of the prompt's chunks, once all are there."""
+    store = of.side.pool._store
+
+    def there() -> bool:
+        return sum(1 for _ in store.chunks()) >= CHUNKS
+
+    until_over([of], there)
+    by_parent = {chunk.parent: chunk.key for chunk in store.chunks()}
+    (parent,) = set(by_parent) - set(by_parent.values())
+    keys = []
+    while parent in by_parent:
+        keys.append(parent := by_parent[parent])
+    return keys
