@@ -69,6 +69,7 @@ class Emulator:
 
     def __init__(self) -> None:
         self.seed = 0
+        self.proxies = True
         self.damage: Damage | None = None
         self.launched: list[tuple[str, int]] = []
         self.reached: dict[Path, bytearray] = {}
@@ -85,6 +86,7 @@ class Emulator:
         launch = Launch(
             *(code, parameters, launched.grid, launched.threads, launched.shared, live_memory()),
             seed=self.seed,
+            proxies=self.proxies,
         )
         reached = self.reached.setdefault(launched.ptx, bytearray(len(code.functions)))
         with np.errstate(all="ignore"):

@@ -109,8 +109,8 @@ class SharedShadow:
     """For each piece of shared memory of all CTAs: by whom it was written last and when, and when each agent of its
     CTA read it. A piece is as large as the kernel's smallest access, up to 4 bytes."""
 
-    def __init__(self, clocks: Clocks, nbytes: int, ctas: int, piece: int) -> None:
-        self.clocks, self.piece = clocks, piece
+    def __init__(self, clocks: Clocks, nbytes: int, ctas: int, piece: int, proxies: bool) -> None:
+        self.clocks, self.piece, self.proxies = clocks, piece, proxies
         pieces = -(-nbytes // piece) * ctas
         self.writer = np.full(pieces, -1, np.int32)
         self.lane = np.zeros(pieces, np.int8)
@@ -166,7 +166,7 @@ class SharedShadow:
     def read_by_products(self, warps: Array, pieces: Array, moment: int, where: object) -> None:
         """A warpgroup's products read operands. All its warps must come behind what was written."""
         for warp in warps:
-            self._come_before(np.full(len(pieces), warp), pieces[:, None], 1, where)
+            self._come_before(np.full(len(pieces), warp), pieces[:, None], int(self.proxies), where)
         self.reads[self.warps + warps[0] % self.warps // 4, pieces] = moment
 
     def write(
