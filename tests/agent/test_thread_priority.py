@@ -3,6 +3,8 @@
 
 import contextlib
 import os
+import platform
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +22,8 @@ from pd_connector.agent.thread_priority import (
 )
 
 __all__ = ["ranks"]
+
+KERNEL = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 
 
 def nice_of(thread: int | str) -> int:
@@ -43,6 +47,30 @@ def asked_in_a_thread() -> tuple[bool, int]:
     thread.start()
     thread.join()
     return found[0]
+
+
+@pytest.mark.skipif(
+    KERNEL < (6, 12)
+    or platform.machine() not in ("x86_64", "aarch64")
+    or not Path("/proc/self/sched").exists(),
+    reason="the kernel grants no slices",
+)
+def test_the_kernel_grants_the_asking_thread_a_short_slice_and_its_priority_stays():
+    found: list[tuple[bool, str, int]] = []
+
+    def ask() -> None:
+        thread = threading.get_native_id()
+        agreed = prefer_short_slices()
+        found.append((agreed, Path(f"/proc/self/task/{thread}/sched").read_text(), nice_of(thread)))
+
+    before = nice_of(threading.get_native_id())
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    ((agreed, told, nice),) = found
+    assert agreed
+    assert nice == before
+    assert re.search(r"se\.slice\s*:\s*100000\b", told), told
 
 
 def test_the_asking_thread_and_zeromqs_go_first_and_no_other():
