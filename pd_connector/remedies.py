@@ -5,7 +5,6 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from math import isfinite
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
@@ -17,6 +16,8 @@ HARMLESS = frozenset(
 FAILING_GAUGE = "failing_ranks"
 """The gauge (without prefix) that is above 0 while no KV arrives."""
 _SAMPLE = re.compile(r"^pd_connector:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+)", re.MULTILINE)
+_MOST = 1e18
+"""No count is larger. A larger number is no count, and sums of some would be infinite."""
 _LABELS = re.compile(r'(\w+)="([^"]*)"')
 
 _REACH = (
@@ -118,7 +119,7 @@ def samples_in(metrics: str) -> Iterator[tuple[str, dict[str, str], float]]:
             number = float(value)
         except ValueError:
             continue
-        if isfinite(number):
+        if abs(number) <= _MOST:
             yield name, dict(_LABELS.findall(labels)), number
 
 

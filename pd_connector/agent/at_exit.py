@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents that nobody has closed end with the interpreter. A thread that is still in a library then may crash it."""
+"""Closes agents that are still open when the interpreter ends. A thread that is still in a library then may crash it."""
 
 import atexit
 import os

@@ -55,7 +55,7 @@ def hello(
     codecs: Sequence[str],
     transports: Sequence[Transport],
 ) -> messages.Hello:
-    """A consumer's first message, to whatever engine answers: each transfer says which engine it
+    """A consumer's first message, to the engine that answers: each transfer says which engine it
     wants, and `Welcome` says which one it is."""
     return messages.Hello(
         newest=messages.SCHEMA,

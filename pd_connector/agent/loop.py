@@ -56,7 +56,7 @@ from pd_connector.transport.registry import make_transports
 _MOST_SOCKETS = 4 * MOST_SESSIONS + 1024
 """libzmq's own limit is 1023. A session takes three sockets; transports take others."""
 _DATA_TURNS_S = 0.005
-"""So long nobody looks at anything but transports while parts of chunks pass. A look at everything
+"""While parts of chunks pass, the loop looks at transports only, for this long. A look at everything
 costs as much as a copy of some MiB."""
 
 

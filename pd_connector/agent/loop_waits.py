@@ -98,7 +98,7 @@ class LoopWaits:
         return math.ceil(1000 * wait_s)
 
     def _pollables(self) -> list[Any]:
-        """All pollables but those of the consumer's sessions."""
+        """All pollables except the consumer's sessions."""
         found = list(self._always)
         for owner in (self._producer, *self._transports):
             if owner:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host names to numeric addresses, without making anybody wait.
 
-A name server may take half a minute to answer. libzmq looks names up in its only I/O thread, which
-would stop every session; so it is given numeric addresses only, and names are looked up here, in
+A name server may take half a minute to answer. libzmq looks names up in its only I/O thread, and
+every session would stop meanwhile. So it gets numeric addresses only. Names are looked up here, in
 threads of their own.
 """
 
@@ -20,7 +20,7 @@ _HUNG_S = 30.0
 """A lookup that takes longer does not count: the name is looked up anew, and others go on."""
 _MOST_THREADS = 32
 _ASKED_S = 30.0
-"""A name that waits for its lookup is forgotten when nobody has asked for it within this time."""
+"""A name that waits for its lookup is forgotten if it is not asked for within this time."""
 _KEEP_S = 60.0
 _KEEP_FAILURE_S = 5.0
 _MOST_KEPT = 1024

@@ -71,7 +71,7 @@ class Coding(NamedTuple):
     Attributes:
         name: what the two sides call it.
         error_bound: relative L2 error of the attention output that it may cause, 0.0 when exact.
-        element_bits: bits of a coded element, without scales; 0 for those of the source's element.
+        element_bits: bits of a coded element, without scales; 0: as many as the source's element has.
         coded_bytes: bytes of a block on the wire, scales and padding included, of its part, its
             shape and how the producer's cache stores it.
         codec: where the tensor work is, as `module:object`; the object is a

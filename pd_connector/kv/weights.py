@@ -93,7 +93,7 @@ def full_fingerprint(
         stopped: asked often; nothing is found once it says so.
 
     Returns:
-        Empty where it was stopped.
+        Empty if it was stopped.
 
     Raises:
         OSError: a file cannot be read.

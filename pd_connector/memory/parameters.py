@@ -49,7 +49,7 @@ def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
 
 def loaded_full_fingerprint(model: torch.nn.Module) -> bytes:
     """Fingerprint of all bytes of every parameter. Waits for the device, which reads all of them: seconds for
-    80 GB on a GPU, and for each GB on a CPU. Empty where a kernel keeps weights elsewhere, which nobody sees."""
+    80 GB on a GPU, and for each GB on a CPU. Empty where a kernel keeps weights elsewhere: they cannot be seen."""
     if _kernels(model):
         return b""
     return full_hash(sorted(model.named_parameters(), key=lambda pair: pair[0]))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache on the host, viewed as one matrix of rows; numpy moves any set of rows in one call.
 
-`np.take` copies row by row without an intermediate buffer, whatever the rows' size. That is two to three times
+`np.take` copies row by row without an intermediate buffer, for rows of any size. That is two to three times
 as fast as assignments page by page if pages are small, and faster if they are not.
 """
 

@@ -143,18 +143,25 @@ class Manager(BaseKVManager):
             cache.geometry,
         )
         if self._produces:
-            if self.rank.offers_early:
-                layers = self._config.overlap in ("auto", "layer")
-                self._streaming = Streaming(self.rank, scheduler, layers=layers)
-            self.register_to_bootstrap()
+            self._attach_prefill()
         else:
-            look_up_often(queue)
-            admission.page_size = pool.page_size
-            most = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
-            admission.most_prompt_tokens = most
-            if self._server_args.disaggregation_decode_enable_radix_cache:
-                group = queue.gloo_group if self._ranks > 1 else None
-                self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
+            self._attach_decode(queue)
+
+    def _attach_prefill(self) -> None:
+        if self.rank.offers_early:
+            layers = self._config.overlap in ("auto", "layer")
+            self._streaming = Streaming(self.rank, self._scheduler, layers=layers)
+        self.register_to_bootstrap()
+
+    def _attach_decode(self, queue: Any) -> None:
+        look_up_often(queue)
+        admission = self.rank.admission
+        admission.page_size = queue.token_to_kv_pool.page_size
+        most = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
+        admission.most_prompt_tokens = most
+        if self._server_args.disaggregation_decode_enable_radix_cache:
+            group = queue.gloo_group if self._ranks > 1 else None
+            self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
     def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
@@ -278,7 +285,7 @@ class Manager(BaseKVManager):
         return again
 
     def forget_prefill_engine(self, address: str) -> None:
-        """It does not answer: who comes next asks for it anew."""
+        """It does not answer: the next request asks for it again."""
         self.prefill_info_table.pop(address, None)
         self._engines.forget(address)
 

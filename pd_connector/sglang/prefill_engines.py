@@ -32,7 +32,7 @@ MOST_FAILED = 256
 """Most failed look-ups that are remembered; above it the failed ones are forgotten. Their requests may have been
 aborted, so that the result is never read."""
 MAX_REPLICAS = 256
-"""Most replicas to ask for, whatever number a registry tells."""
+"""Most replicas to ask for; a registry may tell a larger number."""
 
 
 def look_up_often(queue: Any) -> None:

@@ -194,7 +194,7 @@ class Transport(abc.ABC):
     @property
     @abc.abstractmethod
     def restless(self) -> bool:
-        """Whether `poll` must be called every fraction of a millisecond, whatever the pollables say."""
+        """Whether `poll` must be called every fraction of a millisecond, even if no pollable is readable."""
 
     @abc.abstractmethod
     def close(self) -> None:

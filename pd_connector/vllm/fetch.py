@@ -55,7 +55,7 @@ class Fetch:
         *,
         compares: bool = False,
     ) -> Load:
-        """The command that fetches tokens from the first one that is not cached to `stop_token`."""
+        """The command that fetches the tokens that are not cached, up to `stop_token`."""
         return Load(
             request=request,
             transfer=self.transfer,

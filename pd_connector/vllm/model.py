@@ -36,7 +36,7 @@ _ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary
 
 
 def identify_caches(vllm_config: "VllmConfig", names: list[str]) -> dict[str, CacheId]:
-    """Number and label of each cache of this rank, those of a draft model apart."""
+    """Number and label of each cache of this rank. Caches of a draft model have numbers of their own."""
     if vllm_config.speculative_config is None:
         return identify(names)
     modules = _modules(vllm_config)
@@ -192,7 +192,7 @@ def _draft(vllm_config: "VllmConfig") -> bytes:
             part.close()
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
         config = config_fingerprint(read_config(draft), **told)
-    except Exception as error:  # a draft is optional, whatever it is
+    except Exception as error:  # a draft model is optional: no error of it stops the engine
         logger.warning("KV of the draft model is not moved: %r", error)
         return b""
     if weights is None:

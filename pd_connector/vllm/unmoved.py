@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts whose requests ask for no handoff. Behind a proxy that does not speak to PDConnector, every engine computes
-its own prompts, and nothing fails: without these words nobody would notice."""
+its own prompts, and nothing fails: without this message the operator would not notice."""
 
 import logging
 import time

@@ -78,6 +78,13 @@ class Metrics:
             ["qos", "cause"],
             registry=self.registry,
         )
+        self.cpu_prefills = Counter(
+            "pd_router:cpu_prefills",
+            "Attempts whose prompt an engine without a GPU computes, by cause: background (nobody waits), late (all other "
+            "prefill engines would be late).",
+            ["cause"],
+            registry=self.registry,
+        )
         self.fellows = Gauge(
             "pd_router:fellows",
             "Other routers of the same engines that are heard (--fellows).",

@@ -387,7 +387,7 @@ def test_an_error_with_one_chunk_ends_its_transfer_and_no_other(
     producer, consumer = ranks.pair(LONG | TRANSPORTS["tcp"])
     machine: Any = consumer.agent._loop.consumer_side._consumer  # type: ignore[union-attr]
     with another_transfer(producer, consumer), one_error(consumer):
-        fails_once(monkeypatch, machine, "landed")
+        fails_once(monkeypatch, machine.landings, "landed")
         producer.offer("t", [1])
         consumer.load(producer.source, "t", [1])
         assert consumer.loaded("t").cause == Cause.INTERNAL

@@ -181,3 +181,14 @@ def test_weights_are_read_by_a_thread_of_the_engines_own_priority(
     monkeypatch.setattr(weights_reader, "full_fingerprint", noting)
     Engine(checkpoint).wait()
     assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+def test_weights_that_change_a_second_time_are_withdrawn_again(checkpoint: Path) -> None:
+    engine = Engine(checkpoint).wait()
+    for version in ("1", "2"):
+        engine.told.withdraw()
+        assert "changed" in model_problem(engine.facts, engine.facts), "withdrawn"
+        engine.told.tell_memory(loaded=version.encode(), loaded_full=b"all", version=version)
+        assert model_problem(engine.facts, engine.facts) == ""
+        assert engine.told.facts_now() == engine.facts, "what an agent that starts now tells"
+    assert engine.told.changes == 2

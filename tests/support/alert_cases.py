@@ -76,6 +76,10 @@ CASES = {
         [outcome("ok", "0+10x40"), outcome("unavailable", GROWS)],
         [outcome("ok", FAST), outcome("unavailable", GROWS)],
     ),
+    "PDGPUsMissing": Case(
+        [outcome("ok", FAST), of("pd_router:cpu_prefills_total", FAST, cause="late")],
+        [outcome("ok", FAST), of("pd_router:cpu_prefills_total", FAST, cause="background")],
+    ),
     "PDRolesFlap": Case(
         [moves("decode", "prefill", GROWS), moves("prefill", "decode", GROWS)],
         [

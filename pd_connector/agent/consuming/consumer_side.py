@@ -125,7 +125,7 @@ class ConsumerSide:
 
     @property
     def urgent(self) -> bool:
-        """Whether something is to be done that the poller will not tell of."""
+        """Whether there is work that the poller will not report."""
         return self._sessions.urgent
 
     @property

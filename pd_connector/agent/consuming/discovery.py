@@ -51,7 +51,7 @@ def _answer(connection: Connection, name: str, deadline: float) -> tuple[Peer, .
     while time.monotonic() < deadline:
         for data in connection.receive():
             return _peers(data, name)
-        # Not the end: somebody who is just starting may listen a moment later.
+        # Not the end: a rank that is starting may listen a moment later.
         problem = connection.lost() or problem
         if problem[0] is Cause.AUTHENTICATION:
             break

@@ -124,7 +124,7 @@ class OpenSessions:
 
     def next_queued(self, now: float) -> tuple[Source, int] | None:
         """A producer whose turn to be dialled has come, taken from the queue, and for how many
-        addresses; None if none can be dialled. One that is too late has no addresses."""
+        addresses; None if none can be dialled. A producer that is too late has no addresses."""
         for many, queue in enumerate(self._queues):
             if queue:
                 source, deadline = next(iter(queue.items()))

@@ -260,8 +260,8 @@ class SessionKeeper:
             self._unlike(session.source, problem)
 
     def stalled(self, source: Source, now: float) -> None:
-        """End the session, so that the next transfer gets a new connection: nobody may have told
-        that this one is dead. A peer that writes by itself has no such connection."""
+        """End the session, so that the next transfer gets a new connection: this one may be dead
+        without a sign. A peer that writes by itself has no such connection."""
         session = self._sessions.get(source)
         if session and session.path and not session.path.transport.one_sided:
             self.end(session, Cause.STALLED, "no chunk within stall_timeout_s", now)

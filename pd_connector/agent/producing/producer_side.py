@@ -74,7 +74,7 @@ class ProducerSide:
                 config.host,
             )
         self._sessions = ConsumerSessions(resources)
-        self._unheard: set[bytes] = set()  # who has missed something that was said
+        self._unheard: set[bytes] = set()  # consumers that a message did not reach
         self._next_sweep = 0.0
         self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
         self._sender = ChunkSender(

@@ -96,7 +96,7 @@ class Landings:
         *,
         verified: bool,
     ) -> PlaceChunk | None:
-        """Where a chunk belongs; None if nobody waits for it."""
+        """Where a chunk belongs; None if no load waits for it."""
         incoming = self._transfers.get(header.transfer)
         if incoming is None or incoming.load is None:
             return None

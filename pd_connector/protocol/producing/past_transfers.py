@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer remembers of transfers that it no longer has, or that nobody wants."""
+"""What a producer remembers of transfers that it no longer has, or that no consumer wants."""
 
 from pd_connector.errors import Cause
 from pd_connector.protocol.deadlines import Deadlines

@@ -16,7 +16,7 @@ class Owner(Protocol):
         """The socket can be read or written, as was wanted."""
 
     def give_up(self, why: str, now: float) -> None:
-        """Something went wrong that nobody has foreseen: close the socket."""
+        """An unforeseen error: close the socket."""
 
 
 class Watch:

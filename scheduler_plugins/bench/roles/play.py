@@ -21,6 +21,8 @@ UNGUARDED = ("arrow_paper",)
 KEPT = 0.9
 """A rate is sustained if this part of the requests is served in time."""
 _CLOSE = 0.03
+MOST_PER_S = 1000.0
+"""The search for a rate ends here. A few requests are in time at any rate."""
 T = TypeVar("T")
 Say = Callable[[str], None]
 
@@ -126,7 +128,7 @@ def sustained(fleet: FleetKind, requests: Sequence[Waiting], prefill: int) -> fl
         return play(fleet, trace.at_rate(requests, per_s, 0), prefill).kept >= KEPT
 
     high = 1.0
-    while keeps(high):
+    while high < MOST_PER_S and keeps(high):
         high *= 2
     return largest(keeps, high / 2 if high > 1 else 0.0, high, 0.06)
 

@@ -44,7 +44,7 @@ class Groups:
 def _member(engine: BackendEngine) -> Member:
     standing = engine.standing
     place, moving = standing.place, standing.moving
-    home = place.home or engine.role
+    home = standing.home(engine.role)
     wanted = place.may | {home} if place.may else frozenset()
     return Member(
         engine,

@@ -18,6 +18,8 @@ from scheduler_plugins.router.policies.base import Role
 
 MOST_RECOMPUTED = 0.05
 """Share of requests to pairs that may be recomputed."""
+MOST_LATE = 0.05
+"""Share of prompts that may go to engines without a GPU because all others would be late."""
 MOST_REFUSED = 0.05
 """Share of requests that may be refused."""
 LEAST_ENDED = 20
@@ -48,6 +50,7 @@ def troubles(
     engines: Sequence[BackendEngine],
     decisions: Collection[Decision],
     recent: Recent,
+    late: float,
     now_s: float,
     wall_s: float,
 ) -> list[Trouble]:
@@ -55,10 +58,13 @@ def troubles(
 
     Args:
         recent: sums of the last minutes.
+        late: part of the prompts that engines without a GPU computed because all others would have been late.
         now_s: time on the event loop's clock.
         wall_s: time in seconds since 1970.
     """
     found = [*_of_sides(engines), *_of_requests(recent), *_of_roles(decisions, wall_s)]
+    if late > MOST_LATE:
+        found.append(_gpus_missing(late))
     for engine in engines:
         found += _of_engine(engine, now_s)
     together = dict[tuple[str, ...], Trouble]()
@@ -191,6 +197,17 @@ def _of_requests(recent: Recent) -> Iterator[Trouble]:
             (),
             "Add engines, or lower what the classes promise.",
         )
+
+
+def _gpus_missing(late: float) -> Trouble:
+    return Trouble(
+        "PDGPUsMissing",
+        "warning",
+        f"{late:.0%} of the prompts of the last ten minutes went to engines without a GPU, because all others would have "
+        "been late.",
+        (),
+        "Add GPUs.",
+    )
 
 
 def _of_roles(decisions: Iterable[Decision], wall_s: float) -> Iterator[Trouble]:

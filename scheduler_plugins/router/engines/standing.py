@@ -44,13 +44,20 @@ class Standing:
     moving: Role | None = None
     """The role that the engine moves to; None: it is steady."""
     version: Version = field(default_factory=Version)
+    told_home: Role | None = None
+    """The role that the engine said it has, if the settings give it none."""
+
+    def home(self, role: Role) -> Role:
+        """Where the engine belongs. `role`: its present role, for an engine that has not said anything yet."""
+        return self.place.home or self.told_home or role
 
     def describe(self, role: Role) -> dict[str, Any]:
         """The standing as `/health` and the admin API show it: only what differs from an engine that stays at
         home."""
         place, told = self.place, dict[str, Any]()
-        if place.home is not None and (place.may or place.home is not role):
-            told["home"] = place.home
+        home = self.home(role)
+        if home is not role or (place.home is not None and place.may):
+            told["home"] = home
         if place.may:
             told["may"] = sorted(place.may)
         if place.group != DEFAULT_GROUP:

@@ -159,7 +159,7 @@ class EngineWatch:
             return False
         if not engine.role_given:
             try:
-                engine.role = await self._side(facts)
+                engine.role = engine.standing.told_home = await self._side(facts)
             except EngineFailedError as failure:
                 engine.reason = f"it does not report its side: {failure}"
                 return False

@@ -7,6 +7,7 @@ from math import inf
 from random import Random
 
 from scheduler_plugins.router.policies.base import (
+    ASSUMED_TTFT_S,
     Decision,
     EngineView,
     Policy,
@@ -22,7 +23,10 @@ from scheduler_plugins.router.policies.sides import least
 MIN_UNCACHED = 64
 """With fewer tokens to compute, a handoff costs more than it saves."""
 MAX_UNCACHED = 32_768
-"""With more tokens to compute, a request that is not interactive goes to a `cpu_prefill` engine."""
+"""With more tokens to compute, a request that is not interactive goes to a `cpu_prefill` engine. Used while the costs of
+prefill are not known. If they are known, a prompt is long if the chosen engine would compute it for `LONG_S`."""
+LONG_S = ASSUMED_TTFT_S
+"""A prompt behind one that takes this long breaks a usual promise."""
 
 
 class Length(Policy):
@@ -30,13 +34,14 @@ class Length(Policy):
 
     If the decode engine lacks fewer than `min_uncached` tokens, it computes them itself. If the
     prefill engine lacks more than `max_uncached` and the class is not interactive, the least busy
-    `cpu_prefill` engine computes the prompt. If the wrapped policy refuses because every prefill engine would be late,
+    `cpu_prefill` engine computes the prompt. Without `max_uncached`, costs say which prompts are long (`LONG_S`). If the wrapped policy refuses because every prefill engine would be late,
     and a `cpu_prefill` engine would not, that one computes the prompt. Otherwise the wrapped policy's decision stands.
     """
 
     def __init__(
-        self, inner: Policy, min_uncached: int = MIN_UNCACHED, max_uncached: int = MAX_UNCACHED
+        self, inner: Policy, min_uncached: int = MIN_UNCACHED, max_uncached: int | None = None
     ) -> None:
+        """`max_uncached`: in tokens; None: computed from the engine's costs."""
         self._inner = inner
         self._min_uncached = min_uncached
         self._max_uncached = max_uncached
@@ -53,7 +58,7 @@ class Length(Policy):
         cpus = view.engines(Role.CPU_PREFILL)
         if cpus and not request.interactive:
             p = [one for one in view.engines(Role.PREFILL) if one.name == decision.p]
-            if p and self._uncached(request, view, p[0]) > self._max_uncached:
+            if p and self._is_long(request, view, p[0]):
                 slow = least(cpus, lambda engine: engine.queued_s(now_s), random)
                 return Route(slow.name, decision.d)
         return decision
@@ -73,6 +78,12 @@ class Length(Policy):
             return None
         decision = self._inner.decide(request._replace(ttft_slo_s=inf), view, now_s, random)
         return decision._replace(p=soonest[1], pull_from=None) if type(decision) is Route else None
+
+    def _is_long(self, request: Request, view: View, engine: EngineView) -> bool:
+        uncached = self._uncached(request, view, engine)
+        if self._max_uncached is not None or not engine.costs.known:
+            return uncached > (self._max_uncached or MAX_UNCACHED)
+        return engine.costs.prefill_s(request.tokens, request.tokens - uncached) > LONG_S
 
     def _uncached(self, request: Request, view: View, engine: EngineView) -> int:
         (blocks,) = view.match(request.hashes, [engine])

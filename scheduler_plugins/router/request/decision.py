@@ -65,6 +65,7 @@ async def next_attempt(
             if p is None
             else next(one for one in able if one.name == p)
         )
+        _count(shared, request, prefill, now)
         (blocks,) = view.match(request.hashes, [prefill])
         cached, loaded_s = cached_tokens(request, prefill, blocks), 0.0
         if pool is not None:
@@ -78,6 +79,16 @@ async def next_attempt(
             expected_s = now - arrived + prefill.queued_s(now) + own_s
         return Attempt(answering, prefill, "", request.tokens - cached, expected_s, name)
     return None
+
+
+def _count(shared: Shared, request: Request, prefill: BackendEngine, now_s: float) -> None:
+    """Count prompts of engines without a GPU."""
+    no_gpu = prefill.role is Role.CPU_PREFILL
+    # A policy sends prompts there that nobody waits for, and others only if they would be late elsewhere.
+    late = no_gpu and request.interactive
+    shared.overflow.note(now_s, late=late)
+    if no_gpu:
+        shared.metrics.cpu_prefills.labels("late" if late else "background").inc()
 
 
 def _asked(

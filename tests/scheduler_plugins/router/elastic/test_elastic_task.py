@@ -86,6 +86,23 @@ def test_a_decision_is_carried_out_counted_logged_and_shown(
     run(scenario())
 
 
+def test_the_home_of_an_engine_that_was_asked_is_what_it_said() -> None:
+    """The settings give it no role. After a move it must still be known where it belongs."""
+
+    async def scenario() -> None:
+        async with World(2, 1, unnamed=True, roles="wanted") as world:
+            elastic, engine = await ready(world), world.known(world.p[0])
+            Wanted.moves = [Move(engine.name, PolicyRole.DECODE, "because")]
+            elastic.tick(later())
+            await until(lambda: engine.role is Role.DECODE, "it has moved")
+            elastic.tick(later())
+            homes = {one.name: (one.role, one.home) for one in Wanted.shown[-1].members}
+            assert homes[engine.name] == (Role.DECODE, Role.PREFILL)
+            assert described(engine)["home"] == "prefill"
+
+    run(scenario())
+
+
 def test_a_dry_run_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 

@@ -26,10 +26,13 @@ def engine(name: str, role: Role, **state: object) -> BackendEngine:
 
 
 def found(
-    *engines: BackendEngine, recent: Recent = FINE, moves: tuple[Decision, ...] = ()
+    *engines: BackendEngine,
+    recent: Recent = FINE,
+    moves: tuple[Decision, ...] = (),
+    late: float = 0.05,
 ) -> list[str]:
     fleet = engines or (engine("p", Role.PREFILL), engine("d", Role.DECODE))
-    return [one.alert for one in troubles(fleet, moves, recent, 100.0, 5000.0)]
+    return [one.alert for one in troubles(fleet, moves, recent, late, 100.0, 5000.0)]
 
 
 P, D = engine("p", Role.PREFILL), engine("d", Role.DECODE)
@@ -52,6 +55,11 @@ def test_a_fleet_without_a_side() -> None:
     assert found() == []
 
 
+def test_prompts_that_only_engines_without_a_gpu_compute_in_time() -> None:
+    assert found(late=0.06) == ["PDGPUsMissing"]
+    assert found(late=0.05) == []
+
+
 def test_prefill_engines_without_an_address() -> None:
     bare = replace(P, addresses=(), reason="start it with PDConnector")
     assert found(P, bare, D) == ["PDPrefillWithoutAddress"]
@@ -60,7 +68,7 @@ def test_prefill_engines_without_an_address() -> None:
 
 def test_engines_with_one_trouble_are_named_together() -> None:
     down = [replace(engine(f"d{n}", Role.DECODE), up=False, reason="refused") for n in range(9)]
-    (one,) = troubles([P, D, *down], (), FINE, 100.0, 0.0)
+    (one,) = troubles([P, D, *down], (), FINE, 0.0, 100.0, 0.0)
     assert len(one.where) == 9
     assert one.where[0] == "http://d0:8000: refused"
 
@@ -85,7 +93,7 @@ def test_what_an_engine_tells(traffic: dict[str, object], alert: list[str]) -> N
 
 def test_an_outage_names_what_to_do() -> None:
     told = replace(D, warning="no KV has moved there (no_params 9). What to do: set the proxy")
-    (one,) = troubles([P, told], (), FINE, 100.0, 0.0)
+    (one,) = troubles([P, told], (), FINE, 0.0, 100.0, 0.0)
     assert (one.alert, one.level, one.do) == ("PDNoTransfers", "critical", "set the proxy")
     assert found(P, replace(told, traffic=Traffic(failing=1.0))) == ["PDFailingRanks"]
 

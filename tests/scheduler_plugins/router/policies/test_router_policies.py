@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_engines import FixedView, Known
 
+from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.policies.base import Decision, Defer, Reject, Request, Role, Route
 from scheduler_plugins.router.policies.conductor import Conductor
 from scheduler_plugins.router.policies.kv_cost import KvCostPrefill
@@ -333,6 +334,23 @@ def test_minding_those_that_come_after_prefers_the_cache() -> None:
         for weight in (1.0, 2.0)
     ]
     assert [one.engine.name for one in chosen] == ["idle", "warm"]
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(19_000, "p"), (21_000, "c")])
+def test_length_computes_from_costs_which_prompts_are_long(tokens: int, chosen: str) -> None:
+    """An engine of 10,000 tokens a second is held up for 2 s by 20,000 tokens. Without costs the bound is 32,768."""
+    known, unknown = (
+        FixedView(
+            [Known("p", Role.PREFILL, costs=costs)],
+            [Known("d", Role.DECODE)],
+            [Known("c", Role.CPU_PREFILL)],
+        )
+        for costs in (CostModel(a=1e-4), CostModel.token_count())
+    )
+    asked = Request("r", tokens, interactive=False)
+    policy = Length(create("conductor"))
+    assert policy.decide(asked, known, 0.0, Random(0)) == Route(chosen, "d")
+    assert policy.decide(asked, unknown, 0.0, Random(0)) == Route("p", "d")
 
 
 def test_the_length_of_a_sessions_name_costs_no_memory() -> None:

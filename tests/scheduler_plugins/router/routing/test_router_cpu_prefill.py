@@ -3,25 +3,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from router_fakes import FakeEngine, World, answer, hang, run, status, until
 
-from scheduler_plugins.qos.classes import QosClass
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.qos.rules import ClassRule, Match
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.endpoints.admin import create_admin
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
+from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.length import MAX_UNCACHED, MIN_UNCACHED
 from scheduler_plugins.router.prompt.describe import BYTES_PER_TOKEN
+from scheduler_plugins.router.request.overflow import Overflow
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import parse
 
@@ -84,11 +89,52 @@ def test_a_long_prompt_that_nobody_waits_for_is_computed_without_a_gpu() -> None
             assert world.d[0].params[-1]["remote_engine_id"] == "engine-c0"
             assert await computed_by(world, cpu, LONG) == "p0", "somebody waits"
             assert await computed_by(world, cpu, SHORT, **NIGHTLY) == "p0", "it is short"
+            assert await world.metric("cpu_prefills_total", cause="background") == 1
+            assert world.app[SHARED].overflow.share(0.0) == 0, "nobody was late"
             health = (await world.get("/health")).json
             (told,) = [one for one in health["engines"] if one["url"] == cpu.url]
             assert (told["role"], told["hands_over_kv"]) == ("cpu_prefill", True)
 
     run(scenario())
+
+
+def test_what_others_would_be_late_with_is_computed_without_a_gpu_and_counted() -> None:
+    """Somebody waits, the prefill engine is busy for 100 s, and the promise is 2 s."""
+
+    async def scenario() -> None:
+        cpu = FakeEngine("c0", engine_id="engine-c0")
+        await cpu.start()
+        promised = (msgspec.structs.replace(CLASSES[0], slo=Slo(ttft_ms=2000)), CLASSES[1])
+        classed = {"classes": promised, "routes": ROUTES}
+        async with World(policy="length", cpu_prefill=(cpu.url,), **classed) as world:
+            shared = world.app[SHARED]
+            for engine in world.engines:
+                engine.costs, engine.told_costs = CostModel(a=1e-6), True
+            loop = asyncio.get_running_loop()
+            assert await computed_by(world, cpu, SHORT) == "p0"
+            world.known(world.p[0]).load.prefill_sent("other", 10**8, 100.0, loop.time())
+            for _ in range(30):
+                assert await computed_by(world, cpu, SHORT) == "c0"
+            assert await world.metric("cpu_prefills_total", cause="late") == 30
+            (told,) = state(shared, loop.time())["troubles"]
+            assert told["alert"] == "PDGPUsMissing"
+            assert told["what"].startswith("97% of the prompts")
+        await cpu.die()
+
+    run(scenario())
+
+
+def test_the_share_of_late_prompts_is_that_of_ten_minutes_and_of_twenty_prompts_at_least() -> None:
+    counts = Overflow()
+    for n in range(100):
+        counts.note(60.0, late=n < 5)
+    assert counts.share(100.0) == 0.05
+    counts.note(61.0, late=True)
+    assert counts.share(100.0) == 6 / 101
+    assert counts.share(60.0 + 660.0) == 0
+    for _ in range(10):
+        counts.note(800.0, late=True)
+    assert counts.share(800.0) == 0, "ten prompts say nothing"
 
 
 def test_only_the_policy_length_uses_such_an_engine() -> None:

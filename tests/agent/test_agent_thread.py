@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's thread: what it does when no loop can be made."""
+
+import time
+from typing import Any, cast
+
+from support.waits import until
+
+from pd_connector.agent.agent_thread import AgentThread
+from pd_connector.agent.commands import CommandQueue
+from pd_connector.agent.owed import OwedOutcomes
+from pd_connector.agent.page_gate import PageGate
+from pd_connector.config import Config
+from pd_connector.telemetry import Telemetry
+
+
+class FailingLoop:
+    """Its first turn fails."""
+
+    port = 7000
+
+    def wait(self) -> None:
+        raise RuntimeError("a defect")
+
+    def close(self) -> None: ...
+
+
+def test_attempts_to_start_again_come_at_once_and_then_less_and_less_often() -> None:
+    ports: list[int] = []
+    at: list[float] = []
+
+    def make_loop(port: int) -> Any:
+        ports.append(port)
+        at.append(time.monotonic())
+        if len(ports) > 1:
+            raise RuntimeError("no port is free")
+        return FailingLoop()
+
+    parts = CommandQueue(), PageGate(), OwedOutcomes()
+    thread = AgentThread(Config(), Telemetry(), *parts, cast("Any", make_loop), lambda: None)
+    thread.start()
+    try:
+        until(lambda: len(ports) > 4, "four attempts after 0.1, 0.2, 0.4 and 0.8 s", 9.0)
+    finally:
+        thread.close()
+    assert ports == [0, *[FailingLoop.port] * (len(ports) - 1)], "on the port that peers know"
+    assert at[4] - at[1] >= 0.2 + 0.4 + 0.8 - 0.01
