@@ -89,8 +89,8 @@ class SchedulerSide:
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
             codec = coarsest(config.codec, config.codec_max_error) if consumes else RAW.name
-            told = self.identity, self.telemetry, self._ignored, ranks, engine_id, codec
-            self.pool = PoolSide(*opened, windows, *told)
+            told = self.telemetry, self._ignored
+            self.pool = PoolSide(*opened, windows, self.identity, *told, ranks, engine_id, codec)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()
