@@ -67,8 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     out: Path = options.out
-    cache = out / "wheels"
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = ROOT / "build" / "wheels"  # not in the folder that is carried
+    for folder in (out, cache):
+        folder.mkdir(parents=True, exist_ok=True)
     _fetch(cache, options.python)
     wheels = [_wheel(cache, told) for told in WHEELS]
     part, count = _packed(each for wheel in wheels for each in kept(wheel))
