@@ -4,7 +4,6 @@
 Every error names the config key, the value found, and what to do.
 """
 
-import difflib
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -12,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from pd_connector.config_rules import check_key, check_values, wrong
-from pd_connector.errors import ConfigError
+from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.extensions import load_entry_points, unknown_name
 from pd_connector.hosts import is_host, is_loopback, is_wildcard, matches
 
@@ -232,8 +231,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def _unknown_key(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    hint = did_you_mean(name, known) or f"known keys: {', '.join(known)}"
     return f"unknown config key {name!r}: {hint}"
 
 

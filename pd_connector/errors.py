@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions, and the causes under which every failure is counted."""
+"""Exceptions, the causes under which every failure is counted, and the word that was probably meant."""
 
+import difflib
+from collections.abc import Iterable
 from enum import StrEnum
 
 
@@ -83,3 +85,9 @@ class Cause(StrEnum):
     WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s
     WINDOW = "window"  # a sliding window has passed the wanted tokens
     WORDS = "words"  # the producer did not send the last words that the consumer needs
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """`did you mean 'X'?` if one of the known words is close to this one, else an empty string."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""

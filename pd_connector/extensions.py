@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any
 
-from pd_connector.errors import ConfigError
+from pd_connector.errors import ConfigError, did_you_mean
 
 
 class Extension:
@@ -88,9 +88,10 @@ def unknown_name(
         known: the names that this package defines; those of `group` are added.
         config_key: where the name was found.
     """
-    names = ", ".join(dict.fromkeys([*known, *load_entry_points(group)]))
+    names = dict.fromkeys([*known, *load_entry_points(group)])
+    meant = did_you_mean(name, names)
     return ConfigError(
-        f"{kind} {name!r} is not known: there are {names} (config key {config_key}); other packages "
+        f"{kind} {name!r} is not known: {meant + ' There' if meant else 'there'} are {', '.join(names)} (config key {config_key}); other packages "
         f"add one by an entry point of group {group}"
     )
 

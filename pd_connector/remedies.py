@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to set if no KV arrives, by the cause of the failures or by an engine's metrics."""
 
-import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from math import isfinite
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
@@ -17,6 +15,8 @@ HARMLESS = frozenset(
 FAILING_GAUGE = "failing_ranks"
 """The gauge (without prefix) that is above 0 while no KV arrives."""
 _SAMPLE = re.compile(r"^pd_connector:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+)", re.MULTILINE)
+_MOST = 1e18
+"""No count is larger. A larger number is no count, and sums of some would be infinite."""
 _LABELS = re.compile(r'(\w+)="([^"]*)"')
 
 _REACH = (
@@ -83,12 +83,6 @@ class Outage(NamedTuple):
     advice: str
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` if one of the known names is close to this one, else an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def remedy(cause: Cause) -> str:
     """What to set or do if transfers fail for this cause."""
     return _REMEDIES.get(cause, "see the troubleshooting table in docs/configuration.md")
@@ -118,7 +112,7 @@ def samples_in(metrics: str) -> Iterator[tuple[str, dict[str, str], float]]:
             number = float(value)
         except ValueError:
             continue
-        if isfinite(number):
+        if abs(number) <= _MOST:
             yield name, dict(_LABELS.findall(labels)), number
 
 

@@ -5,22 +5,20 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.pool_readers import Landed, Readers, landed
 from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.route import Route
 from pd_connector.pool.jobs import Fill, PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
-from pd_connector.pool.loader import Landing, Loader, ReadChunk
-from pd_connector.pool.plans import plan_load
-from pd_connector.pool.stored import ChunkLoader
+from pd_connector.pool.loader import Landing, Loader
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
@@ -28,9 +26,6 @@ from pd_connector.telemetry import Telemetry
 
 logger = logging.getLogger("pd_connector.agent.pool_loads")
 
-_LANDINGS = 4
-"""Chunks that are being read, or not placed yet."""
-_READERS = 2
 _LANDING_WAIT_S = 10.0
 _STALL_S = 5.0
 """Longest time without a chunk of a load, in seconds. What comes later is dropped."""
@@ -85,16 +80,6 @@ class _Filling:
         return max(fill.first_token, min(self.stop * CHUNK_TOKENS, fill.stop_token))
 
 
-class _Readers:
-    """Threads that read, and the memory that they read into."""
-
-    def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load")
-        self.landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
-        for _ in range(_LANDINGS):
-            self.landings.put(Landing())
-
-
 class PoolLoads:
     """Used by the agent's thread only.
 
@@ -127,9 +112,8 @@ class PoolLoads:
         self._report = report
         self._done = done
         self._experts = experts
-        self._placing = ChunkLoader(cache)
         self._fillings: list[_Filling] = []
-        self._readers = _Readers()
+        self._readers = Readers()
 
     @property
     def due_s(self) -> float:
@@ -146,7 +130,7 @@ class PoolLoads:
             self._end(filling)
         if stalled:
             self._readers.threads.shutdown(wait=False, cancel_futures=True)
-            self._readers = _Readers()
+            self._readers = Readers()
             for filling in self._fillings:
                 filling.moved_s = now
                 self._begin_reads(filling)
@@ -182,12 +166,13 @@ class PoolLoads:
         self, landings: queue.SimpleQueue[Landing], filling: _Filling, chunk: PromptChunk
     ) -> None:
         """In a thread that reads."""
-        found: ReadChunk | PDConnectorError | None = None
+        found: Landed | PDConnectorError | None = None
         landing: Landing | None = None
         if filling.wants(chunk.number):
             try:
                 landing = landings.get(timeout=_LANDING_WAIT_S)
-                found = self._loader.read(chunk, filling.facts, landing)
+                read = self._loader.read(chunk, filling.facts, landing)
+                found = landed(read, filling.fill, chunk, landing)
             except PDConnectorError as error:
                 found = error
             except Exception as error:
@@ -200,7 +185,7 @@ class PoolLoads:
         self,
         filling: _Filling,
         chunk: PromptChunk,
-        found: ReadChunk | PDConnectorError | None,
+        found: Landed | PDConnectorError | None,
         give_back: Callable[[], None] | None,
     ) -> None:
         if isinstance(found, PDConnectorError):
@@ -215,32 +200,30 @@ class PoolLoads:
         if filling.ended and filling in self._fillings:
             self._end(filling)
 
-    def _use(self, filling: _Filling, chunk: PromptChunk, found: ReadChunk) -> None:
+    def _use(self, filling: _Filling, chunk: PromptChunk, found: Landed) -> None:
         """Write a chunk into pages, or compare it with them."""
-        fill = filling.fill
-        needs = [(part.geometry, part.need) for part in found.parts]
-        parts = [(part.geometry, part.need, part.data) for part in found.parts]
-        span = fill.first_token, fill.stop_token
+        fill, comparison = filling.fill, filling.comparison
         try:
-            for part in () if fill.compares else found.parts:
+            for part in () if fill.compares else found.read.parts:
                 if problem := self._trust.problem(part.engine_id, part.writer):
                     filling.fail(chunk.number, *problem)
                     return
-            pieces = plan_load(needs, found.own, fill.pages, chunk.number, *span)
-            if not self._cache.prepare([piece.route for piece in pieces], gathers=False):
+            routes = [piece.route for piece in found.pieces]
+            if not self._cache.prepare(routes, gathers=False):
                 detail = "kernels for this writer's layout are being compiled"
                 filling.fail(chunk.number, Cause.POOL, detail)
                 return
             with self._gate.touching(fill.request) as confirm:
-                if filling.comparison is None:
-                    self._placing.scatter(pieces, parts, filling.fence)
-                else:
-                    for route, apart in self._placing.compare(pieces, parts, filling.fence):
-                        filling.comparison.add(route, apart)
-                        filling.routes.add(route)
+                for piece, payload in zip(found.pieces, found.payloads, strict=True):
+                    where = piece.route, piece.chunk, piece.pages, payload, filling.fence
+                    if comparison is None:
+                        self._cache.scatter(*where)
+                    else:
+                        comparison.add(piece.route, self._cache.compare(*where))
+                        filling.routes.add(piece.route)
                 confirm()
-            filling.nbytes += found.nbytes
-            filling.writers.update(part.writer for part in found.parts)
+            filling.nbytes += found.read.nbytes
+            filling.writers.update(part.writer for part in found.read.parts)
         except AbandonedError:
             raise
         except PoolError as error:

@@ -62,10 +62,10 @@ class Landing:
         self._blocks: dict[int, mmap.mmap] = {}
 
     def room(self, place: int, nbytes: int) -> memoryview:
-        """Memory for a part; `place` tells the parts of a chunk apart."""
-        if len(self._blocks.get(place, b"")) < nbytes:
+        """Memory for a part; `place` tells the parts of a chunk apart, and -1 is for what is made of them."""
+        if nbytes and len(self._blocks.get(place, b"")) < nbytes:
             self._blocks[place] = mmap.mmap(-1, nbytes)
-        return memoryview(self._blocks[place])[:nbytes]
+        return memoryview(self._blocks[place] if nbytes else b"")[:nbytes]
 
 
 class Loader:

@@ -4,14 +4,13 @@
 Every error names the key, the value found, and what to do.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_connector.errors import ConfigError
+from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.pool.room import (
     Room,
     file_system,
@@ -84,8 +83,7 @@ def check(value: object) -> Mapping[str, object] | None:
     given: Mapping[str, object] = {} if value is True else value
     for name in given:
         if name not in KEYS:
-            near = difflib.get_close_matches(str(name), KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(KEYS)}"
+            hint = did_you_mean(name, KEYS) or f"known keys: {', '.join(KEYS)}"
             raise ConfigError(f"unknown config key 'pool.{name}': {hint}")
     read, write = (_switch(name, given.get(name, True)) for name in ("read", "write"))
     if not read and not write:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves chunks between a rank's cache and their bytes at rest. The agent's thread calls it; `plans.py` says what moves where."""
+"""Moves chunks between a rank's cache and their bytes at rest; `plans.py` says what moves where. Only the agent's thread
+touches the rank's cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -11,7 +12,6 @@ from pd_connector.codec import DTYPES
 from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.plan.route import Route
 from pd_connector.pool.form import (
     Form,
     Plane,
@@ -25,7 +25,6 @@ from pd_connector.pool.form import (
 )
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.plans import LoadPiece, Need, SavePiece
-from pd_connector.protocol.consuming.audit import Distance
 
 Buffer = memoryview
 
@@ -97,65 +96,46 @@ def gather_piece(
     cache.gather(piece.route, piece.chunk, piece.pages, room, fence)
 
 
-class ChunkLoader:
-    """Writes chunks into the pages of one rank. One thread uses it; it keeps memory for payloads that must be gathered."""
+def gathered_bytes(pieces: Sequence[LoadPiece]) -> int:
+    """Bytes of the pieces of `plan_load` that do not lie in a part's buffer as they are."""
+    return sum(piece.chunk.nbytes(piece.route) for piece in pieces if piece.offset is None)
 
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
-        self._scratch = bytearray()
 
-    def payloads(
-        self, pieces: Sequence[LoadPiece], parts: Sequence[tuple[Geometry, Need, Buffer]]
-    ) -> Iterator[tuple[LoadPiece, Buffer]]:
-        """The payload of each piece of `plan_load`, for `PagedCache.scatter` or `compare`. Each is valid until the next.
+def payloads(
+    pieces: Sequence[LoadPiece], parts: Sequence[tuple[Geometry, Need, Buffer]], room: Buffer
+) -> list[Buffer]:
+    """The payload of each piece of `plan_load`, for `PagedCache.scatter` or `compare`. Any thread may call it.
 
-        Args:
-            parts: as for `plan_load`, each with its `Need.nbytes` bytes in host memory, which are verified.
-        """
-        caches: dict[tuple[int, Run], PagedCache] = {}
-        for piece in pieces:
-            geometry, needed, buffer = parts[piece.part]
-            nbytes = piece.chunk.nbytes(piece.route)
-            if piece.offset is not None:
-                payload = buffer[piece.offset : piece.offset + nbytes]
-            else:
-                key = piece.part, piece.run
-                if key not in caches:
-                    caches[key] = open_run(piece.run, geometry, needed, buffer)
-                payload = self._gathered(caches[key], piece, nbytes)
-            yield piece, payload.toreadonly()
+    Args:
+        parts: as for `plan_load`, each with its `Need.nbytes` bytes in host memory, which are verified.
+        room: `gathered_bytes(pieces)` bytes. The payloads lie in it and in the parts' buffers.
 
-    def scatter(
-        self,
-        pieces: Sequence[LoadPiece],
-        parts: Sequence[tuple[Geometry, Need, Buffer]],
-        fence: torch.cuda.Event | None = None,
-    ) -> None:
-        """Write pieces into pages; see `payloads` and `PagedCache.scatter`."""
-        for piece, payload in self.payloads(pieces, parts):
-            self._cache.scatter(piece.route, piece.chunk, piece.pages, payload, fence)
+    Raises:
+        PoolError: the views of a run do not fit its geometry. `cause` is `UNLIKE`.
+    """
+    caches: dict[tuple[int, Run], PagedCache] = {}
+    found, used = [], 0
+    for piece in pieces:
+        geometry, needed, buffer = parts[piece.part]
+        nbytes = piece.chunk.nbytes(piece.route)
+        if piece.offset is not None:
+            payload = buffer[piece.offset : piece.offset + nbytes]
+        else:
+            key = piece.part, piece.run
+            if key not in caches:
+                caches[key] = open_run(piece.run, geometry, needed, buffer)
+            payload, used = room[used : used + nbytes], used + nbytes
+            _gather(caches[key], piece, payload)
+        found.append(payload.toreadonly())
+    return found
 
-    def compare(
-        self,
-        pieces: Sequence[LoadPiece],
-        parts: Sequence[tuple[Geometry, Need, Buffer]],
-        fence: torch.cuda.Event | None = None,
-    ) -> Iterator[tuple[Route, list[Distance]]]:
-        """The distance of each piece from what the pages hold; see `payloads` and `PagedCache.compare`."""
-        for piece, payload in self.payloads(pieces, parts):
-            where = piece.route, piece.chunk, piece.pages
-            yield piece.route, self._cache.compare(*where, payload, fence)
 
-    def _gathered(self, stored: PagedCache, piece: LoadPiece, nbytes: int) -> Buffer:
-        """The piece's payload, out of a run at rest."""
-        if len(self._scratch) < nbytes:
-            self._scratch = bytearray(nbytes)
-        room = memoryview(self._scratch)[:nbytes]
-        size = piece.route.source.page_size
-        pages = piece.chunk.pages(size)
-        start = pages.start * size // CHUNK_TOKENS * CHUNK_TOKENS + piece.run.first_token
-        stored.gather(piece.route, piece.chunk, [page - start // size for page in pages], room)
-        return room
+def _gather(stored: PagedCache, piece: LoadPiece, room: Buffer) -> None:
+    """Write the piece's payload, out of a run at rest."""
+    size = piece.route.source.page_size
+    pages = piece.chunk.pages(size)
+    start = pages.start * size // CHUNK_TOKENS * CHUNK_TOKENS + piece.run.first_token
+    stored.gather(piece.route, piece.chunk, [page - start // size for page in pages], room)
 
 
 def open_run(run: Run, geometry: Geometry, needed: Need, buffer: Buffer) -> PagedCache:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pd_connector.remedies import did_you_mean
+from pd_connector.errors import did_you_mean
 from pd_connector.tools.missing import named_if_missing
 
 WRONG_USE = 2
@@ -48,14 +48,19 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
     return status if type(status) is int else 0
 
 
+def not_known(kind: str, name: str, known: Iterable[str]) -> str:
+    """What is wrong with a word that is none of the known ones."""
+    near = did_you_mean(name, known)
+    return f"{kind} {name!r} is not known{'; ' + near if near else ''}"
+
+
 def _refused(error: Any, name: str) -> int:
     """Print what is wrong, and where to read more. Returns the exit status."""
     path = error.ctx.command_path if getattr(error, "ctx", None) else name
     if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
         return WRONG_USE
     if hasattr(error, "possibilities"):
-        option = error.option_name
-        said = f"option {option} is not known{did_you_mean(option, error.possibilities or ())}"
+        said = not_known("option", error.option_name, error.possibilities or ())
     else:
         said = " ".join(error.format_message().split())
     print(f"{path}: {said}\n{path} --help tells more", file=sys.stderr)
@@ -121,7 +126,7 @@ class LateGroup(TyperGroup):
         """The command that the arguments name, and the arguments for it."""
         name = args[0]
         if not name.startswith("-") and name not in self.list_commands(ctx):
-            ctx.fail(f"command {name!r} is not known{did_you_mean(name, self.list_commands(ctx))}")
+            ctx.fail(not_known("command", name, self.list_commands(ctx)))
         return super().resolve_command(ctx, args)
 
 

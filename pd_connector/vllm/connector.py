@@ -31,10 +31,10 @@ from pd_connector.versions import advice
 from pd_connector.vllm.adapters import watch
 from pd_connector.vllm.extension import Operated
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
-from pd_connector.vllm.load_failures import recompute
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
 from pd_connector.vllm.plugin import join_engine_log
+from pd_connector.vllm.pool_attached import attach
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.shards import in_order
 from pd_connector.vllm.support import check_supported, gets_embeddings, load_config
@@ -104,10 +104,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
             )
             watch_calls(self._scheduler)
             if self._scheduler.pool is not None:
-                recompute(self._scheduler.pool.loads)
-                events = vllm_config.kv_events_config
-                if events is not None and events.enable_kv_cache_events:
-                    self._scheduler.pool.publish_events()
+                attach(self._scheduler.pool, vllm_config)
             if vllm_config.lora_config is not None:
                 watch(self._scheduler.identity.adapters)
         else:
@@ -181,8 +178,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         """Called with every step: which blocks have come into the host's pool, or have gone."""
-        pool = self._scheduler.pool if self._scheduler is not None else None
-        return pool.events.take() if pool is not None and pool.events is not None else ()
+        assert self._scheduler is not None
+        return self._scheduler.pool.take_events() if self._scheduler.pool else ()
 
     def has_pending_block_frees(self) -> bool:
         """Called where there is no room: whether pages of ended requests come free soon."""
@@ -300,8 +297,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._scheduler is not None and (pool := self._scheduler.pool) and pool.events:
-            pool.events.close()
+        if self._scheduler is not None and self._scheduler.pool:
+            self._scheduler.pool.close()
 
     def reset_cache(self) -> bool:
         """Nothing is cached between requests. vLLM resets caches when it pauses for new weights."""

@@ -7,7 +7,7 @@ Look-ups: `pool_looks.py`. Loads that end: `pool_loads.py`. Pages that are kept 
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pd_connector.errors import Cause
@@ -33,6 +33,7 @@ from pd_connector.vllm.streaming import kept_pages, scheduled
 from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -107,6 +108,15 @@ class PoolSide:
         (page_size, window), *others = self._windows.tables
         if not others and not window:
             self.events = PoolEvents(self._store, page_size)
+
+    def take_events(self) -> Iterable["KVCacheEvent"]:
+        """KV events of chunks since the last call."""
+        return self.events.take() if self.events else ()
+
+    def close(self) -> None:
+        """The engine ends."""
+        if self.events:
+            self.events.close()
 
     @property
     def model(self) -> bytes:

@@ -176,4 +176,4 @@ class PoolEvents:
 
 
 def _medium(tier: str) -> str:
-    return MEDIUM_CPU if tier == MEMORY else MEDIUM_STORAGE
+    return str(MEDIUM_CPU if tier == MEMORY else MEDIUM_STORAGE)

@@ -88,16 +88,8 @@ class SchedulerSide:
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
             codec = coarsest(config.codec, config.codec_max_error) if consumes else RAW.name
-            self.pool = PoolSide(
-                *opened,
-                windows,
-                self.identity,
-                self.telemetry,
-                self._ignored,
-                ranks,
-                engine_id,
-                codec,
-            )
+            told = self.telemetry, self._ignored
+            self.pool = PoolSide(*opened, windows, self.identity, *told, ranks, engine_id, codec)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()

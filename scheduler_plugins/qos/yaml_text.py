@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
-from pd_connector.remedies import did_you_mean
+from pd_connector.errors import did_you_mean
 
 T = TypeVar("T")
 
@@ -76,14 +77,14 @@ class YamlText:
         unknown, choice = _UNKNOWN.search(said), _CHOICE.search(said)
         if unknown:
             known = [name for one in _kinds(kind) for name in _fields(one)]
-            near = did_you_mean(unknown[1], known) or f"; known are {', '.join(known)}"
+            near = did_you_mean(unknown[1], known) or f"known are {', '.join(known)}"
             line = _line_at(root, [*steps, unknown[1]])
-            return self._message(f"key {unknown[1]!r} is not known{near}", line)
+            return self._message(f"key {unknown[1]!r} is not known; {near}", line)
         key = steps[-1] if steps and not steps[-1].isdigit() and steps[-1] != "..." else ""
         if choice:
             values = [str(value) for one in _kinds(kind) for value in getattr(one, "values", ())]
             near = did_you_mean(choice[1], values)
-            said = f"{key or 'value'} {choice[1]!r}: must be one of {', '.join(values)}{near}"
+            said = f"{key or 'value'} {choice[1]!r}: must be one of {', '.join(values)}{'; ' + near if near else ''}"
         elif key:
             said = f"{key}: {said}"
         return self._message(said, _line_at(root, steps))
@@ -94,8 +95,7 @@ class YamlText:
 
 def _composed(text: bytes) -> Any:
     """The text's nodes, which know their lines; None if there is none."""
-    import yaml
-
+    yaml: Any = import_module("yaml")  # only for the message of an error
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):

@@ -225,19 +225,11 @@ DECODES: dict[str, Case] = {
     "plan, window": functools.partial(plan, 17, 100),
     "tile mask": tile_mask,
 }
-_SWITCHES = (
-    ("paged, fp8, half_codes off", "paged, fp8", "half_codes"),
-    ("mla, 16 heads, fp8, latent_codes off", "mla, 16 heads, fp8", "latent_codes"),
-    ("mla, 128 heads, pairing off", "mla, 128 heads", "pairing"),
-    ("mla, 128 heads, small_tiles off", "mla, 128 heads", "small_tiles"),
-    ("mla, 16 heads, column_merge off", "mla, 16 heads", "column_merge"),
-)
 
 
-def _switched(case: Case, **switches: bool) -> None:
-    with tuned(**switches):
-        case()
+def _whole_lines() -> None:
+    with tuned(column_merge=False):
+        mla()
 
 
-for _name, _case, _switch in _SWITCHES:
-    DECODES[_name] = functools.partial(_switched, DECODES[_case], **{_switch: False})
+DECODES["mla, 16 heads, column_merge off"] = _whole_lines

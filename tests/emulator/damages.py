@@ -14,6 +14,19 @@ from typing import NamedTuple
 from emulator import Damage, Emulator, code_at
 from ptx import Instruction
 
+ACCESSES = (
+    "ld",
+    "st",
+    "ldmatrix",
+    "stmatrix",
+    "atom",
+    "red",
+    "cp",
+    "wgmma",
+    "mbarrier",
+    "bra",
+    "ret",
+)
 LESS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 
 
@@ -71,12 +84,25 @@ class Finding(NamedTuple):
 
 
 def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
-    """All damages of a kind to instructions that a run has reached."""
+    """All damages of a kind to instructions that a run has reached. Two barriers with no access between them
+    are one: Triton puts its own beside a kernel's."""
     for path, executed in reached.items():
-        for place, old in enumerate(code_at(path).program.code):
-            new = KINDS[kind](old) if executed[place] else None
+        code, done = code_at(path).program.code, set()
+        for place, old in enumerate(code):
+            new = KINDS[kind](old) if executed[place] and place not in done else None
             if new is not None:
-                yield Damage(path, place, new)
+                places = (place, *_twins(code, place)) if kind == "barrier" else (place,)
+                done.update(places)
+                yield Damage(path, places, new)
+
+
+def _twins(code: list[Instruction], place: int) -> Iterator[int]:
+    """Barriers behind a barrier, before anything is read or written, or branches."""
+    for later in range(place + 1, len(code)):
+        if code[later].text == code[place].text:
+            yield later
+        elif code[later].name in ACCESSES:
+            return
 
 
 def findings(

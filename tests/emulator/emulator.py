@@ -27,18 +27,19 @@ CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier")
 
 
 class Damage(NamedTuple):
-    """One instruction of a kernel, and what stands there instead."""
+    """One instruction of a kernel, or several, and what stands there instead."""
 
     ptx: Path
-    place: int
+    places: tuple[int, ...]
     instruction: Instruction
 
     def of(self, code: Code) -> Code:
         program = replace(code.program, code=[*code.program.code])
-        program.code[self.place] = self.instruction
         changed = code_of(replace(program, code=[self.instruction]))
         functions, guards = [*code.functions], [*code.guards]
-        functions[self.place], guards[self.place] = changed.functions[0], changed.guards[0]
+        for place in self.places:
+            program.code[place] = self.instruction
+            functions[place], guards[place] = changed.functions[0], changed.guards[0]
         return Code(program, functions, guards)
 
 
@@ -69,6 +70,7 @@ class Emulator:
 
     def __init__(self) -> None:
         self.seed = 0
+        self.proxies = True
         self.damage: Damage | None = None
         self.launched: list[tuple[str, int]] = []
         self.reached: dict[Path, bytearray] = {}
@@ -85,6 +87,7 @@ class Emulator:
         launch = Launch(
             *(code, parameters, launched.grid, launched.threads, launched.shared, live_memory()),
             seed=self.seed,
+            proxies=self.proxies,
         )
         reached = self.reached.setdefault(launched.ptx, bytearray(len(code.functions)))
         with np.errstate(all="ignore"):

@@ -121,3 +121,17 @@ def smallest(program: Program, space: str) -> int:
         if each.name in ("ld", "st", "atom", "red") and space in ".".join(each.modifiers)
     )
     return min([4, *sizes])
+
+
+def special_registers(grid: tuple[int, int, int], threads: int) -> dict[str, Array]:
+    """What each thread of a launch reads from the registers that tell its place."""
+    lane = np.arange(grid[0] * grid[1] * grid[2] * threads)
+    cta, thread = lane // threads, lane % threads
+    place = cta, cta // grid[0], cta // (grid[0] * grid[1])
+    every = {"%laneid": thread % 32, "%warpid": thread // 32, "%smid": cta % 132}
+    for axis, letter in enumerate("xyz"):
+        every[f"%ctaid.{letter}"] = place[axis] % grid[axis]
+        every[f"%nctaid.{letter}"] = np.full(len(lane), grid[axis])
+        every[f"%tid.{letter}"] = thread if axis == 0 else np.zeros_like(thread)
+        every[f"%ntid.{letter}"] = np.full(len(lane), threads if axis == 0 else 1)
+    return every

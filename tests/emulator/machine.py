@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from gangs import JUNK, Code, Gang, Lanes, gang_of, replace_threads, smallest
+from gangs import JUNK, Code, Gang, Lanes, gang_of, replace_threads, smallest, special_registers
 from memory import Array, Clocks, FaultError, GlobalShadow, Memory, SharedShadow
 from ptx import Instruction
 
@@ -24,6 +24,7 @@ class Launch:
     Attributes:
         parameters: memory from the address PARAMETERS.
         bounds: first and last address of each tensor's memory.
+        proxies: whether products need fence.proxy.async to see what threads have written.
         seed: 0 executes in lockstep. Others divide warps into sets that run at their own pace, and choose among
             them at random.
     """
@@ -35,6 +36,7 @@ class Launch:
     shared_bytes: int
     bounds: tuple[Array, Array]
     seed: int = 0
+    proxies: bool = True
     steps: int = 0
     mbarriers: dict[tuple[int, int], Any] = field(default_factory=dict)
     arrived: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -59,7 +61,8 @@ class Launch:
         self.shared_bytes = -(-self.shared_bytes // 128) * 128
         self.shared = Memory(np.full(self.shared_bytes * self.ctas, JUNK, np.uint8))
         self.shared_shadow = SharedShadow(
-            self.clocks, self.shared_bytes, self.ctas, smallest(program, "shared")
+            *(self.clocks, self.shared_bytes, self.ctas, smallest(program, "shared")),
+            self.proxies,
         )
         self.memory = Memory.of_process()
         self.shadow = GlobalShadow(self.clocks, *self.bounds, smallest(program, "global"))
@@ -68,21 +71,10 @@ class Launch:
         self.idle = 0
         self.exited = np.zeros(self.total, bool)
         self.chance = random.Random(self.seed)
-        self.special = self._special()
+        self.special = special_registers(self.grid, self.threads)
         self.where = program.code[0]
         """The instruction that is being executed."""
         self.together = 4 if "wgmma" in kinds else 1
-
-    def _special(self) -> dict[str, Array]:
-        x, y, _ = self.grid
-        place = self.cta, self.cta // x, self.cta // (x * y)
-        every = {"%laneid": self.thread % 32, "%warpid": self.thread // 32, "%smid": self.cta % 132}
-        for axis, letter in enumerate("xyz"):
-            every[f"%ctaid.{letter}"] = place[axis] % self.grid[axis]
-            every[f"%nctaid.{letter}"] = np.full(self.total, self.grid[axis])
-            every[f"%tid.{letter}"] = self.thread if axis == 0 else np.zeros_like(self.thread)
-            every[f"%ntid.{letter}"] = np.full(self.total, self.threads if axis == 0 else 1)
-        return every
 
     def run(self, reached: bytearray) -> None:
         """Execute until all threads have ended, and note which instructions are reached. Raises FaultError."""

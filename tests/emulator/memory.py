@@ -2,7 +2,7 @@
 """Memory of a launch, and the order in which it is used.
 
 Races are found by vector clocks, which do not depend on the order that a run happens to take. Each warp is an
-agent with a clock of its own. The engines that work beside it are agents, too: its copies (`cp.async`), its warpgroup's
+agent with a clock of its own. The engines that work beside it are agents, too: its copies (`cp.async`), its part of
 products (`wgmma`), and each mbarrier's loads (TMA). A warp knows of each agent up to a clock; barriers,
 mbarriers, waits, and atomics with release and acquire pass this knowledge on. Whatever two agents do to the
 same bytes, the later one must know of the earlier.
@@ -73,8 +73,8 @@ class Clocks:
         return self.warps + warps
 
     def products(self, warps: Any) -> Any:
-        """The agent of products of a warpgroup, by any of its warps."""
-        return 2 * self.warps + warps // 4 * 4
+        """The agent of a warp's part of its warpgroup's products, for which only this warp can wait."""
+        return 2 * self.warps + warps
 
     def loads(self, cta: int, mbarrier: int) -> int:
         assert mbarrier < MBARRIERS
@@ -109,14 +109,14 @@ class SharedShadow:
     """For each piece of shared memory of all CTAs: by whom it was written last and when, and when each agent of its
     CTA read it. A piece is as large as the kernel's smallest access, up to 4 bytes."""
 
-    def __init__(self, clocks: Clocks, nbytes: int, ctas: int, piece: int) -> None:
-        self.clocks, self.piece = clocks, piece
+    def __init__(self, clocks: Clocks, nbytes: int, ctas: int, piece: int, proxies: bool) -> None:
+        self.clocks, self.piece, self.proxies = clocks, piece, proxies
         pieces = -(-nbytes // piece) * ctas
         self.writer = np.full(pieces, -1, np.int32)
         self.lane = np.zeros(pieces, np.int8)
         self.written = np.zeros(pieces, np.int32)
         self.warps = clocks.per_cta
-        self.reads = np.zeros((self.warps + -(-self.warps // 4), pieces), np.int32)
+        self.reads = np.zeros((2 * self.warps, pieces), np.int32)
 
     def pieces(self, addresses: Array, size: int) -> Array:
         """[lanes, pieces of an access]."""
@@ -124,11 +124,9 @@ class SharedShadow:
         return found
 
     def _agents(self, warps: Array) -> Array:
-        """[lanes, readers] of a CTA: its warps, then its warpgroups' products."""
-        first = warps // self.warps * self.warps
-        own = first[:, None] + np.arange(self.warps)
-        groups = self.clocks.products(first[:, None] + np.arange(0, self.warps, 4))
-        return np.concatenate([own, groups], 1)
+        """[lanes, readers] of a CTA: its warps, then their products."""
+        own = (warps // self.warps * self.warps)[:, None] + np.arange(self.warps)
+        return np.concatenate([own, self.clocks.products(own)], 1)
 
     def read(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
         """Threads read. What another thread of their warp wrote, they see behind `bar.warp.sync` or a barrier."""
@@ -166,8 +164,8 @@ class SharedShadow:
     def read_by_products(self, warps: Array, pieces: Array, moment: int, where: object) -> None:
         """A warpgroup's products read operands. All its warps must come behind what was written."""
         for warp in warps:
-            self._come_before(np.full(len(pieces), warp), pieces[:, None], 1, where)
-        self.reads[self.warps + warps[0] % self.warps // 4, pieces] = moment
+            self._come_before(np.full(len(pieces), warp), pieces[:, None], int(self.proxies), where)
+        self.reads[self.warps + warps[:, None] % self.warps, pieces] = moment
 
     def write(
         self,

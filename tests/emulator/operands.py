@@ -30,6 +30,11 @@ DTYPES: dict[str, Any] = {
 UNSIGNED = {1: bool, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
+def junk_of(width: int, count: int) -> Array:
+    """What a register holds in threads that have not written it."""
+    return np.full(count * max(1, width // 8), JUNK, np.uint8).view(UNSIGNED[width])
+
+
 class UnknownError(FaultError):
     """An instruction that the emulator does not know."""
 
@@ -108,11 +113,14 @@ class Operands:
 
     def _register(self, text: str, dtype: Any) -> Reader:
         place, width = self.program.registers[text]
+        moves = self.instruction.name == "mov"  # half of a pair may be undefined, and dropped later
         wanted = 1 if dtype.kind == "b" else 8 * dtype.itemsize
         instruction = self.instruction
 
         def read(lanes: Lanes) -> Array:
             register = lanes.registers[place]
+            if register is None and moves:
+                return junk_of(width, lanes.count)
             if register is None:
                 raise FaultError(
                     f"uninitialised: {text} is read before it is written: {instruction}"
@@ -136,12 +144,11 @@ class Operands:
             raise UnknownError(f"no register {text!r}: {self.instruction}")
         place, width = self.program.registers[text]
         dtype = np.dtype(UNSIGNED[width])
-        junk = np.bool_(False) if width == 1 else np.frombuffer(bytes([JUNK]) * 8, dtype)[0]
 
         def write(lanes: Lanes, value: Any) -> None:
             register = lanes.registers[place]
             if register is None:
-                register = lanes.registers[place] = np.full(lanes.launch.total, junk, dtype)
+                register = lanes.registers[place] = junk_of(width, lanes.launch.total)
             value = np.asarray(value)
             if value.dtype != dtype:
                 if value.dtype.itemsize < dtype.itemsize and value.dtype.kind == "i":

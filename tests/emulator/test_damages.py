@@ -1,38 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Negative controls: compiled kernels with one instruction damaged. Some damages of each kind; `python -m
-tests.emulator --damage barrier` (or `wait`, `bound`, `order`) takes all."""
+"""Negative controls: compiled kernels with one instruction damaged, here some of each kind.
+
+`python -m tests.emulator --damage barrier` (or `wait`, `bound`, `order`) takes all. What is not found of
+barriers and waits orders nothing, and docs/kernels.md says which these are.
+"""
 
 import pytest
 from executed import executed
 
-
-def found(name: str, kind: str, every: int) -> tuple[int, int]:
-    """How many damages are found, and of how many."""
-    problems = executed(name, arguments=[f"--damage={kind}", f"--every={every}"])[name]
-    return sum(map(bool, problems.values())), len(problems)
-
-
-@pytest.mark.parametrize(
-    ("name", "every"), [("paged", 4), ("transfer raw, sums", 6), ("mla, 16 heads", 5)]
-)
-def test_a_removed_barrier_is_found(name: str, every: int) -> None:
-    hits, count = found(name, "barrier", every)
-    assert hits == count > 2
+SAMPLES = {
+    "barrier": (5, ("paged", "transfer raw, sums", "mla, 16 heads")),
+    "wait": (1, ("paged", "mla, 16 heads")),
+    "order": (1, ("paged, many workers", "paged, 8 queries")),
+    "bound": (9, ("transfer raw, sums", "paged", "mla, 16 heads")),
+}
+"""How many damages one is taken of, and the cases."""
 
 
-@pytest.mark.parametrize(("name", "every"), [("paged", 1), ("mla, 16 heads", 1)])
-def test_a_wait_that_lets_one_more_be_under_way_is_found(name: str, every: int) -> None:
-    hits, count = found(name, "wait", every)
-    assert hits == count > 1
+def found(kind: str) -> dict[str, tuple[int, int]]:
+    """For each case: how many damages are found, and of how many."""
+    every, names = SAMPLES[kind]
+    problems = executed(*names, arguments=[f"--damage={kind}", f"--every={every}"])
+    return {name: (sum(map(bool, each.values())), len(each)) for name, each in problems.items()}
 
 
-def test_a_fence_that_is_missing_or_an_atomic_without_order_is_found() -> None:
-    hits, count = found("paged, many workers", "order", 1)
-    assert hits == count > 1
+@pytest.mark.parametrize("kind", ["barrier", "wait", "order"])
+def test_a_missing_barrier_wait_or_order_is_found(kind: str) -> None:
+    for name, (hits, count) in found(kind).items():
+        assert hits == count > 0, name
 
 
-@pytest.mark.parametrize("name", ["transfer raw", "paged", "plan"])
-def test_most_bounds_that_are_off_by_one_are_found(name: str) -> None:
-    """Not all: a comparison with a number that never occurs is the same."""
-    hits, count = found(name, "bound", 5)
-    assert hits > count / 3
+def test_bounds_that_are_off_by_one_are_found() -> None:
+    """Not all: a comparison with a number that never occurs is the same, and so is one with another behind it."""
+    for name, (hits, count) in found("bound").items():
+        assert hits > count / 4, name

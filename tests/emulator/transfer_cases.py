@@ -14,7 +14,6 @@ from pd_kernels.transfer.gather import launch_gather, reference_gather
 from pd_kernels.transfer.reshard import launch_reshard, reference_reshard
 from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
 from pd_kernels.transfer.sums import launch_payload_sums, reference_payload_sums
-from pd_kernels.tuning import tuned
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PAGE, TOKENS, FIRST, LAYERS = 16, 40, 5, 2
@@ -128,11 +127,6 @@ def payload_sums() -> None:
     assert finish(sums, len(payload)) == finish(wanted, len(payload)), "sums differ"
 
 
-def one_by_one(codec: str) -> None:
-    with tuned(packed_codes=False):
-        transfer(codec, check=True, only="gather")
-
-
 Case = Callable[[], None]
 _MLA: dict[str, Any] = {"heads": 1, "dims": (576,)}
 _UNLIKE: dict[str, Any] = {"dims": (192, 128)}
@@ -169,8 +163,6 @@ TRANSFERS: dict[str, Case] = {
 } | {
     "verbatim": verbatim,
     "verbatim, sums": functools.partial(verbatim, check=True),
-    "fp8, one by one": functools.partial(one_by_one, "fp8_e4m3"),
-    "int8, one by one": functools.partial(one_by_one, "int8"),
     "reshard, int8": functools.partial(reshard, "int8", 4, 2),
     "reshard, raw": functools.partial(reshard, "raw", 1, 4),
     "reshard, fp8": functools.partial(reshard, "fp8_e4m3", 2, 1),

@@ -138,6 +138,30 @@ def test_two_engines_that_save_one_prompt_at_once_save_it_once(
 SAVED = ("saved", "exists", "being_written")
 
 
+def test_kv_that_came_in_int8_is_read_where_that_is_permitted_and_nowhere_else(
+    pool: PooledEngines, engine: VllmEngine, other: VllmEngine, several: VllmEngine
+) -> None:
+    salt, before = fresh_salt(), len(pool.files())
+    ask = {**TWO_STEP_PARAMS, **NO_READ["kv_transfer_params"]}
+    params = completion(engine, PROMPT, 1, cache_salt=salt, kv_transfer_params=ask)
+    assert len(pool.files()) == before, "its prefill engine saves nothing"
+    with delta(other, "pd_connector:received_transfers_total") as received:
+        given = params.kv_transfer_params
+        completion(other, PROMPT, 32, cache_salt=salt, kv_transfer_params=given)
+    assert received.amount == 1
+    wait_until(lambda: len(pool.files()) >= before + CHUNKS, "the chunks in the pool")
+    assert forget(engine)
+    with delta(engine, "pd_connector:pool_hits_total") as loads:
+        found = completion(engine, PROMPT, 32, cache_salt=salt)
+        completion(engine, [1, 2, 3], 2)
+    assert loads.amount == CHUNKS
+    assert 0 < distance(engine, PROMPT, found.tokens, found.logprobs) <= BOUNDS["int8"]
+    exact = alone(several)
+    assert_same_logprobs(completion(several, PROMPT, 32, cache_salt=salt), exact, TOLERANCE)
+    assert hits(several) == 0
+    assert counted(several, "pool_misses", cause="unlike") >= 1
+
+
 def test_kv_of_weights_that_changed_without_a_version_is_neither_read_nor_written(
     pool: PooledEngines, engine: VllmEngine
 ) -> None:
@@ -180,30 +204,6 @@ def test_weights_that_are_reloaded_are_those_of_their_files(
 
 def in_use(engine: VllmEngine) -> int:
     return engine.log_path.read_text().count(IN_USE)
-
-
-def test_kv_that_came_in_int8_is_read_where_that_is_permitted_and_nowhere_else(
-    pool: PooledEngines, engine: VllmEngine, other: VllmEngine, several: VllmEngine
-) -> None:
-    salt, before = fresh_salt(), len(pool.files())
-    ask = {**TWO_STEP_PARAMS, **NO_READ["kv_transfer_params"]}
-    params = completion(engine, PROMPT, 1, cache_salt=salt, kv_transfer_params=ask)
-    assert len(pool.files()) == before, "its prefill engine saves nothing"
-    with delta(other, "pd_connector:received_transfers_total") as received:
-        given = params.kv_transfer_params
-        completion(other, PROMPT, 32, cache_salt=salt, kv_transfer_params=given)
-    assert received.amount == 1
-    wait_until(lambda: len(pool.files()) >= before + CHUNKS, "the chunks in the pool")
-    assert forget(engine)
-    with delta(engine, "pd_connector:pool_hits_total") as loads:
-        found = completion(engine, PROMPT, 32, cache_salt=salt)
-        completion(engine, [1, 2, 3], 2)
-    assert loads.amount == CHUNKS
-    assert 0 < distance(engine, PROMPT, found.tokens, found.logprobs) <= BOUNDS["int8"]
-    exact = alone(several)
-    assert_same_logprobs(completion(several, PROMPT, 32, cache_salt=salt), exact, TOLERANCE)
-    assert hits(several) == 0
-    assert counted(several, "pool_misses", cause="unlike") >= 1
 
 
 def test_the_pool_works_beside_another_connector(pool: PooledEngines, several: VllmEngine) -> None:

@@ -52,7 +52,7 @@ def loads_at_once(sass: str) -> int:
     most, pending = 0, set[int]()
     count = 0
     for text in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.M):
-        load = re.search(r"LDG\.E\.128\S* R(\d+)", text)
+        load = re.search(r"LDG\.E(?:\.EF)?\.128\S* R(\d+)", text)
         read = {int(register) for register in re.findall(r"\bR(\d+)\b", text)}
         if load:
             first = int(load[1])

@@ -6,6 +6,7 @@ No GPU is needed. What is asserted here is what a kernel needs to run at the spe
 not that it does.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ COPY_BYTES_PER_S = 4.3e12  # of an H200, reads and writes together
 MULTIPROCESSORS = 132
 
 COMMAND = Path(__file__).with_name("kernel_aot.py")
-WIDE = ".E.128"
+WIDE = r"\.E(\.EF)?\.128"
+"""An access of 16 bytes, in its name. EF says `evict_first`."""
+
 
 # Bytes that one program reads of the cache or the payload, where that is what it waits for.
 TILE_BYTES = {
@@ -74,7 +77,7 @@ def kernels(pytestconfig: pytest.Config) -> dict[str, dict[str, Any]]:
 def wide(kernel: dict[str, Any], kind: str) -> int:
     """Bytes that the program's threads together read or write 16 at a time, in the code as it
     lies."""
-    found = sum(n for name, n in kernel["accesses"].items() if name.startswith(kind + WIDE))
+    found = sum(n for name, n in kernel["accesses"].items() if re.match(kind + WIDE, name))
     return 16 * found * int(kernel["threads"])
 
 

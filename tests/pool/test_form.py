@@ -25,7 +25,7 @@ from pd_connector.pool.form import (
 
 RUN = pages_run()
 BYTES = RUN.planes[0].nbytes
-"""Of a head in a page of 32 tokens: rows of 16 elements, K and then V."""
+"""A head in a page of 32 tokens: rows of 16 elements, K and then V."""
 
 
 def group(**fields: Any) -> Geometry:

@@ -13,7 +13,7 @@ from pd_connector.pool.form import Form
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.plans import need, needed_parts, plan_load, plan_save
 from pd_connector.pool.record import decode, encode, payload_problem, read_header, readable
-from pd_connector.pool.stored import ChunkLoader, describe, gather_piece
+from pd_connector.pool.stored import describe, gather_piece, gathered_bytes, payloads
 from support.caches import LAYOUTS, ON_THE_HOST, Rank
 from support.filled import bits
 from support.pool_records import FACTS, record, sealed
@@ -141,5 +141,7 @@ def read(
     pieces = plan_load(
         [part[:2] for part in parts], own, rank.tables if tables is None else tables, number, *span
     )
-    ChunkLoader(rank.cache).scatter(pieces, parts, rank.cache.fence())
+    room = memoryview(bytearray(gathered_bytes(pieces)))
+    for piece, payload in zip(pieces, payloads(pieces, parts, room), strict=True):
+        rank.cache.scatter(piece.route, piece.chunk, piece.pages, payload, rank.cache.fence())
     return sum(nbytes for _, needed, _ in parts for _, nbytes in needed.ranges)

@@ -21,7 +21,7 @@ from pd_kernels.bench import decode_baselines, decode_cases, host, vllm_baseline
 from pd_kernels.bench.decode_cases import (
     FP8,
     LENGTHS,
-    RAGGED,
+    MLA_CASES,
     Heads,
     LatentSet,
     PagedSet,
@@ -59,17 +59,6 @@ PAGES = (16, 64)
 LLAMA = Heads(32, 8, 128)
 HEADS = (LLAMA, Heads(64, 8, 128), Heads(28, 4, 128))
 QUICK = ("uniform 64 x 4k", "lognormal", "ragged 4")
-MLA_CASES: dict[str, tuple[list[int], int, int]] = {
-    "ragged 4, 4 queries": (RAGGED, 16, 4),
-    "one 64k": ([65_536], 16, 1),
-    "64 x 256-1024, 4 queries": ([256 + 12 * i for i in range(64)], 16, 4),
-    "64 x 512, 2 queries": ([512] * 64, 16, 2),
-    "132 x 4k, 4 queries": ([4_096] * 132, 16, 4),
-    "128 x 4k, 128 heads": ([4_096] * 128, 128, 1),
-    "128 x 8k, 128 heads, 2 queries": ([8_192] * 128, 128, 2),
-}
-"""Lengths, heads, queries. The first five come from ThunderMLA, the last two from FlashMLA."""
-
 SHARDED = [131_072] * 8
 """Lengths of sequences that spread over several instances."""
 

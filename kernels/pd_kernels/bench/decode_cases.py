@@ -36,6 +36,16 @@ LENGTHS: dict[str, Callable[[random.Random], list[int]]] = {
     "128k + 63 x 1k": lambda _: [131_072] + [1_024] * 63,
     "64, to 512": lambda chance: [chance.randint(1, 512) for _ in range(64)],
 }
+MLA_CASES: dict[str, tuple[list[int], int, int]] = {
+    "ragged 4, 4 queries": (RAGGED, 16, 4),
+    "one 64k": ([65_536], 16, 1),
+    "64 x 256-1024, 4 queries": ([256 + 12 * i for i in range(64)], 16, 4),
+    "64 x 512, 2 queries": ([512] * 64, 16, 2),
+    "132 x 4k, 4 queries": ([4_096] * 132, 16, 4),
+    "128 x 4k, 128 heads": ([4_096] * 128, 128, 1),
+    "128 x 8k, 128 heads, 2 queries": ([8_192] * 128, 128, 2),
+}
+"""Lengths, heads, queries. The first five come from ThunderMLA, the last two from FlashMLA."""
 
 
 class Heads(NamedTuple):

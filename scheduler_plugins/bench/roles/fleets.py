@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.sim.links import Network
@@ -24,6 +25,8 @@ class FleetKind:
     ttft_s: float
     """The promises."""
     tpot_s: float
+    promised: bool = True
+    """Whether the router knows the promises, and refuses what it cannot keep. If not, it assumes the usual ones."""
     engines: int = ENGINES
     latency_s: float = Network().latency_s
     """Of a handoff, besides the time that its bytes need."""
@@ -46,8 +49,8 @@ class FleetKind:
             costs=self.costs,
             kv_tokens=self.kv_tokens,
             network=Network(kv_bytes_per_token=self.kv_bytes_per_token, latency_s=self.latency_s),
-            ttft_slo_s=self.ttft_s,
-            tpot_slo_s=self.tpot_s,
+            ttft_slo_s=self.ttft_s if self.promised else inf,
+            tpot_slo_s=self.tpot_s if self.promised else inf,
         )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_plugins.bench.roles import truth_engines, truth_live
 from scheduler_plugins.bench.roles.fleets import OPT_13B
@@ -46,8 +46,9 @@ def compare(
         PDConnectorError: an engine does not start, or requests failed.
     """
     if mocks:
-        given = plan(OPT_13B, code[:3000], conv[:3000], seconds, load, jobs, say)
-        with truth_live.mocks(OPT_13B, say) as live:
+        fleet = replace(OPT_13B, promised=False)
+        given = plan(fleet, code[:3000], conv[:3000], seconds, load, jobs, say)
+        with truth_live.mocks(fleet, say) as live:
             return _both(live, given, policies, say)
     code, conv = truth_engines.scaled(code), truth_engines.scaled(conv)
     with truth_engines.engines([*code, *conv], say) as live:

@@ -89,6 +89,7 @@ def engines(requests: Sequence[Waiting], say: Say) -> Iterator[Live]:
                 kv_bytes_per_token=KV_BYTES_PER_TOKEN,
                 ttft_s=ASSUMED_TTFT_S,
                 tpot_s=ASSUMED_TPOT_S,
+                promised=False,
                 engines=ENGINES,
             )
             live = Live(fleet, made, 1, logs / "costs.json", logs)

@@ -35,7 +35,10 @@ function make(tag, kind = "", text = "") {
 }
 function say(element, text) { if (element.textContent !== text) element.textContent = text; }
 function keep(parent, wanted, key, create, update) {  // one child for each item, in order; known ones stay
-  const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const known = new Map();
+  for (const child of [...parent.children])
+    if (known.has(child.dataset.key)) child.remove();
+    else known.set(child.dataset.key, child);
   let place = parent.firstChild;
   for (const item of wanted) {
     const name = key(item);
@@ -53,7 +56,7 @@ function keep(parent, wanted, key, create, update) {  // one child for each item
 const MOST_NAMED = 4;
 function showTroubles(troubles) {
   byId("troubles").hidden = !troubles.length;
-  keep(byId("wrong"), troubles, (one) => `${one.alert} ${one.what}`,
+  keep(byId("wrong"), troubles, (one) => `${one.alert} ${one.what} ${one.do}`,
     (one) => {
       const made = make("li", one.level);
       made.append(make("span", `level ${one.level}`, one.level), make("p", "what"), make("ul", "where"), make("p", "do"));

@@ -25,6 +25,8 @@ EVENTS = "/live"
 EVERY_S = 1.0
 MOST_WATCHERS = 20
 """Most open pages, counted apart with and without the operator's token. Each page costs the router some time."""
+_LONGEST_S = 1e6
+"""Longest queue that is shown. JSON has no infinity."""
 _FOLDER = Path(__file__).parent
 _HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 
@@ -135,7 +137,7 @@ def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[s
         "away": engine.standing.place.home not in (None, engine.role),
         "pinned": engine.standing.pinned,
         "requests": engine.in_flight,
-        "queued_s": round(engine.queued_s(now_s), 3),
+        "queued_s": round(min(engine.queued_s(now_s), _LONGEST_S), 3),
         "batch": engine.batch,
         "context": engine.context,
         "cache_used": traffic.cache_used,

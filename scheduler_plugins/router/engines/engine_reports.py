@@ -16,6 +16,9 @@ from scheduler_plugins.admission.report import WILDCARDS, EngineReport, decode
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.engines.engine import BackendEngine
 
+_MOST = 1e12
+"""No engine has more requests. A larger number is none, and infinity cannot be rounded."""
+
 
 class Told(NamedTuple):
     """An engine's report of its own load."""
@@ -66,6 +69,8 @@ def from_metrics(text: bytes) -> Told | None:
             if name == b"kv_cache_usage_perc":
                 usages.append(float(value))
     except ValueError:
+        return None
+    if any(not abs(total) <= _MOST for total in sums.values()):
         return None
     described = _CACHE.search(text)
     info = dict(_LABELS.findall(described[1])) if described else {}

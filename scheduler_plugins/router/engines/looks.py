@@ -11,7 +11,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.engines.traffic import Reading, between
+from scheduler_plugins.router.engines.traffic import Reading, Traffic, between
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.metrics import OUTCOMES
 
@@ -23,6 +23,9 @@ STORE_LOOK_S = 10.0
 """Pause between two queries of an engine's place in the KV pool of its host."""
 METRICS_LOOK_S = 5.0
 """Pause between two queries of an engine's metrics, in seconds."""
+
+SLOW = 3
+"""Factor for that pause after an engine has not answered."""
 
 
 class Looks:
@@ -89,6 +92,9 @@ class Looks:
             warning, handoffs, reading = await self._ask.arrivals()
         except EngineFailedError as failure:
             logger.debug("%s does not answer /metrics: %s", engine.url, failure)
+            # Health checks wait for the answer, so a slow engine is asked less often.
+            self.metrics_at = now + SLOW * METRICS_LOOK_S
+            engine.traffic = Traffic()
             return
         engine.traffic, moved = between(self._last, reading)
         self._last = reading

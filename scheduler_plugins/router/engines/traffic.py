@@ -23,12 +23,14 @@ _WANTED = (
     b"vllm:cache_config_info",
     b"sglang:token_usage",
 )
+_MOST_NAMES = 64
+"""Most codecs and ranks of an engine. There are fewer, unless the engine is broken."""
 _UNSAVED = ("full", "quota", "unwell", "failed")
 """Causes of `pool_saves` that an operator can do something about."""
 _USED = re.compile(
     r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
 )
-_PAGES = re.compile(r'^vllm:cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
+_PAGES = re.compile(r'^vllm:cache_config_info\{[^}]*\bnum_gpu_blocks="(\d{1,12})"', re.MULTILINE)
 
 
 class Reading(NamedTuple):
@@ -74,8 +76,8 @@ def read(metrics: str, now_s: float) -> Reading:
         totals[name] += value
         if label := labels.get("cause") or labels.get("codec"):
             totals[f"{name}/{label}"] += value
-    used = [float(value) for value in _USED.findall(metrics)]
-    pages = sum(int(count) for count in _PAGES.findall(metrics))
+    used = [min(1.0, max(0.0, float(value))) for value in _USED.findall(metrics)]
+    pages = sum(int(count) for count in _PAGES.findall(metrics)[:_MOST_NAMES])
     return Reading(now_s, totals, max(used, default=None), pages)
 
 
@@ -105,11 +107,8 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         unsaved=next((cause for cause in _UNSAVED if new[f"pool_saves/{cause}"] > 0), ""),
         pool_stalls=new["pool_misses/late"] + new["pool_misses/stalled"],
     )
-    codecs = {
-        name.partition("/")[2]: count
-        for name, count in new.items()
-        if name.startswith("asked_transfers/") and count > 0
-    }
+    asked = [name for name in new if name.startswith("asked_transfers/") and new[name] > 0]
+    codecs = {name.partition("/")[2]: new[name] for name in asked[:_MOST_NAMES]}
     moved = Moved(
         seconds,
         new["received_bytes"],

@@ -14,8 +14,11 @@ DWELL_S = 30.0
 """An engine keeps a new role at least this long."""
 PAUSE_S = 5.0
 """Time between two moves of a group. The first move must show its effect before the second."""
-LONGEST_DWELL_S = 3600.0
-"""Dwell does not double beyond this, so a fleet that once swung becomes elastic again."""
+LONGEST_TURN_S = 60.0
+"""The dwell of a group does not double beyond this. A longer one holds a group on the wrong side when its traffic changes:
+a fleet that had swung three times was held for four minutes, with nearly all requests late."""
+LONGEST_PAUSE_S = 3600.0
+"""The time until a failed move is tried again does not double beyond this."""
 _TOWARDS = {Role.PREFILL: -1, Role.BOTH: 0, Role.DECODE: 1}
 _SIDES = (Role.PREFILL, Role.DECODE)
 
@@ -35,7 +38,8 @@ class RoleController:
     | guard | what it means |
     |---|---|
     | dwell | an engine keeps a role for `dwell_s`; a group does not turn its direction within `dwell_s` of a move |
-    | doubling | a direction that turns back within two dwells doubles the group's dwell; a calmer turn resets it |
+    | doubling | a direction that turns back within two dwells doubles the group's dwell, up to `LONGEST_TURN_S`;
+        a calmer turn resets it |
     | pause | a group has one move within `pause_s` |
     | minima | `min_prefill` and `min_decode` engines of each group stay alive on their side |
     | may, pins | an engine gets only roles that it may have; a pinned engine keeps its role |
@@ -132,7 +136,7 @@ class RoleController:
         towards = _direction(role, move.role)
         if swing.towards and towards == -swing.towards:
             back = now_s - swing.moved_s < 2 * swing.dwell_s
-            swing.dwell_s = min(LONGEST_DWELL_S, 2 * swing.dwell_s) if back else self._dwell_s
+            swing.dwell_s = min(LONGEST_TURN_S, 2 * swing.dwell_s) if back else self._dwell_s
         swing.moved_s, swing.towards = now_s, towards
 
     def _guarded(self, member: Member, spare: Mapping[Role, bool], now_s: float) -> Member:
@@ -148,7 +152,7 @@ class RoleController:
             return True
         since_s = max(member.since_s, self._since_s.get(member.name, -inf))
         failed_s, failures = self._failures.get(member.name, (-inf, 0))
-        again_s = failed_s + min(LONGEST_DWELL_S, self._dwell_s * 2 ** (failures - 1))
+        again_s = failed_s + min(LONGEST_PAUSE_S, self._dwell_s * 2 ** (failures - 1))
         swing = self._swings.get(member.group)
         paused = swing is not None and now_s - swing.moved_s < self._pause_s
         return paused or now_s - since_s < self._dwell_s or now_s < again_s

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pd_connector.remedies import did_you_mean
+from pd_connector.errors import did_you_mean
 from scheduler_plugins.qos.classes import ONLY, QosClass, default_class
 from scheduler_plugins.qos.watched import Watched
 from scheduler_plugins.qos.yaml_text import YamlText
@@ -152,8 +152,8 @@ def _limits(given: Mapping[str, float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in given.items():
         if name not in known:
-            near = did_you_mean(name, known) or f"; known are {', '.join(sorted(known))}"
-            raise ValueError(f"limits: {name!r} is no limit{near}")
+            near = did_you_mean(name, known) or f"known are {', '.join(sorted(known))}"
+            raise ValueError(f"limits: {name!r} is no limit; {near}")
         if name in whole and value != int(value):
             raise ValueError(f"limits: {name} {value}: must be a whole number")
         found[name] = int(value) if name in whole else float(value)

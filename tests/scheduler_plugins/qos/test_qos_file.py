@@ -55,7 +55,7 @@ def test_an_empty_file_means_the_defaults() -> None:
         ("name: free", "name: premium", "name 'premium' is given twice"),
         ("name: free", "name: ''", "name '': must not be empty"),
         ("ttft_ms: 500", "ttft_ms: -1", "ttft_ms -1.* milliseconds > 0"),
-        ("tpot_ms", "tpot", r"nodes.yaml:4: key 'tpot' is not known; did you mean tpot_ms\?"),
+        ("tpot_ms", "tpot", r"nodes.yaml:4: key 'tpot' is not known; did you mean 'tpot_ms'\?"),
         ("qos: standard", "qos: gold", r"routes\[1\]: qos 'gold' must be one of premium, stand"),
         ('"x-customer-tier: premium"', '"premium"', "header 'premium': must look like"),
         ('{match: {header: "x-customer-tier: standard"}', "{match: {}", r"routes\[1\].*last"),

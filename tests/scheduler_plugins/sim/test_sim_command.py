@@ -235,8 +235,11 @@ def test_pd_router_names_its_commands(capsys) -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("sreve", "pd-router: command 'sreve' is not known; did you mean serve?"),
-        ("--prefil a:1", "pd-router serve: option --prefil is not known; did you mean --prefill?"),
+        ("sreve", "pd-router: command 'sreve' is not known; did you mean 'serve'?"),
+        (
+            "--prefil a:1",
+            "pd-router serve: option '--prefil' is not known; did you mean '--prefill'?",
+        ),
         ("serve --prefill a:1", "pd-router serve: decode: no URL given; name at least one engine"),
         ("serve --prefill --decode b:1", "pd-router serve: option --prefill needs a value"),
         ("serve --port x", "pd-router serve: Invalid value for '--port'"),
@@ -244,9 +247,9 @@ def test_pd_router_names_its_commands(capsys) -> None:
         ("serve --kv-events x", "pd-router serve: kv_events 'x': must look like http://"),
         (
             "simulate --polcy x",
-            "pd-router simulate: option --polcy is not known; did you mean --policy?",
+            "pd-router simulate: option '--polcy' is not known; did you mean '--policy'?",
         ),
-        ("mock --sped 2", "pd-router mock: option --sped is not known; did you mean --speed?"),
+        ("mock --sped 2", "pd-router mock: option '--sped' is not known; did you mean '--speed'?"),
     ],
 )
 def test_an_error_of_use_takes_two_lines_and_names_what_was_meant(

@@ -97,14 +97,14 @@ def test_a_command_that_nobody_has_is_refused() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (("docter",), "pd-connector: command 'docter' is not known; did you mean doctor?"),
+        (("docter",), "pd-connector: command 'docter' is not known; did you mean 'doctor'?"),
         (
             ("doctor", "--pear", "x"),
-            "pd-connector doctor: option --pear is not known; did you mean --peer?",
+            "pd-connector doctor: option '--pear' is not known; did you mean '--peer'?",
         ),
         (
             ("bench", "handof"),
-            "pd-connector bench: command 'handof' is not known; did you mean handoff?",
+            "pd-connector bench: command 'handof' is not known; did you mean 'handoff'?",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
-from pd_connector.errors import ConfigError
+from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.pool.settings import check as check_pool
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
@@ -132,8 +132,7 @@ def _unknown(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
             advice = f'write "kv_connector_extra_config": {{{json.dumps(key)}: {json.dumps(value[key])}}}'
             yield Finding(place, "keys", Status.FAIL, found, advice)
         elif key not in KEYS:
-            near = difflib.get_close_matches(str(key), KEYS, n=1)
-            advice = f"did you mean {near[0]!r}?" if near else f"vLLM knows {', '.join(KEYS)}"
+            advice = did_you_mean(key, KEYS) or f"vLLM knows {', '.join(KEYS)}"
             yield Finding(place, "keys", Status.FAIL, f"unknown key {key!r}", advice)
 
 

@@ -4,70 +4,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import aiohttp
 import pytest
-import yaml
-from router_fakes import run, until
+from router_fakes import FAST, FakeEngine, until
 from support.fake_kubernetes import FakeKubernetes, pod
+from support.followed_pods import NAME, following
 
+from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines import named as named_module
+from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.engines.kubernetes import api as api_module
 from scheduler_plugins.router.engines.kubernetes import pods as pods_module
 from scheduler_plugins.router.engines.kubernetes.pods import Pods
 from scheduler_plugins.router.engines.named import NamedEngines
+from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
-from scheduler_plugins.router.settings.members import checked_name
-
-NAME = "k8s+http://serving:8200/app=vllm"
-POOL = "inference.networking.k8s.io/v1/namespaces/serving/inferencepools/llama"
-
-
-class Followed:
-    """What was heard of one name."""
-
-    def __init__(self) -> None:
-        self.urls: list[str] | None = None
-        self.problems: list[str] = []
-
-    def told(self, *addresses: str) -> bool:
-        return self.urls == [f"http://{address}" for address in addresses]
-
-    def tell(self, urls: Any) -> None:
-        self.urls = list(urls)
-
-
-@asynccontextmanager
-async def following(url: str = NAME) -> AsyncIterator[Followed]:
-    heard = Followed()
-    async with aiohttp.ClientSession() as session:
-        pods = Pods(checked_name("decode", url), session, heard.tell, heard.problems.append)
-        task = asyncio.create_task(pods.follow())
-        try:
-            yield heard
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-@pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Run a scenario with an API server that has two pods."""
-
-    def play(scenario: Callable[[FakeKubernetes], Coroutine[Any, Any, None]]) -> None:
-        async def whole() -> None:
-            async with FakeKubernetes() as server:
-                monkeypatch.setenv(api_module.API_VARIABLE, server.url)
-                await server.put(pod("a", "10.0.0.1"), pod("b", "10.0.0.2"))
-                await scenario(server)
-
-        run(whole())
-
-    return play
 
 
 def test_changes_arrive_without_another_list(scene: Callable[..., None]) -> None:
@@ -129,12 +82,43 @@ def test_a_watch_that_the_server_ends_is_resumed_from_a_bookmark(
         async with following() as heard:
             await until(lambda: server.watches == 1, "it watches")
             await server.bookmark()
-            await until(lambda: server.count("watch") >= 2, "the first watch has ended")
+            await asyncio.sleep(0.2)  # it is sent and read
             server.compact()  # only the bookmark's version is still known
+            await until(lambda: server.count("watch") >= 2, "the first watch has ended")
             await server.put(pod("c", "10.0.0.3"))
             await until(lambda: len(heard.urls or ()) == 3, "it is heard")
             assert server.count("list") == 1
             assert heard.problems == [], "an end in time is no problem"
+
+    scene(scenario)
+
+
+def test_pods_join_and_leave_a_router_that_serves(
+    scene: Callable[..., None],
+) -> None:
+    """Without a lookup in between: each of these would have taken up to five seconds."""
+
+    async def scenario(server: FakeKubernetes) -> None:
+        engines = [FakeEngine("p", "engine-p"), FakeEngine("d")]
+        for engine in engines:
+            await engine.start()
+        prefill, decode = engines
+        await server.remove("a")
+        await server.put(pod("b", "127.0.0.1", ready=False))
+        name = f"k8s+http://serving:{decode.port}/app=vllm"
+        config = RouterConfig(prefill=(prefill.url,), decode=(name,), **FAST)
+        async with RouterServer(config) as router:
+            pool = router.app[SHARED].pool
+            assert pool.up(Role.DECODE) == []
+            await server.put(pod("b", "127.0.0.1"))
+            await until(lambda: [e.url for e in pool.up(Role.DECODE)] == [decode.url], "joined")
+            await server.put(pod("b", "127.0.0.1", ready=False))
+            await until(lambda: pool.up(Role.DECODE) == [], "it has left")
+        assert server.count("list") == 1
+        names = [task.get_name() for task in asyncio.all_tasks()]
+        assert not [one for one in names if one.startswith("look up")], "nobody watches any more"
+        for engine in engines:
+            await engine.die()
 
     scene(scenario)
 
@@ -202,21 +186,6 @@ def test_a_server_that_was_restored_from_a_backup_is_listed_again(
             server.pods.pop("a")
             server.cut()
             await until(lambda: heard.told("10.0.0.2:8200"), "it is listed again")
-
-    scene(scenario)
-
-
-def test_a_token_that_cannot_be_read_is_named_and_read_again(
-    scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "ca.crt").write_text("no certificate")
-    monkeypatch.setattr(api_module, "ACCOUNT", tmp_path)
-
-    async def scenario(server: FakeKubernetes) -> None:
-        async with following() as heard:
-            await until(lambda: bool(heard.problems), "it is said")
-            (tmp_path / "ca.crt").unlink()
-            await until(lambda: heard.told("10.0.0.1:8200", "10.0.0.2:8200"), "it is read again")
 
     scene(scenario)
 
@@ -313,168 +282,3 @@ def test_a_forbidden_watch_is_said_once_and_replaced_by_lists(
         assert "give it the verb `watch`" in said[0]
 
     scene(scenario)
-
-
-@pytest.mark.parametrize(
-    ("url", "spec", "told"),
-    [
-        (
-            "pool+http://serving/llama",
-            {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8000}]},
-            ["10.0.0.1:8000", "10.0.0.2:8000"],
-        ),
-        (
-            "pool+http://serving/llama/role=decode",
-            {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8000}]},
-            ["10.0.0.3:8000"],
-        ),
-        (
-            "pool+http://serving/llama/role=decode",
-            {
-                "selector": {"matchLabels": {"app": "vllm"}},
-                "targetPorts": [{"number": 8000}, {"number": 8001}],
-            },
-            ["10.0.0.3:8000", "10.0.0.3:8001"],
-        ),
-    ],
-)
-def test_the_pods_and_ports_of_an_inference_pool_are_engines(
-    scene: Callable[..., None], url: str, spec: dict[str, Any], told: list[str]
-) -> None:
-    async def scenario(server: FakeKubernetes) -> None:
-        server.pools[POOL] = {"kind": "InferencePool", "spec": spec}
-        if "role" in url:
-            await server.put(pod("c", "10.0.0.3", app="vllm", role="decode"))
-        async with following(url) as heard:
-            await until(lambda: heard.told(*told), "its pods are engines")
-            await server.put(pod("d", "10.0.0.4", app="vllm", role="decode"))
-            await until(lambda: f"http://10.0.0.4:{told[-1][-4:]}" in heard.urls, "it is followed")
-
-    scene(scenario)
-
-
-def test_a_changed_inference_pool_is_noticed_when_a_watch_ends(
-    scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api_module, "WATCH_S", 1.0)
-
-    async def scenario(server: FakeKubernetes) -> None:
-        old = "inference.networking.x-k8s.io/v1alpha2/namespaces/serving/inferencepools/llama"
-        server.pools[old] = {"spec": {"selector": {"app": "vllm"}, "targetPortNumber": 1}}
-        async with following("pool+http://serving/llama") as heard:
-            await until(lambda: heard.told("10.0.0.1:1", "10.0.0.2:1"), "by its older API")
-            server.pools[old] = {"spec": {"selector": {"app": "vllm"}, "targetPortNumber": 2}}
-            await until(lambda: heard.told("10.0.0.1:2", "10.0.0.2:2"), "the port is another")
-
-    scene(scenario)
-
-
-def test_a_pool_that_nobody_knows_is_named(scene: Callable[..., None]) -> None:
-    async def scenario(server: FakeKubernetes) -> None:
-        async with following("pool+http://serving/llama") as heard:
-            await until(lambda: bool(heard.problems), "it is said")
-            assert "no InferencePool llama in namespace serving" in heard.problems[0]
-            assert heard.urls is None
-
-    scene(scenario)
-
-
-@pytest.mark.parametrize(
-    ("given", "usual"),
-    [
-        ("pool+http://serving/llama/", "pool+http://serving/llama"),
-        ("pool+http://serving/llama/llm-d.ai%2Frole=decode", "pool+http://serving/llama/llm-d.ai/role=decode"),
-        ("k8s+http://serving:8000/llm-d.ai/role=decode", "k8s+http://serving:8000/llm-d.ai/role=decode"),
-        ("pool+http://serving", None),
-        ("pool+http://serving:8000/llama", None),
-        ("pool+http://serving/app=vllm", None),
-        ("k8s+http://serving/app=vllm", None),
-    ],
-)  # fmt: skip
-def test_names_have_one_form(given: str, usual: str | None) -> None:
-    if usual is not None:
-        assert checked_name("engine", given) == usual
-        return
-    form = given.partition(":")[0]
-    with pytest.raises(ValueError, match=rf"engine '.*': must look like {form.replace('+', '.')}"):
-        checked_name("engine", given)
-
-
-def test_the_kubeconfig_is_used_outside_of_a_cluster(
-    scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("kubernetes_asyncio", reason="kubernetes-asyncio is not installed")
-
-    async def scenario(server: FakeKubernetes) -> None:
-        monkeypatch.delenv(api_module.API_VARIABLE)
-        monkeypatch.delenv(api_module.HOST_VARIABLE, raising=False)
-        server.token = "of-a-user"
-        config = tmp_path / "config"
-        config.write_text(yaml.safe_dump(kubeconfig(server)))
-        monkeypatch.setenv("KUBECONFIG", str(config))
-        async with following() as heard:
-            await until(lambda: heard.told("10.0.0.1:8200", "10.0.0.2:8200"), "they are listed")
-            await until(lambda: server.watches == 1, "and watched")
-
-    scene(scenario)
-
-
-def kubeconfig(server: FakeKubernetes) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "c",
-        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-        "clusters": [{"name": "k", "cluster": {"server": server.url}}],
-        "users": [{"name": "u", "user": {"token": server.token}}],
-    }
-
-
-def test_the_server_of_these_tests_is_understood_by_kubernetes_own_client(
-    scene: Callable[..., None],
-) -> None:
-    pytest.importorskip("kubernetes_asyncio", reason="kubernetes-asyncio is not installed")
-    from kubernetes_asyncio.client import ApiClient, Configuration, CoreV1Api
-    from kubernetes_asyncio.client.exceptions import ApiException
-    from kubernetes_asyncio.watch import Watch
-
-    async def scenario(server: FakeKubernetes) -> None:
-        async with ApiClient(Configuration(host=server.url)) as client:
-            core = CoreV1Api(client)
-            listed = await core.list_namespaced_pod("serving", label_selector="app=vllm")
-            assert [one.status.pod_ip for one in listed.items] == ["10.0.0.1", "10.0.0.2"]
-            version = listed.metadata.resource_version
-            await server.put(pod("c", "10.0.0.3"))
-            await server.remove("a")
-            named = {
-                "label_selector": "app=vllm",
-                "resource_version": version,
-                "timeout_seconds": 1,
-            }
-
-            async def seen() -> list[tuple[str, str]]:
-                async with Watch() as watch:
-                    stream = watch.stream(core.list_namespaced_pod, "serving", **named)
-                    return [(one["type"], one["object"].status.pod_ip) async for one in stream]
-
-            assert await seen() == [("ADDED", "10.0.0.3"), ("DELETED", "10.0.0.1")]
-            server.compact()
-            with pytest.raises(ApiException) as gone:
-                await seen()
-            assert gone.value.status == 410
-
-    scene(scenario)
-
-
-def test_outside_of_a_cluster_it_is_said_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(api_module.API_VARIABLE, raising=False)
-    monkeypatch.delenv(api_module.HOST_VARIABLE, raising=False)
-    monkeypatch.setitem(__import__("sys").modules, "kubernetes_asyncio.client", None)
-
-    async def scenario() -> None:
-        async with following() as heard:
-            await until(lambda: bool(heard.problems), "it is said")
-            assert "set PD_ROUTER_KUBERNETES_API" in heard.problems[0]
-            assert "pd-connector[kubernetes]" in heard.problems[0]
-
-    run(scenario())

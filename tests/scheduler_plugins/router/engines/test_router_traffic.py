@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV rates and states of an engine, from two looks at its `/metrics`."""
 
+import asyncio
+import json
+
 import pytest
 from router_fakes import World, run, until
 
+from scheduler_plugins.router.endpoints.app_keys import SHARED
+from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.engines import looks
+from scheduler_plugins.router.engines.failures import EngineFailedError
+from scheduler_plugins.router.engines.inquiry import Arrivals, Inquiry
 from scheduler_plugins.router.engines.traffic import Traffic, between, read, wanted_in
 
 BEFORE = """
@@ -54,6 +61,58 @@ def test_an_engine_that_starts_anew_counts_from_zero() -> None:
 def test_metrics_that_tell_nothing_move_nothing(text: str) -> None:
     traffic, moved = between(read("", 1.0), read(text, 2.0))
     assert (traffic.sent_bytes_s, traffic.cache_used, moved.received_bytes) == (0.0, None, 0.0)
+
+
+def test_a_rate_of_before_is_not_shown_as_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose `/metrics` fail is not known to move anything. It serves on."""
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
+
+    async def fail(self: Inquiry) -> Arrivals:
+        raise EngineFailedError("timeout", "no answer")
+
+    async def scenario() -> None:
+        async with World() as world:
+            world.d[0].metrics = 'pd_connector:leased_pages{engine="0"} 4.0'
+            known = world.known(world.d[0])
+            await until(lambda: known.traffic.leased_pages == 4.0, "it is read")
+            monkeypatch.setattr(Inquiry, "arrivals", fail)
+            await until(lambda: known.traffic == Traffic(), "nothing is known any more")
+            assert known.up
+
+    run(scenario())
+
+
+HUGE = """
+pd_connector:sent_bytes_total{engine="0"} 1e308
+pd_connector:sent_bytes_total{engine="1"} 1e308
+pd_connector:leased_pages 1e999
+pd_connector:handoffs_total{cause="handed_over"} 1e400
+vllm:kv_cache_usage_perc 1e999
+vllm:num_requests_running 1e999
+vllm:num_requests_waiting{engine="0"} 1e308
+vllm:num_requests_waiting{engine="1"} 1e308
+""" + "".join(f'pd_connector:asked_transfers_total{{codec="c{n}"}} 1.0\n' for n in range(5000))
+
+
+def test_numbers_that_no_engine_can_mean_do_not_break_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        async with World() as world:
+            world.d[0].metrics = "pd_connector:sent_bytes_total 1.0"
+            known, checks = world.known(world.d[0]), world.d[0].health_checks
+            await until(lambda: world.d[0].health_checks > checks + 2, "it is looked at")
+            world.d[0].metrics = HUGE
+            await until(lambda: known.traffic.cache_used == 1.0, "it is read")
+            assert known.up
+            now_s = asyncio.get_running_loop().time()
+            told = state(world.app[SHARED], now_s + 10.0)
+            json.dumps(told, allow_nan=False)
+            assert len(told["recent"]["codecs"]) <= 64
+
+    run(scenario())
 
 
 def test_lines_of_others_are_left_out() -> None:

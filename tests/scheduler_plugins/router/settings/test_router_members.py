@@ -84,18 +84,26 @@ limits:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("policy:", "polcy:", "f.yaml:5: key 'polcy' is not known; did you mean policy?"),
-        ("role: decode", "rolle: decode", "f.yaml:4: key 'rolle' is not known; did you mean role?"),
+        ("policy:", "polcy:", "f.yaml:5: key 'polcy' is not known; did you mean 'policy'?"),
+        (
+            "role: decode",
+            "rolle: decode",
+            "f.yaml:4: key 'rolle' is not known; did you mean 'role'?",
+        ),
         (
             "min_prefill",
             "min_prefil",
-            "f.yaml:7: key 'min_prefil' is not known; did you mean min_prefill?",
+            "f.yaml:7: key 'min_prefil' is not known; did you mean 'min_prefill'?",
         ),
-        ("attempts", "attemps", "f.yaml:9: limits: 'attemps' is no limit; did you mean attempts?"),
+        (
+            "attempts",
+            "attemps",
+            "f.yaml:9: limits: 'attemps' is no limit; did you mean 'attempts'?",
+        ),
         (
             "role: decode",
             "role: decoder",
-            "f.yaml:4: role 'decoder': must be one of ask, both, cpu_prefill, decode, prefill; did you mean decode?",
+            "f.yaml:4: role 'decoder': must be one of ask, both, cpu_prefill, decode, prefill; did you mean 'decode'?",
         ),
         ("attempts: 3", "attempts: many", "f.yaml:8: Expected `float`, got `str`"),
         ("attempts: 3", "attempts: 0", "f.yaml:9: attempts 0: must be 1 or more"),
@@ -104,7 +112,7 @@ limits:
         ('"b:2"', "[1]", "f.yaml:3: url: Expected `str`, got `array`"),
         ("min_prefill: 1", "min_prefill: 0", "f.yaml:6: min_prefill 0: must be 1 or more"),
         ("policy:", "  policy:", "f.yaml:5: "),
-        ("engines:", "engine:", "f.yaml:1: key 'engine' is not known; did you mean engines?"),
+        ("engines:", "engine:", "f.yaml:1: key 'engine' is not known; did you mean 'engines'?"),
     ],
 )
 def test_an_error_names_the_line_and_the_key_that_was_meant(old: str, new: str, said: str) -> None:

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load from the pool that breaks off costs a computation, whatever vLLM does with other loads that fail.
+"""What the pool adds to vLLM's scheduler beside the connector's hooks.
 
-vLLM has one policy for all loads: the config key `on_failure`, or the `kv_load_failure_policy` of a MultiConnector. With
-`fail` a request fails whose handoff fails. A prompt that the pool could not load is computed instead.
+A load from the pool that breaks off costs a computation, whatever vLLM does with other loads that fail. vLLM has one
+policy for all loads: the config key `on_failure`, or the `kv_load_failure_policy` of a MultiConnector. With `fail` a request
+fails whose handoff fails. A prompt that the pool could not load is computed instead.
 """
 
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from pd_connector.vllm.pool import PoolSide
 from pd_connector.vllm.pool_loads import PoolLoads
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -24,8 +29,15 @@ _WATCHED = "_pd_connector_watched"
 _watching: WeakSet[PoolLoads] = WeakSet()
 
 
-def recompute(loads: PoolLoads) -> None:
-    """Have vLLM's scheduler compute what these loads leave unfilled."""
+def attach(pool: PoolSide, config: "VllmConfig") -> None:
+    """Have vLLM's scheduler compute what loads leave unfilled, and publish events of chunks if it publishes KV events."""
+    events = config.kv_events_config
+    if events is not None and events.enable_kv_cache_events:
+        pool.publish_events()
+    _recompute(pool.loads)
+
+
+def _recompute(loads: PoolLoads) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     _watching.add(loads)

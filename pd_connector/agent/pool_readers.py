@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that read chunks of the pool, and the memory in which these wait for the agent's thread."""
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from pd_connector.pool.jobs import Fill, PromptChunk
+from pd_connector.pool.loader import Landing, ReadChunk
+from pd_connector.pool.plans import LoadPiece, plan_load
+from pd_connector.pool.stored import gathered_bytes, payloads
+
+_LANDINGS = 4
+"""Chunks that are being read, or not placed yet."""
+_READERS = 2
+
+
+class Landed(NamedTuple):
+    """A chunk in memory, ready to be written into pages."""
+
+    read: ReadChunk
+    pieces: list[LoadPiece]
+    payloads: list[memoryview]
+
+
+def landed(read: ReadChunk, fill: Fill, chunk: PromptChunk, landing: Landing) -> Landed:
+    """Bring what was read into the order of the rank's pages. In a thread that reads, so that the agent's thread only
+    has to write it."""
+    needs = [(part.geometry, part.need) for part in read.parts]
+    span = fill.first_token, fill.stop_token
+    pieces = plan_load(needs, read.own, fill.pages, chunk.number, *span)
+    parts = [(part.geometry, part.need, part.data) for part in read.parts]
+    room = landing.room(-1, gathered_bytes(pieces))
+    return Landed(read, pieces, payloads(pieces, parts, room))
+
+
+class Readers:
+    """Threads that read, and the memory that they read into."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load")
+        self.landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
+        for _ in range(_LANDINGS):
+            self.landings.put(Landing())

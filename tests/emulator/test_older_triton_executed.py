@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels as the oldest Triton that they are for compiles them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from executed import executed
+
+FOLDER = Path(sys.prefix, "triton-3.6.0")
+SMALL = ("transfer fp8, sums", "transfer int8, sums", "paged, fp8", "paged, 8 queries", "gluon")
+
+pytestmark = pytest.mark.skipif(
+    not FOLDER.exists(), reason=f"no Triton in {FOLDER.name} of the environment (ci/setup)"
+)
+
+
+def test_kernels_are_right_by_the_oldest_triton() -> None:
+    found = executed(*SMALL, arguments=["--no-proxies"], triton=FOLDER)
+    assert found == dict.fromkeys(SMALL, "")
+
+
+def test_the_oldest_triton_puts_no_fence_between_copies_and_products() -> None:
+    """Triton 3.9 does. Without the fence a GPU may multiply what was in shared memory before (docs/kernels.md)."""
+    name = "paged, 8 queries"
+    assert "no fence.proxy.async" in executed(name, triton=FOLDER)[name]
