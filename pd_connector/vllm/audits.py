@@ -56,19 +56,9 @@ class Audits:
     Args:
         windows: of the engine's page tables.
         ranks: number of ranks; each compares the KV that it holds.
-        clock: returns seconds.
-        chance: returns a number from 0 to 1, evenly distributed.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        windows: Windows,
-        ranks: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, config: Config, windows: Windows, ranks: int) -> None:
         self._off = config.audit == "off"
         self._share = config.audit_share
         self._keep_s = config.stall_timeout_s
@@ -76,8 +66,6 @@ class Audits:
         self._retry_s = config.session_timeout_s
         self._windows = windows
         self._ranks = ranks
-        self._clock = clock
-        self._chance = chance
         self._passed: dict[Pair, None] = {}
         self._retry: dict[Pair, float] = {}
         self._chosen: dict[str, bool] = {}  # by id of a later request: whether it is audited
@@ -101,7 +89,7 @@ class Audits:
         if fetch.pair not in self._passed:
             return True
         if request_id not in self._chosen:
-            self._chosen[request_id] = self._share > 0 and self._chance() < self._share
+            self._chosen[request_id] = self._share > 0 and random.random() < self._share
         return self._chosen[request_id] and self._eligible(fetch.pair, missing)
 
     def begin(self, request_id: str, fetch: Fetch, unchanged: Callable[[], bool]) -> bool:
@@ -133,7 +121,7 @@ class Audits:
             lost = zip(audit.listed, self._windows.first_kept(computed), strict=False)
             if any(first < kept for first, kept in lost):
                 commands += self._drop(request_id, Cause.WINDOW)
-        now = self._clock()
+        now = time.monotonic()
         for request_id, audit in list(self._audits.items()):
             if audit.keep_until is not None and audit.keep_until <= now:
                 commands += self._drop(request_id, Cause.STALLED)
@@ -168,7 +156,7 @@ class Audits:
         whole = complete and audit.scheduled >= audit.last
         if not whole or any(first < kept for first, kept in lost):
             return False, self._drop(request_id, Cause.ABORTED)
-        audit.keep_until = self._clock() + self._keep_s
+        audit.keep_until = time.monotonic() + self._keep_s
         return True, []
 
     def reported(self, reports: Iterable[AuditReport]) -> list[Command]:
@@ -189,7 +177,7 @@ class Audits:
                 continue
             if report.cause is Cause.AUDIT:
                 self._passed.pop(pair, None)
-                self._retry[pair] = self._clock() + self._retry_s
+                self._retry[pair] = time.monotonic() + self._retry_s
                 adapter = audit.fetch.adapter
                 commands += [Distrust(engine, report.detail, adapter) for engine in report.engines]
             commands += self._drop(report.request, Cause.ABORTED)
@@ -210,7 +198,7 @@ class Audits:
     def _eligible(self, pair: Pair, missing: int) -> bool:
         """Whether an audit of this producer can begin with a request of `missing` missing tokens."""
         under_way = any(audit.fetch.pair == pair for audit in self._audits.values())
-        early = self._clock() < self._retry.get(pair, 0.0)
+        early = time.monotonic() < self._retry.get(pair, 0.0)
         return missing >= LEAST_TOKENS and not under_way and not early
 
     def _load(self, request_id: str, audit: _Audit) -> Command:

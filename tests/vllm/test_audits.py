@@ -2,6 +2,9 @@
 """Which requests vLLM computes itself to audit a producer, when the comparison begins, and that its pages are there as
 long as it lasts: with vLLM's own scheduler."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from pd_connector.agent.commands import Distrust, Drop
 from pd_connector.errors import Cause
 from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.vllm import audits
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
 
 FULL = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -131,7 +135,9 @@ def test_if_it_comes_to_no_end_the_next_one_is_audited(how: str) -> None:
     assert loads(engine)[-1].compares
 
 
-def test_a_mismatch_is_told_to_all_ranks_and_the_producer_is_asked_again_only_later() -> None:
+def test_a_mismatch_is_told_to_all_ranks_and_the_producer_is_asked_again_only_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = SteppedEngine()
     engine.fetch("a", 40, 30, seed=1)
     engine.step()
@@ -139,11 +145,11 @@ def test_a_mismatch_is_told_to_all_ranks_and_the_producer_is_asked_again_only_la
     engine.step(report("a", Cause.AUDIT))
     told = engine.step()
     assert [c for c in told if isinstance(c, Distrust)] == [Distrust("producer", "why")]
-    now = engine.side._fetching.audits._clock()
+    later = time.monotonic() + 60
     engine.fetch("b", 40, seed=2)
     engine.step()
     assert drops(engine) == ["a", "b"]
-    engine.side._fetching.audits._clock = lambda: now + 60
+    monkeypatch.setattr(audits, "time", SimpleNamespace(monotonic=lambda: later))
     engine.fetch("c", 40, seed=3)
     engine.step()
     engine.step()
@@ -205,11 +211,11 @@ def test_whom_a_rank_does_not_believe_any_more_is_audited_again() -> None:
     assert loads(engine)[-1].compares
 
 
-def test_a_part_of_later_ones_is_audited_if_asked_for() -> None:
+def test_a_part_of_later_ones_is_audited_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SteppedEngine(audit=0.5)
     passed(engine)
     chances = iter([0.7, 0.2, 0.3])
-    engine.side._fetching.audits._chance = lambda: next(chances)
+    monkeypatch.setattr(audits, "random", SimpleNamespace(random=lambda: next(chances)))
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.fetch(name, 40, seed=seed)
     engine.step()

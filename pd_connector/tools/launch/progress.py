@@ -26,11 +26,7 @@ class Display(Protocol):
     def __call__(self, service: Service, phase: str, *, done: bool = False) -> None: ...
 
 
-def wait_all(
-    services: Iterable[Service],
-    timeout_s: float = READY_TIMEOUT_S,
-    console: Console | None = None,
-) -> None:
+def wait_all(services: Iterable[Service], console: Console | None = None) -> None:
     """Wait until all services, which are already started, answer. Show their progress meanwhile.
 
     Raises:
@@ -45,7 +41,7 @@ def wait_all(
                     if service.ready():
                         waiting.remove(service)
                         show(service, "ready", done=True)
-                    elif service.waited_s > timeout_s:
+                    elif service.waited_s > READY_TIMEOUT_S:
                         raise StartError(service.late())
                     else:
                         show(service, service.phase())

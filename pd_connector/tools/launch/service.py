@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -105,23 +105,14 @@ class Service(ABC):
             raise StartError(self._report("it ended"))
         return self.client.healthy()
 
-    def wait_ready(
-        self,
-        timeout_s: float = READY_TIMEOUT_S,
-        progress: Callable[[str], None] | None = None,
-    ) -> Self:
-        """Wait until it answers; `progress` gets each new phase of the start.
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> Self:
+        """Wait until it answers.
 
         Raises:
             StartError: it ended, or did not answer in time. It is stopped then.
         """
-        said = ""
         try:
             while not self.ready():
-                phase = self.phase()
-                if progress and phase != said:
-                    progress(phase)
-                    said = phase
                 if self.waited_s > timeout_s:
                     raise StartError(self.late())
                 time.sleep(POLL_S)

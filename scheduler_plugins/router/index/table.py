@@ -73,13 +73,13 @@ class HashTable(FixedTable):
     copied go to both. Readers in other processes see one complete table at any time.
     """
 
-    def __init__(self, words: int = 1, memory: Memory | None = None) -> None:
-        """`words`: 64-bit words of a row. `memory`: None means private memory."""
+    def __init__(self, memory: Memory | None = None) -> None:
+        """`memory`: None means private memory."""
         self._memory = memory or PrivateMemory()
         slots = _slots(_SMALLEST)
         # The factor is secret, so clients cannot choose keys that collide.
-        block = self._memory.new(slots * (1 + words))
-        super().__init__(block, slots, words, secrets.randbits(64) | 1)
+        block = self._memory.new(slots * 2)  # a key and a row of one word
+        super().__init__(block, slots, 1, secrets.randbits(64) | 1)
         self._memory.adopted()
         self._larger: FixedTable | None = None
         self._copied = 0  # slots of this table that are copied to the larger one

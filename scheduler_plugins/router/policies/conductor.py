@@ -25,19 +25,14 @@ class Conductor(Rule):
     """Chooses the smallest predicted TTFT: queued prefill, plus this prompt's prefill, plus the
     fetch of its prefix.
 
-    An engine whose own match is near the best (`match * threshold >= best`) computes the rest
+    An engine whose own match is near the best (`match * THRESHOLD >= best`) computes the rest
     itself. Any other engine fetches the best prefix if that is sooner: from the engine that has it
     (`pull_prefix`), or from a KV pool. If no engine can fetch, a popular prefix still spreads: once
     the queue of its engine costs more, another engine computes the prefix again. Source: Mooncake,
     FAST '25, algorithm 1.
     """
 
-    def __init__(
-        self,
-        threshold: float = THRESHOLD,
-        own_weight: float = 1.0,
-        waiting_weight: float = 0.0,
-    ) -> None:
+    def __init__(self, own_weight: float = 1.0, waiting_weight: float = 0.0) -> None:
         """Weigh extra time: prefill that an engine computes although another engine has the prefix
         cached. Extra time delays the requests behind this one.
 
@@ -46,7 +41,6 @@ class Conductor(Rule):
                 later.
             waiting_weight: added to `own_weight` for each prompt that already waits at the engine.
         """
-        self._threshold = threshold
         self._own_weight = own_weight
         self._waiting_weight = waiting_weight
 
@@ -99,5 +93,5 @@ class Conductor(Rule):
         for engine, blocks in zip(engines, matches, strict=True):
             own = cached_tokens(request, engine, blocks)
             others = [(owner, best), *pooled] if engine.pull_prefix else pooled
-            found.append(prefill(request, engine, engine.costs, own, others, view, self._threshold))
+            found.append(prefill(request, engine, engine.costs, own, others, view, THRESHOLD))
         return found

@@ -12,7 +12,7 @@ from scheduler_plugins.router.policies.sides import Choice, Rule
 
 
 class KvCostPrefill(Rule):
-    """Chooses the smallest `weight * prefill blocks`: blocks that the engine has yet to compute,
+    """Chooses the fewest prefill blocks: blocks that the engine has yet to compute,
     plus the blocks of this prompt.
 
     Dynamo's KV router adds the blocks of decoding sequences, and its prefill stage does not. A
@@ -22,10 +22,9 @@ class KvCostPrefill(Rule):
 
     decode = "kv_cost"
 
-    def __init__(self, weight: float = 1.0, temperature: float = 0.0) -> None:
+    def __init__(self, temperature: float = 0.0) -> None:
         """`temperature`: 0 takes the smallest cost; above 0, engines are drawn by a softmax of
         their costs."""
-        self._weight = weight
         self._temperature = temperature
 
     def choose(
@@ -40,7 +39,7 @@ class KvCostPrefill(Rule):
         for engine, blocks in zip(engines, view.match(request.hashes, engines), strict=True):
             fresh = request.tokens - cached_tokens(request, engine, blocks)
             prefill = (engine.queued_tokens + fresh) / engine.block_tokens
-            costs.append(self._weight * prefill + engine.context / engine.block_tokens)
+            costs.append(prefill + engine.context / engine.block_tokens)
         return Choice(_drawn(engines, costs, self._temperature, random))
 
 

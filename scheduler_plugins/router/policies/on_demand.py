@@ -22,13 +22,9 @@ class OnDemand(Rule):
     request waits at the router.
 
     Engines with the fewest open requests come first. An engine accepts while it has fewer than
-    `batch` prompts and has not answered "no room". If all refuse, all are asked again until the
+    `BATCH` prompts and has not answered "no room". If all refuse, all are asked again until the
     deadline; then the request is rejected. Source: P/D-Serve, on-demand forwarding.
     """
-
-    def __init__(self, batch: int = BATCH, patience_s: float = PATIENCE_S) -> None:
-        self._batch = batch
-        self._patience_s = patience_s
 
     def choose(
         self,
@@ -38,10 +34,10 @@ class OnDemand(Rule):
         now_s: float,
         random: Random,
     ) -> Choice | Reject | Defer:
-        able = [one for one in engines if one.prefills < self._batch and one.accepts(now_s)]
+        able = [one for one in engines if one.prefills < BATCH and one.accepts(now_s)]
         if able:
             return Choice(least(able, lambda engine: engine.open_requests, random))
-        deadline_s = min(request.deadline_s, request.arrival_s + self._patience_s)
+        deadline_s = min(request.deadline_s, request.arrival_s + PATIENCE_S)
         if now_s >= deadline_s:
             return Reject("deadline", max(1.0, min(e.queued_s(now_s) for e in engines)))
         return Defer(min(deadline_s, now_s + RETRY_S))
