@@ -193,6 +193,7 @@ def test_all_routers_are_killed_and_the_engines_hold_nothing(fleet: Fleet, refer
     with Users(*fleet.routers).asking() as users:
         users.wait_for(3)
         fleet.kill_all_routers(users)
+    assert len(users.lost()) <= 2, "what they were serving"
     users.assert_answers(reference)
     fleet.pair.assert_idle()
 
