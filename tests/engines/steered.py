@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import threading
 import time
 import urllib.request
@@ -86,7 +87,7 @@ class Asked:
 
 
 class Users:
-    """Two users, one of whom streams, each with one request after the other at a router of `reach`."""
+    """Two users, one of whom streams, each with one request after the other at a router of `reach` that listens."""
 
     def __init__(self, *reach: Steered) -> None:
         self.reach: tuple[Steered, ...] = reach
@@ -107,7 +108,7 @@ class Users:
                     user.result()
 
     def wait_for(self, more: int) -> None:
-        """Wait until so many further requests have ended."""
+        """Wait until this number of further requests has ended."""
         wanted = len(self.asked) + more
         wait_until(lambda: len(self.asked) >= wanted, f"{more} further requests", every_s=0.02)
 
@@ -127,6 +128,9 @@ class Users:
         while not self._ended.is_set():
             n = next(self._numbers)
             router = self.reach[n % len(self.reach)]
+            if not _listens(router):
+                time.sleep(0.05)
+                continue
             prompt = prompt_of(LENGTHS[n % len(LENGTHS)], start=37 * (n % PROMPTS))
             found: Answer | str | Exception
             try:
@@ -135,6 +139,15 @@ class Users:
                 found = error
                 time.sleep(0.05)
             self.asked.append(Asked(router, prompt, found))
+
+
+def _listens(router: Steered) -> bool:
+    """Whether there is a router to ask. What it answers is part of the test."""
+    try:
+        socket.create_connection((router.host, router.port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _streamed(router: Steered, prompt: Sequence[int], tokens: int) -> str:

@@ -193,6 +193,8 @@ def test_all_routers_are_killed_and_the_engines_hold_nothing(fleet: Fleet, refer
     with Users(*fleet.routers).asking() as users:
         users.wait_for(3)
         fleet.kill_all_routers(users)
+    # Routers are killed one after the other, so a user can lose a request at each.
+    assert len(users.lost()) <= 2 * len(fleet.routers), "what they were serving"
     users.assert_answers(reference)
     fleet.pair.assert_idle()
 

@@ -29,7 +29,7 @@ class FleetKind:
     """Whether the router knows the promises, and refuses what it cannot keep. If not, it assumes the usual ones."""
     engines: int = ENGINES
     latency_s: float = Network().latency_s
-    """Of a handoff, besides the time that its bytes need."""
+    """The time of a handoff besides that of its bytes."""
 
     @property
     def ratios(self) -> range:
