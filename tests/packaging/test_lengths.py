@@ -6,7 +6,6 @@ from pathlib import Path
 MOST = 300
 EXCEPTIONS = {
     "kernels/pd_kernels/attention/paged_kernel.py": "one compiled kernel is one function with its helpers",
-    "kernels/pd_kernels/bench/decode.py": "cases, reference and timing of one kernel are compared side by side",
     "kernels/pd_kernels/transfer/blocks.py": "device functions that Triton inlines into every transfer kernel",
     "pd_connector/vllm/pool.py": "one hook of vLLM's scheduler after the other",
     "scheduler_plugins/sim/cluster.py": "one simulated clock drives routers, engines and transfers",
