@@ -24,7 +24,7 @@ EMULATOR = Emulator()
 from cases import CASES  # noqa: E402 - kernels are looked up with the driver in place
 
 
-def problem(name: str, seed: int) -> str:
+def problem_of(name: str, seed: int) -> str:
     """What a case finds: a fault or a difference."""
     try:
         with EMULATOR.running(seed):
@@ -37,7 +37,7 @@ def problem(name: str, seed: int) -> str:
 def executed(name: str, seed: int) -> str:
     began = time.process_time()
     EMULATOR.launched.clear()
-    found = problem(name, seed)
+    found = problem_of(name, seed)
     steps = sum(count for _, count in EMULATOR.launched)
     seconds = time.process_time() - began
     tell(f"{name}: {found or 'right'}, {steps} steps, {seconds:.1f} s")
@@ -47,10 +47,10 @@ def executed(name: str, seed: int) -> str:
 def damaged(name: str, kind: str, step: int, seed: int) -> dict[str, str]:
     """What is found of damages to the kernels of a case."""
     found = {}
-    for number, each in enumerate(findings(EMULATOR, CASES[name], kind, seed, step)):
-        found[f"{number}: {each.kernel} {each.instruction}"] = each.problem
-        if not each.problem:
-            tell(f"not found: {each.kernel} {each.instruction}")
+    for number, (told, problem) in enumerate(findings(EMULATOR, CASES[name], kind, seed, step)):
+        found[f"{number}: {told}"] = problem
+        if not problem:
+            tell(f"not found: {told}")
     tell(f"{name}, {kind}: {sum(map(bool, found.values()))} of {len(found)} found")
     return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage to compiled kernels, one instruction at a time, for negative controls: what of it is found?
+"""Damage to compiled kernels, one at a time, for negative controls: what of it is found?
 
 A barrier whose removal is not found is redundant for what was executed: clocks order every access without it,
 in whatever order threads run.
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from emulator import Damage, Emulator, code_at
 from ptx import Instruction
@@ -74,41 +74,33 @@ KINDS: dict[str, Callable[[Instruction], Instruction | None]] = {
 }
 
 
-class Finding(NamedTuple):
-    """What became of a case with one damage; `problem` is "" if nothing was found."""
-
-    kernel: str
-    kind: str
-    instruction: str
-    problem: str
-
-
 def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
     """All damages of a kind to instructions that a run has reached. Two barriers with no access between them
-    are one: Triton puts its own beside a kernel's."""
+    are one: Triton puts its own beside a kernel's. Comparisons of one line are one: of an unrolled loop, only
+    one may meet the bound."""
     for path, executed in reached.items():
-        code, done = code_at(path).program.code, set()
+        code, groups = code_at(path).program.code, {}
+        last: Any = None
         for place, old in enumerate(code):
-            new = KINDS[kind](old) if executed[place] and place not in done else None
-            if new is not None:
-                places = (place, *_twins(code, place)) if kind == "barrier" else (place,)
-                done.update(places)
-                yield Damage(path, places, new)
-
-
-def _twins(code: list[Instruction], place: int) -> Iterator[int]:
-    """Barriers behind a barrier, before anything is read or written, or branches."""
-    for later in range(place + 1, len(code)):
-        if code[later].text == code[place].text:
-            yield later
-        elif code[later].name in ACCESSES:
-            return
+            new = KINDS[kind](old) if executed[place] else None
+            if old.name in ACCESSES:
+                last = None
+            if new is None:
+                continue
+            key: Any = place
+            if kind == "barrier":
+                key = last = place if last is None or code[last].text != old.text else last
+            elif kind == "bound":
+                key = old.line, old.modifiers
+            groups.setdefault(key, {})[place] = new
+        for changes in groups.values():
+            yield Damage(path, changes)
 
 
 def findings(
     emulator: Emulator, case: Callable[[], None], kind: str, seed: int = 0, step: int = 1
-) -> Iterator[Finding]:
-    """What is found of every damage of a kind, or of every `step`-th, in the kernels of a case."""
+) -> Iterator[tuple[str, str]]:
+    """Every damage of a kind, or every `step`-th, in the kernels of a case, and what is found of it; "" if nothing."""
     emulator.reached.clear()
     with emulator.running():
         case()
@@ -119,4 +111,4 @@ def findings(
                 case()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        yield Finding(damage.ptx.stem, kind, str(damage.instruction), problem)
+        yield damage.told, problem

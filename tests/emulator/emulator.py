@@ -27,18 +27,21 @@ CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier")
 
 
 class Damage(NamedTuple):
-    """One instruction of a kernel, or several, and what stands there instead."""
+    """Instructions of a kernel, by their places, and what stands there instead."""
 
     ptx: Path
-    places: tuple[int, ...]
-    instruction: Instruction
+    changes: dict[int, Instruction]
+
+    @property
+    def told(self) -> str:
+        return f"{self.ptx.stem} {next(iter(self.changes.values()))}"
 
     def of(self, code: Code) -> Code:
         program = replace(code.program, code=[*code.program.code])
-        changed = code_of(replace(program, code=[self.instruction]))
         functions, guards = [*code.functions], [*code.guards]
-        for place in self.places:
-            program.code[place] = self.instruction
+        for place, instruction in self.changes.items():
+            changed = code_of(replace(program, code=[instruction]))
+            program.code[place] = instruction
             functions[place], guards[place] = changed.functions[0], changed.guards[0]
         return Code(program, functions, guards)
 
