@@ -136,7 +136,7 @@ def wrong_options(text: str, known: dict[str, set[str]]) -> list[str]:
 def test_options_that_documents_name_exist() -> None:
     known = set[str]().union(
         *commands().values(),
-        written_in("ci/gpu_run", "kernels/pd_kernels/bench", "tests/fuzz"),
+        written_in("ci/gpu_run", "kernels/pd_kernels/bench", "tests/fuzz", "tests/emulator"),
         OTHERS,
         of_engines(),
     )
