@@ -17,7 +17,7 @@ SAMPLES = {
 """How many damages one is taken of, and the cases."""
 LEFT = {"paged, many workers": 1, "paged, 8 queries": 1}
 """Damages that are not found: the order of a merge's last count, because only the last access to a byte is kept;
-and one fence of two, because the other covers the same copies."""
+and one fence of two: probably the other covers the same copies."""
 
 
 def found(kind: str) -> dict[str, tuple[int, int]]:
