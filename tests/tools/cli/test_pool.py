@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.pool_records import record
+from support.pool_records import record, sealed
 from typer.testing import CliRunner, Result
 
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.record import Record, encode, sealed
+from pd_connector.pool.record import Record, encode
 from pd_connector.pool.settings import SHM_VARIABLE, PoolSettings, load
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore

@@ -81,7 +81,8 @@ def test_our_own_are_made_by_name() -> None:
 def test_a_config_with_a_name_that_nobody_has_is_refused_at_start() -> None:
     engines = {"prefill": ("http://a",), "decode": ("http://b",)}
     with pytest.raises(
-        ValueError, match="policy 'robin' is not known: did you mean 'round_robin'. There are random"
+        ValueError,
+        match="policy 'robin' is not known: did you mean 'round_robin'",
     ):
         RouterConfig(**engines, policy="robin")
     with pytest.raises(ValueError, match="decode policy 'best' is not known: there are least_tpot"):
