@@ -35,9 +35,11 @@ fast: setup
 	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
 		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi
 
-# Engines mostly start and wait: files run two at a time, each worker with a pair and a reference of its own.
+# vLLM's engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own. SGLang's
+# schedulers never wait: one file after the other.
 engine: setup
-	$(PYTEST) --timeout=900 -n 2 --dist loadfile tests/engines tests/sglang_engines
+	$(PYTEST) --timeout=900 -n 2 --dist loadfile tests/engines
+	$(PYTEST) --timeout=900 tests/sglang_engines
 
 # The door to Ray is tested in an environment of its own, too, which is laid over .venv.
 RAY := .venv-ray/bin/python
