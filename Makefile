@@ -38,7 +38,7 @@ fast: setup
 # vLLM's engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own. SGLang's
 # schedulers never wait: one file after the other.
 engine: setup
-	$(PYTEST) --timeout=900 -n 2 --dist loadfile tests/engines
+	$(PYTEST) --timeout=900 -n 2 --dist loadgroup tests/engines
 	$(PYTEST) --timeout=900 tests/sglang_engines
 
 # The door to Ray is tested in an environment of its own, too, which is laid over .venv.

@@ -28,6 +28,8 @@ __all__ = ["pytest_runtest_makereport"]
 
 os.environ.setdefault("PD_CONNECTOR_CHECK", "1")  # every engine inherits it
 _HERE = Path(__file__).parent
+MANY_ENGINES = ("test_pool_changes", "test_pool_live", "test_role_kills")
+"""Files with up to six engines at a time, of 1.6 GiB each: one of them at a time fits into 24 GiB."""
 
 
 class Reference(Protocol):
@@ -37,8 +39,10 @@ class Reference(Protocol):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test in this folder starts engines."""
-    mark_engine_tests(items, _HERE)
+    """Every test in this folder starts engines. A file stays with one worker."""
+    for item in mark_engine_tests(items, _HERE):
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("many" if name in MANY_ENGINES else name))
 
 
 @pytest.fixture(scope="session")
