@@ -156,7 +156,9 @@ class PairAudits:
                 self._prompts[key] += 1
                 await self._send(pair)
                 verdict = await self._verdict(pair.decode, before)
-                told = verdict or "no audit followed: another prompt's has passed, or audits are off"
+                told = (
+                    verdict or "no audit followed: another prompt's has passed, or audits are off"
+                )
                 logger.info("%s: test prompt for the audit: %s", where, told)
                 if verdict not in ("", _WRONG) and self._prompts[key] < _MOST_PROMPTS:
                     self._done.discard(key)
