@@ -36,7 +36,7 @@ from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.errors import TransportError
-from pd_connector.kv.coding import RAW, coarsest
+from pd_connector.kv.coding import coarsest
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
@@ -158,7 +158,7 @@ class Loop:
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
             if store and trust:
-                codec = coarsest(config.codec, config.codec_max_error) if consumes else RAW.name
+                codec = coarsest(config.codec, config.codec_max_error, consumes=consumes)
                 writer = Writer(engine, identity.engine_id, codec)
                 parts = len(shards) or 1
                 self.pool_side = PoolSide(resources, store, trust, writer, parts, gate, report)

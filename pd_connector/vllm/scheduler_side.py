@@ -16,7 +16,7 @@ from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause
-from pd_connector.kv.coding import RAW, coarsest
+from pd_connector.kv.coding import coarsest
 from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
@@ -87,7 +87,7 @@ class SchedulerSide:
         self._fetching = Fetching(config, windows, ranks, self.telemetry, self._uncomputable)
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
-            codec = coarsest(config.codec, config.codec_max_error) if consumes else RAW.name
+            codec = coarsest(config.codec, config.codec_max_error, consumes=consumes)
             told = self.telemetry, self._ignored
             self.pool = PoolSide(*opened, windows, self.identity, *told, ranks, engine_id, codec)
         self._commands: list[Command] = []

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from support.agents import MODEL, SHORT, Rank, Ranks, geometry_of, ranks
+from support.pool_stores import store
 from support.waits import until
 
 from pd_connector.agent import pool_loads, pool_saves
@@ -26,27 +25,17 @@ from pd_connector.kv.geometry import Shard, page_span
 from pd_connector.pool import saver
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 
-__all__ = ["ranks"]
+__all__ = ["ranks", "store"]
 
 FACTS = msgspec.structs.replace(MODEL, weights_full=b"all bytes")
 ROOT = model_root(FACTS)
 PAGE, OTHER_PAGE = 16, 32
 CHUNKS = 2
 TOKENS = list(range(CHUNKS * CHUNK_TOKENS))
-
-
-@pytest.fixture
-def store() -> Iterator[LocalStore]:
-    folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
-    found = LocalStore(Space(folder / "pool", 64 << 20))
-    yield found
-    found.close()
-    shutil.rmtree(folder)
 
 
 Make = Callable[..., Rank]

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from support.pool_records import FACTS, GEOMETRY, record, sealed
+from support.pool_stores import store
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Shard
@@ -21,9 +19,10 @@ from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.loader import Landing, Loader, ReadChunk
 from pd_connector.pool.record import Record, encode
 from pd_connector.pool.store.base import Refusal
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.trust import writer_of
+
+__all__ = ["store"]
 
 FIRST = record()
 SECOND = msgspec.structs.replace(
@@ -31,15 +30,6 @@ SECOND = msgspec.structs.replace(
 )
 WHOLE = msgspec.structs.replace(GEOMETRY, shard=Shard(0, 3, 0, 1))
 """The cache of an engine of one rank, which needs both parts."""
-
-
-@pytest.fixture
-def store() -> Iterator[LocalStore]:
-    folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
-    found = LocalStore(Space(folder / "pool", 64 << 20))
-    yield found
-    found.close()
-    shutil.rmtree(folder)
 
 
 def payload_of(part: Record) -> bytes:

@@ -52,7 +52,6 @@ class Traffic(NamedTuple):
     cache_used: float | None = None  # share of its pages in use; None: not reported
     pages: int = 0  # 0: not reported
     leased_pages: float = 0.0  # kept for consumers
-    releases: float = 0.0  # requests whose leases have ended since the look before
     distrusted: float = 0.0  # producers that an audit found wrong
     failing: float = 0.0  # ranks without KV for a minute
     unsaved: str = ""  # why the pool did not take chunks since the look before; empty: it did
@@ -101,7 +100,6 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         cache_used=now.cache_used,
         pages=now.pages,
         leased_pages=now.totals.get("leased_pages", 0.0),
-        releases=new["releases"],
         distrusted=now.totals.get("distrusted_producers", 0.0),
         failing=now.totals.get(FAILING_GAUGE, 0.0),
         unsaved=next((cause for cause in _UNSAVED if new[f"pool_saves/{cause}"] > 0), ""),
