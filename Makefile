@@ -1,8 +1,11 @@
 # Every target first brings .venv up to date; that takes two minutes once and a moment afterwards.
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest --durations=15
-# Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and
-# run six at a time beside them. Tests marked `quiet` measure time, and run alone.
+# Tests start hundreds of processes: each would compile what it imports of this clone if the shell forbids to keep that.
+export PYTHONDONTWRITEBYTECODE :=
+# Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and run four
+# at a time beside them; to import and collect takes each worker 14 s of a core. Tests marked `quiet` measure time, and
+# run alone.
 COMPUTING := tests/kernels tests/emulator tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
 	tests/scheduler_plugins
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
@@ -38,7 +41,7 @@ computing: setup
 	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 2 --dist loadfile $(COMPUTING)
 
 waiting: setup
-	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 6 --dist loadfile $(COMPUTING:%=--ignore=%)
+	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 4 --dist loadfile $(COMPUTING:%=--ignore=%)
 
 quiet: setup
 	$(PYTEST) -m quiet --timeout=300 $(QUIET)
