@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from scheduler_plugins.router.endpoints.trends import recent, trends
+from scheduler_plugins.router.endpoints.trends import overflow, recent, trends
 from scheduler_plugins.router.endpoints.troubles import troubles
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import handoffs_of
@@ -158,7 +158,7 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
     told = {one["url"] + one["role"]: one for one in pool.describe()}
     beats = shared.metrics.pulse.beats(now_s)
     sums = recent(beats, now_s)
-    late = shared.overflow.share(now_s)
+    late = overflow(beats, now_s)
     found = troubles(pool.engines, pool.decisions, sums, late, now_s, wall_s)
     return {
         "policy": shared.config.route_policy,
