@@ -34,7 +34,7 @@ PER = 10_000
 PROMPT_BYTES = 4096
 CLIENTS = 16
 SPEED = 50.0
-"""for the mock engines, so that prompts take no time."""
+"""Speed of the mock engines, so that prompts take no time."""
 _UNKNOWING = """
 import sys
 from scheduler_plugins.router.__main__ import main
