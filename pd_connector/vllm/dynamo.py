@@ -26,6 +26,8 @@ MODULE = "dynamo.vllm.kv_connector_protocols"
 ALIKE = "NixlConnector"
 """The connector whose parameters and answers PDConnector's are like."""
 METRICS = "dynamo.common.utils.prometheus"
+FILTER = "_compile_include_pattern"
+"""Its function that makes a pattern of the prefixes of metrics to show."""
 ALIKE_METRICS = "vllm:"
 """Where metrics with this prefix are shown, ours are."""
 
@@ -66,7 +68,7 @@ def _join_metrics() -> None:
     if module is None:
         return
     try:
-        pattern_of = module._compile_include_pattern
+        pattern_of = getattr(module, FILTER)
     except AttributeError as error:
         logger.warning(
             "The /metrics of Dynamo %s will lack %s*. The engine's log has their sums (%r)",
@@ -82,7 +84,7 @@ def _join_metrics() -> None:
         )
         return found
 
-    module._compile_include_pattern = with_ours
+    setattr(module, FILTER, with_ours)
 
 
 def _failed(error: Exception) -> None:

@@ -70,8 +70,8 @@ class ToyProxy(Proxy):
 
 
 class VllmRouter(Proxy):
-    """vllm-router 0.1.17: as the toy proxy. Of an answer that says `push` it keeps texts and numbers, and names the KV
-    with its own id of the request, which it has told the prefill engine in a header only."""
+    """vllm-router 0.1.17: as the toy proxy. If an answer says `push`, it keeps the answer's texts and numbers, and names
+    the KV with its own id of the request, which it has told the prefill engine in a header only."""
 
     scalars = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 
