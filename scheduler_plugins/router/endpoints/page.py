@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from scheduler_plugins.router.endpoints.pairs import pairs
 from scheduler_plugins.router.endpoints.trends import overflow, recent, trends
 from scheduler_plugins.router.endpoints.troubles import troubles
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -166,6 +167,7 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
         "troubles": [one._asdict() for one in found],
         "trends": trends(beats, now_s),
         "recent": msgspec.to_builtins(sums),
+        "pairs": pairs(pool.engines),
         "decisions": [
             {**one._asdict(), "key": str(one.at_s), "at_s": round(now_s - one.at_s)}
             for one in pool.decisions
