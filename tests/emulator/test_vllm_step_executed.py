@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of vLLM with `--attention-backend CUSTOM` on a GPU, without one."""
+
+import pytest
+from executed import executed
+
+pytest.importorskip("vllm")
+
+SMALL = ("vllm, decodes", "vllm, fp8", "vllm, mixed steps")
+"""Decodes twice: the second step launches what the first has left (`direct_launch`)."""
+
+
+def test_steps_give_attention_in_float32() -> None:
+    assert executed(*SMALL) == dict.fromkeys(SMALL, "")
