@@ -93,9 +93,10 @@ class Slots:
     def __init__(self, nbytes: int, device: torch.device | None) -> None:
         self.more = functools.partial(Slots, nbytes, device)
         self._slab = DeviceSlab(2, nbytes, device) if device else None
-        self._memory = np.zeros((2, nbytes), np.uint8)
+        self._own = np.zeros(2 * nbytes, np.uint8)
+        self._memory = self._own.reshape(2, nbytes)
         self._pins = Pins(GPU)
-        self._pins.add(self._memory.reshape(-1), "slots")
+        self._pins.add(self._own, "slots")
 
     def __getitem__(self, number: int) -> Payload:
         return self._slab.slot(number % 2) if self._slab else self._memory[number % 2].data

@@ -18,7 +18,7 @@ COVERED = (
 before the next but one begins; tests/pages/test_staging.py calls stagings without that."""
 
 
-@pytest.mark.parametrize(("seed", "names"), [(0, SMALL), (7, SMALL[:1])])
+@pytest.mark.parametrize(("seed", "names"), [(0, SMALL[:2]), (7, SMALL[2:])])
 def test_payloads_sums_and_pages_are_those_of_the_host(seed: int, names: tuple[str, ...]) -> None:
     """As late as waits allow; and with a stream ahead of the others, by chance."""
     assert executed(*names, seed=seed) == dict.fromkeys(names, "")

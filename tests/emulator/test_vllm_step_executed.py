@@ -6,8 +6,9 @@ from executed import executed
 
 pytest.importorskip("vllm")
 
-SMALL = ("vllm, decodes", "vllm, fp8", "vllm, mixed steps")
-"""Decodes twice: the second step launches what the first has left (`direct_launch`)."""
+SMALL = ("vllm, decodes", "vllm, fp8")
+"""Decodes twice: the second step launches what the first has left (`direct_launch`). `python -m tests.emulator`
+executes all."""
 
 
 def test_steps_give_attention_in_float32() -> None:

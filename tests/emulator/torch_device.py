@@ -4,6 +4,7 @@ what torch does with them is queued on `streams.py`, as on a GPU."""
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,7 @@ def _to_copy(tensor: torch.Tensor, *, dtype: Any = None, device: Any = None, **g
 
 def _pin_while_it_lives(tensor: torch.Tensor) -> None:
     PINNED[tensor.data_ptr()] = tensor.nbytes
+    weakref.finalize(tensor, PINNED.pop, tensor.data_ptr(), None).atexit = False
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
