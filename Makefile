@@ -76,5 +76,5 @@ docs:
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 clean:
-	rm -rf .venv .venv-sglang .venv-ray .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-ray .venv-proxies .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
