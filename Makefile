@@ -38,7 +38,7 @@ fast: setup
 	@$(MAKE) --no-print-directory quiet
 
 computing: setup
-	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 2 --dist loadfile $(COMPUTING)
+	$(PYTEST) -m "not engine and not quiet" --timeout=900 -n 2 --dist loadfile $(COMPUTING)
 
 waiting: setup
 	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 4 --dist loadfile $(COMPUTING:%=--ignore=%)
