@@ -39,7 +39,7 @@ def cut_out(
         heads: that the run has.
         starts: where each layer begins in `data`.
         data: only read.
-        payload: `chunk.nbytes(route)`; every byte is written.
+        payload: `chunk.nbytes(route)`. Bytes between scales and codes, which nobody reads, stay as they are.
     """
     which = slice(route.source_head, route.source_head + len(route.heads))
     first = chunk.first_token % CHUNK_TOKENS - run.first_token
@@ -57,7 +57,6 @@ def _cut(part: Part, block: Words, shape: Shape, heads: slice, tokens: slice, ou
     scales, codes = _sections(part, block, shape)
     kept = codes[heads, tokens]
     own_scales, own_codes = _sections(part, out, kept.shape)
-    out[own_scales.nbytes : len(out) - kept.nbytes] = 0
     own_scales[...] = scales[heads] if part is Part.KEY else scales[heads, tokens]
     own_codes[...] = kept
 

@@ -26,6 +26,7 @@ from pd_connector.pool import record, saver
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 
@@ -255,13 +256,26 @@ def test_what_an_engine_computes_on_chunks_of_int8_is_not_kept_as_exact(
     assert fill(rank(OTHER_PAGE, "other")).miss is Miss.CODEC
 
 
-def test_a_writer_of_int8_is_compared_by_the_bound_of_int8(store: LocalStore, rank: Make) -> None:
-    writer = rank(PAGE, "a", at_rest="int8")
-    reader = rank(OTHER_PAGE, "other", at_rest="int8", audits=True)
+@pytest.mark.parametrize("way", ["at rest", "before"])
+def test_a_writer_of_int8_is_compared_by_the_bound_of_int8(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """What passed in INT8 before is raw at rest."""
+    add, bounds = Comparison.add, []
+
+    def noted(self: Comparison, route: Any, found: Any, passed: str) -> None:
+        bounds.append((route.codec, passed))
+        add(self, route, found, passed)
+
+    monkeypatch.setattr(Comparison, "add", noted)
+    at_rest = "int8" if way == "at rest" else "raw"
+    writer = rank(PAGE, "a", "int8", at_rest)
+    reader = rank(OTHER_PAGE, "other", "int8", audits=True)
     ones(writer, reader)
     save(writer, store)
     assert fill(reader).cause is Cause.UNAUDITED
     assert fill(reader, "compare", compares=True).cause is None
+    assert set(bounds) == {(at_rest, "int8")}
     assert fill(reader, "again").cause is None
 
 

@@ -317,6 +317,21 @@ def test_a_coded_run_that_contradicts_itself_is_named(run: Run, text: str) -> No
     assert text in form_problem((run,), GEOMETRY)
 
 
+def test_of_a_chunk_whose_first_page_is_gone_all_tokens_of_the_next_one_are_kept() -> None:
+    """Pages of 96 tokens do not begin where chunks begin."""
+    model, ours = (Layer(2, 8, 8, window=40),), Setup(page_sizes=(96,))
+    sources = ranks(model, ours, TOKENS, 1)
+    dense = fill_all(sources, TOKENS, 2, spread=True)
+    files = write(sources, 1, [after_windows(sources[0], 288)], codec="int8")
+    ((run,),) = (decode(each).form for each in files.values())
+    assert run.first_token == 192 - CHUNK_TOKENS
+    (rank,) = ranks(model, Setup(page_sizes=(32,)), TOKENS, 3)
+    before, own = snapshot(rank), after_windows(rank, 2 * CHUNK_TOKENS)
+    read(rank, files, 1, (0, 2 * CHUNK_TOKENS), own)
+    expected = as_read(dense, ours, Setup(page_sizes=(32,)), 1, {0: 192})
+    assert_right(rank, before, expected, {0: range(2 * CHUNK_TOKENS - 39, 2 * CHUNK_TOKENS)}, own)
+
+
 def test_a_coded_run_of_which_a_window_has_passed_the_beginning_has_fewer_bytes() -> None:
     whole, later = RUN, msgspec.structs.replace(RUN, first_token=96)
     assert form_problem((later,), GEOMETRY) == ""
