@@ -11,7 +11,7 @@ from math import inf
 
 from scheduler_plugins.router.elastic.fleet import Groups
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.moving import MoveFailedError, Mover
+from scheduler_plugins.router.engines.moving import SETTINGS, MoveFailedError, Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.standing import Decision
 from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S
@@ -154,7 +154,7 @@ class Elastic:
             )
         except MoveFailedError as failure:
             controller.failed(move.engine, clock(), str(failure))
-            outcome(str(failure))
+            outcome("given up" if failure.step == SETTINGS else str(failure))
         except BaseException as error:
             controller.failed(move.engine, clock(), repr(error))
             raise

@@ -220,7 +220,7 @@ def _of_roles(decisions: Iterable[Decision], now_s: float) -> Iterator[Trouble]:
             tuple(flapping),
             "Set `roles` to a calmer policy or to off, or give the group more engines.",
         )
-    failed = [one for one in made if one.outcome not in ("done", "moving", "dry run")]
+    failed = [one for one in made if one.outcome not in ("done", "moving", "dry run", "given up")]
     if failed:
         last = failed[-1]
         yield Trouble(

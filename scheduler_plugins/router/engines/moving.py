@@ -30,6 +30,9 @@ before, so requests would find no engine although the move has ended."""
 REFUSED_S = 1.0
 """Pause before an engine that was not idle yet is asked again."""
 
+SETTINGS = "settings"
+"""The step of a move that a change of the settings has ended."""
+
 
 class MoveFailedError(Exception):
     """A move failed, and the engine has its old role. `step` is a metric label; the message is for people."""
@@ -83,7 +86,8 @@ class Mover:
                     await self._switch(engine, role, place)
             except MoveFailedError as failure:
                 logger.warning("%s stays %s: %s", engine.url, engine.role, failure)
-                pool.metrics.role_moves.labels(before, role, f"failed_{failure.step}").inc()
+                if failure.step != SETTINGS:  # the operator's wish is no fault
+                    pool.metrics.role_moves.labels(before, role, f"failed_{failure.step}").inc()
                 span.failed(str(failure))
                 raise
             if engine not in pool.engines:
@@ -128,7 +132,7 @@ class Mover:
         loop = asyncio.get_running_loop()
         while True:
             if engine.standing.place != place:
-                raise MoveFailedError("settings", "its entry in the settings has changed meanwhile")
+                raise MoveFailedError(SETTINGS, "its entry in the settings has changed meanwhile")
             if loop.time() >= until_s:
                 limit_s = self._pool.config.drain_timeout_s
                 raise MoveFailedError("drain", f"it was not idle within {limit_s:g} s")

@@ -29,7 +29,7 @@ class Decision(NamedTuple):
     before: str
     after: str
     why: str
-    outcome: str  # `moving`, `done`, `dry run`, or why it failed
+    outcome: str  # `moving`, `done`, `dry run`, `given up` (the settings changed), or why it failed
 
 
 @dataclass

@@ -112,6 +112,7 @@ def test_roles_that_flap_and_moves_that_fail() -> None:
     assert found(moves=(move,) * 3) == []
     assert found(moves=(move._replace(at_s=-3500.0),) * 4) == [], "it was an hour ago"
     assert found(moves=(move._replace(outcome="dry run"),) * 9) == []
+    assert found(moves=(move._replace(outcome="given up"),)) == []
     assert found(moves=(move._replace(outcome="it did not drain"),)) == ["PDRoleMoveFails"]
 
 

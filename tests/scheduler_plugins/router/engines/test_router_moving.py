@@ -193,6 +193,7 @@ def test_the_settings_end_a_move_that_they_no_longer_allow() -> None:
             with pytest.raises(MoveFailedError, match="its entry in the settings has changed"):
                 await moving
             assert (engine.role, engine.standing.moving, fake.mode) == (Role.DECODE, None, "decode")
+            assert await made.metric("role_moves_total") == 0, "no alert: nothing has failed"
 
     run(scenario())
 
