@@ -70,6 +70,20 @@ def _demo(name: str, why: str, limit_s: float, *arguments: str, first: Sequence[
     return Step(name, why, command, limit_s, ROUTED, command, files=_MODEL, sources=_ALL)
 
 
+def _random_batches(name: str, what: str, bench: str, cases: int, only: str) -> Step:
+    """Side by side with the others like it, because compiling takes most of its time."""
+    command = _check(bench, "--cases", str(cases), *(("--only", only) if only else ()))
+    imports = PAYLOADS if bench == "transfer" else KERNELS
+    return Step(name, f"{what}: equal to the reference", command, 134, imports, beside="checks")
+
+
+_CHECKED = (
+    ("paged-check", "paged decode and merges", "decode", 36, "paged_decode"),
+    ("mla-check", "MLA", "decode", 36, "mla_decode"),
+    ("mixed-check", "prefill and decodes in one launch", "decode", 40, "mixed_attention"),
+    ("transfer-check", "transfer kernels", "transfer", 45, ""),
+)
+
 # The first call: about 9 minutes without engines.
 FIRST: Sequence[Step] = (
     Step(
@@ -81,35 +95,7 @@ FIRST: Sequence[Step] = (
         (PYTHON, "-m", "gpu_run.probe", JSON),
         sources=("ci/gpu_run",),
     ),
-    Step(
-        "paged-check",
-        "paged decode and merges equal their references",
-        _check("decode", "--cases", "36", "--only", "paged_decode"),
-        134,
-        beside="checks",
-    ),
-    Step(
-        "mla-check",
-        "MLA equals its reference",
-        _check("decode", "--cases", "36", "--only", "mla_decode"),
-        134,
-        beside="checks",
-    ),
-    Step(
-        "mixed-check",
-        "prefill chunks and decodes in one launch equal their reference",
-        _check("decode", "--cases", "40", "--only", "mixed_attention"),
-        134,
-        beside="checks",
-    ),
-    Step(
-        "transfer-check",
-        "transfer kernels equal their references",
-        _check("transfer", "--cases", "45"),
-        134,
-        PAYLOADS,
-        beside="checks",
-    ),
+    *(_random_batches(*told) for told in _CHECKED),
     Step("mla", "MLA beside FlashMLA", _decode("--only", "mla_decode"), 80),
     Step(
         "mla-gluon",

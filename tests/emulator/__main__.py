@@ -3,7 +3,7 @@
 
 A program of its own, because in the process of the tests kernels are interpreted. Prints a line per case, and
 at last JSON: for each case, what was wrong with it, "" if nothing. With `--damage`, for each case and each
-instruction that was damaged, what was found, "" if nothing.
+instruction that was damaged, what was found, "" if nothing. `--damage event` takes a handoff's waits for streams.
 """
 
 import argparse
@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import triton
-from damages import KINDS, findings
-from emulator import Emulator
+import triton  # noqa: E402
+from damages import KINDS, findings, sites_without_waits  # noqa: E402
+from emulator import Emulator  # noqa: E402
 
-EMULATOR = Emulator()
+EMULATOR, EVENT = Emulator(), "event"
 
 from cases import CASES  # noqa: E402 - kernels are looked up with the driver in place
 
@@ -47,6 +47,8 @@ def executed(name: str, seed: int) -> str:
 def damaged(name: str, kind: str, step: int, seed: int) -> dict[str, str]:
     """What is found of damages to the kernels of a case."""
     found = {}
+    if kind == EVENT:
+        return dict(sites_without_waits(EMULATOR, CASES[name], seed))
     for number, (told, problem) in enumerate(findings(EMULATOR, CASES[name], kind, seed, step)):
         found[f"{number}: {told}"] = problem
         if not problem:
@@ -63,7 +65,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seed", type=int, default=0, help="another order of threads; 0: lockstep")
-    parser.add_argument("--damage", choices=KINDS, help="damage instructions of this kind")
+    parser.add_argument(
+        "--damage", choices=(*KINDS, EVENT), help="damage instructions of this kind"
+    )
     parser.add_argument("--every", type=int, default=1, help="damage every Nth of them")
     parser.add_argument(
         "--no-proxies", action="store_true", help="products need no fence of proxies"

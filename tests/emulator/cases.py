@@ -2,6 +2,8 @@
 """All cases, by name."""
 
 from attention_cases import DECODES
+from handoff_cases import DOORS
 from transfer_cases import TRANSFERS
+from vllm_cases import STEPS
 
-CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()} | DECODES
+CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()} | DECODES | DOORS | STEPS

@@ -13,6 +13,7 @@ from typing import Any
 
 from emulator import Damage, Emulator, code_at
 from ptx import Instruction
+from streams import STREAMS
 
 ACCESSES = (
     "ld",
@@ -112,3 +113,19 @@ def findings(
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         yield damage.told, problem
+
+
+def sites_without_waits(
+    emulator: Emulator, case: Callable[[], None], seed: int = 0
+) -> Iterator[tuple[str, str]]:
+    """Every place where a case waits for work on a GPU, and what is found if it does not; "" if nothing."""
+    with emulator.running():
+        case()
+    for site in sorted(STREAMS.sites):
+        problem = ""
+        try:
+            with emulator.running(seed, ignored=site):
+                case()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        yield site, problem

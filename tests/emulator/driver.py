@@ -14,12 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton
+from device_memory import MEMORY
+from streams import STREAMS
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 INCLUDE = Path(triton.__file__).parent / "backends/nvidia/include"
 LAUNCH = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint), ctypes.c_uint, ctypes.c_uint),
-    ctypes.POINTER(ctypes.c_void_p),
+    *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint64),
+)
+LEND, NEW_STREAM = (
+    ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64),
+    ctypes.CFUNCTYPE(ctypes.c_uint64),
 )
 
 
@@ -31,6 +37,7 @@ class Launched(NamedTuple):
     threads: int
     shared: int
     parameters: Any
+    stream: int
 
 
 class Driver:
@@ -59,6 +66,8 @@ class Driver:
         self.library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self.callback = LAUNCH(self._launched)
         self.library.emulator_on_launch(self.callback)
+        self.lend, self.new_stream = LEND(_lend), NEW_STREAM(STREAMS.new_handle)
+        self.library.emulator_on_memory(self.lend, self.new_stream)
         triton.knobs.runtime.kernel_load_end_hook.add(self._loaded)
         triton.runtime.driver.set_active(_driver())
 
@@ -66,10 +75,10 @@ class Driver:
         (path,) = (path for file, path in files.items() if file.endswith(".ptx"))
         self.sources[function] = Path(path)
 
-    def _launched(self, function: int, grid: Any, threads: int, shared: int, params: Any) -> int:
+    def _launched(self, function: int, grid: Any, threads: int, shared: int, *given: Any) -> int:
         try:
             x, y, z = grid[:3]
-            self.execute(Launched(self.sources[function], (x, y, z), threads, shared, params))
+            self.execute(Launched(self.sources[function], (x, y, z), threads, shared, *given))
         except BaseException as error:
             self.error = error
             return 1
@@ -94,13 +103,20 @@ def _driver() -> Any:
             self.launcher_cls = nvidia.CudaLauncher
             self.get_device_capability = lambda _: (9, 0)
             self.get_current_device = lambda: 0
-            self.get_current_stream = lambda _: 0
+            self.get_current_stream = lambda _: STREAMS.current.cuda_stream if STREAMS.used else 0
             self.set_current_device = lambda _: None
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", 90, 32)
 
     return Hopper()
+
+
+def _lend(address: int, nbytes: int) -> int:
+    if nbytes:
+        return MEMORY.lend(nbytes).address
+    MEMORY.give_back(address)
+    return 0
 
 
 def live_memory() -> tuple[np.ndarray, np.ndarray]:

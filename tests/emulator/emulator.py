@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import accesses  # noqa: F401 - these register their instructions
 import asynchronous  # noqa: F401
@@ -16,12 +16,14 @@ import conversions  # noqa: F401
 import matrices  # noqa: F401
 import numpy as np
 from arithmetic import OPERATIONS
+from device_memory import MEMORY
 from driver import Driver, Launched, live_memory
 from gangs import PARAMETERS, Code
 from machine import Launch
 from memory import Memory
 from operands import Operands, UnknownError
 from ptx import Instruction, Program
+from streams import STREAMS
 
 CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier")
 
@@ -87,8 +89,16 @@ class Emulator:
         given = [ctypes.string_at(launched.parameters[n], size) for n, size in enumerate(sizes)]
         raw = b"".join(each.ljust(256, b"\0") for each in given)
         parameters = Memory(np.frombuffer(raw, np.uint8), PARAMETERS)
+        bounds = MEMORY.bounds() if STREAMS.used else live_memory()
+        work = functools.partial(self._run, launched, code, parameters, bounds)
+        if STREAMS.used:
+            STREAMS.queue(work, STREAMS.of(launched.stream))
+        else:
+            work()
+
+    def _run(self, launched: Launched, code: Code, parameters: Memory, bounds: Any) -> None:
         launch = Launch(
-            *(code, parameters, launched.grid, launched.threads, launched.shared, live_memory()),
+            *(code, parameters, launched.grid, launched.threads, launched.shared, bounds),
             seed=self.seed,
             proxies=self.proxies,
         )
@@ -98,9 +108,13 @@ class Emulator:
         self.launched.append((launched.ptx.stem, launch.steps))
 
     @contextmanager
-    def running(self, seed: int = 0, damage: Damage | None = None) -> Iterator[None]:
-        """Launches take their turns by `seed`, of programs that `damage` has changed; a launch's FaultError is raised."""
+    def running(
+        self, seed: int = 0, damage: Damage | None = None, ignored: str | None = None
+    ) -> Iterator[None]:
+        """Launches take their turns by `seed`, of programs that `damage` has changed; a launch's FaultError is raised.
+        Waits at the site `ignored` do nothing (`streams.py`)."""
         self.seed, self.damage = seed, damage
+        STREAMS.seed, STREAMS.ignored = seed, ignored
         try:
             yield
         except RuntimeError:
@@ -108,4 +122,5 @@ class Emulator:
             raise
         finally:
             self.seed, self.damage = 0, None
+            STREAMS.seed, STREAMS.ignored = 0, None
         self.driver.raise_fault()

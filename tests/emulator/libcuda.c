@@ -7,11 +7,16 @@
 #include "cuda.h"
 
 typedef int (*launch_function)(uint64_t function, const unsigned *grid, unsigned threads, unsigned shared,
-                               void **parameters);
+                               void **parameters, uint64_t stream);
+typedef uint64_t (*memory_function)(uint64_t address, uint64_t nbytes); /* nbytes 0: give it back */
+typedef uint64_t (*stream_function)(void);
 static launch_function launch;
+static memory_function memory;
+static stream_function new_stream;
 static CUcontext context;
 
 void emulator_on_launch(launch_function function) { launch = function; }
+void emulator_on_memory(memory_function function, stream_function stream) { memory = function, new_stream = stream; }
 
 /* An H100, as far as Triton asks. */
 static int attribute(CUdevice_attribute asked) {
@@ -75,7 +80,23 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
   unsigned grid[3] = {config->gridDimX, config->gridDimY, config->gridDimZ};
-  return launch((uint64_t)function, grid, config->blockDimX, config->sharedMemBytes, parameters);
+  return launch((uint64_t)function, grid, config->blockDimX, config->sharedMemBytes, parameters,
+                (uint64_t)config->hStream);
+}
+
+/* What pd_connector/memory/cuda_driver.py calls. */
+CUresult cuMemAlloc(CUdeviceptr *address, size_t nbytes) { *address = memory(0, nbytes); return 0; }
+CUresult cuMemFree(CUdeviceptr address) { memory(address, 0); return 0; }
+CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority) {
+  *stream = (CUstream)new_stream();
+  return 0;
+}
+CUresult cuCtxPushCurrent(CUcontext wanted) { return wanted ? 0 : CUDA_ERROR_INVALID_CONTEXT; }
+CUresult cuCtxPopCurrent(CUcontext *was) { *was = (CUcontext)1; return 0; }
+CUresult cuDevicePrimaryCtxRelease(CUdevice device) { return 0; }
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+  *mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  return 0;
 }
 
 /* Two dimensions of elements of 1, 2 or 4 bytes, with the real library's conditions. */

@@ -40,6 +40,7 @@ class Shape:
     alibi: bool = False
     sinks: bool = False
     shared: bool = False  # its KV is another layer's: it gets no new keys and values
+    device: str = "cpu"
 
     def layer(self, backend: str | None) -> "Layer":
         """An attention layer as vLLM makes it for `--attention-backend`."""
@@ -66,7 +67,7 @@ class Shape:
                     prefix=NAME,
                     **extra,
                 )
-                return Layer(module, config)
+                return Layer(module, config, torch.device(self.device))
         finally:
             torch.set_default_dtype(before)
 
@@ -74,10 +75,11 @@ class Shape:
 class Layer:
     """A layer with its builder, to run batches through."""
 
-    def __init__(self, module: Any, config: Any) -> None:
+    def __init__(self, module: Any, config: Any, device: torch.device) -> None:
         self.module, spec = module, module.get_kv_cache_spec(config)
+        self.config = config
         made = module.attn_backend.get_builder_cls()
-        self.builder = made(spec, [NAME], config, torch.device("cpu"))
+        self.builder = made(spec, [NAME], config, device)
 
     def forward(self, batch: "Batch") -> torch.Tensor:
         """Attention of a batch, `[token, heads, dim]`."""
@@ -129,15 +131,15 @@ class Batch:
         return self.new(lambda row: self.kv[:, row], 1).unbind()
 
     def common(self) -> CommonAttentionMetadata:
-        starts = torch.tensor([0, *self.queries]).cumsum(0).int()
+        starts, device = torch.tensor([0, *self.queries]).cumsum(0).int(), self.shape.device
         return CommonAttentionMetadata(
-            query_start_loc=starts,
+            query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
-            seq_lens=torch.tensor(self.tokens, dtype=torch.int32),
+            seq_lens=torch.tensor(self.tokens, dtype=torch.int32).to(device),
             num_reqs=len(self.queries),
             num_actual_tokens=len(self.query),
             max_query_len=max(self.queries),
             max_seq_len=max(self.tokens),
-            block_table_tensor=self.table,
-            slot_mapping=self.new(self.slots, 0),
+            block_table_tensor=self.table.to(device),
+            slot_mapping=self.new(self.slots, 0).to(device),
         )

@@ -68,13 +68,13 @@ def answers(of: SteppedEngine) -> WorkerActivity:
     return WorkerActivity(saved=dict.fromkeys((save.request for save in saves(of)), 1))
 
 
-def stored(of: SteppedEngine, chunks: int, seed: int = 0) -> list[bytes]:
+def stored(of: SteppedEngine, chunks: int, seed: int = 0, part: str = "0-1.0of1") -> list[bytes]:
     """Put the first chunks of the prompt of this seed into the store, without their KV."""
     store = of.side.pool._store
     tokens = [(seed * 31 + place) % 250 for place in range(chunks * CHUNK_TOKENS)]
     keys = chain(MODEL, tokens)
     for parent, key in zip([b"", *keys], keys, strict=False):
-        writing = store.begin(key, parent=parent, part="0-1.0of1", parts=1, nbytes=100, writer="x")
+        writing = store.begin(key, parent=parent, part=part, parts=1, nbytes=100, writer="x")
         assert isinstance(writing, Writing)
         with writing:
             writing.write(0, memoryview(bytes(100)))
@@ -180,6 +180,28 @@ def test_pages_that_this_engine_has_cached_are_not_loaded() -> None:
     assert [chunk.number for chunk in fill.chunks] == [1, 2]
     cached = fill.first_token // 16
     assert set(fill.pages[0][:cached]) == {-1}, "they are other requests', too"
+
+
+@pytest.mark.parametrize(
+    ("codec", "at_rest", "loads"),
+    [("raw", "raw", 0), ("int8", "raw", 1), ("auto", "raw", 1), ("raw", "int8", 1)],
+)
+def test_a_look_up_passes_over_chunks_of_a_codec_that_is_not_permitted(
+    monkeypatch: pytest.MonkeyPatch, codec: str, at_rest: str, loads: int
+) -> None:
+    of = SteppedEngine(
+        budget=CHUNK_TOKENS, audit="off", codec=codec, pool={"memory": "64MiB", "codec": at_rest}
+    )
+    of.step(WorkerActivity(models={0: MODEL}))
+    missed: Counter[str] = Counter()
+    monkeypatch.setattr(
+        of.side.telemetry, "count", lambda _, n=1, cause="": missed.update({str(cause): n})
+    )
+    stored(of, 2, part="0-1.0of1.int8")
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=1)
+    of.step()
+    assert len(fills(of)) == loads
+    assert missed["codec"] == (0 if loads else 2)
 
 
 def test_a_load_that_fails_is_computed_and_not_tried_again() -> None:
