@@ -9,15 +9,22 @@ import pytest
 from executed import executed
 
 SAMPLES = {
-    "barrier": (4, ("paged", "transfer raw, sums", "mla, 16 heads")),
-    "wait": (1, ("paged", "mla, 16 heads")),
-    "order": (1, ("paged, many workers", "paged, 8 queries")),
+    "barrier": (4, ("paged", "transfer raw, sums", "mla, 16 heads", "swapped")),
+    "wait": (1, ("paged", "mla, 16 heads", "swapped")),
+    "order": (1, ("paged, many workers", "paged, 8 queries", "swapped")),
     "bound": (2, ("transfer raw, sums", "paged")),
 }
 """How many damages one is taken of, and the cases."""
-LEFT = {"paged, many workers": 1, "paged, 8 queries": 1}
+LEFT = {
+    ("order", "paged, many workers"): 1,
+    ("order", "paged, 8 queries"): 1,
+    ("order", "swapped"): 2,
+    ("wait", "swapped"): 3,
+}
 """Damages that are not found: the order of a merge's last count, because only the last access to a byte is kept;
-and one fence of two: probably the other covers the same copies."""
+one fence of two, probably the other covers the same copies; of three products with the same weights, the fences
+of the second and the third, and the waits of the first two, which the third one's wait covers; and a wait
+between two products that add to the same registers, which are executed in order."""
 
 
 def found(kind: str) -> dict[str, tuple[int, int]]:
@@ -30,7 +37,7 @@ def found(kind: str) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("kind", ["barrier", "wait", "order"])
 def test_a_missing_barrier_wait_or_order_is_found(kind: str) -> None:
     for name, (hits, count) in found(kind).items():
-        assert hits + LEFT.get(name, 0) >= count > 1, name
+        assert hits + LEFT.get((kind, name), 0) >= count > 1, name
 
 
 def test_bounds_that_are_off_by_one_are_found() -> None:

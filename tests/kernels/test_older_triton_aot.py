@@ -15,7 +15,14 @@ from test_transfer_aot import TILE_BYTES, programs, wide
 
 OLDEST = "3.6.0"
 FOLDER = Path(sys.prefix, f"triton-{OLDEST}")
-NAMES = ["paged, fp8", "mla, 16 heads, fp8", "mla, 128 heads", "mla, gluon", "mixed"]
+NAMES = [
+    "paged, fp8",
+    "paged, fp8, swapped",
+    "mla, 16 heads, fp8",
+    "mla, 128 heads",
+    "mla, gluon",
+    "mixed",
+]
 """One for each loop over tiles."""
 TRANSFER_NAMES = [
     "gather raw, sums",

@@ -77,9 +77,15 @@ def _decode(name: str, launch: Callable[[], Any], tokens: int, token: int) -> Ro
     return RoofCase(name, launch, tokens * token, loop=True)
 
 
+SWAPPED: dict[str, Any] = {"dtype": FP8, "swapped": True}
+WIDE: dict[str, Any] = {"heads": 64, "queries": 4}
+
 DECODES = (
     _decode("paged", paged_call, 64, 512),
     _decode("paged, fp8", partial(paged_call, dtype=FP8), 64, 256),
+    _decode("paged, fp8, swapped", partial(paged_call, **SWAPPED), 64, 256),
+    _decode("paged, fp8, 32 lines", partial(paged_call, dtype=FP8, **WIDE), 64, 256),
+    _decode("paged, fp8, 32 lines, swapped", partial(paged_call, **SWAPPED, **WIDE), 64, 256),
     _decode("paged, 4 queries", partial(paged_call, queries=4, heads=64), 64, 512),
     _decode("paged, 8 queries", partial(paged_call, queries=8, heads=64), 64, 512),
     _decode("mla, 16 heads", partial(mla_call, 16), 64, 1_152),
