@@ -7,3 +7,15 @@ from transfer_cases import TRANSFERS
 from vllm_cases import STEPS
 
 CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()} | DECODES | DOORS | STEPS
+
+SWITCHES = {
+    ("column_merge", True): ("mla, 16 heads", "latent_attention"),
+    ("column_merge", False): ("mla, 16 heads, column_merge off", "latent_attention"),
+    ("gluon", True): ("gluon", "latent_attention_tma"),
+    ("gluon", False): ("mla, 16 heads", "latent_attention"),
+    ("direct_launch", True): ("vllm, decodes", "paged_attention"),
+    ("direct_launch", False): ("vllm, decodes, direct_launch off", "paged_attention"),
+    ("mixed_steps", True): ("vllm, mixed steps", "mixed_programs"),
+    ("mixed_steps", False): ("vllm, decodes", "paged_attention"),
+}
+"""For each setting of `Tuning` a case, and the kernel that it executes under this setting."""
