@@ -22,12 +22,12 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_run.parts import MANIFEST
+from gpu_run.parts import MANIFEST, TRITON_CACHE
 from gpu_run.places import CARRIED, ROOT
 
 MIB = 1 << 20
 LIMIT = 16 * MIB
-"""The most bytes of the part."""
+"""The most bytes of a part."""
 
 WHEELS = (
     *(
@@ -75,6 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
     part, count = _packed(each for wheel in wheels for each in kept(wheel))
     files = ((name, (ROOT / name).read_bytes()) for name in tree(options.with_model))
     sizes = {"part-00.tar.xz": (part, count), "tree.tar.xz": _packed(files)}
+    parts = [("part-00.tar.xz", part)]
+    if options.triton_cache:
+        sizes["part-01.tar.xz"] = _packed(compiled(options.triton_cache))
+        parts.append(("part-01.tar.xz", sizes["part-01.tar.xz"][0]))
     for name, (data, files_in) in sizes.items():
         (out / name).write_bytes(data)
         print(f"{name}: {len(data) / MIB:.1f} MiB, {files_in} files")
@@ -82,18 +86,15 @@ def main(arguments: list[str] | None = None) -> int:
         "python": options.python,
         "wheels": [wheel.name for wheel in wheels],
         "parts": [
-            {
-                "name": "part-00.tar.xz",
-                "bytes": len(part),
-                "sha256": hashlib.sha256(part).hexdigest(),
-            }
+            {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in parts
         ],
     }
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    if len(part) > LIMIT:
-        print(f"part-00.tar.xz has {len(part):,} bytes: must be at most {LIMIT:,}", file=sys.stderr)
-        return 1
-    return 0
+    large = [(name, data) for name, data in parts if len(data) > LIMIT]
+    for name, data in large:
+        print(f"{name} has {len(data):,} bytes: must be at most {LIMIT:,}", file=sys.stderr)
+    return 1 if large else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--python", default="3.12", help="the host's Python (3.12)")
     parser.add_argument(
         "--with-model", action="store_true", help="6 MB more, for the steps with engines"
+    )
+    parser.add_argument(
+        "--triton-cache",
+        type=Path,
+        metavar="DIR",
+        help="kernels that Triton compiled into this folder (TRITON_CACHE_DIR). They are used only by the same "
+        "build of Triton, for the same Python, and the same sources",
     )
     return parser
 
@@ -137,6 +145,13 @@ def kept(wheel: Path) -> Iterator[tuple[str, bytes]]:
             if not name.endswith("/") and not DROPPED.match(name):
                 data = archive.read(name)
                 yield name, slim(data) if name.endswith(".so") else data
+
+
+def compiled(cache: Path) -> Iterator[tuple[str, bytes]]:
+    """Path and content of what a launch reads of Triton's cache: machine code, its description, and launchers."""
+    for file in sorted(cache.glob("*/*")):
+        if file.suffix in (".cubin", ".json", ".so"):
+            yield f"{TRITON_CACHE}/{file.relative_to(cache)}", file.read_bytes()
 
 
 def slim(library: bytes, arch: int = HOPPER) -> bytes:

@@ -14,6 +14,9 @@ MANIFEST = "manifest.json"
 SITE = "site"
 """Folder beside the parts for what they contain."""
 
+TRITON_CACHE = "triton-cache"
+"""Folder in `SITE` for kernels that were compiled beforehand."""
+
 
 def misfit(folder: Path) -> str:
     """Why the packages in a folder are not for this Python; empty if they are."""
@@ -61,3 +64,12 @@ def _unpack(part: Path, wanted: str, site: Path) -> None:
         raise ValueError(f"{part}: sha256 {found}, must be {wanted}: carry it again")
     with tarfile.open(part, "r:xz") as tar:
         tar.extractall(site, filter="data")
+    _found_here(site / TRITON_CACHE)
+
+
+def _found_here(cache: Path) -> None:
+    """Triton notes a kernel's files by absolute paths, and compiles again what is not there."""
+    for group in cache.glob("*/__grp__*.json"):
+        names = json.loads(group.read_text())["child_paths"]
+        paths = {name: str(group.parent / name) for name in names if (group.parent / name).exists()}
+        group.write_text(json.dumps({"child_paths": paths}))

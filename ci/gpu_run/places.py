@@ -7,6 +7,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gpu_run.parts import TRITON_CACHE
+
 ROOT = Path(__file__).resolve().parents[2]
 """The repository."""
 
@@ -35,7 +37,10 @@ def environment(state: Path, sites: Sequence[Path]) -> dict[str, str]:
     paths = [ROOT, ROOT / "kernels", ROOT / "ci", site, *(path.resolve() for path in sites)]
     before = os.environ.get("PYTHONPATH")
     told = os.pathsep.join([*map(str, paths), *([before] if before else [])])
-    return {**_DEFAULTS, **os.environ, "PYTHONPATH": told, "PYTHONUNBUFFERED": "1"}
+    caches = [path.resolve() / TRITON_CACHE for path in sites if (path / TRITON_CACHE).is_dir()]
+    compiled = {"TRITON_CACHE_DIR": str(caches[0])} if caches else {}
+    fixed = {"PYTHONPATH": told, "PYTHONUNBUFFERED": "1"}
+    return {**_DEFAULTS, **compiled, **os.environ, **fixed}
 
 
 def describe_project(site: Path) -> None:

@@ -21,7 +21,7 @@ from emulator import Emulator  # noqa: E402
 
 EMULATOR, EVENT = Emulator(), "event"
 
-from cases import CASES  # noqa: E402 - kernels are looked up with the driver in place
+from cases import CASES, SWITCHES  # noqa: E402 - kernels are looked up with the driver in place
 
 
 def problem_of(name: str, seed: int) -> str:
@@ -37,7 +37,11 @@ def problem_of(name: str, seed: int) -> str:
 def executed(name: str, seed: int) -> str:
     began = time.process_time()
     EMULATOR.launched.clear()
+    EMULATOR.settings.clear()
     found = problem_of(name, seed)
+    for setting, (case, kernel) in SWITCHES.items():
+        if case == name and not found and (*setting, kernel) not in EMULATOR.settings:
+            found = f"{kernel} was not launched with {setting[0]}={setting[1]}"
     steps = sum(count for _, count in EMULATOR.launched)
     seconds = time.process_time() - began
     tell(f"{name}: {found or 'right'}, {steps} steps, {seconds:.1f} s")

@@ -140,6 +140,11 @@ def swapped(heads: Heads = FEW, lengths: Sequence[int] = LENGTHS, **given: Any) 
         paged(lengths, heads, cache=FP8, **given)
 
 
+def not_swapped() -> None:
+    with tuned(swapped=False):
+        swapped()
+
+
 def mixed_swapped() -> None:
     with _on_hopper(paged_call):
         mixed_steps(FP8)
@@ -234,6 +239,7 @@ DECODES: dict[str, Case] = {
     "swapped, documents": functools.partial(swapped, mask=document(_IDS)),
     "swapped, jagged": functools.partial(swapped, lengths=[70, 37], queries=4, jagged=True),
     "swapped, dim 80": functools.partial(swapped, Heads(6, 6, 80)),
+    "swapped off": not_swapped,
     "mixed, swapped": mixed_swapped,
     "mla, 16 heads": mla,
     "mla, 16 heads, fp8": functools.partial(mla, coded=True),
@@ -244,6 +250,7 @@ DECODES: dict[str, Case] = {
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
     "mla, 128 heads, page 16": functools.partial(mla, 128, [70, 37], page=16),
     "gluon": gluon,
+    "gluon off": functools.partial(gluon, gluon=False),
     "gluon, 128 heads": functools.partial(gluon, 128, lengths=[70, 37], workers=1),
     "gluon, 16 heads, 4 queries": functools.partial(gluon, queries=4),
     "gluon, 24 heads, 2 queries": functools.partial(gluon, 24, queries=2, lengths=[1, 65]),

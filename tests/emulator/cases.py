@@ -9,3 +9,17 @@ from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
 CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS
+
+SWITCHES = {
+    ("column_merge", True): ("mla, 16 heads", "latent_attention"),
+    ("column_merge", False): ("mla, 16 heads, column_merge off", "latent_attention"),
+    ("gluon", True): ("gluon", "latent_attention_tma"),
+    ("gluon", False): ("gluon off", "latent_attention"),
+    ("swapped", True): ("swapped", "paged_attention"),
+    ("swapped", False): ("swapped off", "paged_attention"),
+    ("direct_launch", True): ("vllm, decodes", "paged_attention"),
+    ("direct_launch", False): ("vllm, decodes, direct_launch off", "paged_attention"),
+    ("mixed_steps", True): ("vllm, mixed steps", "mixed_programs"),
+    ("mixed_steps", False): ("vllm, decodes", "paged_attention"),
+}
+"""For each setting of `Tuning` a case, and the kernel that it executes under this setting."""

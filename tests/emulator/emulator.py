@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from memory import Memory
 from operands import Operands, UnknownError
 from ptx import Instruction, Program
 from streams import STREAMS
+
+from pd_kernels.tuning import tuning
 
 CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier")
 
@@ -70,6 +72,7 @@ class Emulator:
 
     Attributes:
         launched: the names of the kernels that have run, and their steps.
+        settings: fields of `Tuning`, and their values when a kernel was launched, with its name.
         reached: for each kernel, 1 for each instruction that has been executed.
     """
 
@@ -78,11 +81,14 @@ class Emulator:
         self.proxies = True
         self.damage: Damage | None = None
         self.launched: list[tuple[str, int]] = []
+        self.settings: set[tuple[str, bool, str]] = set()
         self.reached: dict[Path, bytearray] = {}
         self.driver = Driver(self._execute)
 
     def _execute(self, launched: Launched) -> None:
         code = code_at(launched.ptx)
+        now = asdict(tuning()).items()
+        self.settings |= {(setting, value, launched.ptx.stem) for setting, value in now}
         if self.damage is not None and self.damage.ptx == launched.ptx:
             code = self.damage.of(code)
         sizes = code.program.parameters.values()
