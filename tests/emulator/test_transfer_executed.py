@@ -13,7 +13,7 @@ SMALL = (
     ),
     *(
         "transfer fp8, two scales",
-        "transfer fp8, infinities",
+        "transfer fp8, edges",
         "transfer int8, sums",
         "transfer int8, MLA",
         "transfer verbatim, sums",

@@ -56,18 +56,18 @@ def transfer(
     odd: bool = False,
     check: bool = False,
     tokens: int = 40,
-    infinite: bool = False,
+    edges: bool = False,
 ) -> None:
-    """Gather a chunk, and scatter its payload into another cache. `infinite` puts infinities and a NaN among
-    the numbers."""
+    """Gather a chunk, and scatter its payload into another cache. `edges` puts infinities, a NaN, and FP8's
+    largest among the numbers."""
     torch.manual_seed(3)
     ours, theirs = (Cache(each, heads, dims, odd, tokens) for each in (source, destination))
-    if infinite:
-        rows = ours.storage[
-            :, ours.table[1].long(), 0
-        ]  # of the first head, `[layer, token, K and V]`
-        rows[:, 0, 3], rows[:, 1, 6], rows[:, 2, 77] = torch.inf, -torch.inf, torch.nan
-        ours.storage[:, ours.table[1].long(), 0] = rows
+    if edges:
+        first, second = ours.storage[:, ours.table[1].long(), :2].unbind(
+            1
+        )  # `[layer, token, K and V]`
+        first[:, 0, 3], first[:, 1, 6], first[0, 2, 77] = torch.inf, -torch.inf, torch.nan
+        second[:, 3, 5] = 448
     kinds = stored(source, dims), stored(destination, dims)
     blocks = ours.blocks(codec, *kinds)
     nbytes = blocks.nbytes(tokens)
@@ -159,9 +159,10 @@ TRANSFERS: dict[str, Case] = {
         ("fp8, odd rows", "fp8_e4m3", {"odd": True}),
         ("fp8, 80", "fp8_e4m3", {"dims": (80, 80), "check": True}),
         ("fp8, two scales", "fp8_e4m3", {"tokens": 140, "check": True}),
-        ("fp8, infinities", "fp8_e4m3", {"infinite": True, "check": True}),
+        ("fp8, edges", "fp8_e4m3", {"edges": True, "check": True}),
         ("int8", "int8", {}),
         ("int8, sums", "int8", {"check": True}),
+        ("int8, two scales", "int8", {"tokens": 140, "check": True}),
         ("int8, MLA", "int8", _MLA),
         ("int8, 80", "int8", {"dims": (80, 80), "check": True}),
         ("int8, 192 and 128", "int8", _UNLIKE),
