@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.bench.pool import disk as disk_reads
-from pd_connector.tools.bench.pool import lookups
+from pd_connector.tools.bench.pool import lookups, rivals
 from pd_connector.tools.bench.pool import slow as slow_stores
 from pd_connector.tools.bench.pool import trace as hit_rates
 from pd_connector.tools.bench.pool.engines import running
@@ -55,6 +55,12 @@ def pool(
     peer_env: Annotated[Path, typer.Option(help="Virtual environment that has Mooncake.")] = Path(
         "mooncake-env"
     ),
+    stores: Annotated[
+        Path | None,
+        typer.Option(
+            help="Virtual environment that has LMCache, Mooncake's store and your vLLM: six engines, two for each store."
+        ),
+    ] = None,
     objects: Annotated[int, typer.Option(min=1, help="Objects of 8 MiB put and got at once.")] = 32,
     prompt_tokens: Annotated[
         int, typer.Option(min=256, max=4000, help="Prompt length for the time to the first token.")
@@ -68,14 +74,14 @@ def pool(
 ) -> None:
     """The KV pool of a host, beside Mooncake's store, computing, and the engine's own prefix cache.
 
-    Everything but slow stores, a trace and a disk, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    Everything but slow stores, a trace, a disk and other stores' engines, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
     stderr = Console(stderr=True)
 
     def say(line: str) -> None:
         stderr.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    everything = not (raw or lookup or engines or trace or disk or slow)
+    everything = not (raw or lookup or engines or trace or disk or slow or stores)
     tables: list[tuple[str, list[Comparison]]] = []
     notes: list[str] = []
     others_cores = 0.0
@@ -103,6 +109,11 @@ def pool(
             with slow_stores.running(stderr) as with_faults:
                 noise = Noise(with_faults.pids)
                 tables.append(("no pool", with_faults.measure(prompt_tokens, say)))
+                others_cores = max(others_cores, noise.cores())
+        if stores:
+            with rivals.running(stores, stderr) as beside:
+                noise = Noise(beside.pids)
+                tables += beside.measure(prompt_tokens, runs, warm_ups, say)
                 others_cores = max(others_cores, noise.cores())
         if engines or everything:
             with running(stderr) as started:

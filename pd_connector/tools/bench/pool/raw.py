@@ -208,7 +208,7 @@ class RawBench:
         if installed_version(self.peer_env, RIVAL_PACKAGE):
             for way in _RIVALS:
                 log = folder / f"{way}.log"
-                master = stack.enter_context(_master(self.peer_env, log))
+                master = stack.enter_context(mooncake_master(self.peer_env, log))
                 lends, lends_not = ({"master": master, "segment": n} for n in (budget, 0))
                 inside = [lends, lends_not]
                 settings_of = inside if way == RIVAL_INSIDE else [lends_not, lends_not, lends]
@@ -227,7 +227,7 @@ class RawBench:
 
 
 @contextlib.contextmanager
-def _master(environment: Path, log: Path) -> Iterator[str]:
+def mooncake_master(environment: Path, log: Path) -> Iterator[str]:
     """Mooncake's master; yields its address."""
     with Port() as port, Port() as metrics:
         numbers = int(port), int(metrics)
