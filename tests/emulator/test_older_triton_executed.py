@@ -8,7 +8,7 @@ import pytest
 from executed import executed
 
 FOLDER = Path(sys.prefix, "triton-3.6.0")
-SMALL = ("transfer fp8, sums", "transfer int8, sums", "paged, fp8", "paged, 8 queries", "gluon")
+SMALL = ("transfer fp8, edges", "transfer int8, sums", "paged, fp8", "paged, 8 queries", "gluon")
 FENCED = ("swapped", "swapped, 32 lines", "gluon")
 """Kernels that need no `--no-proxies`: what `wgmma` reads, threads or the TMA have written."""
 

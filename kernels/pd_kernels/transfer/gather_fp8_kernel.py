@@ -10,7 +10,7 @@ A vector is 8 elements, which are one 8-byte word of the payload. With PACKED it
 two words, so a thread reads 32 bytes with one address and writes 16.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple  # noqa: F401 - a type comment names Any: Triton takes no annotation
 
 import triton
 import triton.language as tl
@@ -242,7 +242,7 @@ def gather_fp8(
     cached += head * head_stride
     begin = super_page * _SUPER_PAGE * width  # vector of the head
     end = tl.minimum(super_page * _SUPER_PAGE + _SUPER_PAGE, tokens) * width
-    held = ()
+    held = ()  # type: Any
     for piece in tl.static_range(PIECES):
         vector = begin + piece * VECTORS + tl.arange(0, VECTORS)
         value = _read_vectors(
