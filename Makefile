@@ -1,13 +1,16 @@
 # Every target first brings .venv up to date; that takes two minutes once and a moment afterwards.
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest --durations=15
-# Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and
-# run six at a time. Tests marked `quiet` measure time, and run alone.
+# Tests start hundreds of processes: each would compile what it imports of this clone if the shell forbids to keep that.
+export PYTHONDONTWRITEBYTECODE :=
+# Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and run four
+# at a time beside them; to import and collect takes each worker 14 s of a core. Tests marked `quiet` measure time, and
+# run alone.
 COMPUTING := tests/kernels tests/emulator tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
 	tests/scheduler_plugins
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 
-.PHONY: setup demo doctor lint fast engine ray test docs clean
+.PHONY: setup demo doctor lint fast computing waiting quiet sglang-door engine ray test docs clean
 
 setup:
 	@ci/setup
@@ -28,10 +31,22 @@ lint: setup
 # The door to SGLang is tested with SGLang, which has an environment of its own.
 SGLANG := .venv-sglang/bin/python
 
+# What computes goes at a low priority: it takes the time that the others wait in.
+BESIDE := waiting sglang-door
 fast: setup
-	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 2 --dist loadfile $(COMPUTING)
-	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 6 --dist loadfile $(COMPUTING:%=--ignore=%)
+	@ci/beside 'nice -n 10 $(MAKE) --no-print-directory computing' '$(MAKE) --no-print-directory -k $(BESIDE)'
+	@$(MAKE) --no-print-directory quiet
+
+computing: setup
+	$(PYTEST) -m "not engine and not quiet" --timeout=900 -n 2 --dist loadfile $(COMPUTING)
+
+waiting: setup
+	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 4 --dist loadfile $(COMPUTING:%=--ignore=%)
+
+quiet: setup
 	$(PYTEST) -m quiet --timeout=300 $(QUIET)
+
+sglang-door: setup
 	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
 		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi
 
@@ -48,12 +63,12 @@ ray: setup
 	@if [ -e .venv-ray/.setup-done ]; then $(RAY) -m pytest --durations=15 tests/ray_door --timeout=600; \
 		else echo "SKIPPED: tests/ray_door (read .venv-ray/setup.log, run ci/setup-ray)"; fi
 
-# In this order, so that the cheapest mistakes show first; a failure ends the run.
+# In this order, so that the cheapest mistakes show first; a failure ends the run. Ray's tests wait for actors and engines
+# to start, and have time for that beside the tests that compute.
 test: setup
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory fast
+	@$(MAKE) --no-print-directory fast BESIDE="waiting sglang-door ray"
 	@$(MAKE) --no-print-directory engine
-	@$(MAKE) --no-print-directory ray
 
 # The documentation as a site, in build/site. Strict: a link that leads nowhere is an error.
 docs:
@@ -61,5 +76,5 @@ docs:
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 clean:
-	rm -rf .venv .venv-sglang .venv-ray .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-ray .venv-proxies .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

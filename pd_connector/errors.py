@@ -29,6 +29,7 @@ class MalformedMessageError(PDConnectorError, ValueError):
 class Miss(StrEnum):
     """Why a chunk of the KV pool is not used. The value is the label `cause` of the metrics."""
 
+    CODEC = "codec"  # its KV has passed in a codec that this engine does not permit
     DAMAGED = "damaged"  # its bytes are not those that were written, or not of the pool
     EVICTED = "evicted"  # it was there, and made room for others
     LATE = "late"  # it was not found or read in time

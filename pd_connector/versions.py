@@ -10,7 +10,7 @@ VLLM = {(0, 31): "run", (0, 32): "run", (0, 33): "imported and read, not run"}
 SGLANG = ("0.5.23",)
 """Versions of SGLang that were run."""
 DYNAMO = ("1.6.1",)
-"""Versions of Dynamo (`ai-dynamo`) whose table of connectors was read and tried."""
+"""Versions of Dynamo (`ai-dynamo`) that were run."""
 
 
 def supported_range() -> tuple[str, str]:

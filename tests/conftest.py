@@ -4,11 +4,15 @@ time, so that a run can be repeated; with PD_RANDOM_TESTS=1 in the environment, 
 
 Signals mean what they usually mean, in children too: a test run that was started in the background,
 or with nohup, has inherited some as ignored.
+
+Loggers may be made while pytest walks through all of them.
 """
 
+import logging
 import os
 import signal
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,6 +30,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for number in (signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
+
+
+class _Loggers(dict[str, logging.Logger | logging.PlaceHolder]):
+    """Walked through as a copy. pytest does so before each phase of a test, without logging's lock, and a thread of ours
+    that imports numba for a codec's loops adds loggers meanwhile: "dictionary changed size during iteration"."""
+
+    def values(self) -> Any:
+        return self.copy().values()
+
+
+logging.root.manager.loggerDict = _Loggers(logging.root.manager.loggerDict)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ _SANITIZER = (
     # torch asks CUDA questions that can fail, such as the owner of an address.
     *("--report-api-errors", "no"),
 )
-_GLUON = ("env", "PD_KERNELS_TUNING=gluon=1")
+_NO_GLUON = ("env", "PD_KERNELS_TUNING=gluon=0")
 _MIXED = ("env", "PD_KERNELS_TUNING=mixed_steps=1")
 _CUSTOM = ("--engine-arg=--attention-backend", "--engine-arg=CUSTOM")
 _MODEL = ("pd_connector/tools/demo/model/model.safetensors",)
@@ -96,12 +96,17 @@ FIRST: Sequence[Step] = (
         sources=("ci/gpu_run",),
     ),
     *(_random_batches(*told) for told in _CHECKED),
-    Step("mla", "MLA beside FlashMLA", _decode("--only", "mla_decode"), 80),
     Step(
-        "mla-gluon",
-        "MLA's Gluon kernel, off by default: equal to its reference? Only then beside the Triton kernel and FlashMLA",
+        "mla",
+        "MLA beside FlashMLA; above 32 lines Gluon beside Triton",
+        _decode("--only", "mla_decode"),
+        80,
+    ),
+    Step(
+        "mla-triton",
+        "MLA's Triton kernel in Gluon's place, should that be wrong or slow: equal to its reference? Only then beside FlashMLA",
         (
-            *(*_GLUON, *BENCH, "decode", "--cases", "36", "--json", JSON),
+            *(*_NO_GLUON, *BENCH, "decode", "--cases", "36", "--json", JSON),
             *("--only", "mla_decode", "--only", "bfloat16"),
         ),
         75,

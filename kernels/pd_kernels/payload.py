@@ -14,12 +14,13 @@ SECTION_BYTES = 16
 """Codes begin at a multiple of this, so that GPU kernels may load 16 bytes at once."""
 
 SUPER_PAGE = 128
-"""Tokens that share one scale per channel of K in `int8`, counted from the block's first token."""
+"""Tokens that share a scale of a head in `fp8_e4m3`, and a scale per channel of K in `int8`. They are
+counted from the block's first token."""
 
 CODEC_NAMES = ("raw", "fp8_e4m3", "int8")
 """Codecs that code element by element."""
 
-FP8_SCALE_BYTES = 4  # float32, one per head
+FP8_SCALE_BYTES = 4  # float32
 INT8_SCALE_BYTES = 2  # bfloat16
 
 INT8_MAX = 127.0
@@ -58,11 +59,11 @@ def super_pages(tokens: int) -> int:
 def scale_bytes_per_head(codec: str, key: bool, tokens: int, dim: int) -> int:
     """Bytes of the scales of one head of a block, without the zeros behind them.
 
-    `fp8_e4m3` has one scale per head. `int8` has one per channel and super-page of K, and one per
-    token of V.
+    `fp8_e4m3` has one scale per super-page. `int8` has one per channel and super-page of K, and one
+    per token of V.
     """
     if codec == "fp8_e4m3":
-        return FP8_SCALE_BYTES
+        return FP8_SCALE_BYTES * super_pages(tokens)
     if codec == "int8":
         return INT8_SCALE_BYTES * (super_pages(tokens) * dim if key else tokens)
     return 0
@@ -83,10 +84,10 @@ def block_bytes(
             they are; a code of the other codecs has one byte.
 
     Example:
-        Eight heads of 100 tokens in `fp8_e4m3`: 8 float32 scales, and one byte per element.
+        Eight heads of 200 tokens in `fp8_e4m3`: 16 float32 scales, and one byte per element.
 
-        >>> block_bytes("fp8_e4m3", key=True, heads=8, tokens=100, dim=128, element_bytes=2)
-        BlockBytes(scales=32, codes=102400)
+        >>> block_bytes("fp8_e4m3", key=True, heads=8, tokens=200, dim=128, element_bytes=2)
+        BlockBytes(scales=64, codes=204800)
         >>> block_bytes("raw", key=True, heads=8, tokens=100, dim=128, element_bytes=2).total
         204800
     """

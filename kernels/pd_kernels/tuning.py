@@ -22,10 +22,13 @@ class Tuning:
         column_merge: a part of a split-KV merge is some columns of a line. More workers then share
             the merge of a row with few lines. Off: a part is whole lines. Decided by the rows
             `column_merge: on / off` of `bench decode`, for one sequence of 64k (since 2026-11-23).
-        gluon: `mla_decode` with latents of 16 bits in pages of 64 tokens takes the Gluon kernel
-            (`mla_gluon_kernel.py`), on Hopper only. Off: the Triton kernel. Decided by the rows
-            `gluon: on / off` of step `mla-gluon` of `ci/gpu`, if its results are right (since
-            2026-11-23).
+        gluon: `mla_decode` with latents of 16 bits in pages of 64 tokens and more than 32 lines
+            takes the Gluon kernel (`mla_gluon_kernel.py`), on Hopper only. Off: the Triton kernel.
+            Decided by the rows `gluon: on / off` of `bench decode`, steps `mla-check` and `mla` of
+            `ci/gpu` (on since 2026-11-27).
+        swapped: `paged_decode` of FP8 caches with few lines multiplies with tokens as the lines of
+            products, on Hopper only. Off: queries are the lines, padded to 16. Decided by the rows
+            `swapped: on / off` of `bench decode` (since 2026-11-27).
         direct_launch: if an earlier call with the same plan had the same shapes, strides, dtypes
             and alignments, its launch is used again (`direct.py`). Off: each call is checked and
             prepared, and Triton searches for its kernel. Decided by the rows `direct_launch: on /
@@ -36,7 +39,8 @@ class Tuning:
     """
 
     column_merge: bool = True
-    gluon: bool = False
+    gluon: bool = True
+    swapped: bool = True
     direct_launch: bool = True
     mixed_steps: bool = False
 
@@ -59,7 +63,7 @@ class Tuning:
 
         Example:
             >>> from pd_kernels.tuning import Tuning
-            >>> Tuning.of("gluon=1,direct_launch=0").direct_launch
+            >>> Tuning.of("gluon=0,direct_launch=0").direct_launch
             False
         """
         known = {field.name for field in fields(cls)}

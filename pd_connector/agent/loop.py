@@ -36,10 +36,11 @@ from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.errors import TransportError
-from pd_connector.kv.coding import coarsest
+from pd_connector.kv.coding import RAW
 from pd_connector.kv.geometry import Shard
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.pool.codecs import pool_codecs
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.record import Writer
 from pd_connector.pool.store.base import Store
@@ -132,7 +133,8 @@ class Loop:
         try:
             keys = CurveKeys.derive(config.key) if config.key else None
             self._gatekeeper = Gatekeeper(self._context, keys) if keys else None
-            self._begin_to_compile()
+            codecs = pool_codecs(config, consumes=consumes)
+            self._begin_to_compile(codecs.readable)
             made = self._make_transports(keys, choice)
             self.data_port = max((one.port for one in made), default=0) if produces else 0
             self._transports = [wrap(transport) for transport in made]
@@ -158,10 +160,9 @@ class Loop:
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
             if store and trust:
-                codec = coarsest(config.codec, config.codec_max_error, consumes=consumes)
-                writer = Writer(engine, identity.engine_id, codec)
-                parts = len(shards) or 1
-                self.pool_side = PoolSide(resources, store, trust, writer, parts, gate, report)
+                writer = Writer(engine, identity.engine_id, codecs.passed)
+                told = writer, codecs, len(shards) or 1
+                self.pool_side = PoolSide(resources, store, trust, *told, gate, report)
         except BaseException:
             self.close()
             raise
@@ -262,9 +263,9 @@ class Loop:
         self.buffers.close()
         self._context.destroy(linger=100)
 
-    def _begin_to_compile(self) -> None:
-        """Start to compile the codecs' loops for a cache in host memory. Nobody waits for them."""
-        if self._cache.on_host and self._config.codec != "raw":
+    def _begin_to_compile(self, codecs: Sequence[str]) -> None:
+        """Start to compile the loops of these codecs for a cache in host memory. Nobody waits for them."""
+        if self._cache.on_host and any(codec != RAW.name for codec in codecs):
             COMPILER.begin()
 
     def _execute(self, command: Command, fence: Any, now: float) -> None:

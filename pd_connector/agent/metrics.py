@@ -2,6 +2,7 @@
 """Name and description of every metric that a rank counts. Engines' doors register them."""
 
 from pd_connector.remedies import FAILING_GAUGE
+from pd_connector.telemetry import Labels
 
 PREFIX = "pd_connector:"
 
@@ -44,14 +45,24 @@ COUNTERS_BY_TRANSPORT = {
 COUNTERS_BY_CODEC = {
     "asked_transfers": "Transfers asked for, by the codec of their KV; each rank of a producer is asked apart (consumer).",
 }
-LABELLED = COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT | COUNTERS_BY_CODEC
-"""The counters with a label of their own."""
-LABEL = {
-    **dict.fromkeys(COUNTERS_BY_CAUSE, "cause"),
-    **dict.fromkeys(COUNTERS_BY_TRANSPORT, "transport"),
-    **dict.fromkeys(COUNTERS_BY_CODEC, "codec"),
+COUNTERS_OF_PAIRS = {
+    "pair_bytes": "Bytes of verified chunks, by the prefill rank that sent them, and by codec (consumer).",
+    "pair_chunks": "Verified chunks, by the prefill rank that sent them. `prompt` is `computing` if they came while it was (consumer).",
+    "pair_transfers": "Transfers that have ended, by their prefill rank; result `received`, or the cause of their failure (consumer).",
 }
-"""The label of each counter that has one."""
+PRODUCER = "producer"
+"""Label of a prefill rank: host and control port."""
+LABELLED = COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT | COUNTERS_BY_CODEC | COUNTERS_OF_PAIRS
+"""The counters with labels of their own."""
+LABELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(COUNTERS_BY_CAUSE, ("cause",)),
+    **dict.fromkeys(COUNTERS_BY_TRANSPORT, ("transport",)),
+    **dict.fromkeys(COUNTERS_BY_CODEC, ("codec",)),
+    "pair_bytes": (PRODUCER, "codec"),
+    "pair_chunks": (PRODUCER, "prompt"),
+    "pair_transfers": (PRODUCER, "result"),
+}
+"""The labels of each counter that has some."""
 GAUGES = {
     "leased_pages": "Pages kept for consumers (producer).",
     "outgoing_transfers": "Transfers expected, offered or streaming (producer).",
@@ -69,4 +80,12 @@ UNDER_WAY = ("landing_slots", "send_slots", "incoming_transfers", "outgoing_tran
 HISTOGRAMS = {
     "transfer_seconds": "From prefill ended and pages allocated to all chunks verified and placed (consumer).",
 }
+
+
+def values_of(name: str, labels: Labels) -> list[str]:
+    """The values of a counter's labels, in the order of `LABELS`; empty where one is not given."""
+    given = dict(labels)
+    return [given.get(label, "") for label in LABELS.get(name, ())]
+
+
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

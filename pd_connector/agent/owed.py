@@ -49,7 +49,7 @@ class OwedOutcomes:
         self._reported.put(outcome)
         self._any.set()
 
-    def fail_all(self, cause: Cause, detail: str, *, but: str = "") -> None:
+    def fail_all(self, cause: Cause, detail: str, *, but: str | None = None) -> None:
         """Report everything that is still owed as failed, except for the request `but`."""
         with self._lock:
             owed = {kind: requests - {but} for kind, requests in self._requests.items()}

@@ -27,7 +27,7 @@ class PageGate:
         self._changed = threading.Condition()
         self._shut: dict[str, int] = {}
         self._overrun: set[str] = set()
-        self._touched = ""  # the request whose pages the agent's thread touches now
+        self._touched: str | None = None  # the request whose pages the agent's thread touches now
         self._abandoned = False
 
     def shut(self, request: str, timeout_s: float = float("inf")) -> bool:
@@ -55,11 +55,11 @@ class PageGate:
             else:
                 self._overrun.discard(request)
 
-    def abandon(self) -> str:
+    def abandon(self) -> str | None:
         """Shut the gates of all requests until `reset`.
 
         Returns:
-            The request whose pages the agent's thread touches at this moment, or "": only its
+            The request whose pages the agent's thread touches at this moment, or None: only its
             pages may still change.
         """
         with self._changed:
@@ -92,7 +92,7 @@ class PageGate:
             yield lambda: self._check(request, self._overrun)
         finally:
             with self._changed:
-                self._touched = ""
+                self._touched = None
                 self._changed.notify_all()
 
     def _check(self, request: str, shut: dict[str, int] | set[str]) -> None:

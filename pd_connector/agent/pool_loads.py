@@ -219,7 +219,8 @@ class PoolLoads:
                     if comparison is None:
                         self._cache.scatter(*where)
                     else:
-                        comparison.add(piece.route, self._cache.compare(*where))
+                        passed = found.read.parts[piece.part].codec
+                        comparison.add(piece.route, self._cache.compare(*where), passed)
                         filling.routes.add(piece.route)
                 confirm()
             filling.nbytes += found.read.nbytes

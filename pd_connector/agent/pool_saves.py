@@ -19,6 +19,7 @@ from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.pool.codecs import AtRest
 from pd_connector.pool.form import places
 from pd_connector.pool.jobs import Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
@@ -62,6 +63,7 @@ class PoolSaves:
     Args:
         gate: shut by the engine's thread for requests whose pages may not be touched.
         saver: writes parts; used by one thread.
+        codec: in which chunks are kept.
         report: told that pages are no longer read.
         done: has the agent's thread carry something out.
     """
@@ -71,6 +73,7 @@ class PoolSaves:
         cache: PagedCache,
         gate: PageGate,
         saver: Saver,
+        codec: AtRest,
         telemetry: Telemetry,
         report: Callable[[Outcome], None],
         done: Callable[[Callable[[], None]], None],
@@ -81,7 +84,7 @@ class PoolSaves:
         self._telemetry = telemetry
         self._report = report
         self._done = done
-        self._form = describe(cache)
+        self._form = describe(cache, codec)
         # Each with its fence, and when it came.
         self._waiting: deque[tuple[Save, Any, float]] = deque()
         self._asked: deque[_Asked] = deque()

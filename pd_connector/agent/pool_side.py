@@ -17,8 +17,8 @@ from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.pool_loads import PoolLoads
 from pd_connector.agent.pool_saves import PoolSaves
 from pd_connector.agent.resources import RankResources
-from pd_connector.kv.coding import permitted
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.codecs import PoolCodecs
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import model_root
 from pd_connector.pool.loader import Loader
@@ -35,6 +35,7 @@ class PoolSide:
         store: where chunks are.
         trust: which writers are believed.
         writer: this engine, as records name it.
+        codecs: of this engine.
         parts: number of its ranks.
         gate: shut by the engine's thread for requests whose pages may not be touched.
         report: told of every outcome.
@@ -46,6 +47,7 @@ class PoolSide:
         store: Store,
         trust: WriterTrust,
         writer: Writer,
+        codecs: PoolCodecs,
         parts: int,
         gate: PageGate,
         report: Callable[[Outcome], None],
@@ -55,12 +57,10 @@ class PoolSide:
         self._facts = resources.identity.facts
         self._trust = trust
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        config = resources.config
-        codecs = permitted(config.codec, config.codec_max_error)
         saver = Saver(store, cache.geometry, writer, parts)
-        loader = Loader(store, cache.geometry, codecs)
+        loader = Loader(store, cache.geometry, codecs.readable)
         experts = bool(resources.audits and resources.audits.experts)
-        self._saves = PoolSaves(cache, gate, saver, telemetry, report, self._then)
+        self._saves = PoolSaves(cache, gate, saver, codecs.at_rest, telemetry, report, self._then)
         self._loads = PoolLoads(
             cache, gate, loader, trust, telemetry, report, self._then, experts=experts
         )

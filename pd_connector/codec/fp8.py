@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One byte an element: OCP FP8 E4M3, with one float32 scale per head and block."""
+"""One byte an element: OCP FP8 E4M3, with one float32 scale per head and 128 tokens."""
 
-import numpy as np
+import math
+
 import torch
 
 from pd_connector.codec.base import check_block, check_bytes, get_scales, put_scales, split
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
+from pd_connector.codec.super_pages import grouped, runs, scales_of
 from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
-from pd_kernels.payload import FP8_SCALE_BYTES, padded
+from pd_kernels.payload import FP8_SCALE_BYTES, padded, super_pages
 
 _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales to zero
 
@@ -16,8 +18,8 @@ _SMALLEST_EXPONENT = -126  # of a normal float32: a GPU may flush smaller scales
 class Fp8E4M3:
     """FP8 with the scale that loses least in each pair of caches.
 
-    Between float caches, the scale of a head is the smallest power of two (from 2^-126 up) that keeps the head within
-    ±448, and 1.0 for a head of zeros. FP8 keeps its precision under any power of two, and values that were rounded to
+    Between float caches, a scale is the smallest power of two (from 2^-126 up) that keeps a head's super-page within
+    ±448, and 1.0 for zeros. FP8 keeps its precision under any power of two, and values that were rounded to
     FP8 before survive unchanged. An FP8 cache sends its codes and its scale unchanged. A float cache that sends to an
     FP8 cache uses the scale of that cache, so the codes are those that the cache stores.
     """
@@ -33,15 +35,16 @@ class Fp8E4M3:
         out: torch.Tensor,
     ) -> None:
         check_block(x, source)
-        heads, tokens, dims = x.shape
-        check_bytes(out, self.coding.coded_bytes(part, (heads, tokens, dims), source))
-        codes = out[padded(FP8_SCALE_BYTES * heads) :].view(torch.float8_e4m3fn).view(x.shape)
+        shape = (x.shape[0], x.shape[1], x.shape[2])
+        check_bytes(out, self.coding.coded_bytes(part, shape, source))
+        scales = torch.empty(_scale_shape(shape), dtype=torch.float32, device=x.device)
+        codes = out[padded(scales.nbytes) :].view(torch.float8_e4m3fn).view(shape)
         if source.is_fp8 or destination.is_fp8:
             own = source.scale if source.is_fp8 else destination.scale
-            scales = torch.full((heads,), own, dtype=torch.float32, device=x.device)
+            scales.fill_(own)
             convert(x, source, Elements(self.coding.name, own), codes)
         else:
-            scales = _scale_and_round(x, source, codes)
+            _scale_and_round(x, source, scales, codes)
         put_scales(out, scales)
 
     def decode(
@@ -52,9 +55,9 @@ class Fp8E4M3:
         source: Elements,
         destination: Elements,
     ) -> torch.Tensor:
-        scales, codes = split(
-            data, FP8_SCALE_BYTES * shape[0], self.coding.coded_bytes(part, shape, source)
-        )
+        scale_shape = _scale_shape(shape)
+        coded_bytes = self.coding.coded_bytes(part, shape, source)
+        raw, codes = split(data, FP8_SCALE_BYTES * math.prod(scale_shape), coded_bytes)
         stored = codes.view(torch.float8_e4m3fn).view(shape)
         if destination.is_fp8 and (not source.is_fp8 or source.same_bits(destination)):
             return stored
@@ -62,36 +65,42 @@ class Fp8E4M3:
         if source.is_fp8:
             convert(stored, source, destination, out)
             return out
-        found = get_scales(scales, torch.float32, (shape[0],))
+        scales = get_scales(raw, torch.float32, scale_shape)
         if loops := loops_for(stored, destination):
-            loops.fp8_decode(words(stored), found.numpy(), words(out))
+            loops.fp8_decode(words(stored), scales.numpy(), words(out))
             return out
-        for head, scale in enumerate(found.tolist()):
-            convert(stored[head], Elements(self.coding.name, scale), destination, out[head])
+        for first, stop in runs(shape):
+            value = torch.empty_like(stored[:, first:stop], dtype=torch.float32)
+            convert(stored[:, first:stop], Elements(self.coding.name), Elements("float32"), value)
+            scaled = grouped(value).mul_(scales_of(scales, first, stop)[:, :, None, None])
+            grouped(out[:, first:stop]).copy_(scaled)
         return out
 
 
-def _scale_and_round(x: torch.Tensor, source: Elements, codes: torch.Tensor) -> torch.Tensor:
-    """Fill the codes of a float block; returns the scales, float32 `[head]`."""
-    loops = loops_for(x, source)
-    if loops:
-        found = np.empty(len(x), np.uint16)
-        loops.largest_of_heads(words(x), found)
-        magnitudes = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16).float()
-    else:
-        magnitudes = largest(x, (1, 2)).view(-1)
-    if not bool(magnitudes.isfinite().all()):
-        loops, x = None, x.masked_fill(x.isinf(), torch.nan)
-        magnitudes = largest(x.nan_to_num(0.0), (1, 2)).view(-1)
-    powers = powers_of_two(magnitudes)
-    if loops:
-        loops.fp8_encode(words(x), powers.numpy(), words(codes))
-        return powers
+def _scale_and_round(
+    x: torch.Tensor, source: Elements, scales: torch.Tensor, codes: torch.Tensor
+) -> None:
+    """Fill the scales and the codes of a float block."""
+    if loops := loops_for(x, source):
+        loops.fp8_encode(words(x), scales.numpy(), words(codes))
+        if bool(scales.isfinite().all()):
+            return
     # In bfloat16 the quotient by a power of two is exact, or far below FP8's smallest number.
     wide = x.dtype if x.dtype == torch.bfloat16 else torch.float32
-    for head, power in enumerate(powers):  # the temporary fits a CPU's cache
-        codes[head].copy_(x[head].to(wide).div(power.to(wide)))
-    return powers
+    for first, stop in runs((x.shape[0], x.shape[1], x.shape[2])):
+        values = grouped(x[:, first:stop])
+        magnitudes = largest(values, (-2, -1))
+        if not bool(magnitudes.isfinite().all()):
+            values = values.masked_fill(values.isinf(), torch.nan)
+            magnitudes = largest(values.nan_to_num(0.0), (-2, -1))
+        powers = powers_of_two(magnitudes)
+        grouped(codes[:, first:stop]).copy_(values.to(wide).div(powers.to(wide)))
+        scales_of(scales, first, stop).copy_(powers[:, :, 0, 0])
+
+
+def _scale_shape(shape: Shape) -> tuple[int, int]:
+    """Shape of a block's float32 scales: head, super-page."""
+    return shape[0], super_pages(shape[1])
 
 
 def powers_of_two(magnitudes: torch.Tensor) -> torch.Tensor:

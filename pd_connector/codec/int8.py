@@ -6,18 +6,16 @@ costing K's other channels their precision.
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 
 from pd_connector.codec.base import check_block, check_bytes, get_scales, put_scales, split
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
+from pd_connector.codec.super_pages import grouped, runs, scales_of
 from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
 from pd_kernels.int8_scale import int8_scales
-from pd_kernels.payload import SUPER_PAGE, padded, super_pages
-
-_RUN_ELEMENTS = 1 << 18  # coded at once: a run's float32 temporary stays in a CPU's cache
+from pd_kernels.payload import padded, super_pages
 
 
 class Int8:
@@ -68,7 +66,7 @@ class Int8:
             keys, values = loops.int8_decode_keys, loops.int8_decode_values
             (keys if part is Part.KEY else values)(words(codes), words(scales), words(out))
             return out
-        for first, stop in _runs(shape):
+        for first, stop in runs(shape):
             _dequantise(
                 _grouped(part, codes[:, first:stop]),
                 _scales_of(part, scales, first, stop),
@@ -80,7 +78,7 @@ class Int8:
 
 def _quantise(part: Part, x: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
     """Fill scales and codes, run by run."""
-    for first, stop in _runs((x.shape[0], x.shape[1], x.shape[2])):
+    for first, stop in runs((x.shape[0], x.shape[1], x.shape[2])):
         values = _grouped(part, x[:, first:stop])
         scale = int8_scales(largest(values, (_axis(part),)))
         scaled = values.to(torch.float32, copy=True).div_(scale).round_()
@@ -110,27 +108,14 @@ def _axis(part: Part) -> int:
 
 def _grouped(part: Part, x: torch.Tensor) -> torch.Tensor:
     """A run `[head, token, dim]`; of K as `[head, super-page, token, dim]`. A view."""
-    if part is Part.VALUE:
-        return x
-    return x.unflatten(1, (-1, min(SUPER_PAGE, x.shape[1])))
+    return x if part is Part.VALUE else grouped(x)
 
 
 def _scales_of(part: Part, scales: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     """The scales of a run, in a shape that broadcasts over `_grouped`. A view."""
     if part is Part.VALUE:
         return scales[:, first:stop, None]
-    return scales[:, first // SUPER_PAGE : -(-stop // SUPER_PAGE), None]
-
-
-def _runs(shape: Shape) -> Iterator[tuple[int, int]]:
-    """Token ranges of whole super-pages; the last may be shorter."""
-    heads, tokens, dims = shape
-    step = max(1, _RUN_ELEMENTS // (heads * dims * SUPER_PAGE)) * SUPER_PAGE
-    whole = tokens - tokens % SUPER_PAGE
-    for first in range(0, whole, step):
-        yield first, min(first + step, whole)
-    if whole < tokens:
-        yield whole, tokens
+    return scales_of(scales, first, stop)[:, :, None]
 
 
 def _scale_shape(part: Part, shape: Shape) -> tuple[int, ...]:

@@ -68,6 +68,32 @@ def _int8_code(bits: Any, scale: Any) -> Any:
     return code if quotient == quotient else np.uint8(0)
 
 
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _power_of_two(magnitude: Any) -> Any:
+    """See `pd_connector.codec.fp8`. `magnitude` is the largest of a super-page, as bits of bfloat16."""
+    exponent = np.int32(magnitude >> np.uint16(7)) - np.int32(127)
+    # 448 is 1.75 * 2^8; 0x60 is the mantissa of 1.75.
+    above = np.int32(1 if magnitude & np.uint16(0x7F) > np.uint16(0x60) else 0)
+    power = max(exponent - np.int32(8) + above, np.int32(-126))
+    scale = np.uint32((power + np.int32(127)) << np.int32(23)).view(np.float32)
+    if magnitude == 0:
+        scale = np.float32(1.0)
+    return np.float32(np.nan) if magnitude >= _INFINITY else np.float32(scale)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _e4m3_code(bits: Any, inverse: Any) -> Any:
+    """The code of a finite bfloat16, times a power of two that keeps it within ±448."""
+    value = np.float32(_float(bits & _MAGNITUDE) * inverse)
+    found = value.view(np.uint32)
+    even = np.uint32((found >> np.uint32(20)) & np.uint32(1))
+    up = np.uint32(found + np.uint32(0x7FFFF) + even)
+    normal = np.uint32((up >> np.uint32(20)) - _E4M3_BIAS)
+    units = np.uint32(np.float32(value + _TO_UNITS).view(np.uint32) - _UNIT_BITS)
+    code = np.uint8(normal if found >= _E4M3_NORMAL else units)
+    return np.uint8(code | np.uint8(np.uint16(bits >> np.uint16(8)) & np.uint16(0x80)))
+
+
 @compiled(_U16[:, :, ::1], _U16[:, :, ::1], _U8[:, :, ::1])
 def int8_encode_keys(x: Words, scales: Words, codes: Words) -> None:
     """`[head, token, dim]`, scales `[head, super-page, dim]`."""
@@ -131,45 +157,34 @@ def int8_decode_values(codes: Words, scales: Words, out: Words) -> None:
                 out[head, token, dim] = _bfloat16(np.float32(code * scale))
 
 
-@compiled(_U16[:, :, ::1], _U16[::1])
-def largest_of_heads(x: Words, largest: Words) -> None:
-    """The largest magnitude `[head]` of `[head, token, dim]`, as bits."""
-    heads, tokens, dims = x.shape
-    for head in range(heads):
-        found = np.uint16(0)
-        for token in range(tokens):
-            for dim in range(dims):
-                found = max(found, x[head, token, dim] & _MAGNITUDE)
-        largest[head] = found
-
-
-@compiled(_U16[:, :, ::1], _F32[::1], _U8[:, :, ::1])
+@compiled(_U16[:, :, ::1], _F32[:, ::1], _U8[:, :, ::1])
 def fp8_encode(x: Words, scales: Words, codes: Words) -> None:
-    """Finite `[head, token, dim]`, and powers of two `[head]` that keep them within ±448."""
+    """`[head, token, dim]`, scales `[head, super-page]`. The scale is NaN, and codes are not written, where an
+    element is not finite."""
     heads, tokens, dims = x.shape
     for head in range(heads):
-        inverse = np.float32(np.float32(1.0) / scales[head])  # exact, as is the product
-        for token in range(tokens):
-            for dim in range(dims):
-                bits = x[head, token, dim]
-                value = np.float32(_float(bits & _MAGNITUDE) * inverse)
-                found = value.view(np.uint32)
-                even = np.uint32((found >> np.uint32(20)) & np.uint32(1))
-                up = np.uint32(found + np.uint32(0x7FFFF) + even)
-                normal = np.uint32((up >> np.uint32(20)) - _E4M3_BIAS)
-                units = np.uint32(np.float32(value + _TO_UNITS).view(np.uint32) - _UNIT_BITS)
-                code = np.uint8(normal if found >= _E4M3_NORMAL else units)
-                sign = np.uint8(np.uint16(bits >> np.uint16(8)) & np.uint16(0x80))
-                codes[head, token, dim] = np.uint8(code | sign)
+        for page in range(scales.shape[1]):
+            first, stop = page * _SUPER_PAGE, min(tokens, (page + 1) * _SUPER_PAGE)
+            largest = np.uint16(0)
+            for token in range(first, stop):
+                for dim in range(dims):
+                    largest = max(largest, x[head, token, dim] & _MAGNITUDE)
+            scale = _power_of_two(largest)
+            scales[head, page] = scale
+            inverse = np.float32(np.float32(1.0) / scale)  # exact, as is the product
+            if largest < _INFINITY:
+                for token in range(first, stop):
+                    for dim in range(dims):
+                        codes[head, token, dim] = _e4m3_code(x[head, token, dim], inverse)
 
 
-@compiled(_U8[:, :, ::1], _F32[::1], _U16[:, :, ::1])
+@compiled(_U8[:, :, ::1], _F32[:, ::1], _U16[:, :, ::1])
 def fp8_decode(codes: Words, scales: Words, out: Words) -> None:
     """The inverse of `fp8_encode`, with the same shapes; NaN where the code is NaN."""
     heads, tokens, dims = codes.shape
     for head in range(heads):
-        scale = scales[head]
         for token in range(tokens):
+            scale = scales[head, token // _SUPER_PAGE]
             for dim in range(dims):
                 code = np.uint32(codes[head, token, dim])
                 magnitude = code & np.uint32(0x7F)

@@ -146,19 +146,6 @@ def permitted(setting: str, max_error: float) -> tuple[str, ...]:
     return tuple(dict.fromkeys((coding(setting).name, RAW.name)))
 
 
-def coarsest(setting: str, max_error: float, *, consumes: bool) -> str:
-    """The codec with the largest error in which KV comes to an engine; see `permitted`. `raw` if it computes all KV itself.
-
-    >>> coarsest("auto", max_error=0.02, consumes=True)
-    'int8'
-    >>> coarsest("auto", max_error=0.02, consumes=False)
-    'raw'
-    """
-    if not consumes:
-        return RAW.name
-    return max(permitted(setting, max_error), key=lambda name: coding(name).error_bound)
-
-
 def negotiate(
     mine: Sequence[str], theirs: Sequence[str], source: Elements, destination: Elements
 ) -> Coding:

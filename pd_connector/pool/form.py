@@ -5,19 +5,22 @@ A part's payload is a row of runs, each the bytes of some layers that lie alike,
 own pages of the chunk, `[plane][page][kv head][bytes]`, with K and V described as views of them. If pages of the writer's size
 do not divide a chunk, or are not dense, the run is one page of `CHUNK_TOKENS` tokens instead, `[K|V][kv head][token][dim]`.
 A reader of any layout sees the run through the views; a reader whose pages are alike takes the bytes as they are.
+
+A coded run is a block `[kv head][token][dim]` of its codec for K and one for V, of all tokens that are held, layer after layer
+(docs/codecs.md). Their sizes follow from their shapes.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.coding import ELEMENT_BYTES
+from pd_connector.kv.coding import ELEMENT_BYTES, RAW, Elements, coding
 from pd_connector.kv.geometry import Count, Geometry, Group, Layers, Positive, Shard
 from pd_connector.plan.sizes import parts, token_bytes
+from pd_connector.pool.codecs import CODED_DTYPES, AtRest
 from pd_connector.pool.keys import CHUNK_TOKENS
 
 RUN_ALIGNMENT = 64
@@ -67,27 +70,34 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         layers: in model numbering, ascending.
         page_size: tokens of a page at rest.
         first_token: the first token of the chunk that is held. Pages before it were given up by a window.
-        planes: of each layer; none for a page in wire order.
-        key: K, or the latent.
-        value: V; None for a latent, and for pages whose dtype is not known.
+        planes: of each layer; none for a page in wire order, and for a coded run.
+        key: K, or the latent; None for a coded run.
+        value: V; None for a latent, for pages whose dtype is not known, and for a coded run.
+        codec: of the bytes.
     """
 
     layers: Layers
     page_size: Annotated[int, msgspec.Meta(ge=1, le=CHUNK_TOKENS)]
     first_token: Annotated[int, msgspec.Meta(ge=0, lt=CHUNK_TOKENS)]
     planes: Annotated[tuple[Plane, ...], msgspec.Meta(max_length=2)]
-    key: View
+    key: View | None = None
     value: View | None = None
+    codec: AtRest = "raw"
 
     @property
-    def pages(self) -> int:
-        """Pages of `page_size` tokens that are held."""
-        return (CHUNK_TOKENS - self.first_token) // self.page_size
+    def coded(self) -> bool:
+        return self.codec != RAW.name
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are held."""
+        return CHUNK_TOKENS - self.first_token
 
     @property
     def view_pages(self) -> int:
         """Pages of the views that are held; several of them can be one page."""
-        return self.pages * (self.page_size // self.key.tokens)
+        assert self.key is not None
+        return self.tokens // self.page_size * (self.page_size // self.key.tokens)
 
 
 Form = Annotated[tuple[Run, ...], msgspec.Meta(max_length=4096)]
@@ -118,6 +128,10 @@ def plane_bytes(run: Run, group: Group, heads: int) -> tuple[int, ...]:
     Args:
         heads: KV heads that the writer holds.
     """
+    if run.coded:
+        coded_bytes, elements = coding(run.codec).coded_bytes, Elements(group.dtype)
+        shapes = ((part, (heads, run.tokens, dim)) for part, dim in parts(group))
+        return (sum(coded_bytes(*shape, elements) for shape in shapes),)
     if not run.planes:
         return (heads * CHUNK_TOKENS * token_bytes(group),)
     return tuple(run.view_pages * plane.heads * plane.nbytes for plane in run.planes)
@@ -152,6 +166,11 @@ def wire_view(heads: int, dim: int, offset: int) -> View:
     return View(0, (heads, CHUNK_TOKENS, dim), strides, offset)
 
 
+def coded_run(layers: tuple[int, ...], codec: AtRest) -> Run:
+    """A coded run of whole chunks."""
+    return Run(layers, CHUNK_TOKENS, 0, (), codec=codec)
+
+
 def wire_run(layers: tuple[int, ...], group: Group, heads: int) -> Run:
     """A run in wire order.
 
@@ -167,7 +186,8 @@ def wire_run(layers: tuple[int, ...], group: Group, heads: int) -> Run:
     for _, dim in parts(group):
         views.append(wire_view(heads, dim, offset))
         offset += heads * CHUNK_TOKENS * dim
-    return Run(layers, CHUNK_TOKENS, 0, (), *views)
+    key, value = views[0], views[1] if len(views) > 1 else None
+    return Run(layers, CHUNK_TOKENS, 0, (), key, value)
 
 
 def form_problem(form: Sequence[Run], geometry: Geometry) -> str:
@@ -194,6 +214,16 @@ def form_problem(form: Sequence[Run], geometry: Geometry) -> str:
 
 
 def _run_problem(run: Run, group: Group, heads: int) -> str:
+    if run.coded:
+        if run != msgspec.structs.replace(
+            coded_run(run.layers, run.codec), first_token=run.first_token
+        ):
+            return f"{run.codec} of pages of {run.page_size} tokens, or of views"
+        if group.dtype not in CODED_DTYPES:
+            return f"{run.codec} of a cache of {group.dtype}"
+        return ""
+    if run.key is None:
+        return "pages without a view"
     whole = group.page_size if run.planes else CHUNK_TOKENS
     if run.page_size != whole or CHUNK_TOKENS % whole or run.first_token % whole:
         return f"pages of {run.page_size} tokens from token {run.first_token} on, of {whole} in the cache"
@@ -218,27 +248,6 @@ def _run_problem(run: Run, group: Group, heads: int) -> str:
     if run.planes and apart != heads * run.key.tokens * token_bytes(group):
         return f"planes of {apart} bytes a page, of {heads * run.key.tokens * token_bytes(group)} in the cache"
     return ""
-
-
-_PART = re.compile(r"(\d{1,10})-(\d{1,10})\.(\d{1,10})of(\d{1,10})")
-
-
-def part_name(shard: Shard) -> str:
-    """The name of what this rank writes of each chunk.
-
-    >>> part_name(Shard(first_layer=0, stop_layer=32, tp_rank=1, tp_size=2))
-    '0-32.1of2'
-    """
-    return f"{shard.first_layer}-{shard.stop_layer}.{shard.tp_rank}of{shard.tp_size}"
-
-
-def part_shard(name: str) -> Shard | None:
-    """The shard of the rank that wrote a part of this name; None if it is no such name."""
-    match = _PART.fullmatch(name)
-    if match is None:
-        return None
-    first, stop, rank, size = map(int, match.groups())
-    return Shard(first, stop, rank, size) if first < stop and rank < size else None
 
 
 def at_rest(run: Run, geometry: Geometry) -> Geometry:

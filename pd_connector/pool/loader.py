@@ -8,7 +8,7 @@ from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.jobs import PromptChunk
-from pd_connector.pool.plans import Need, need, needed_parts
+from pd_connector.pool.needs import Need, need, needed_parts
 from pd_connector.pool.record import (
     HEADER,
     Record,
@@ -32,6 +32,7 @@ class ReadPart(NamedTuple):
         data: `need.nbytes` bytes.
         engine_id: of its writer.
         writer: from `trust.writer_of`.
+        codec: the coarsest one in which its KV may have passed.
     """
 
     geometry: Geometry
@@ -39,6 +40,7 @@ class ReadPart(NamedTuple):
     data: memoryview
     engine_id: str
     writer: bytes
+    codec: str
 
 
 class ReadChunk(NamedTuple):
@@ -116,7 +118,7 @@ class Loader:
                     continue
                 data = landing.room(len(parts), needed.nbytes)
                 _fill(data, reading, record, needed, header.payload_offset)
-                told = record.writer.engine_id, writer_of(record)
+                told = record.writer.engine_id, writer_of(record), record.writer.codec
                 parts.append(ReadPart(record.geometry, needed, data, *told))
         return ReadChunk(parts, own, sum(part.need.nbytes for part in parts))
 

@@ -2,29 +2,22 @@
 """Which bytes pass between a rank's pages and the parts of a chunk at rest. Pure functions; `stored.py` moves them."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 
 from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
 from pd_connector.kv.coding import ELEMENT_BYTES, RAW
-from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Group, Shard, page_span
+from pd_connector.kv.geometry import Geometry, page_span
 from pd_connector.plan.chunks import READ_CHUNK_BYTES, Chunk
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.rules import NEWEST_RULES
 from pd_connector.plan.sizes import span_bytes
-from pd_connector.pool.form import (
-    RUN_ALIGNMENT,
-    Place,
-    Run,
-    at_rest,
-    group_of,
-    kept_layers,
-    part_shard,
-    places,
-)
+from pd_connector.pool.form import Run, at_rest, group_of, places
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.needs import Need
 from pd_connector.pool.spans import LoadSpan, Tables, check_covered
 
 GATHER_BYTES = 8 << 20
@@ -88,100 +81,26 @@ def plan_save(
 
 def _held(run: Run, geometry: Geometry, tables: Tables, number: int) -> tuple[int, tuple[int, ...]]:
     """The first token of the chunk from which on all pages of a run are held, and these pages; none if the chunk's
-    last page is not held, or a page in wire order is not held as a whole."""
+    last page is not held, or bytes in wire order are not held as a whole."""
     group = group_of(geometry, run.layers[0])
     assert group is not None
     start = number * CHUNK_TOKENS
     span = page_span(start, start + CHUNK_TOKENS, group.page_size)
     pages = tuple(tables[group.table][span.start : span.stop])
     gone = max((place + 1 for place, page in enumerate(pages) if page < 0), default=0)
-    if len(pages) < len(span) or gone == len(pages) or (gone and not run.planes):
+    whole = not (run.planes or run.coded)
+    if len(pages) < len(span) or gone == len(pages) or (gone and whole):
         return 0, ()
-    return gone * group.page_size, pages[gone:]
+    return max(0, (span.start + gone) * group.page_size - start), pages[gone:]
 
 
 @functools.lru_cache(maxsize=256)
 def _own_route(run: Run, geometry: Geometry) -> Route:
-    """A run's layers, all heads of the rank, as they are."""
+    """A run's layers, all heads of the rank, into its bytes."""
     group = group_of(geometry, run.layers[0])
     assert group is not None
     where = run.layers, geometry.heads(group), 0, 0
-    return Route(group, group, *where, RAW.name, bool(run.planes), NEWEST_RULES)
-
-
-class Need(NamedTuple):
-    """What a reader's rank needs of one part.
-
-    Attributes:
-        form: the part's runs with the layers that are needed.
-        places: of these layers, in the order of the payload.
-        start: where the reader's buffer begins in the payload.
-        nbytes: of the buffer.
-    """
-
-    form: tuple[Run, ...]
-    places: tuple[Place, ...]
-    start: int
-    nbytes: int
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """Offset and bytes of each range of the payload that must be read. It belongs at `offset - start` in the
-        buffer."""
-        found: list[tuple[int, int]] = []
-        for _, offset, nbytes in self.places:
-            if found and sum(found[-1]) == offset:
-                found[-1] = found[-1][0], found[-1][1] + nbytes
-            else:
-                found.append((offset, nbytes))
-        return found
-
-
-def needed_parts(names: Iterable[str], own: Geometry) -> list[str]:
-    """The parts that have something for a rank with this geometry, of all parts of a chunk."""
-    found = []
-    for name in names:
-        shard = part_shard(name)
-        if shard is not None and any(_has_of(shard, own, group) for group in own.groups):
-            found.append(name)
-    return found
-
-
-def _has_of(shard: Shard, own: Geometry, group: Group) -> bool:
-    """Whether a rank with this shard writes something of a group of `own`."""
-    stage = range(shard.first_layer, shard.stop_layer)
-    kept = kept_layers(shard, group)
-    return _meet(shard.heads(group.heads), own.heads(group)) and any(
-        layer in stage or layer >= DRAFT_LAYERS for layer in kept
-    )
-
-
-def need(form: Sequence[Run], geometry: Geometry, own: Geometry) -> Need | None:
-    """What a rank with the geometry `own` needs of a part; None if that is nothing.
-
-    Args:
-        form, geometry: of the part's record.
-        own: see `record.readable`.
-    """
-    wanted = {layer: group for group in own.groups for layer in group.layers}
-    kept: list[Run] = []
-    for run in form:
-        group = group_of(geometry, run.layers[0])
-        assert group is not None
-        heads = geometry.heads(group)
-        layers = tuple(
-            layer
-            for layer in run.layers
-            if layer in wanted and _meet(heads, own.heads(wanted[layer]))
-        )
-        if layers:
-            kept.append(msgspec.structs.replace(run, layers=layers))
-    here = {layer for run in kept for layer in run.layers}
-    found = tuple(place for place in places(form, geometry) if place.layer in here)
-    if not found:
-        return None
-    start = found[0].offset // RUN_ALIGNMENT * RUN_ALIGNMENT
-    return Need(tuple(kept), found, start, found[-1].offset + found[-1].nbytes - start)
+    return Route(group, group, *where, run.codec, bool(run.planes), NEWEST_RULES)
 
 
 class LoadPiece(NamedTuple):
@@ -193,7 +112,7 @@ class LoadPiece(NamedTuple):
         route: from the run, as a cache, to the reader's cache.
         chunk: its tokens count from the prompt's beginning.
         pages: own pages of the chunk; all of them can be written.
-        offset: where the payload lies in the part's buffer as it is; None if it must be gathered.
+        offset: where the payload lies in the part's buffer as it is; None if it must be gathered, or cut out.
     """
 
     part: int
@@ -233,14 +152,17 @@ def plan_load(
     for place, (geometry, needed) in enumerate(parts):
         offsets = {one.layer: one.offset - needed.start for one in needed.places}
         for run in needed.form:
-            first = span.start + run.first_token
+            first, heads = span.start + run.first_token, _heads(run, geometry)
             whole = msgspec.structs.replace(run, first_token=0)  # routes do not depend on it
             for route in _routes(whole, geometry, own):
                 for layer in route.layers:
                     for head in route.heads:
                         covered[layer, head] = min(first, covered.get((layer, head), first))
                 for low, high, pages in span.intervals(route, tables, first):
-                    pieces += _load_pieces(place, run, route, (low, high), pages, offsets)
+                    all_heads = len(route.heads) == heads
+                    pieces += _load_pieces(
+                        place, run, route, (low, high), pages, offsets, all_heads
+                    )
     check_covered(covered, own, tables, span)
     return pieces
 
@@ -252,6 +174,7 @@ def _load_pieces(
     tokens: tuple[int, int],
     pages: tuple[int, ...],
     offsets: dict[int, int],
+    all_heads: bool,
 ) -> Iterator[LoadPiece]:
     """One run's tokens [low, high) in own pages."""
     low, high = tokens
@@ -259,12 +182,7 @@ def _load_pieces(
     verbatim = route.verbatim and not (low % size and route.source.dtype in ELEMENT_BYTES)
     start = low // CHUNK_TOKENS * CHUNK_TOKENS
     whole = low - start == run.first_token and high - start == CHUNK_TOKENS
-    at_once = (
-        whole
-        and verbatim == bool(run.planes)
-        and route.codec == RAW.name
-        and len(route.heads) == run.key.shape[0]
-    )
+    at_once = whole and verbatim == bool(run.planes) and route.codec == run.codec and all_heads
     nbytes = span_bytes(route, verbatim, high - low)
     for first, stop in _rows(len(route.layers), nbytes, READ_CHUNK_BYTES):
         chunk = Chunk(0, 0, first, stop, low, high, verbatim)
@@ -277,7 +195,8 @@ def _load_pieces(
 
 @functools.lru_cache(maxsize=512)
 def _routes(run: Run, geometry: Geometry, own: Geometry) -> tuple[Route, ...]:
-    """From a run at rest to a reader's cache.
+    """From a run at rest to a reader's cache. A coded run passes in its own codec, whatever the reader would ask a
+    producer for.
 
     Raises:
         PoolError: KV cannot pass between the two.
@@ -285,16 +204,20 @@ def _routes(run: Run, geometry: Geometry, own: Geometry) -> tuple[Route, ...]:
     groups = tuple(msgspec.structs.replace(group, window=0) for group in own.groups)
     whole = msgspec.structs.replace(own, groups=groups)
     try:
-        return routes(at_rest(run, geometry), whole, (RAW.name,), (RAW.name,))
+        found = routes(at_rest(run, geometry), whole, (RAW.name,), (RAW.name,))
     except UnsupportedGeometryError as error:
         raise PoolError(Miss.UNLIKE, str(error)) from None
+    return tuple(replace(route, codec=run.codec) for route in found) if run.coded else found
+
+
+def _heads(run: Run, geometry: Geometry) -> int:
+    """KV heads that the writer holds."""
+    group = group_of(geometry, run.layers[0])
+    assert group is not None
+    return len(geometry.heads(group))
 
 
 def _rows(layers: int, nbytes: int, most: int) -> list[tuple[int, int]]:
     """Ranges of layers, each of at most `most` bytes if one layer has `nbytes`, and of one layer at least."""
     step = max(1, most // nbytes)
     return [(low, min(low + step, layers)) for low in range(0, layers, step)]
-
-
-def _meet(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)

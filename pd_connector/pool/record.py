@@ -17,8 +17,10 @@ import xxhash
 from pd_connector.errors import MalformedMessageError, Miss, PoolError
 from pd_connector.kv.geometry import MAX_LAYERS, Geometry, without_drafts
 from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
-from pd_connector.pool.form import Form, Place, form_problem, part_name, places
+from pd_connector.pool.codecs import AT_REST
+from pd_connector.pool.form import Form, Place, form_problem, places
 from pd_connector.pool.keys import CHUNK_BYTES, KEY_BYTES, link, model_root
+from pd_connector.pool.part_names import part_name
 from pd_connector.protocol.wire.fields import Count, Name
 from pd_connector.protocol.wire.fields import decode as decode_fields
 
@@ -27,8 +29,6 @@ OLDEST_SCHEMA = 1
 MAGIC = b"pd-pool\n"
 SUM_BYTES = 16
 PAYLOAD_ALIGNMENT = 4096
-AT_REST = ("raw", "int8")
-"""Codecs in which KV may have passed that is kept for others. The error of FP8 is too large."""
 HEADER = struct.Struct("<8sIIQQ16s")
 """Magic, schema, bytes of the record, offset of the payload, bytes of the payload, sum."""
 MAX_RECORD_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         engine: name and version of the engine, such as `vllm 0.32.0`.
         engine_id: of this connector.
-        codec: the coarsest one in which KV comes to the writer; `raw` if it computes all KV itself.
+        codec: the coarsest one in which the KV may have passed, at rest included; `raw` if it is what an engine computed.
     """
 
     engine: Name
@@ -97,7 +97,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def part(self) -> str:
         """The name of this part."""
-        return part_name(self.geometry.shard)
+        return part_name(self.geometry.shard, self.writer.codec)
 
     @property
     def payload_bytes(self) -> int:
@@ -161,7 +161,7 @@ def encode(record: Record) -> bytes:
     Raises:
         PoolError: the record has more than `MAX_RECORD_BYTES`, a text that cannot be written, or KV that must not be kept.
     """
-    if problem := _codec_problem(record.writer.codec):
+    if problem := _codec_problem(record):
         raise PoolError(Miss.REFUSED, problem)
     try:
         body = _encoder.encode(record)
@@ -242,7 +242,10 @@ def record_problem(record: Record, wanted: Wanted) -> tuple[Miss, str] | None:
             )
     if record.writer.codec not in wanted.codecs:
         codec = record.writer.codec
-        return Miss.UNLIKE, f"its KV may have passed in {codec}, which `codec` does not permit here"
+        return (
+            Miss.CODEC,
+            f"its KV may have passed in {codec}, which this engine permits neither in `codec` nor in `pool.codec`",
+        )
     if problem := model_problem(record.facts, wanted.facts):
         return Miss.UNLIKE, problem
     root = model_root(wanted.facts)
@@ -264,7 +267,7 @@ def _problem(record: Record, header: Header) -> str:
     """What in a record contradicts itself."""
     if record.key != link(record.parent, record.tokens, record.inputs):
         return "its key is not that of its tokens"
-    if problem := _codec_problem(record.writer.codec) or form_problem(record.form, record.geometry):
+    if problem := _codec_problem(record) or form_problem(record.form, record.geometry):
         return problem
     found = [(one.layer, one.offset, one.nbytes) for one in record.layers]
     if found != places(record.form, record.geometry):
@@ -277,8 +280,14 @@ def _problem(record: Record, header: Header) -> str:
     return ""
 
 
-def _codec_problem(codec: str) -> str:
-    return "" if codec in AT_REST else f"its KV has passed in {codec}: {AT_REST} may be kept"
+def _codec_problem(record: Record) -> str:
+    codec = record.writer.codec
+    if codec not in AT_REST:
+        return f"its KV has passed in {codec}: {AT_REST} may be kept"
+    for run in record.form:
+        if run.coded and run.codec != codec:
+            return f"layer {run.layers[0]} is kept in {run.codec}, and its writer names {codec}"
+    return ""
 
 
 def _head_sum(header: bytes, body: bytes) -> bytes:

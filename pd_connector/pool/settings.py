@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pd_connector.errors import ConfigError, did_you_mean
+from pd_connector.pool.codecs import AT_REST
 from pd_connector.pool.room import (
     Room,
     file_system,
@@ -24,7 +25,7 @@ from pd_connector.pool.store.local import LocalStore
 
 SHM_VARIABLE = "PD_CONNECTOR_SHM"
 """The tmpfs in which the pool keeps chunks, if it is not `/dev/shm`: such as an `emptyDir` of medium `Memory`."""
-KEYS = ("memory", "dir", "disk", "read", "write")
+KEYS = ("memory", "dir", "disk", "codec", "read", "write")
 LEAST_BYTES = 64 << 20
 """The smallest tier. A chunk of a large model has tens of MiB."""
 DEFAULT_MEMORY_SHARE, DEFAULT_DISK_SHARE = 4, 2
@@ -93,6 +94,11 @@ def check(value: object) -> Mapping[str, object] | None:
     for name in ("memory", "disk"):
         if name in given:
             _size(name, given[name])
+    if (codec := given.get("codec", AT_REST[0])) not in AT_REST:
+        hint = did_you_mean(str(codec), AT_REST) or f"must be {' or '.join(AT_REST)}"
+        raise ConfigError(
+            f"pool.codec {codec!r}: {hint}. The error of other codecs is too large to keep KV in them (config key pool.codec)"
+        )
     return given
 
 

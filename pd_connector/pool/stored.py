@@ -10,27 +10,35 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
+from pd_connector.kv.coding import RAW
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.pool.codecs import CODED_DTYPES, AtRest
+from pd_connector.pool.coded import cut_out
 from pd_connector.pool.form import (
     Form,
     Plane,
     Run,
     View,
     at_rest,
+    coded_run,
     form_problem,
     kept_layers,
     plane_bytes,
     wire_run,
 )
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.plans import LoadPiece, Need, SavePiece
+from pd_connector.pool.needs import Need
+from pd_connector.pool.plans import LoadPiece, SavePiece
 
 Buffer = memoryview
 
 
-def describe(cache: PagedCache) -> Form:
+def describe(cache: PagedCache, codec: AtRest = "raw") -> Form:
     """What this rank's part of a whole chunk looks like at rest. Empty if ranks with the same heads write all layers.
+
+    Args:
+        codec: of all layers that it makes smaller. Other layers stay raw.
 
     Raises:
         UnsupportedGeometryError: the pool cannot keep chunks of this cache.
@@ -43,8 +51,12 @@ def describe(cache: PagedCache) -> Form:
                 f"layers {group.layers[0]}-{group.layers[-1]} have recurrent state, which has no chunks: "
                 "the pool cannot keep it; serve this model without `pool`"
             )
+        kept = kept_layers(geometry.shard, group)
+        if kept and codec != RAW.name and group.dtype in CODED_DTYPES:
+            form.append(coded_run(kept, codec))
+            continue
         alike: dict[Run | None, list[int]] = {}
-        for layer in kept_layers(geometry.shard, group):
+        for layer in kept:
             run = _pages_run(cache.layer(layer), group, geometry)
             alike.setdefault(run, []).append(layer)
         for run, layers in alike.items():
@@ -121,11 +133,14 @@ def payloads(
         if piece.offset is not None:
             payload = buffer[piece.offset : piece.offset + nbytes]
         else:
-            key = piece.part, piece.run
-            if key not in caches:
-                caches[key] = open_run(piece.run, geometry, needed, buffer)
             payload, used = room[used : used + nbytes], used + nbytes
-            _gather(caches[key], piece, payload)
+            key = piece.part, piece.run
+            if piece.run.coded:
+                _cut_out(piece, geometry, needed, buffer, payload)
+            else:
+                if key not in caches:
+                    caches[key] = open_run(piece.run, geometry, needed, buffer)
+                _gather(caches[key], piece, payload)
         found.append(payload.toreadonly())
     return found
 
@@ -136,6 +151,17 @@ def _gather(stored: PagedCache, piece: LoadPiece, room: Buffer) -> None:
     pages = piece.chunk.pages(size)
     start = pages.start * size // CHUNK_TOKENS * CHUNK_TOKENS + piece.run.first_token
     stored.gather(piece.route, piece.chunk, [page - start // size for page in pages], room)
+
+
+def _cut_out(
+    piece: LoadPiece, geometry: Geometry, needed: Need, buffer: Buffer, room: Buffer
+) -> None:
+    """Write the piece's payload, out of a coded run."""
+    (group,) = at_rest(piece.run, geometry).groups
+    starts = {place.layer: place.offset - needed.start for place in needed.places}
+    data, payload = np.frombuffer(buffer, np.uint8), np.frombuffer(room, np.uint8)
+    heads = len(geometry.heads(group))
+    cut_out(piece.run, piece.route, piece.chunk, heads, starts, data, payload)
 
 
 def open_run(run: Run, geometry: Geometry, needed: Need, buffer: Buffer) -> PagedCache:
@@ -154,6 +180,7 @@ def open_run(run: Run, geometry: Geometry, needed: Need, buffer: Buffer) -> Page
     offsets = {place.layer: place.offset - needed.start for place in needed.places}
     room = plane_bytes(run, group, len(stored.heads(group)))
     data = torch.from_numpy(np.frombuffer(buffer, np.uint8))
+    assert run.key is not None
     layers = {}
     for layer in run.layers:
         planes, start = [], offsets[layer]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which writers' chunks an engine believes: those of which it has computed one prompt itself and compared the KV.
 
-A writer is a kind of engine, dead or alive: its version, the layout and dtype of its cache, its model, and the adapter. Each rank
+A writer is a kind of engine, dead or alive: its version, the layout and dtype of its cache, codecs, its model, and the adapter. Each rank
 keeps a book of its own, for as long as its weights stay the same.
 """
 
@@ -27,6 +27,7 @@ def writer_of(record: Record) -> bytes:
     told = (
         record.writer.engine,
         record.writer.codec,
+        sorted({run.codec for run in record.form}),
         record.geometry.shard.tp_size,
         sorted(msgspec.json.encode(group).decode() for group in groups),
         (model_root(record.facts) or b"").hex(),

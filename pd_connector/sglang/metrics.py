@@ -14,9 +14,10 @@ from pd_connector.agent.metrics import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
-    LABEL,
     LABELLED,
+    LABELS,
     PREFIX,
+    values_of,
 )
 from pd_connector.telemetry import Telemetry
 
@@ -32,7 +33,7 @@ def _series() -> dict[str, Any]:
     return {
         **{name: Counter(PREFIX + name, text, ["rank"]) for name, text in COUNTERS.items()},
         **{
-            name: Counter(PREFIX + name, text, ["rank", LABEL[name]])
+            name: Counter(PREFIX + name, text, ["rank", *LABELS[name]])
             for name, text in LABELLED.items()
         },
         **{
@@ -81,8 +82,8 @@ class Metrics:
             if name in self._plain:
                 self._plain[name].inc(amount)
             else:
-                label = dict(labels).get(LABEL[name], "")
-                self._labelled[name].labels(self._label, label).inc(amount)
+                values = values_of(name, labels)
+                self._labelled[name].labels(self._label, *values).inc(amount)
         for name, seconds in snapshot.observations.items():
             for value in seconds:
                 self._histograms[name].observe(value)

@@ -50,11 +50,12 @@ class Sender(BaseKVSender):
         """Attach the request, which a sender is not given when it is made."""
         self._rank.admission.enter(self.bootstrap_room)
         self._req = req
-        self._prompt_tokens = len(req.origin_input_ids)
-        self._identity = self._rank.identity(req, req.origin_input_ids)
         self._request = self._rank.request_name(req.rid, self.bootstrap_room)
         self._rank.outcomes.watch(self._request)
+        # First, so that a decode engine that waits for this request is told if it fails here.
         self._rank.agent.submit(Expect(self._transfer))
+        self._prompt_tokens = len(req.origin_input_ids)
+        self._identity = self._rank.identity(req, req.origin_input_ids)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """The request has a row of the metadata buffers."""

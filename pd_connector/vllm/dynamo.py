@@ -5,13 +5,18 @@ Dynamo looks up the connector's name for each prefill, in a table of how connect
 A name that is not there fails the request. PDConnector is asked as NixlConnector is, so it gets the same entry.
 Dynamo has a `PdConnector` of its own, which differs in case only: it joins other connectors, as vLLM's MultiConnector
 does.
+
+Dynamo's workers have a `/metrics` of their own, which passes on an engine's metrics by their prefix. Ours is added.
 """
 
 import importlib
 import importlib.util
 import logging
+import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from pd_connector.agent.metrics import PREFIX
 from pd_connector.versions import DYNAMO
 from pd_connector.vllm.support import NAME
 
@@ -20,10 +25,22 @@ logger = logging.getLogger("pd_connector.vllm")
 MODULE = "dynamo.vllm.kv_connector_protocols"
 ALIKE = "NixlConnector"
 """The connector whose parameters and answers PDConnector's are like."""
+METRICS = "dynamo.common.utils.prometheus"
+FILTER = "_compile_include_pattern"
+"""Its function that makes a pattern of the prefixes of metrics to show."""
+ALIKE_METRICS = "vllm:"
+"""Where metrics with this prefix are shown, ours are."""
 
 
 def join() -> None:
-    """Add PDConnector to Dynamo's table, if Dynamo is installed here. Harmless to repeat; raises nothing."""
+    """Add PDConnector to Dynamo's table, and its metrics to Dynamo's, if Dynamo is installed here.
+
+    Harmless to repeat; raises nothing."""
+    _join_table()
+    _join_metrics()
+
+
+def _join_table() -> None:
     try:
         if importlib.util.find_spec(MODULE) is None:
             return
@@ -43,6 +60,31 @@ def join() -> None:
         logger.info(
             "%s is known to Dynamo %s%s: its workers ask it as %s", NAME, found, tested, ALIKE
         )
+
+
+def _join_metrics() -> None:
+    """Have Dynamo's `/metrics` show our metrics beside vLLM's. Only the process that serves it has that module."""
+    module = sys.modules.get(METRICS)
+    if module is None:
+        return
+    try:
+        pattern_of = getattr(module, FILTER)
+    except AttributeError as error:
+        logger.warning(
+            "The /metrics of Dynamo %s will lack %s*. The engine's log has their sums (%r)",
+            *(_installed(), PREFIX, error),
+        )
+        return
+    if pattern_of.__module__ == __name__:
+        return
+
+    def with_ours(prefixes: tuple[str, ...]) -> re.Pattern[str]:
+        found: re.Pattern[str] = pattern_of(
+            (*prefixes, PREFIX) if ALIKE_METRICS in prefixes else prefixes
+        )
+        return found
+
+    setattr(module, FILTER, with_ours)
 
 
 def _failed(error: Exception) -> None:

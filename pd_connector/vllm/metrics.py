@@ -14,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from pd_connector.agent.metrics import (
     BUCKETS_S,
     COUNTERS,
+    COUNTERS_OF_PAIRS,
     GAUGES,
     HISTOGRAMS,
-    LABEL,
     LABELLED,
+    LABELS,
     PREFIX,
     UNDER_WAY,
+    values_of,
 )
 from pd_connector.telemetry import Telemetry
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 class PDStats(KVConnectorStats):
     """One step's counts, observations and gauges, as plain data that vLLM can serialise.
 
-    `data` is `{"counts": [[name, value of its label, amount]], "observations": {name: [seconds]},
+    `data` is `{"counts": [[name, values of its labels, amount]], "observations": {name: [seconds]},
     "gauges": {name: sum over all ranks}}`. Gauges come from the scheduler, which hears of every rank: if there
     are several API servers, vLLM gives the stats of a step to any one of them.
     """
@@ -47,7 +49,7 @@ class PDStats(KVConnectorStats):
         """What `telemetry` has counted since the last call, with these gauges; None if there is nothing."""
         snapshot = telemetry.take()
         counts = [
-            [name, dict(labels).get(LABEL.get(name, ""), ""), amount]
+            [name, values_of(name, labels), amount]
             for (name, labels), amount in (snapshot.counts.items() if snapshot else ())
         ]
         observations = snapshot.observations if snapshot else {}
@@ -68,8 +70,10 @@ class PDStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """The figures for vLLM's periodic log line."""
         totals: dict[str, int | float] = {}
-        for name, cause, amount in self.data["counts"]:
-            key = f"{name}[{cause}]" if cause else name
+        for name, values, amount in self.data["counts"]:
+            if name in COUNTERS_OF_PAIRS:
+                continue  # other counters have their sums
+            key = f"{name}[{values[0]}]" if values else name
             totals[key] = totals.get(key, 0) + amount
         for name, values in self.data["observations"].items():
             totals[f"mean_{name}"] = round(sum(values) / len(values), 4)
@@ -125,7 +129,7 @@ class PDPromMetrics(KVConnectorPromMetrics):
         self._counters = {
             **{name: counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()},
             **{
-                name: counter(PREFIX + name, text, [*labelnames, LABEL[name]])
+                name: counter(PREFIX + name, text, [*labelnames, *LABELS[name]])
                 for name, text in LABELLED.items()
                 if name != "audits" or audits  # a router looks for it before it sends an audit
             },
@@ -148,9 +152,8 @@ class PDPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, label, amount in transfer_stats_data["counts"]:
-            values = [*labels, label] if name in LABEL else labels
-            self._counters[name].labels(*values).inc(amount)
+        for name, values, amount in transfer_stats_data["counts"]:
+            self._counters[name].labels(*labels, *values).inc(amount)
         for name, seconds in transfer_stats_data["observations"].items():
             for value in seconds:
                 self._histograms[name].labels(*labels).observe(value)

@@ -117,7 +117,11 @@ class Offers:
             words=_words(request, transfer, identity),
         )
         answer = transfer_params.response(
-            self.address, transfer=transfer, pages=kept, tokens=tokens
+            self.address,
+            transfer=transfer,
+            pages=kept,
+            tokens=tokens,
+            push=transfer != request_id,
         )
         return Ended(True, answer, (offer,))
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pd_connector.errors import Cause
+from pd_connector.pool.codecs import AT_REST, PoolCodecs
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.record import AT_REST
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.told import EngineInPool
@@ -52,32 +52,32 @@ class PoolSide:
     Args:
         store: where chunks are.
         settings: what this engine does with them.
+        codecs: of this engine. What may have passed in FP8 is not saved.
         windows: page sizes and windows of the engine's page tables.
         identity: of requests' prompts.
         ignored: told of requests whose wishes cannot be followed.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
-        codec: the coarsest one in which KV comes here. What came in FP8 is not saved.
     """
 
     def __init__(
         self,
         store: Store,
         settings: PoolSettings,
+        codecs: PoolCodecs,
         windows: Windows,
         identity: RequestIdentity,
         telemetry: Telemetry,
         ignored: IgnoredParams,
         ranks: int,
         engine_id: str = "",
-        codec: str = "raw",
     ) -> None:
-        if settings.write and codec not in AT_REST:
+        if settings.write and codecs.passed not in AT_REST:
             settings = settings._replace(write=False)
             logger.warning(
                 "pool: this engine only reads: it takes KV in %s, whose error is too large to keep that KV for other "
                 "engines (config key codec: one of %s)",
-                codec,
+                codecs.passed,
                 ", ".join(AT_REST),
             )
         self._store = store
@@ -94,7 +94,7 @@ class PoolSide:
         self._model = LoadedModel(ranks)
         self._prompts: dict[str, PoolPrompt] = {}
         self.events: PoolEvents | None = None
-        self._looks = PoolLooks(store, self._audit, self._worth, telemetry)
+        self._looks = PoolLooks(store, self._audit, self._worth, telemetry, codecs.readable)
         self.loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
         self._tell()
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from pd_connector.errors import Cause, Miss, PoolError
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.pool.worth import Answers, Worth
 from pd_connector.telemetry import Telemetry
@@ -42,13 +43,22 @@ class PoolLooks:
     Args:
         audit: says which chunks are not believed, and when a writer is being compared.
         worth: says how many chunks pay.
+        codecs: in which KV may have passed that is used here.
     """
 
-    def __init__(self, store: Store, audit: PoolAudit, worth: Worth, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        store: Store,
+        audit: PoolAudit,
+        worth: Worth,
+        telemetry: Telemetry,
+        codecs: Sequence[str],
+    ) -> None:
         self._store = store
         self._audit = audit
         self._worth = worth
         self._telemetry = telemetry
+        self._codecs = frozenset(codecs)
         self._thread = ThreadPoolExecutor(1, "pd-pool-look")
         self._probes = ThreadPoolExecutor(1, "pd-pool-probe")
         self._probe: Future[None] | None = None
@@ -146,6 +156,9 @@ class PoolLooks:
                 missing = len(keys) - 1 - len(found)
                 cause = Miss.EVICTED if self._store.was_stored(key) else Miss.NEVER_STORED
                 self._telemetry.count("pool_misses", missing, cause=cause)
+                break
+            if not self._codecs.issuperset(map(part_codec, one.parts)):
+                self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.CODEC)
                 break
             if self._audit.refused(key):
                 break

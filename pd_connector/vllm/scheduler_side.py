@@ -16,7 +16,7 @@ from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause
-from pd_connector.kv.coding import coarsest
+from pd_connector.pool.codecs import pool_codecs
 from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
@@ -87,9 +87,9 @@ class SchedulerSide:
         self._fetching = Fetching(config, windows, ranks, self.telemetry, self._uncomputable)
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
-            codec = coarsest(config.codec, config.codec_max_error, consumes=consumes)
+            codecs = pool_codecs(config, consumes=consumes)
             told = self.telemetry, self._ignored
-            self.pool = PoolSide(*opened, windows, self.identity, *told, ranks, engine_id, codec)
+            self.pool = PoolSide(*opened, codecs, windows, self.identity, *told, ranks, engine_id)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()

@@ -30,7 +30,7 @@ class Timed:
     status: int
     sent_s: float
     token_s: tuple[float, ...]
-    """The time of each event with a token."""
+    """The time of each token. Tokens that came together have the same time."""
     ended_s: float
     prompt_tokens: int
     cached_tokens: int | None
@@ -77,7 +77,8 @@ class EngineClient:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            # A busy server puts several tokens into one event. Only the usage tells how many.
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             **extra,
         }
         sent_s = time.perf_counter()
@@ -162,9 +163,10 @@ async def _stream(response: aiohttp.ClientResponse, sent_s: float) -> Timed:
         event = json.loads(data)
         if "error" in event:
             return _timed(500, sent_s, [], {}, error=str(event["error"]))
-        if event.get("choices"):
-            token_s.append(now_s)
         usage = event.get("usage") or usage
+        if event.get("choices"):
+            tokens = usage.get("completion_tokens") or len(token_s) + 1
+            token_s += [now_s] * (tokens - len(token_s))
     if not token_s:
         return _timed(500, sent_s, [], {}, error="the stream ended without a token")
     return _timed(200, sent_s, token_s, usage)

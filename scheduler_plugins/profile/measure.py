@@ -22,6 +22,8 @@ from scheduler_plugins.profile.client import AskError, EngineClient, Timed
 DECODED = 24
 """Tokens of each stream of a decode measurement."""
 FEWEST_GAPS = 4
+OUTLIERS = 16
+"""Divisor: this part of the times between tokens is left out on either side, such as a pause or a first compilation."""
 _PAGE_SIZE = 16
 _ROOM = 0.8
 """Fraction of the engine's cache that a decode measurement may fill."""
@@ -58,16 +60,41 @@ class Profile(NamedTuple):
     left_out: list[str]  # reasons why some loads could not be measured
 
 
+class Steps(NamedTuple):
+    """Timed steps of an engine."""
+
+    measured: list[Measurement]  # one for each load
+    engine: Engine
+    left_out: list[str]  # reasons why some loads could not be measured
+
+
 async def measure(client: EngineClient, wanted: Wanted, say: Say, seed: int = 0) -> Profile:
     """Time prefills and decode steps of an otherwise idle engine, and fit the model.
 
     Raises:
         AskError: the engine is busy or does not answer; ProfileError: nothing can be fitted.
     """
+    found = await time_steps(client, wanted, say, seed)
+    return Profile(fit(found.measured, wanted.chunk_tokens), *found)
+
+
+async def time_steps(
+    client: EngineClient,
+    wanted: Wanted,
+    say: Say,
+    seed: int = 0,
+    only: Callable[[StepLoad], bool] = lambda load: True,
+) -> Steps:
+    """Time the steps of an otherwise idle engine. `only`: those of these loads.
+
+    Raises:
+        AskError: the engine is busy or does not answer.
+    """
     await _check_idle(client)
     prober = Prober(client, await client.pool(), Random(seed))
     engine = await prober.look(wanted.longest_tokens)
     asked = loads(wanted.longest_tokens, engine.page_size, wanted.most_batch)
+    asked = [one for one in asked if only(one)]
     lengths = _prefills(asked, engine)
     batches = _decodes(asked)
     total = len(lengths) * wanted.repeats + len(batches)
@@ -82,7 +109,7 @@ async def measure(client: EngineClient, wanted: Wanted, say: Say, seed: int = 0)
         found, why = await prober.decodes(context, sizes, engine)
         measured, left_out, done = measured + found, left_out + why, done + 1
     say(total, total, "fitting")
-    return Profile(fit(_medians(measured), wanted.chunk_tokens), measured, engine, left_out)
+    return Steps(_medians(measured), engine, left_out)
 
 
 class Prober:
@@ -138,7 +165,7 @@ class Prober:
                 )
                 continue
             load = StepLoad(0, 0, batch, batch * (context + DECODED // 2))
-            found.append(Measurement(load, statistics.median(gaps)))
+            found.append(Measurement(load, step_s(gaps)))
         return found, left_out
 
     def _prompt(self, tokens: int) -> list[int]:
@@ -188,6 +215,16 @@ def _gaps(answers: Sequence[Timed]) -> list[float]:
         for before, after in zip(answer.token_s, answer.token_s[1:], strict=False)
         if begin <= before and after <= end
     ]
+
+
+def step_s(gaps: Sequence[float]) -> float:
+    """Mean time of a step, in seconds, from times between tokens.
+
+    It is no median: tokens that come together have times of 0 and of two steps, and steps beside other work have two
+    usual durations.
+    """
+    left_out = len(gaps) // OUTLIERS
+    return statistics.mean(sorted(gaps)[left_out : len(gaps) - left_out])
 
 
 def _medians(measured: Sequence[Measurement]) -> list[Measurement]:

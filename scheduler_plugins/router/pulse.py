@@ -44,6 +44,9 @@ class Beat(msgspec.Struct, frozen=True):
     number: int  # the time at its start, in periods
     arrivals: int = 0
     refusals: int = 0
+    overflows: int = (
+        0  # prompts that went to engines without a GPU, because all others would be late
+    )
     ttft: Times | None = None  # None: no request got its first token
     tpot: Times | None = None
     received_bytes: float = 0.0
@@ -92,6 +95,8 @@ class Pulse:
             self._open = replace(self._open, arrivals=self._open.arrivals + 1)
         elif kind == "refused":
             self._open = replace(self._open, refusals=self._open.refusals + 1)
+        elif kind == "overflowed":
+            self._open = replace(self._open, overflows=self._open.overflows + 1)
         elif kind == "prefilled":
             self._ttft.add(numbers[1])
         elif kind == "answered" and numbers[0] > 1:

@@ -82,6 +82,16 @@ class Node(Loaded):
         return self.engine.free_kv
 
     @property
+    def prefilling_s(self) -> float:
+        """Time that it spent in steps with prompts."""
+        return self.engine.busy_s
+
+    @property
+    def decoding_s(self) -> float:
+        """Time that it spent in steps that only decode."""
+        return self.engine.decode.busy_s
+
+    @property
     def busy_s(self) -> float:
         """Time that it spent computing."""
-        return self.engine.busy_s + self.engine.decode.busy_s
+        return self.prefilling_s + self.decoding_s

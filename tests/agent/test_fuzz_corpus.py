@@ -13,13 +13,15 @@ from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.producing.producer import Producer
 
 MODES = [*itertools.product((False, True), repeat=2)]
-each_mode = pytest.mark.parametrize(
-    ("keyed", "greeted"), MODES, ids=[mode(keyed=k, greeted=g) for k, g in MODES]
+
+
+@pytest.mark.parametrize(
+    ("keyed", "greeted", "sums"),
+    [
+        *((keyed, greeted, True) for keyed, greeted in MODES),
+        *((False, greeted, False) for greeted in (False, True)),  # a key seals without sums
+    ],
 )
-
-
-@each_mode
-@pytest.mark.parametrize("sums", [True, False], ids=["", "peers of before"])
 def test_nothing_is_raised_held_or_lost_whatever_a_peer_sends(
     keyed: bool, greeted: bool, sums: bool
 ) -> None:

@@ -35,6 +35,13 @@ def test_one_gate_says_nothing_of_another():
     assert passes(gate, "other")
 
 
+def test_no_name_of_a_request_means_that_pages_are_touched():
+    gate = PageGate()
+    assert gate.shut("", timeout_s=0.0)
+    with gate.touching("r"):
+        assert gate.shut("", timeout_s=0.0)
+
+
 def test_a_gate_that_a_restart_has_opened_can_be_opened_again_and_shut_again():
     gate = PageGate()
     gate.shut("r")
@@ -100,7 +107,7 @@ def test_an_agent_that_was_given_up_touches_nothing_until_it_has_started_again()
         assert gate.abandon() == "r"
         with pytest.raises(AbandonedError):
             confirm()
-    assert gate.abandon() == ""
+    assert gate.abandon() is None
     with pytest.raises(AbandonedError), gate.touching("other"):
         pass
     gate.shut("r")

@@ -22,10 +22,11 @@ from pd_connector.agent import pool_loads, pool_saves
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.errors import Cause, Miss
 from pd_connector.kv.geometry import Shard, page_span
-from pd_connector.pool import saver
+from pd_connector.pool import record, saver
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 
@@ -45,10 +46,12 @@ Make = Callable[..., Rank]
 def rank(ranks: Ranks, store: LocalStore) -> Make:
     """Makes a rank by page size and name."""
 
-    def make(page_size: int, name: str, codec: str = "raw", **options: Any) -> Rank:
+    def make(
+        page_size: int, name: str, codec: str = "raw", at_rest: str = "raw", **options: Any
+    ) -> Rank:
         geometry = geometry_of(Shard(0, 2, 0, 1), page_size=page_size)
         told = {"facts": FACTS, "seed": len(name), "engine_id": name, "store": store, **options}
-        config = SHORT | {"codec": codec}
+        config = SHORT | {"codec": codec, "pool": {"codec": at_rest}}
         return ranks(config, geometry=geometry, **told)
 
     return make
@@ -203,11 +206,77 @@ def test_kv_that_may_have_come_in_a_codec_is_loaded_only_where_that_is_permitted
     reader = rank(OTHER_PAGE, "other", codec=permits)
     found = fill(reader)
     if permits == "raw":
-        assert found.miss is Miss.UNLIKE
+        assert found.miss is Miss.CODEC
         return
     assert found.cause is None
     loaded = list(range(len(TOKENS) // OTHER_PAGE))
     assert torch.equal(kv(reader, loaded, OTHER_PAGE), kv(writer, saved, PAGE))
+
+
+def spread(of: Rank) -> None:
+    """Give all pages ordinary numbers."""
+    for layer in of.layers.values():
+        layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def test_chunks_kept_in_int8_take_half_the_room_and_arrive_within_half_a_step(
+    store: LocalStore, rank: Make
+) -> None:
+    spread(writer := rank(PAGE, "a", at_rest="int8"))
+    saved = save(writer, store)
+    raw = len(TOKENS) * 4 * (6 + 4) * 2 * 2  # heads, dims of K and V, bytes, layers
+    heads = [file.read_bytes()[: record.HEADER.size] for file in files(store)]
+    coded = sum(record.read_header(head).payload_bytes for head in heads)
+    assert coded < 0.75 * raw, "of so few dims, scales of V are a part that counts"
+    assert {name for chunk in store.chunks() for name in chunk.parts} == {"0-2.0of1.int8"}
+    reader = rank(OTHER_PAGE, "other", at_rest="int8")
+    assert fill(reader).cause is None
+    loaded = list(range(len(TOKENS) // OTHER_PAGE))
+    found = kv(reader, loaded, OTHER_PAGE).view(torch.bfloat16).float()
+    wrote = kv(writer, saved, PAGE).view(torch.bfloat16).float()
+    assert 0 < (found - wrote).abs().max() <= 0.03 * wrote.abs().max()
+    assert torch.corrcoef(torch.stack([found.flatten(), wrote.flatten()]))[0, 1] > 0.999
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_chunks_kept_in_int8_are_read_where_int8_is_permitted_and_nowhere_else(
+    store: LocalStore, rank: Make, codec: str
+) -> None:
+    save(rank(PAGE, "a", at_rest="int8"), store)
+    found = fill(rank(OTHER_PAGE, "other", codec=codec))
+    assert found.miss is (Miss.CODEC if codec == "raw" else None)
+    assert None not in store.find([chunk.key for chunk in chunks()]), "it stays for others"
+
+
+def test_what_an_engine_computes_on_chunks_of_int8_is_not_kept_as_exact(
+    store: LocalStore, rank: Make
+) -> None:
+    """A prefill engine takes no KV from others, but it loads from the pool."""
+    save(rank(PAGE, "a", codec="int8", consumes=False), store)
+    assert fill(rank(OTHER_PAGE, "other")).miss is Miss.CODEC
+
+
+@pytest.mark.parametrize("way", ["at rest", "before"])
+def test_a_writer_of_int8_is_compared_by_the_bound_of_int8(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """What passed in INT8 before is raw at rest."""
+    add, bounds = Comparison.add, []
+
+    def noted(self: Comparison, route: Any, found: Any, passed: str) -> None:
+        bounds.append((route.codec, passed))
+        add(self, route, found, passed)
+
+    monkeypatch.setattr(Comparison, "add", noted)
+    at_rest = "int8" if way == "at rest" else "raw"
+    writer = rank(PAGE, "a", "int8", at_rest)
+    reader = rank(OTHER_PAGE, "other", "int8", audits=True)
+    ones(writer, reader)
+    save(writer, store)
+    assert fill(reader).cause is Cause.UNAUDITED
+    assert fill(reader, "compare", compares=True).cause is None
+    assert set(bounds) == {(at_rest, "int8")}
+    assert fill(reader, "again").cause is None
 
 
 def test_an_engine_that_takes_kv_in_fp8_writes_nothing(store: LocalStore, rank: Make) -> None:

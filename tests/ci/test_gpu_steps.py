@@ -113,7 +113,7 @@ def test_the_tests_step_names_what_the_tests_configuration_imports() -> None:
 
 def test_it_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     """The real command and real steps, to the line that there is no GPU."""
-    names = ["probe", "mla-gluon", "transfer-quick"]
+    names = ["probe", "mla-triton", "transfer-quick"]
     done = subprocess.run(
         [
             *(ROOT / "ci" / "gpu", "--rehearse", "--only", ",".join(names)),
@@ -133,7 +133,7 @@ def test_it_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert {name: one["state"] for name, one in results.items()} == dict.fromkeys(names, "ok")
     assert all(results[name]["why"].startswith("no GPU") for name in names[1:])
     assert results["probe"]["figures"]["packages"]["torch"] != "missing"
-    assert re.search(r"^mla-gluon +ok +\d+ s", done.stdout, re.M)
+    assert re.search(r"^mla-triton +ok +\d+ s", done.stdout, re.M)
     assert "to carry: " in done.stdout
     assert re.search(r"^to bring back: results.json \d+ KiB, report.txt", done.stdout, re.M)
     assert not (tmp_path / "state" / RESULTS).exists(), "a GPU's results are others"

@@ -151,7 +151,7 @@ def test_sizes_follow_from_the_shape_and_padding_is_zero(name: str):
     for part in Part:
         scale_bytes = {
             "raw": 0,
-            "fp8_e4m3": 4 * 3,
+            "fp8_e4m3": 4 * 3 * 2,
             "int8": 2 * 3 * (2 * 32 if part is Part.KEY else 200),
         }[name]
         start = -(-scale_bytes // 16) * 16
@@ -238,6 +238,30 @@ def test_the_wires_fp8_scale_is_the_smallest_power_of_two_that_fits():
     data = encode("fp8_e4m3", Part.KEY, x, F32, F32)
     found = data[: 4 * len(largest)].clone().view(torch.float32).tolist()
     assert found == [1.0, 2.0, 2.0**-8, 2.0**-126, 1.0, 2.0**120]
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=lambda e: e.dtype)
+def test_each_128_tokens_of_a_head_have_a_scale_of_their_own_on_the_wire(source: Elements):
+    largest = torch.tensor([[448.0, 1.0, 900.0], [7.0, 2000.0, 0.0]])
+    x = torch.zeros(2, 300, 32)
+    for group, token in enumerate((127, 128, 299)):
+        x[:, token, 31] = largest[:, group]
+    data = encode("fp8_e4m3", Part.KEY, x.to(torch_dtype(source)), source, source)
+    found = data[: 4 * largest.numel()].clone().view(torch.float32)
+    assert found.tolist() == [1.0, 2.0**-8, 4.0, 2.0**-6, 8.0, 1.0]
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=lambda e: e.dtype)
+def test_one_large_token_costs_others_their_precision_within_its_128_tokens_only(source: Elements):
+    x = block((2, 300, 64), BF16).clamp(-3, 3)
+    x[:, 130] = 2.0**15
+    x = x.to(torch_dtype(source))
+    back = carried("fp8_e4m3", Part.VALUE, x, source, source).float()
+    errors = (back - x.float()).abs()
+    apart = torch.cat([errors[:, :128], errors[:, 256:]], 1)
+    fine = torch.cat([x[:, :128], x[:, 256:]], 1).float().abs()
+    assert (apart <= fine * 2.0**-4 + 2.0**-16).all()
+    assert errors[:, 131:256].max() > 2.0**-5, "its own group is coarse, or this shows nothing"
 
 
 @given(shape=shapes, source=st.sampled_from(FLOATS), part=parts, seed=st.integers(0, 99))

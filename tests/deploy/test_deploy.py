@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from pd_connector.versions import advice
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.router.settings.config import RouterConfig
 
-CUSTOM = ("PodMonitor", "PrometheusRule")
-"""Kinds of Prometheus' operator: Kubernetes has no schema of them."""
+CUSTOM = json.loads(
+    (Path(__file__).parents[1] / "support" / "prometheus_operator.json").read_text()
+)
+"""Schemas of kinds of Prometheus' operator. Kubernetes' own do not have them."""
 MANIFESTS = FOLDER / "kubernetes.yaml"
 WIDE = {
     "prefill": {
@@ -69,6 +72,39 @@ def test_every_manifest_is_valid_by_kubernetes_own_schema(values: dict[str, Any]
     for one in committed() if values is None else rendered(values):
         if one["kind"] not in CUSTOM:
             schemas.validate(one, schemas.latest_version(), strict=True)
+
+
+def custom(kind: str) -> dict[str, Any]:
+    """The chart's document of this kind."""
+    (found,) = [one for one in rendered(WIDE) if one["kind"] == kind]
+    return found
+
+
+def complaints(document: dict[str, Any]) -> list[str]:
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
+    return [one.message for one in validator(CUSTOM[document["kind"]]).iter_errors(document)]
+
+
+@pytest.mark.parametrize("kind", ["PodMonitor", "PrometheusRule"])
+def test_every_custom_resource_is_valid_by_its_operators_schema(kind: str) -> None:
+    assert complaints(custom(kind)) == []
+
+
+def test_a_custom_resource_with_a_slip_is_refused() -> None:
+    """The schema is strict enough to notice what operators write by mistake."""
+    slips: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
+        ("PrometheusRule", lambda rule: rule.pop("expr"), "'expr' is a required property"),
+        ("PrometheusRule", lambda rule: rule.update({"for": "5 min"}), "does not match"),
+        ("PrometheusRule", lambda rule: rule.update(runbook="x"), "'runbook' was unexpected"),
+        ("PrometheusRule", lambda rule: rule["labels"].update(level=1), "is not of type 'string'"),
+        ("PodMonitor", lambda one: one.update(portName="http"), "'portName' was unexpected"),
+        ("PodMonitor", lambda one: one.update(interval="fast"), "does not match"),
+    ]
+    for kind, slip, complaint in slips:
+        document = custom(kind)
+        spec = document["spec"]
+        slip(spec["groups"][0]["rules"][0] if "groups" in spec else spec["podMetricsEndpoints"][0])
+        assert any(complaint in one for one in complaints(document)), complaint
 
 
 @pytest.mark.parametrize("file", [MANIFESTS, FOLDER / "compose.yaml"])

@@ -53,7 +53,7 @@ def known() -> dict[str, set[str]]:
     engine = {"model_name", "engine", "rank"}
     counted = {*connector.COUNTERS, *connector.LABELLED}
     for name in {*counted, *connector.GAUGES, *connector.HISTOGRAMS}:
-        labels = engine | ({connector.LABEL[name]} if name in connector.LABEL else set())
+        labels = engine | set(connector.LABELS.get(name, ()))
         kind = "histogram" if name in connector.HISTOGRAMS else ""
         for series in series_of(
             connector.PREFIX + name, "counter" if name in counted else kind or "gauge"

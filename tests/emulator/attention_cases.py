@@ -17,6 +17,7 @@ from pd_kernels.attention import (
     mixed,
     mixed_kernel,
     mla_call,
+    paged_call,
     soft_cap,
 )
 from pd_kernels.attention.decode_call import DecodeCall
@@ -112,23 +113,45 @@ def mla(
     page: int = 64,
     coded: bool = False,
     workers: int = 2,
+    dtype: torch.dtype = BF16,
     **switches: bool,
 ) -> None:
     torch.manual_seed(1)
     given = latent_set(list(lengths), heads, queries, page, coded)
     if not coded:
+        given = given._replace(query=given.query.to(dtype), cache=given.cache.to(dtype))
         _nothing_outside(given.cache, given.table, lengths)
     with tuned(**switches):
         _compare(MlaCall(*given, 0.05, True), workers, CODED_BOUND if coded else BOUND)
 
 
 def gluon(heads: int = 16, **given: Any) -> None:
-    with mock.patch.object(mla_call, "on_hopper", return_value=True):
-        mla(heads, gluon=True, **given)
+    with _on_hopper(mla_call), mock.patch.object(mla_call, "GLUON_LINES", 0):
+        mla(heads, **given)
+
+
+def _on_hopper(module: Any) -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(module, "on_hopper", return_value=True)
+
+
+def swapped(heads: Heads = FEW, lengths: Sequence[int] = LENGTHS, **given: Any) -> None:
+    """FP8 with tokens as the lines of products."""
+    with _on_hopper(paged_call):
+        paged(lengths, heads, cache=FP8, **given)
+
+
+def not_swapped() -> None:
+    with tuned(swapped=False):
+        swapped()
+
+
+def mixed_swapped() -> None:
+    with _on_hopper(paged_call):
+        mixed_steps(FP8)
 
 
 @contextlib.contextmanager
-def _processors(count: int) -> Iterator[None]:
+def processors(count: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (decode_plan, mixed, mixed_kernel):
             stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=count))
@@ -143,7 +166,7 @@ def mixed_steps(cache: torch.dtype = BF16, processors: int = 2, aware: bool = Tr
     given = paged_set(lengths, heads, 16, cache)
     query = torch.randn(sum(counts), heads.query, heads.dim, dtype=BF16)
     layer = {"query": query.unsqueeze(1), "keys": given.keys, "values": given.values}
-    with _processors(processors):
+    with processors(processors):
         plan = mixed.MixedPlan.of(query, given.keys, given.table, given.lengths, starts, 2)
         wanted = torch.zeros(layer["query"].shape)
         reference_paged_decode(plan.whole(**layer, scale=0.1), wanted, None)
@@ -205,6 +228,19 @@ DECODES: dict[str, Case] = {
     "paged, dim 256, 8 queries, fp8": functools.partial(
         paged, heads=Heads(16, 2, 256), queries=8, cache=FP8, page=64
     ),
+    "swapped": swapped,
+    "swapped, 8 heads, page 32": functools.partial(swapped, Heads(8, 1, 128), page=32),
+    "swapped, page 64, window": functools.partial(swapped, page=64, window=50),
+    "swapped, many workers": functools.partial(swapped, lengths=[300, 37], workers=7),
+    "swapped, one worker": functools.partial(swapped, workers=1),
+    "swapped, 16 lines": functools.partial(swapped, MANY, queries=2),
+    "swapped, 32 lines": functools.partial(swapped, MANY, queries=4),
+    "swapped, soft cap": functools.partial(swapped, score=soft_cap(2.0)),
+    "swapped, documents": functools.partial(swapped, mask=document(_IDS)),
+    "swapped, jagged": functools.partial(swapped, lengths=[70, 37], queries=4, jagged=True),
+    "swapped, dim 80": functools.partial(swapped, Heads(6, 6, 80)),
+    "swapped off": not_swapped,
+    "mixed, swapped": mixed_swapped,
     "mla, 16 heads": mla,
     "mla, 16 heads, fp8": functools.partial(mla, coded=True),
     "mla, 16 heads, 4 queries": functools.partial(mla, queries=4),
@@ -214,7 +250,13 @@ DECODES: dict[str, Case] = {
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
     "mla, 128 heads, page 16": functools.partial(mla, 128, [70, 37], page=16),
     "gluon": gluon,
+    "gluon off": functools.partial(gluon, gluon=False),
     "gluon, 128 heads": functools.partial(gluon, 128, lengths=[70, 37], workers=1),
+    "gluon, 16 heads, 4 queries": functools.partial(gluon, queries=4),
+    "gluon, 24 heads, 2 queries": functools.partial(gluon, 24, queries=2, lengths=[1, 65]),
+    "gluon, 96 heads, page 128": functools.partial(gluon, 96, page=128, lengths=[200, 37]),
+    "gluon, page 256, split": functools.partial(gluon, 64, page=256, lengths=[700], workers=3),
+    "gluon, float16": functools.partial(gluon, 64, dtype=torch.float16),
     "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
     "mixed": mixed_steps,
     "mixed, fp8": functools.partial(mixed_steps, FP8),

@@ -2,17 +2,21 @@
 """All cases, by name."""
 
 from attention_cases import DECODES
+from direct_cases import DIRECT
 from handoff_cases import DOORS
 from transfer_cases import TRANSFERS
 from vllm_cases import STEPS
 
-CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()} | DECODES | DOORS | STEPS
+TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
+CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),
     ("column_merge", False): ("mla, 16 heads, column_merge off", "latent_attention"),
     ("gluon", True): ("gluon", "latent_attention_tma"),
-    ("gluon", False): ("mla, 16 heads", "latent_attention"),
+    ("gluon", False): ("gluon off", "latent_attention"),
+    ("swapped", True): ("swapped", "paged_attention"),
+    ("swapped", False): ("swapped off", "paged_attention"),
     ("direct_launch", True): ("vllm, decodes", "paged_attention"),
     ("direct_launch", False): ("vllm, decodes, direct_launch off", "paged_attention"),
     ("mixed_steps", True): ("vllm, mixed steps", "mixed_programs"),

@@ -131,17 +131,19 @@ def _left(pairs: Array) -> Array:
     return found
 
 
-SWIZZLES = {1: (128, 7), 2: (64, 3), 3: (32, 1)}
+SWIZZLES = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}
+"""Bytes of a row, and the bits of its number by which it is permuted."""
 
 
 def operand_places(descriptor: int, rows: int, transposed: bool, where: object) -> Array:
     """Addresses `[rows, 16]` of a product's operand of 16 bits, in a CTA's shared memory."""
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-    if descriptor >> 62 not in SWIZZLES:
-        raise UnknownError(f"operands without swizzle are not known: {where}")
     width, bits = SWIZZLES[descriptor >> 62]
     row, column = np.arange(rows)[:, None], np.arange(16)
-    if transposed:
+    if not bits:  # blocks of 8 x 8, each of 128 bytes without a gap; `leading` is along the depth
+        within = row % 8 * 2 + column % 8 * 16 if transposed else row % 8 * 16 + column % 8 * 2
+        inside = row // 8 * stride + column // 8 * leading + within
+    elif transposed:
         atom = width // 2
         inside = row // atom * leading + row % atom * 2 + column // 8 * stride + column % 8 * width
     else:

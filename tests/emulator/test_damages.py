@@ -9,31 +9,55 @@ import pytest
 from executed import executed
 
 SAMPLES = {
-    "barrier": (4, ("paged", "transfer raw, sums", "mla, 16 heads")),
-    "wait": (1, ("paged", "mla, 16 heads")),
-    "order": (1, ("paged, many workers", "paged, 8 queries")),
-    "bound": (2, ("transfer raw, sums", "paged")),
+    "barrier": {
+        4: ("paged", "transfer raw, sums", "mla, 16 heads", "swapped"),
+        24: ("transfer fp8, sums", "transfer int8, sums"),
+    },
+    "wait": {1: ("paged", "mla, 16 heads", "swapped")},
+    "order": {1: ("paged, many workers", "paged, 8 queries", "swapped")},
+    "bound": {
+        2: (
+            *("transfer raw, sums", "transfer fp8, edges", "transfer fp8, scale given"),
+            *("transfer int8, sums", "paged"),
+        ),
+    },
 }
-"""How many damages one is taken of, and the cases."""
-LEFT = {"paged, many workers": 1, "paged, 8 queries": 1}
+"""Cases of each kind, by how many damages one is taken of."""
+LEFT = {
+    ("order", "paged, many workers"): 1,
+    ("order", "paged, 8 queries"): 1,
+    ("order", "swapped"): 2,
+    ("wait", "swapped"): 3,
+}
 """Damages that are not found: the order of a merge's last count, because only the last access to a byte is kept;
-and one fence of two: probably the other covers the same copies."""
+one fence of two, probably the other covers the same copies; of three products with the same weights, the fences
+of the second and the third, and the waits of the first two, which the third one's wait covers; and a wait
+between two products that add to the same registers, which are executed in order."""
 
 
 def found(kind: str) -> dict[str, tuple[int, int]]:
     """For each case: how many damages are found, and of how many."""
-    every, names = SAMPLES[kind]
-    problems = executed(*names, arguments=[f"--damage={kind}", f"--every={every}"])
-    return {name: (sum(map(bool, each.values())), len(each)) for name, each in problems.items()}
+    shares = {}
+    for every, names in SAMPLES[kind].items():
+        problems = executed(*names, arguments=[f"--damage={kind}", f"--every={every}"])
+        for name, each in problems.items():
+            shares[name] = sum(map(bool, each.values())), len(each)
+    return shares
 
 
 @pytest.mark.parametrize("kind", ["barrier", "wait", "order"])
 def test_a_missing_barrier_wait_or_order_is_found(kind: str) -> None:
     for name, (hits, count) in found(kind).items():
-        assert hits + LEFT.get(name, 0) >= count > 1, name
+        assert hits + LEFT.get((kind, name), 0) >= count > 1, name
 
 
 def test_bounds_that_are_off_by_one_are_found() -> None:
     """Not all: a comparison with a number that never occurs is the same, and so is one with another behind it."""
     for name, (hits, count) in found("bound").items():
-        assert hits >= count / 2, name
+        assert hits >= (count if "fp8" in name else count / 2), name
+
+
+def test_a_gather_of_fp8_has_no_order_to_damage() -> None:
+    """No program waits for another."""
+    name = "transfer fp8, sums"
+    assert executed(name, arguments=["--damage=order"]) == {name: {}}

@@ -9,6 +9,8 @@ from executed import executed
 
 FOLDER = Path(sys.prefix, "triton-3.6.0")
 SMALL = ("transfer fp8, sums", "transfer int8, sums", "paged, fp8", "paged, 8 queries", "gluon")
+FENCED = ("swapped", "swapped, 32 lines", "gluon")
+"""Kernels that need no `--no-proxies`: what `wgmma` reads, threads or the TMA have written."""
 
 pytestmark = pytest.mark.skipif(
     not FOLDER.exists(), reason=f"no Triton in {FOLDER.name} of the environment (ci/setup)"
@@ -18,6 +20,10 @@ pytestmark = pytest.mark.skipif(
 def test_kernels_are_right_by_the_oldest_triton() -> None:
     found = executed(*SMALL, arguments=["--no-proxies"], triton=FOLDER)
     assert found == dict.fromkeys(SMALL, "")
+
+
+def test_products_whose_operands_threads_have_written_are_fenced() -> None:
+    assert executed(*FENCED, triton=FOLDER) == dict.fromkeys(FENCED, "")
 
 
 def test_the_oldest_triton_puts_no_fence_between_copies_and_products() -> None:

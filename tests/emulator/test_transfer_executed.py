@@ -12,7 +12,8 @@ SMALL = (
         "transfer fp8, sums",
     ),
     *(
-        "transfer fp8, no polls",
+        "transfer fp8, two scales",
+        "transfer fp8, edges",
         "transfer int8, sums",
         "transfer int8, MLA",
         "transfer verbatim, sums",

@@ -16,16 +16,18 @@ from pd_kernels.transfer.scatter import launch_scatter, reference_scatter
 from pd_kernels.transfer.sums import launch_payload_sums, reference_payload_sums
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-PAGE, TOKENS, FIRST, LAYERS = 16, 40, 5, 2
+PAGE, FIRST, LAYERS = 16, 5, 2
 Launch = Callable[[ChunkLaunch], None]
 
 
 class Cache:
     """Pages of random numbers, `[layer, page, head, token, K and V]`; `odd` rows begin at odd addresses."""
 
-    def __init__(self, dtype: torch.dtype, heads: int, dims: tuple[int, ...], odd: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, heads: int, dims: tuple[int, ...], odd: bool, tokens: int
+    ) -> None:
         self.dims, self.dtype = dims, dtype
-        self.pages = -(-(FIRST + TOKENS) // PAGE)
+        self.pages = -(-(FIRST + tokens) // PAGE)
         self.table = torch.randperm(self.pages + 3)[: self.pages].int()
         numbers = torch.randn(LAYERS, self.pages + 3, heads, PAGE, sum(dims) + odd) * 3
         self.storage = numbers.to(dtype)
@@ -36,7 +38,9 @@ class Cache:
         return Blocks.of([part[0] for part in parts], values, PAGE, codec, source, destination)
 
     def bits(self) -> torch.Tensor:
-        return self.storage.view(torch.uint8)
+        """With all NaN alike: which of them a conversion gives is nobody's promise."""
+        quiet = torch.full_like(self.storage, torch.nan)
+        return torch.where(self.storage.isnan(), quiet, self.storage).view(torch.uint8)
 
 
 def stored(dtype: torch.dtype, dims: tuple[int, ...]) -> Stored:
@@ -51,38 +55,41 @@ def transfer(
     dims: tuple[int, ...] = (128, 128),
     odd: bool = False,
     check: bool = False,
-    only: str = "gather scatter",
-    gather: Launch = launch_gather,
+    tokens: int = 40,
+    edges: bool = False,
 ) -> None:
-    """Gather a chunk, and scatter its payload into another cache."""
+    """Gather a chunk, and scatter its payload into another cache. `edges` puts infinities, a NaN, and FP8's
+    largest among the numbers."""
     torch.manual_seed(3)
-    ours, theirs = Cache(source, heads, dims, odd), Cache(destination, heads, dims, odd)
+    ours, theirs = (Cache(each, heads, dims, odd, tokens) for each in (source, destination))
+    if edges:
+        first, second = ours.storage[:, ours.table[1].long(), :2].unbind(
+            1
+        )  # `[layer, token, K and V]`
+        first[:, 0, 3], first[:, 1, 6], first[0, 2, 77] = torch.inf, -torch.inf, torch.nan
+        second[:, 3, 5] = 448
     kinds = stored(source, dims), stored(destination, dims)
     blocks = ours.blocks(codec, *kinds)
-    nbytes = blocks.nbytes(TOKENS)
+    nbytes = blocks.nbytes(tokens)
 
     def sums() -> torch.Tensor | None:
         return new_sums(nbytes, torch.device("cpu")) if check else None
 
     def run(launch: Launch, blocks: Blocks, table: torch.Tensor, slot: torch.Tensor) -> bytes:
         added = sums()
-        launch(ChunkLaunch(blocks, table, slot, FIRST, TOKENS, added))
+        launch(ChunkLaunch(blocks, table, slot, FIRST, tokens, added))
         return b"" if added is None else finish(added, nbytes)
 
     slots = [torch.full((nbytes + 64,), 0xA5, dtype=torch.uint8) for _ in range(2)]
     digest = run(reference_gather, blocks, ours.table, slots[0])
-    if "gather" in only:
-        assert digest == run(gather, blocks, ours.table, slots[1]), "sums of the gather differ"
-        assert torch.equal(*slots), (
-            f"{int((slots[0] != slots[1]).sum())} bytes of the payload differ"
-        )
-    if "scatter" in only:
-        before = theirs.storage.clone()
-        found = run(launch_scatter, theirs.blocks(codec, *kinds), theirs.table, slots[0])
-        by_kernel, theirs.storage = theirs.bits(), before
-        wanted = run(reference_scatter, theirs.blocks(codec, *kinds), theirs.table, slots[0])
-        assert found == wanted == digest, "sums of the scatter differ"
-        assert torch.equal(by_kernel, theirs.bits()), "pages differ"
+    assert digest == run(launch_gather, blocks, ours.table, slots[1]), "sums of the gather differ"
+    assert torch.equal(*slots), f"{int((slots[0] != slots[1]).sum())} bytes of the payload differ"
+    before = theirs.storage.clone()
+    found = run(launch_scatter, theirs.blocks(codec, *kinds), theirs.table, slots[0])
+    by_kernel, theirs.storage = theirs.bits(), before
+    wanted = run(reference_scatter, theirs.blocks(codec, *kinds), theirs.table, slots[0])
+    assert found == wanted == digest, "sums of the scatter differ"
+    assert torch.equal(by_kernel, theirs.bits()), "pages differ"
 
 
 def verbatim(check: bool = False) -> None:
@@ -130,7 +137,6 @@ def payload_sums() -> None:
 Case = Callable[[], None]
 _MLA: dict[str, Any] = {"heads": 1, "dims": (576,)}
 _UNLIKE: dict[str, Any] = {"dims": (192, 128)}
-_impatient = functools.partial(launch_gather, max_polls=0)
 TRANSFERS: dict[str, Case] = {
     name: functools.partial(transfer, codec, **given)
     for name, codec, given in (
@@ -150,9 +156,13 @@ TRANSFERS: dict[str, Case] = {
         ("fp8, 192 and 128", "fp8_e4m3", _UNLIKE),
         ("fp8, float16", "fp8_e4m3", {"source": FP16, "destination": FP16, "check": True}),
         ("fp8, float32", "fp8_e4m3", {"source": FP32, "destination": FP32, "check": True}),
-        ("fp8, no polls", "fp8_e4m3", {"gather": _impatient, "only": "gather"}),
+        ("fp8, odd rows", "fp8_e4m3", {"odd": True}),
+        ("fp8, 80", "fp8_e4m3", {"dims": (80, 80), "check": True}),
+        ("fp8, two scales", "fp8_e4m3", {"tokens": 140, "check": True}),
+        ("fp8, edges", "fp8_e4m3", {"edges": True, "check": True}),
         ("int8", "int8", {}),
         ("int8, sums", "int8", {"check": True}),
+        ("int8, two scales", "int8", {"tokens": 140, "check": True}),
         ("int8, MLA", "int8", _MLA),
         ("int8, 80", "int8", {"dims": (80, 80), "check": True}),
         ("int8, 192 and 128", "int8", _UNLIKE),

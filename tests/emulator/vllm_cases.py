@@ -2,8 +2,8 @@
 """Steps of vLLM through `--attention-backend CUSTOM` on a GPU: vLLM's platform for CUDA chooses the backend, and its
 layer, builder and custom operations call it, as its model runner does.
 
-Only those parts of vLLM are missing that are compiled for CUDA: modules that must be importable stand empty, and
-the operation that writes the cache is torch's.
+Only what vLLM compiles for CUDA is missing: modules that must be importable stand empty, and the operation that
+writes the cache is torch's.
 """
 
 import contextlib

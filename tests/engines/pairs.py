@@ -103,8 +103,7 @@ class Setup:
         extra = ours | json.loads(self.extra_config) | json.loads(own_extra)
         place = {} if self.worker_apart else WORKER_IN_CORE
         args = (*EXACT_ARGS, *NAME_ARGS, *PROBE_ARGS, *self.args, *own)
-        eager = "--no-enforce-eager" not in args
-        compiled = COMPILE_NOTHING if eager else {}
+        compiled = {} if "--no-enforce-eager" in args else COMPILE_NOTHING
         return Recipe(
             self.model,
             args,
@@ -113,7 +112,7 @@ class Setup:
             self.connector,
             json.dumps(extra, sort_keys=True),
             self.kv_transfer,
-            self.forked and eager,  # an import reads whether anything is compiled
+            self.forked,
         )
 
     @property

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
 import pytest
 from harness import (
@@ -88,6 +91,26 @@ def test_chunks_are_sent_before_the_prefill_has_ended(pair: Pair, reference) -> 
     early, answer = early_chunks(pair, prompt)
     assert early > 1
     assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+def pairs_shown(pair: Pair) -> list[dict[str, Any]]:
+    """The rows of pairs on the router's live page."""
+    with build_opener(ProxyHandler({})).open(f"{pair.router.base_url}/live", timeout=60) as events:
+        told = json.loads(events.readline().removeprefix(b"data: "))
+    return list(told["pairs"])
+
+
+@in_steps
+def test_the_routers_page_shows_what_has_moved_between_two_engines(pair: Pair) -> None:
+    with delta(pair.d, "pd_connector:received_bytes_total") as moved:
+        completion(pair.router, prompt_of(LONG, start=60))
+        wait_until(lambda: moved.so_far() > 0, "KV has come")
+    wait_until(lambda: pairs_shown(pair), "the router has read the engine's metrics")
+    (row,) = [one for one in pairs_shown(pair) if one["decode"] == pair.d.base_url]
+    assert row["prefill"] == pair.p.base_url
+    assert set(row["codecs"]) == {"raw"}
+    assert row["early_chunks"] > 0
+    assert row["transfers"] > 0
 
 
 @in_steps

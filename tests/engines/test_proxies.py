@@ -27,6 +27,7 @@ from proxy_clients import (
     PushSidecar,
     Sidecar,
     ToyProxy,
+    VllmRouter,
 )
 from recipes import COMPILE_NOTHING, EXACT_ARGS, MODEL, NAME_ARGS
 from test_handoff import prompt_of
@@ -57,7 +58,7 @@ def made(kind: type[Proxy], pair: Pair) -> Proxy:
     return kind(url_of(pair.p), url_of(pair.d))
 
 
-@pytest.mark.parametrize("kind", [ToyProxy, Sidecar, ProductionStack])
+@pytest.mark.parametrize("kind", [ToyProxy, VllmRouter, Sidecar, ProductionStack])
 def test_a_proxy_that_asks_one_engine_after_the_other_moves_kv(
     pair: Pair, reference, kind: type[Proxy]
 ) -> None:

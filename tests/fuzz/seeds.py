@@ -142,7 +142,7 @@ def _by_hand() -> Iterator[list[Step]]:
     for known in (address, sealed(address, KEY)):
         for asked in (
             params.decode_params(known, "t0"),
-            params.response(known, transfer="t0", pages=[[1]], tokens=4),
+            params.response(known, transfer="t0", pages=[[1]], tokens=4, push=True),
             params.description(known),
             params.prefill_params("t0"),
         ):

@@ -150,6 +150,7 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "plan": plan_call,
     "paged": paged_call,
     "paged, fp8": functools.partial(paged_call, dtype=FP8),
+    "paged, fp8, swapped": functools.partial(paged_call, dtype=FP8, swapped=True),
     "paged, 4 queries": functools.partial(paged_call, queries=4, heads=64),
     "paged, 8 queries": functools.partial(paged_call, queries=8, heads=64),
     "paged, page 64, window and mods": functools.partial(
@@ -177,6 +178,18 @@ KERNELS: dict[str, Callable[[], Launched]] = {
 MORE: dict[str, Callable[[], Launched]] = {
     "paged, dim 64": functools.partial(paged_call, dim=64),
     "paged, dim 256": functools.partial(paged_call, dim=256),
+    "paged, fp8, swapped, 32 lines": functools.partial(
+        paged_call, dtype=FP8, swapped=True, queries=4, heads=64
+    ),
+    "paged, fp8, swapped, page 64, window and mods": functools.partial(
+        paged_call,
+        dtype=FP8,
+        swapped=True,
+        page=64,
+        window=4096,
+        score=alibi(SLOPES),
+        mask=document(IDS),
+    ),
     "paged, page 256, soft cap": functools.partial(paged_call, page=256, score=soft_cap(30.0)),
     "mla, 128 heads, page 16, fp8": functools.partial(mla_call, 128, page=16, coded=True),
     "mla, 32 heads, page 16, fp8": functools.partial(mla_call, 32, page=16, coded=True),

@@ -72,13 +72,14 @@ def _two_halves(asm: str, words: Any) -> list[Any]:
 
 def _of_two(asm: str, first: Any, second: Any) -> tuple[Any, Any]:
     """Results of instructions that take two operands."""
-    name = asm.split()[0]
-    if name == "max.u16x2":
+    if "max.u16x2" in asm:
         words = [
             np.ascontiguousarray(each, np.int32).ravel().view(np.uint16) for each in (first, second)
         ]
+        if asm.startswith("and.b32 $0, $2, 0x7FFF7FFF;"):
+            words[1] = words[1] & 0x7FFF
         return np.maximum(*words).view(np.int32), tl.int32
-    if name == "cvt.rn.satfinite.e4m3x2.f32":
+    if asm.split()[0] == "cvt.rn.satfinite.e4m3x2.f32":
         codes = [
             convert_float(np.float32(each), tl.float32, tl.float8e4nv, None).astype(np.uint16)
             for each in (first, second)

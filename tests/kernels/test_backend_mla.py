@@ -26,7 +26,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from pd_kernels.attention import mla_call
-from pd_kernels.tuning import tuned
 from pd_kernels.vllm import mla_backend, plugin
 from pd_kernels.vllm.mla_backend import MlaBuilder
 from pd_kernels.vllm.mla_cpu import CpuMlaImpl
@@ -213,19 +212,19 @@ def test_graphs_are_promised_for_decodes_of_one_length_only() -> None:
 def test_a_plan_is_for_the_kernel_that_the_layers_cache_takes(
     model: Path, monkeypatch: pytest.MonkeyPatch, gap: int, lines: int
 ) -> None:
-    """With `gluon=1` on a Hopper a row has 64 lines, where pages lie so that the TMA can read them."""
+    """With the Gluon kernel a row has 64 lines, where pages lie so that the TMA can read them."""
     monkeypatch.setenv(plugin.MLA_VARIABLE, "CPU_MLA")
     plugin.register()
     layer, builder = made(model)
     monkeypatch.setattr(mla_call, "on_hopper", lambda _: True)
+    monkeypatch.setattr(mla_call, "GLUON_LINES", 0)  # the model has 16 lines
     page = 64 * (LATENT + ROPE)
     layer.bind_kv_cache(
         torch.zeros(3, page + gap).as_strided(
             (3, 1, 64, LATENT + ROPE), (page + gap, page, LATENT + ROPE, 1)
         )
     )
-    with tuned(gluon=True):
-        assert builder._plan(1).partials.shape[-2] == lines
+    assert builder._plan(1).partials.shape[-2] == lines
 
 
 def test_a_backend_that_ours_cannot_stand_in_for_is_refused(

@@ -77,7 +77,7 @@ def test_a_wrong_kernel_is_found_in_wide_rows_of_fp8_latents(
 def test_only_the_kernels_that_are_asked_for_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is wrong elsewhere does not keep `mla-gluon` from being measured."""
+    """What is wrong elsewhere does not keep `mla-triton` from being measured."""
     for name in ("_paged", "_merge", "_mixed"):
         monkeypatch.setattr(decode_check, name, lambda _: "wrong")
     monkeypatch.setattr(decode_check, "_latent", lambda _: "")

@@ -12,12 +12,21 @@ from typing import Any
 import decode_interpreted  # before what it imports
 import pytest
 import torch
+import triton
 from decode_batches import FP8, by_kernel, by_reference, error, mla_batch, paged_batch
 from test_decode_schedule import pieces
 
-from pd_kernels.attention import decode_plan, operators, paged_decode, plan_paged_decode
+from pd_kernels.attention import (
+    decode_plan,
+    operators,
+    paged_call,
+    paged_decode,
+    plan_paged_decode,
+)
 from pd_kernels.attention.mla_call import MlaCall
+from pd_kernels.attention.online_softmax import LOG2E
 from pd_kernels.attention.paged_call import PagedCall
+from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.work_partition import partition, tile_counts
 from pd_kernels.tuning import Tuning, tuned, tuning
 
@@ -51,9 +60,81 @@ def test_both_settings_of_column_merge_equal_the_reference(name: str, merge: boo
             assert torch.allclose(lse, sums, atol=2e-3)
 
 
+CODED = {
+    "4 lines": {"heads": 8, "kv_heads": 2},
+    "16 lines, window": {"heads": 16, "kv_heads": 2, "queries": 2, "window": 50},
+    "32 lines": {"heads": 16, "kv_heads": 2, "queries": 4},
+    "dim 80": {"heads": 6, "kv_heads": 2, "dim": 80},
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_swapped_operands_give_what_the_reference_gives(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"dim": 128} | CODED[name]
+    batch = paged_batch([200, 0, 45], cache=FP8, key_scale=0.7, value_scale=1.3, **shape)
+    assert not batch.swapped, "a CPU is no Hopper"
+    monkeypatch.setattr(paged_call, "on_hopper", lambda _: True)
+    assert batch.swapped
+    assert batch.height == max(8, triton.next_power_of_2(batch.lines))
+    for workers in (1, 5):
+        out, lse = by_kernel(batch, workers)
+        wanted, sums = by_reference(batch)
+        assert error(out, wanted) < BOUND
+        assert torch.allclose(lse, sums, atol=2e-3)
+
+
+def test_a_plan_serves_values_that_are_not_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is made of K alone. V at an odd address takes another loop, with 16 lines."""
+    monkeypatch.setattr(paged_call, "on_hopper", lambda _: True)
+    batch = paged_batch([200, 45], dim=128, cache=FP8)
+    plan = batch.plan().fill(batch.lengths)
+    odd = torch.zeros(batch.values.numel() + 1, dtype=torch.uint8).view(FP8)[1:]
+    moved = odd.view(batch.values.shape).copy_(batch.values)
+    changed = dataclasses.replace(batch, values=moved)
+    assert (batch.height, changed.height) == (8, 16)
+    for each in (batch, changed):
+        operators.check_call(each, list(plan.rows), plan.tensors)
+        out = torch.zeros(each.query.shape, dtype=each.query.dtype)
+        launch_paged(each, out, None, plan.tensors)
+        assert error(out, by_reference(each)[0]) < BOUND
+
+
+def test_weights_far_below_the_largest_count_with_swapped_operands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A token whose score is 20 powers of 2 above 400 others: float16 alone keeps 4 bits of their weights."""
+    monkeypatch.setattr(paged_call, "on_hopper", lambda _: True)
+    batch = paged_batch([401], heads=4, kv_heads=1, dim=128, cache=FP8, scale=1.0)
+    batch.query.zero_()
+    batch.query[..., 0] = 20.6 / LOG2E
+    batch.keys.zero_()
+    page, place = batch.table[0, 3], 5
+    batch.keys[page, place, :, 0] = 1.0
+    values = torch.ones_like(batch.values.float())
+    values[page, place] = 0.0
+    batch.values.copy_(values.to(FP8))
+    out, _ = by_kernel(batch, 1)
+    assert error(out, by_reference(batch)[0]) < BOUND
+
+
+def test_only_rows_that_fill_a_product_of_hopper_are_swapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_call, "on_hopper", lambda _: True)
+    shape = {"heads": 16, "kv_heads": 2, "dim": 128}
+    assert not paged_batch([9], **shape).swapped, "not FP8"
+    assert not paged_batch([9], **shape | {"dim": 64}, cache=FP8).swapped
+    assert not paged_batch([9], **shape | {"dim": 256}, cache=FP8).swapped
+    assert not paged_batch([9], **shape, queries=8, cache=FP8).swapped, "64 lines"
+    with tuned(swapped=False):
+        assert not paged_batch([9], **shape, cache=FP8).swapped
+
+
 def test_settings_come_from_the_environment() -> None:
     assert Tuning.of("") == Tuning()
-    assert Tuning.of(" gluon=1, column_merge=0,") == Tuning(gluon=True, column_merge=False)
+    assert Tuning.of(" gluon=0, column_merge=0,") == Tuning(gluon=False, column_merge=False)
     for wrong in ("gluon", "gluon=yes", "glue=1"):
         with pytest.raises(
             ValueError, match=f"PD_KERNELS_TUNING: '{wrong}': must be one of column"

@@ -3,6 +3,7 @@
 written out in float32. It has not run on a GPU."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in lo
 def _chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls take the Gluon kernel, as on a Hopper."""
     monkeypatch.setattr(mla_call, "on_hopper", lambda _: True)
-    with tuned(gluon=True), decode_interpreted.dots_mended():
+    monkeypatch.setattr(mla_call, "GLUON_LINES", 0)  # fewer lines are emulated faster
+    with decode_interpreted.dots_mended():
         yield
 
 
@@ -108,6 +110,30 @@ def test_what_it_cannot_read_is_left_to_the_triton_kernel() -> None:
     with tuned(gluon=False):
         assert not mla_batch([100]).gluon
     assert mla_batch([100]).gluon
+
+
+def test_it_is_chosen_above_32_lines_on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_call, "GLUON_LINES", 32)
+    for heads, queries in ((16, 1), (16, 2), (32, 1)):
+        assert not mla_batch([100], heads=heads, queries=queries).gluon
+    for heads, queries in ((16, 4), (40, 1), (128, 1)):
+        assert mla_batch([100], heads=heads, queries=queries).gluon
+    monkeypatch.setattr(mla_call, "on_hopper", lambda _: False)
+    assert not mla_batch([100], heads=128).gluon
+
+
+def test_a_triton_whose_gluon_is_another_takes_its_own_kernel_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "pd_kernels.attention.mla_gluon_kernel", None)
+    mla_call.gluon_found.cache_clear()
+    try:
+        assert not mla_batch([100], heads=128).gluon
+        assert not mla_batch([100], heads=128).gluon
+    finally:
+        mla_call.gluon_found.cache_clear()
+    (record,) = caplog.records
+    assert "its Gluon kernel does not know this version of Triton" in record.message
 
 
 def test_tokens_behind_a_sequence_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:

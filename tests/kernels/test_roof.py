@@ -22,7 +22,8 @@ GOALS = {"raw": 0.88, "int8": 0.80, "fp8": 0.80}
 """The least part of a copy's rate on an H200, for transfers by codec; sums are always asked for."""
 
 SLOW = {
-    "mla, 16 heads, 4 queries": "all scores are multiplied in both warpgroups; Gluon does it once",
+    "paged, fp8, 32 lines": "each warp reads all queries, and weights are exchanged; swapped operands do not",
+    "mla, 16 heads, 4 queries": "all scores are multiplied in both warpgroups; Gluon, which Hopper takes, does it once",
     "mla, 128 heads": "as above",
     "mla, 128 heads, fp8": "as above; Gluon does not take FP8 latents",
 }

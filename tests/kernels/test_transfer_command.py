@@ -74,7 +74,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(transfer_check, "DEVICE", "cpu")
     monkeypatch.setattr(transfer_check, "TOKENS", (1, 17, 70))
-    monkeypatch.setattr(transfer_check, "MAX_POLLS_TRIED", (0,))
     monkeypatch.setattr(transfer, "DEVICE", "cpu")
     monkeypatch.setattr(
         transfer, "MODELS", (Model("tiny", 2, 8, 32, 32), Model("latent", 1, 1, 48, 0))
@@ -94,8 +93,8 @@ def test_its_check_passes_in_the_interpreter() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_its_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(chunk: ChunkLaunch, max_polls: int = 0) -> None:
-        launch_gather(chunk, max_polls)
+    def late(chunk: ChunkLaunch) -> None:
+        launch_gather(chunk)
         chunk.slot[-65] ^= 1  # the payload's last byte; others lie behind it
 
     monkeypatch.setattr(transfer_check, "launch_gather", late)

@@ -64,7 +64,7 @@ def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes
     chunk.check()
     assert blocks.nbytes(chunk.tokens) == nbytes
     if by_kernel:
-        launch_gather(chunk, max_polls=0)
+        launch_gather(chunk)
     else:
         reference_gather(chunk)
     assert torch.equal(slot[nbytes:], behind), "nothing behind the payload is written"

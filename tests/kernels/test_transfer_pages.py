@@ -138,7 +138,7 @@ def test_a_damaged_scale_changes_what_is_decoded_and_the_sums(codec: str) -> Non
     blocks = Blocks.of(cache.keys, cache.values, 16, codec, BF16, BF16)
     nbytes, pages = blocks.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
-    launch_gather(ChunkLaunch(blocks, pages, slot, FIRST, TOKENS, None), max_polls=0)
+    launch_gather(ChunkLaunch(blocks, pages, slot, FIRST, TOKENS, None))
     outcomes = []
     for damage in (0, 1):
         slot[3] ^= damage
@@ -162,7 +162,7 @@ def test_what_was_fp8_before_passes_unchanged_through_powers_of_two(spread: floa
     blocks = Blocks.of(cache.keys, cache.values, 16, "fp8_e4m3", BF16, BF16)
     slot = torch.zeros(blocks.nbytes(TOKENS), dtype=torch.uint8)
     there = ChunkLaunch(blocks, torch.tensor(PAGES, dtype=torch.int32), slot, FIRST, TOKENS, None)
-    launch_gather(there, max_polls=0)
+    launch_gather(there)
     for _, stored in elements(MODEL, cache, "LBHNC", 16):
         stored.zero_()
     launch_scatter(there)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 MOST = 300
 EXCEPTIONS = {
-    "kernels/pd_kernels/attention/paged_kernel.py": "one compiled kernel is one function with its helpers",
     "kernels/pd_kernels/transfer/blocks.py": "device functions that Triton inlines into every transfer kernel",
     "pd_connector/vllm/connector.py": "vLLM's interface: a list of hooks of a few lines each",
     "pd_connector/vllm/pool.py": "one hook of vLLM's scheduler after the other",

@@ -5,6 +5,6 @@ import pytest
 from support.examples import check_examples
 
 
-@pytest.mark.parametrize(("module", "least"), [("keys", 1), ("form", 1)])
+@pytest.mark.parametrize(("module", "least"), [("keys", 1), ("part_names", 1), ("codecs", 1)])
 def test_examples(module, least):
     check_examples(f"pd_connector.pool.{module}", least)

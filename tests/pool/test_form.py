@@ -17,11 +17,10 @@ from pd_connector.pool.form import (
     View,
     form_problem,
     kept_layers,
-    part_name,
-    part_shard,
     places,
     wire_run,
 )
+from pd_connector.pool.part_names import part_name, part_shard
 
 RUN = pages_run()
 BYTES = RUN.planes[0].nbytes

@@ -166,7 +166,7 @@ def test_what_was_stored_for_others_is_not_read_and_stays_theirs(
 def test_kv_of_a_codec_is_read_only_where_that_is_permitted(store: LocalStore) -> None:
     writer = msgspec.structs.replace(FIRST.writer, codec="int8")
     put(store, *(msgspec.structs.replace(part, writer=writer) for part in (FIRST, SECOND)))
-    assert cause(store) is Miss.UNLIKE
+    assert cause(store) is Miss.CODEC
     assert is_there(store)
     assert len(read(store, codecs=("int8", "raw")).parts) == 2
 

@@ -254,7 +254,8 @@ def test_kv_that_came_in_a_codec_is_read_only_where_that_codec_is_permitted() ->
     assert record_problem(found, wanted(found)) is None
     problem = record_problem(found, wanted(found)._replace(codecs=("raw",)))
     assert problem is not None
-    assert problem[0] is Miss.UNLIKE
+    assert problem[0] is Miss.CODEC
+    assert found.part == "0-3.0of2.int8", "a look-up sees it without opening a file"
 
 
 @pytest.mark.parametrize("codec", ["fp8_e4m3", "of_another_package"])

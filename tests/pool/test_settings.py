@@ -78,6 +78,9 @@ def test_an_object_says_more(environment: Mapping[str, str], tmp_path: Path) -> 
         ({"dir": "/nowhere/at/all"}, "there is no folder /nowhere/at"),
         ({"dir": "/dev/null"}, "/dev/null: is not a folder"),
         ({"read": 1}, "pool.read 1: must be true or false"),
+        ({"codec": "int9"}, "pool.codec 'int9': did you mean 'int8'"),
+        ({"codec": "fp8_e4m3"}, "pool.codec 'fp8_e4m3': must be raw or int8. The error of"),
+        ({"codec": ["int8"]}, "pool.codec ['int8']: "),
         ({"read": False, "write": False}, "leave out the config key pool"),
     ],
 )

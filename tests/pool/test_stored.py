@@ -5,7 +5,6 @@ Where each element lies is told by `support.caches`; no view is trusted.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -15,41 +14,30 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from support.caches import LAYOUTS, ON_THE_HOST, Rank
 from support.filled import bits, converted, ranks, snapshot
-from support.pool_ranks import Dense, fill_all, index, own_part, read, seen, write
+from support.pool_ranks import fill_all, read, write
+from support.pool_reads import (
+    MODEL,
+    READERS,
+    TOKENS,
+    WRITERS,
+    Opaque,
+    after_windows,
+    assert_loaded,
+    assert_right,
+    by_kernels,
+    opaque,
+)
 from support.pool_records import FACTS, mutated, summed
 from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Shard
-from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.pool.form import kept_layers
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.plans import plan_load, plan_save
 from pd_connector.pool.record import HEADER, decode, read_header
 from pd_connector.pool.stored import describe
-
-TOKENS = 3 * CHUNK_TOKENS
-MODEL: Model = (Layer(8, 4, 4),) * 4
-Tables = Sequence[Sequence[int]]
-
-
-def assert_loaded(
-    rank: Rank, before: dict[int, torch.Tensor], dense: Dense, wanted: dict[int, slice]
-) -> None:
-    """The wanted tokens of each layer are right, and no byte is changed outside of the pages of `wanted`."""
-    for layer, group in rank.groups.items():
-        tokens = wanted[layer]
-        allowed = torch.zeros(len(rank.storage[layer]), dtype=torch.bool)
-        for v in rank.parts(layer):
-            found, right = (
-                seen(rank, layer, v)[:, tokens],
-                own_part(rank, dense, layer, v)[:, tokens],
-            )
-            assert torch.equal(found, right), f"layer {layer}, V: {v}"
-            allowed[index(rank, layer, v)[:, tokens]] = True
-        changed = bits(rank.storage[layer]) != bits(before[layer])
-        assert not (changed & ~allowed).any(), f"layer {layer} of {group.layers}: a byte of others"
 
 
 def pass_through(model: Model, ours: Setup, theirs: Setup, number: int = 1) -> None:
@@ -62,24 +50,6 @@ def pass_through(model: Model, ours: Setup, theirs: Setup, number: int = 1) -> N
         read(rank, files, number, (0, TOKENS))
         chunk = slice(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
         assert_loaded(rank, before, dense, dict.fromkeys(rank.groups, chunk))
-
-
-WRITERS = [
-    Setup(page_sizes=(32,)),
-    Setup(tp=16, page_sizes=(64,)),
-    Setup(tp=2, starts=(0, 2), page_sizes=(32,)),
-    Setup(starts=(0, 1, 2, 3)),
-    Setup(page_sizes=(96,)),
-    Setup(page_sizes=(256,), layout="NHD"),
-]
-READERS = [
-    Setup(page_sizes=(32,)),
-    Setup(tp=2, page_sizes=(64,)),
-    Setup(starts=(0, 2), page_sizes=(16,)),
-    Setup(tp=4, starts=(0, 2), page_sizes=(128,)),
-    Setup(tp=16, page_sizes=(256,)),
-    Setup(tp=2, page_sizes=(96,)),
-]
 
 
 @pytest.mark.parametrize("ours", WRITERS, ids=str)
@@ -151,46 +121,6 @@ def test_of_a_chunk_exactly_what_may_be_written_and_is_held_arrives(
             assert torch.equal(bits(storage), bits(before[layer])), "something was written"
 
 
-def after_windows(rank: Rank, computed: int) -> list[list[int]]:
-    """A rank's tables after `tokens` tokens: pages before a window are gone."""
-    tables = [list(table) for table in rank.tables]
-    for group in rank.geometry.groups:
-        if group.window:
-            kept = max(0, computed - group.window + 1) // group.page_size
-            tables[group.table][:kept] = [-1] * kept
-    return tables
-
-
-def assert_right(
-    rank: Rank,
-    before: dict[int, torch.Tensor],
-    dense: Dense,
-    wanted: dict[int, range],
-    own: Tables,
-    first: int = 0,
-) -> None:
-    """Wanted tokens are right; what changed lies in pages that may be written, and is right, too."""
-    for layer, group in rank.groups.items():
-        changed = bits(rank.storage[layer]) != bits(before[layer])
-        for v in rank.parts(layer):
-            where, found, right = (
-                index(rank, layer, v),
-                seen(rank, layer, v),
-                own_part(rank, dense, layer, v),
-            )
-            here = torch.tensor([page >= 0 for page in own[group.table]]).repeat_interleave(
-                group.page_size
-            )
-            tokens = torch.tensor([t for t in wanted[layer] if here[t]], dtype=torch.int64)
-            assert torch.equal(found[:, tokens], right[:, tokens]), f"layer {layer}"
-            moved = changed[where]
-            assert not moved[:, ~here].any(), "a page that must not be written"
-            assert not moved[:, :first].any(), "a token before those that are loaded"
-            assert torch.equal(found[:, :TOKENS][moved[:, :TOKENS]], right[moved[:, :TOKENS]])
-            changed[where] = False
-        assert not changed.any(), "a page of another request"
-
-
 @pytest.mark.parametrize("gone", [(), (0, 1), (3,), (1, 4)])
 @pytest.mark.parametrize("pages", [16, 32, 96])
 @pytest.mark.parametrize("layout", ["HND", "NHD in parts", ""])
@@ -215,15 +145,6 @@ def test_kernels_move_chunks_as_the_host_does_around_pages_that_must_not_be_writ
     read(rank, files, 1, (0, TOKENS), own)
     assert_right(
         rank, before, dense, dict.fromkeys(rank.groups, range(CHUNK_TOKENS, 2 * CHUNK_TOKENS)), own
-    )
-
-
-def by_kernels(cache: PagedCache) -> PagedCache:
-    """The same memory, moved by the operators."""
-    return PagedCache(
-        {n: cache.layer(n) for group in cache.geometry.groups for n in group.layers},
-        cache.geometry,
-        by_kernels=True,
     )
 
 
@@ -360,30 +281,6 @@ def test_layers_of_a_draft_model_pass_only_between_engines_with_the_same_one() -
         read(rank, files, 0, (0, TOKENS), facts=theirs)
         draft = chunk if theirs is drafting else slice(0, 0)
         assert_loaded(rank, before, dense, {0: chunk, 1: chunk, 2048: draft})
-
-
-def opaque(
-    tokens: int = 32, heads: int = 2, tp_rank: int = 0, tp: int = 1, dtype: str = "odd"
-) -> PagedCache:
-    """Pages whose elements nobody can read."""
-    pages = TOKENS // tokens + 1
-    noise = torch.randint(0, 256, (pages, heads // tp, tokens, 24), dtype=torch.uint8)
-    layers = {
-        layer: LayerPages(noise.clone(), None, (noise.view(pages, 1, -1),)) for layer in (0, 1)
-    }
-    layers = {
-        layer: LayerPages(x.key, None, (x.key.view(pages, 1, -1),)) for layer, x in layers.items()
-    }
-    group = Group("attention", (0, 1), heads, 24, 0, tokens, 0, dtype, "A", heads_apart=False)
-    return PagedCache(layers, Geometry(Shard(0, 2, tp_rank, tp), (group,)))
-
-
-class Opaque:
-    """As `Rank`, of a cache that nobody can read."""
-
-    def __init__(self, cache: PagedCache) -> None:
-        self.cache, self.geometry = cache, cache.geometry
-        self.tables = [list(range(cache.pages))]
 
 
 def test_pages_that_nobody_can_read_pass_between_alike_caches_only() -> None:

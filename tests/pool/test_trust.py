@@ -11,6 +11,7 @@ from support.pool_records import FACTS, GEOMETRY, pages_run, record
 
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
+from pd_connector.pool.form import coded_run
 from pd_connector.pool.record import Writer
 from pd_connector.pool.trust import MOST_WRITERS, WriterTrust, writer_of
 
@@ -40,6 +41,7 @@ def groups(**fields: Any) -> Any:
         {"geometry": groups(layout="NHD")},
         {"facts": msgspec.structs.replace(FACTS, weights_full=b"g" * 16)},
         {"adapter": "an adapter"},
+        {"form": (coded_run((0, 2), "int8"),)},
     ],
     ids=[
         "engine's version",
@@ -50,6 +52,7 @@ def groups(**fields: Any) -> Any:
         "layout",
         "weights",
         "adapter",
+        "codec at rest",
     ],
 )
 def test_another_kind_of_writer_passes_an_audit_of_its_own(fields: dict[str, Any]) -> None:

@@ -62,11 +62,31 @@ class Proxy(ABC):
 
 
 class ToyProxy(Proxy):
-    """vLLM's toy proxy, and vllm-router: one engine after the other, the answer's parameters unchanged."""
+    """vLLM's toy proxy: one engine after the other, the answer's parameters unchanged."""
 
     def __call__(self, body: Body) -> Body:
         answer = self.keep(body, ASKS_TO_KEEP)
         return self.send(self.decode, {**body, **_params(answer)}, {})
+
+
+class VllmRouter(Proxy):
+    """vllm-router 0.1.17: as the toy proxy. If an answer says `push`, it keeps the answer's texts and numbers, and names
+    the KV with its own id of the request, which it has told the prefill engine in a header only."""
+
+    scalars = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
+
+    def __call__(self, body: Body) -> Body:
+        request = {"x-request-id": f"___prefill_addr_a___decode_addr_b_{uuid.uuid4().hex}"}
+        answer = self.keep(body, ASKS_TO_KEEP, request)
+        params = answer.get("kv_transfer_params") or {}
+        if params.get("transfer_mode") == "push":
+            params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                **{name: params[name] for name in self.scalars},
+                "remote_request_id": request["x-request-id"],
+            }
+        return self.send(self.decode, {**body, "kv_transfer_params": params}, request)
 
 
 class AppendingProxy(Proxy):

@@ -103,13 +103,19 @@ def test_a_page_that_its_window_has_passed_is_no_page() -> None:
         pair.close()
 
 
-def test_an_adapter_that_is_not_known_ends_its_request(pair: Pair) -> None:
-    req = pair.request()
+def test_an_adapter_that_is_not_known_ends_its_request_and_nothing_else(pair: Pair) -> None:
+    """The engine waits for nothing, its agent goes on, and the decode engine is told."""
+    receiver, req = pair.receiver(pair.request()), pair.request()
     req.lora_id = "nobody's"
     sender = pair.sender(req)
     assert sender.poll() == KVPoll.Failed
+    reach(receiver.poll, KVPoll.Failed)
     with pytest.raises(TransferError, match="not loaded"):
         sender.failure_exception()
+    receiver.clear()
+    until(pair.idle, "idle")
+    counted = pair.p.agent.telemetry.take()
+    assert counted is None or ("agent_failures", ()) not in counted.counts
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "negative control"])

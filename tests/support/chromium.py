@@ -16,7 +16,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+NAMES = (
+    "chromium",
+    "chromium-headless-shell",
+    "chromium-browser",
+    "google-chrome",
+    "chrome",
+    "headless_shell",
+)
 _START_S = 60.0
 
 

@@ -30,9 +30,11 @@ MARKER_BYTES = 400
 def vllm_forks() -> None:
     """Let an engine's processes be forks of its first, as on a GPU. vLLM's CPU build starts each as a new
     interpreter, which imports vLLM."""
+    from torch._dynamo import config as dynamo
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
+    dynamo.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"  # its import has read another
     platform = type(current_platform)
     check = platform.check_and_update_config
 

@@ -54,8 +54,9 @@ VARIABLES = {
                 "PD_CONNECTOR_SHM",
                 "PD_KERNELS_MLA",
                 "PYTHONPATH",
-                # A test that builds a model sets it; nothing is compiled.
+                # A test that builds a model sets it.
                 "TORCHINDUCTOR_CACHE_DIR",
+                "TORCH_COMPILE_DISABLE",
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
                 "VLLM_ENABLE_V1_MULTIPROCESSING",
                 "VLLM_SERVER_DEV_MODE",

@@ -9,10 +9,19 @@ import numpy as np
 import torch
 
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.codecs import AtRest
 from pd_connector.pool.form import Form
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.plans import need, needed_parts, plan_load, plan_save
-from pd_connector.pool.record import decode, encode, payload_problem, read_header, readable
+from pd_connector.pool.needs import need, needed_parts
+from pd_connector.pool.plans import plan_load, plan_save
+from pd_connector.pool.record import (
+    Writer,
+    decode,
+    encode,
+    payload_problem,
+    read_header,
+    readable,
+)
 from pd_connector.pool.stored import describe, gather_piece, gathered_bytes, payloads
 from support.caches import LAYOUTS, ON_THE_HOST, Rank
 from support.filled import bits
@@ -79,16 +88,18 @@ def write(
     number: int,
     tables: Sequence[Sequence[Sequence[int]]] | None = None,
     facts: ModelFacts = FACTS,
+    codec: AtRest = "raw",
 ) -> Files:
     """What the ranks of an engine write of a chunk.
 
     Args:
         tables: of each rank; by default all pages are held.
+        codec: in which the engine keeps chunks.
     """
     files: Files = {}
     for rank, held in zip(ranks, tables or [rank.tables for rank in ranks], strict=True):
         geometry = rank.geometry
-        form: Form = describe(rank.cache)
+        form: Form = describe(rank.cache, codec)
         plan = plan_save(form, geometry, held, number)
         if plan is None:
             continue
@@ -103,6 +114,7 @@ def write(
             geometry=geometry,
             parts=len(ranks),
             facts=facts,
+            writer=Writer("vllm 0.32.0", "e1", codec),
         )
         made = msgspec.structs.replace(made, layers=sealed(plan.form, geometry, payload))
         assert made.part not in files

@@ -55,7 +55,7 @@ def run(of: ComputingEngine, name: str) -> list[Fill]:
 
 def keys_of(of: ComputingEngine) -> list[bytes]:
     """Keys of the prompt's chunks, once all are there."""
-    store = of.side.pool._store
+    store = of.store
 
     def there() -> bool:
         return sum(1 for _ in store.chunks()) >= CHUNKS

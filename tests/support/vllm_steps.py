@@ -80,6 +80,11 @@ class SteppedEngine:
     def side(self) -> Any:
         return self.scheduler.connector._scheduler
 
+    @property
+    def store(self) -> Any:
+        """The store of its pool."""
+        return self.side.pool._store
+
     def add(
         self,
         name: str,

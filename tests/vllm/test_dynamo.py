@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +88,52 @@ def _only_in(folder: Path) -> Callable[[str], None]:
         raise ModuleNotFoundError(f"No module named {name!r}", name="dynamo.vllm")
 
     return find
+
+
+FILTER = """
+import re
+def _compile_include_pattern(prefixes):
+    return re.compile("|".join(map(re.escape, prefixes)))
+"""
+
+
+def shown_by(prefixes: tuple[str, ...]) -> list[str]:
+    """Names of metrics that Dynamo passes on with this filter."""
+    wanted = sys.modules[dynamo.METRICS]._compile_include_pattern(prefixes)
+    names = ("vllm:prompt_tokens_total", "pd_connector:handoffs_total", "python_gc_total")
+    return [name for name in names if wanted.match(name)]
+
+
+def test_our_metrics_are_shown_where_vllms_are(
+    installed: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(TABLE)
+    module = ModuleType(dynamo.METRICS)
+    exec(FILTER, module.__dict__)
+    module._compile_include_pattern.__module__ = dynamo.METRICS
+    monkeypatch.setitem(sys.modules, dynamo.METRICS, module)
+    assert shown_by(("vllm:", "lmcache:")) == ["vllm:prompt_tokens_total"]
+    dynamo.join()
+    once = module._compile_include_pattern
+    dynamo.join()
+    assert module._compile_include_pattern is once
+    assert shown_by(("vllm:", "lmcache:")) == [
+        "vllm:prompt_tokens_total",
+        "pd_connector:handoffs_total",
+    ]
+    assert shown_by(("lmcache:",)) == []
+
+
+def test_a_dynamo_that_filters_in_another_way_is_told_of(
+    installed: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    table = installed(TABLE)
+    monkeypatch.setitem(sys.modules, dynamo.METRICS, ModuleType(dynamo.METRICS))
+    dynamo.join()
+    assert "PDConnector" in table()
+    assert "will lack pd_connector:*" in caplog.text
 
 
 def test_dynamos_own_resolver_takes_it_alone_and_among_others() -> None:

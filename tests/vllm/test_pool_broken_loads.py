@@ -199,7 +199,7 @@ def test_from_the_fifth_request_on_nobody_waits_for_the_store(
         until_over([writer], lambda seed=seed: f"w{seed}" in writer.ended)
     until_over([writer], lambda: chunks(writer) == CHUNKS * len(seeds))
     answers = threading.Event()
-    store: Any = FaultyStore(reader.side.pool._store)
+    store: Any = FaultyStore(reader.store)
     fault(store, answers)
     reader.side.pool._looks._store = store
     reader.agent._loop.pool_side._loads._loader._store = store
@@ -219,4 +219,4 @@ def test_from_the_fifth_request_on_nobody_waits_for_the_store(
 
 
 def chunks(of: Any) -> int:
-    return int(of.side.pool._store.status().tiers[0].chunks)
+    return int(of.store.status().tiers[0].chunks)

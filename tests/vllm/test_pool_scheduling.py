@@ -68,13 +68,13 @@ def answers(of: SteppedEngine) -> WorkerActivity:
     return WorkerActivity(saved=dict.fromkeys((save.request for save in saves(of)), 1))
 
 
-def stored(of: SteppedEngine, chunks: int, seed: int = 0) -> list[bytes]:
+def stored(of: SteppedEngine, chunks: int, seed: int = 0, part: str = "0-1.0of1") -> list[bytes]:
     """Put the first chunks of the prompt of this seed into the store, without their KV."""
-    store = of.side.pool._store
+    store = of.store
     tokens = [(seed * 31 + place) % 250 for place in range(chunks * CHUNK_TOKENS)]
     keys = chain(MODEL, tokens)
     for parent, key in zip([b"", *keys], keys, strict=False):
-        writing = store.begin(key, parent=parent, part="0-1.0of1", parts=1, nbytes=100, writer="x")
+        writing = store.begin(key, parent=parent, part=part, parts=1, nbytes=100, writer="x")
         assert isinstance(writing, Writing)
         with writing:
             writing.write(0, memoryview(bytes(100)))
@@ -151,10 +151,10 @@ def test_a_hit_is_loaded_and_the_rest_is_computed() -> None:
     assert [chunk.key for chunk in fill.chunks] == keys
     assert min(fill.pages[0]) > 0
     settle(of)
-    assert of.side.pool._store.status().pinned == 1, "the deepest keeps those before it"
+    assert of.store.status().pinned == 1, "the deepest keeps those before it"
     of.step(finished_recving={"a"})
     settle(of)
-    assert of.side.pool._store.status().pinned == 0
+    assert of.store.status().pinned == 0
     run(of)
     assert saves(of) == [], "what was loaded is not saved again"
     of.assert_nothing_held()
@@ -180,6 +180,28 @@ def test_pages_that_this_engine_has_cached_are_not_loaded() -> None:
     assert [chunk.number for chunk in fill.chunks] == [1, 2]
     cached = fill.first_token // 16
     assert set(fill.pages[0][:cached]) == {-1}, "they are other requests', too"
+
+
+@pytest.mark.parametrize(
+    ("codec", "at_rest", "loads"),
+    [("raw", "raw", 0), ("int8", "raw", 1), ("auto", "raw", 1), ("raw", "int8", 1)],
+)
+def test_a_look_up_passes_over_chunks_of_a_codec_that_is_not_permitted(
+    monkeypatch: pytest.MonkeyPatch, codec: str, at_rest: str, loads: int
+) -> None:
+    of = SteppedEngine(
+        budget=CHUNK_TOKENS, audit="off", codec=codec, pool={"memory": "64MiB", "codec": at_rest}
+    )
+    of.step(WorkerActivity(models={0: MODEL}))
+    missed: Counter[str] = Counter()
+    monkeypatch.setattr(
+        of.side.telemetry, "count", lambda _, n=1, cause="": missed.update({str(cause): n})
+    )
+    stored(of, 2, part="0-1.0of1.int8")
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=1)
+    of.step()
+    assert len(fills(of)) == loads
+    assert missed["codec"] == (0 if loads else 2)
 
 
 def test_a_load_that_fails_is_computed_and_not_tried_again() -> None:
@@ -210,7 +232,7 @@ def test_a_load_that_breaks_off_keeps_its_first_chunks(miss: Miss | None) -> Non
     of.step()
     cause = Cause.POOL if miss else Cause.STALLED
     if miss in (Miss.DAMAGED, Miss.EVICTED):
-        of.side.pool._store.remove(keys[1:2])
+        of.store.remove(keys[1:2])
     break_off(of, "a", CHUNK_TOKENS, cause, miss)
     output = of.scheduler.schedule()
     assert output.scheduled_new_reqs[0].num_computed_tokens == CHUNK_TOKENS
@@ -228,7 +250,7 @@ def test_a_chunk_that_was_removed_is_saved_again_and_hits_are_those_that_came(
     keys = stored(of, 3)
     add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
     of.step()
-    of.side.pool._store.remove(keys[1:2])
+    of.store.remove(keys[1:2])
     break_off(of, "a", CHUNK_TOKENS, Cause.POOL, Miss.DAMAGED)
     run(of)
     assert hits == [1]
@@ -355,7 +377,7 @@ def test_who_waits_for_a_load_that_comes_to_nothing_reads_or_computes(how: str) 
             WorkerActivity(causes={"a": Cause.POOL}), finished_recving={"a"}, failed_recving={"a"}
         )
     else:
-        of.side.pool._store.remove(keys[1:])
+        of.store.remove(keys[1:])
         break_off(of, "a", CHUNK_TOKENS, Cause.POOL, Miss.EVICTED)
     of.step()
     if [fill for fill in fills(of) if fill.request == "b"]:
@@ -394,7 +416,7 @@ def test_a_silent_store_is_left_alone_by_look_ups_and_probed_by_nobody_who_waits
     monkeypatch.setattr(pool_looks, "_SLOW_S", 0.02)
     monkeypatch.setattr(worth, "FIRST_PAUSE_S", 0.5)
     of = engine()
-    store, answers = FaultyStore(of.side.pool._store), threading.Event()
+    store, answers = FaultyStore(of.store), threading.Event()
     stored(of, 1)
     of.side.pool._looks._store = store
     store.silent = answers
@@ -431,7 +453,7 @@ def test_saves_do_not_ask_the_store_in_the_schedulers_thread(
     of = engine(read=False)
     stored(of, 1)
     threads: list[str] = []
-    store = of.side.pool._store
+    store = of.store
     find = store.find
 
     def finds(keys: Any) -> Any:
@@ -454,7 +476,7 @@ def test_chunks_that_are_not_there_are_counted_by_why(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(of.side.telemetry, "count", count)
     keys = stored(of, 2)
-    of.side.pool._store.remove(keys[1:])
+    of.store.remove(keys[1:])
     add(of, "a", 2 * CHUNK_TOKENS + 5, max_tokens=1)
     add(of, "b", 3 * CHUNK_TOKENS + 5, max_tokens=1, seed=3)
     of.step()
@@ -574,7 +596,7 @@ def test_a_client_can_pin_what_it_has_computed_and_name_who_pays() -> None:
     run(of)
     assert [save.tenant for save in saves(of)] == ["t"]
     settle(of)
-    assert of.side.pool._store.status().pinned == 1, "the deepest chunk that was found"
+    assert of.store.status().pinned == 1, "the deepest chunk that was found"
 
 
 def test_a_client_can_leave_the_pool_alone() -> None:
@@ -598,7 +620,7 @@ def settle(of: SteppedEngine) -> None:
 
 def test_what_routers_want_to_know_is_told_while_the_weights_are_known() -> None:
     of = engine()
-    store = of.side.pool._store
+    store = of.store
 
     def told() -> Any:
         return find_engine(store.told(), of.side.offers.address.engine_id)

@@ -30,7 +30,11 @@ def api_server(leased_pages: float) -> None:
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
     metrics = PDPromMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
-    counts = [["received_transfers", "", 2]]
+    counts = [
+        ["received_transfers", [], 2],
+        ["handoffs", ["handed_over"], 1],
+        ["pair_bytes", ["10.0.0.1:7100", "int8"], 8],
+    ]
     metrics.observe(
         {"counts": counts, "observations": {}, "gauges": {"leased_pages": leased_pages}}
     )
@@ -57,6 +61,10 @@ def test_of_several_api_servers_the_one_that_heard_last_tells_the_gauges(
     ]
     assert f"pd_connector:received_transfers_total{labels} 4.0" in lines
     assert f"pd_connector:incoming_transfers{labels} 0.0" in lines, "nobody has told it yet"
+    handed_over = '{cause="handed_over",engine="0",model_name="m"}'
+    assert f"pd_connector:handoffs_total{handed_over} 2.0" in lines
+    pair = '{codec="int8",engine="0",model_name="m",producer="10.0.0.1:7100"}'
+    assert f"pd_connector:pair_bytes_total{pair} 16.0" in lines
 
 
 def test_gauges_are_sums_over_all_ranks_whenever_one_has_changed() -> None:
@@ -85,3 +93,13 @@ def test_a_step_in_which_nothing_was_counted_has_no_stats() -> None:
     assert second is not None
     assert first.aggregate(second).reduce() == {"received_transfers": 3}
     assert first.data["gauges"] == {"leased_pages": 1.0}
+
+
+def test_labels_are_in_the_order_of_the_metric_and_pairs_are_not_in_the_log() -> None:
+    telemetry = Telemetry()
+    telemetry.count("pair_bytes", 8, producer="10.0.0.1:7100", codec="int8")
+    telemetry.count("handoffs", cause="handed_over")
+    told = PDStats.of(telemetry)
+    assert told is not None
+    assert ["pair_bytes", ["10.0.0.1:7100", "int8"], 8] in told.data["counts"]
+    assert told.reduce() == {"handoffs[handed_over]": 1}

@@ -72,18 +72,23 @@ def config(model):
 
 
 @pytest.fixture
-def worker(config):
+def agent():
+    return Recorder()
+
+
+@pytest.fixture
+def worker(config, agent):
     made = worker_side.WorkerSide(config, SimpleNamespace(kv_cache_groups=()), Config())
-    made._agent = Recorder()
-    start(made, config)
+    made._agent = agent
+    start(made, config, agent)
     return made
 
 
-def start(worker, config, files=None, **facts):
+def start(worker, config, agent, files=None, **facts):
     """The worker has told these facts of its model."""
     loaded = loaded_weights(config)
     told = ModelFacts(b"config", loaded=loaded.sampled, **facts)
-    worker._model = ModelWatch(config, told, loaded, files, worker._agent.submit)
+    worker._model = ModelWatch(config, told, loaded, files, agent.submit)
 
 
 def step(scheduled, scheduler):
@@ -107,38 +112,38 @@ def test_weights_are_looked_at_in_the_first_step_that_computes_after_a_reset():
     ]
 
 
-def test_weights_that_are_the_same_change_nothing(worker):
+def test_weights_that_are_the_same_change_nothing(worker, agent):
     worker.begin(StepCommands(compare_weights=True))
-    assert worker._agent.commands == []
+    assert agent.commands == []
 
 
-def test_weights_that_changed_are_told_to_the_agent_before_the_steps_commands(worker, model):
+def test_weights_that_changed_are_told_to_the_agent_before_the_steps_commands(worker, model, agent):
     with torch.no_grad():
         model.projection.weight.mul_(1.5)
     worker.begin(StepCommands(["a command"], compare_weights=True))
-    changed, command = worker._agent.commands
+    changed, command = agent.commands
     assert isinstance(changed, ChangeModel)
     assert changed.facts.updates == 1
     assert command == "a command"
     worker.begin(StepCommands(compare_weights=True))
-    assert len(worker._agent.commands) == 2, "they have not changed since"
+    assert len(agent.commands) == 2, "they have not changed since"
 
 
-def test_weights_are_looked_at_now_and_then_without_a_reset(worker, model):
+def test_weights_are_looked_at_now_and_then_without_a_reset(worker, model, agent):
     with torch.no_grad():
         model.projection.bias.add_(1)
     worker.begin(StepCommands())
-    assert worker._agent.commands == []
+    assert agent.commands == []
     worker._model._next_compare = 0.0
     worker.begin(StepCommands(idle=True))
-    assert worker._agent.commands == [], "an engine that computes nothing has time"
+    assert agent.commands == [], "an engine that computes nothing has time"
     worker.begin(StepCommands())
-    assert len(worker._agent.commands) == 1
+    assert len(agent.commands) == 1
 
 
-def test_a_version_that_the_operator_tells_is_told_to_peers(worker):
+def test_a_version_that_the_operator_tells_is_told_to_peers(worker, agent):
     worker.change_version("step 7")
-    (changed,) = worker._agent.commands
+    (changed,) = agent.commands
     assert changed.facts.version == "step 7"
 
 
@@ -156,30 +161,30 @@ def packed(model):
 
 
 def test_weights_that_only_a_kernel_holds_are_looked_at_when_they_are_loaded_anew(
-    worker, config, model
+    worker, config, model, agent
 ):
     packed(model)
-    start(worker, config)
+    start(worker, config, agent)
     worker.begin(StepCommands(compare_weights=True))
-    assert worker._agent.commands == []
+    assert agent.commands == []
     model.projection.weight = nn.Parameter(torch.ones(8, 8))
     packed(model)
     worker.begin(StepCommands(compare_weights=True))
-    (changed,) = worker._agent.commands
+    (changed,) = agent.commands
     assert changed.facts.updates == 1
     assert not changed.facts.loaded, "the rest may be alike where these are not"
     packed(model)
     worker.begin(StepCommands(compare_weights=True))
-    assert worker._agent.commands[-1].facts.updates == 2
+    assert agent.commands[-1].facts.updates == 2
 
 
-def test_where_those_stayed_the_others_are_compared(worker, config, model):
+def test_where_those_stayed_the_others_are_compared(worker, config, model, agent):
     packed(model)
-    start(worker, config)
+    start(worker, config, agent)
     with torch.no_grad():
         model.projection.bias.add_(1)
     worker.begin(StepCommands(compare_weights=True))
-    (changed,) = worker._agent.commands
+    (changed,) = agent.commands
     assert changed.facts.loaded
 
 
@@ -191,25 +196,25 @@ def compare(request):
     return Load(request, "t", (), b"identity", 0, 31, ((1, 2),), False, compares=True)
 
 
-def changed(worker, model):
+def changed(worker, model, agent):
     """The weights change in place, without a word to the scheduler."""
     with torch.no_grad():
         model.projection.weight.mul_(1.5)
     worker.begin(StepCommands(compare_weights=True))
-    worker._agent.commands.clear()
+    agent.commands.clear()
 
 
 def test_pages_that_the_scheduler_names_before_it_knows_are_neither_offered_nor_compared(
-    worker, model
+    worker, model, agent
 ):
-    changed(worker, model)
+    changed(worker, model, agent)
     commands = [offer("whole"), offer("part", final=False), compare("audited")]
     worker.begin(StepCommands(commands, [Prefill("t", "part", 16)]))
-    assert worker._agent.commands == [Withdraw("t", "whole"), Withdraw("t", "part")]
+    assert agent.commands == [Withdraw("t", "whole"), Withdraw("t", "part")]
     worker.end()
-    assert len(worker._agent.commands) == 2, "nor does the rest of a prompt follow"
-    worker._agent.outcomes = list
-    worker._agent.telemetry = SimpleNamespace(gauges=dict)
+    assert len(agent.commands) == 2, "nor does the rest of a prompt follow"
+    agent.outcomes = list
+    agent.telemetry = SimpleNamespace(gauges=dict)
     assert worker.outcomes()[0] == {"whole"}, "vLLM keeps its pages until it hears of it"
     activity = worker.activity()
     assert activity.weight_changes == {0: 1}
@@ -217,10 +222,10 @@ def test_pages_that_the_scheduler_names_before_it_knows_are_neither_offered_nor_
     assert worker.activity().weight_changes == {}, "told once"
 
 
-def test_pages_are_offered_again_when_the_scheduler_knows(worker, model):
-    changed(worker, model)
+def test_pages_are_offered_again_when_the_scheduler_knows(worker, model, agent):
+    changed(worker, model, agent)
     worker.begin(StepCommands([offer("new")], weight_changes={0: 1}))
-    assert worker._agent.commands == [offer("new")]
+    assert agent.commands == [offer("new")]
 
 
 def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
@@ -247,26 +252,28 @@ def test_a_call_of_workers_has_the_weights_looked_at_in_the_next_step_even_an_id
     assert [step(0, side).compare_weights for _ in range(2)] == [True, False]
 
 
-def test_weights_are_withdrawn_when_they_begin_to_change_and_told_when_they_have(worker, model):
+def test_weights_are_withdrawn_when_they_begin_to_change_and_told_when_they_have(
+    worker, model, agent
+):
     with LOADS.change(whole=True):
-        (withdrawn,) = worker._agent.commands
+        (withdrawn,) = agent.commands
         assert model_problem(withdrawn.facts, withdrawn.facts)
         with torch.no_grad():
             model.projection.weight.mul_(1.5)
     worker.begin(StepCommands())
-    told = worker._agent.commands[-1].facts
+    told = agent.commands[-1].facts
     assert told.loaded_full
     assert model_problem(told, told) == ""
 
 
-def test_weights_that_come_in_parts_are_told_when_no_more_have_come_for_a_while(worker):
+def test_weights_that_come_in_parts_are_told_when_no_more_have_come_for_a_while(worker, agent):
     with LOADS.change():
         pass
     worker.begin(StepCommands())
-    assert len(worker._agent.commands) == 1
+    assert len(agent.commands) == 1
     worker._model._tells_at = 0.0
     worker.begin(StepCommands())
-    assert len(worker._agent.commands) == 2
+    assert len(agent.commands) == 2
 
 
 def test_a_row_that_no_sample_sees_changes_what_is_told_of_parameters_in_memory(config, model):

@@ -44,6 +44,12 @@ class KernelConfig(NamedTuple):
         return min(255, 65_536 // (32 * self.warps * self.programs) // 8 * 8)
 
 
+@functools.cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether a device has the instructions of compute capability 9.0. Later GPUs lack them."""
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
+
+
 class DecodeCall:
     """The arguments of one call. Each kernel has a subclass, a frozen dataclass with its other
     arguments.
@@ -123,9 +129,14 @@ class DecodeCall:
         return self.queries * self.group
 
     @property
+    def least_height(self) -> int:
+        """The fewest lines of a row: as many as a product takes."""
+        return 16
+
+    @property
     def height(self) -> int:
         """Lines of a row, padded to the height of a matrix product."""
-        return int(min(MAX_HEIGHT, max(16, triton.next_power_of_2(self.lines))))
+        return int(min(MAX_HEIGHT, max(self.least_height, triton.next_power_of_2(self.lines))))
 
     @property
     def blocks(self) -> int:

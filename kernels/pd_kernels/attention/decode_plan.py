@@ -17,6 +17,7 @@ from pd_kernels.attention.plan_kernel import COUNTERS, partition_rows
 from pd_kernels.attention.tile_mask import TileMask
 from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, partition
 
+LEAST_HEIGHT = 16
 LEAST_BATCH = 256
 """The least number of sequences for which the planning kernel is compiled. It is compiled for the
 room of a plan, not for one batch, so no batch of a running engine waits for a compiler."""
@@ -76,7 +77,8 @@ class DecodePlan:
             costs: by which the work ranges are balanced.
             batch: the most sequences of any fill.
             workers: the number of workers that share the work.
-            height: lines of a row, padded.
+            height: lines of a row, padded. There is room for at least 16, because a plan that has
+                seen K alone cannot tell whether 8 are enough (`PagedCall.words`).
             dim: elements of a line of the result.
             device: the device of the caches.
             paired: programs per worker, one for each block of lines (`DecodeCall.paired`).
@@ -88,6 +90,7 @@ class DecodePlan:
         def floats(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
+        height = max(LEAST_HEIGHT, height)
         return cls(
             rows=rows,
             costs=costs,

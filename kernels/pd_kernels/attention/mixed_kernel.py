@@ -19,8 +19,7 @@ from triton.language.extra.cuda import smid
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
 from pd_kernels.attention.online_softmax import LOG2E
 from pd_kernels.attention.paged_call import PagedCall
-from pd_kernels.attention.paged_codes import attend_codes
-from pd_kernels.attention.paged_kernel import attend_range, attend_tiles
+from pd_kernels.attention.paged_kernel import attend_range, loop_of
 from pd_kernels.attention.split_merge import MAX_POLLS, merge_split_rows, own_place
 
 PROGRAMS = 2
@@ -153,7 +152,7 @@ def launch_mixed(
             f"{name.upper()}_SHAPE": call.shape(lse is not None),
             f"{name.upper()}_PARTS": (config.depth, config.part, config.columns),
             f"{name.upper()}_TILE": config.tile,
-            f"{name.upper()}_ATTEND": attend_codes if call.words else attend_tiles,
+            f"{name.upper()}_ATTEND": loop_of(call),
             f"{name.upper()}_STAGES": config.stages,
         }
     config = prefill.config._replace(programs=PROGRAMS)

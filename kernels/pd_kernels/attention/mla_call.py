@@ -3,14 +3,18 @@
 kernel."""
 
 import functools
+import importlib
+import logging
 from dataclasses import dataclass
 
 import torch
 import triton
 
-from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfig
+from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfig, on_hopper
 from pd_kernels.attention.work_partition import TileCosts
 from pd_kernels.tuning import tuning
+
+logger = logging.getLogger(__name__)
 
 LATENT = 512
 """Elements of a token's latent."""
@@ -28,6 +32,10 @@ MAX_QUERIES = 4
 
 GLUON_TILE = 64
 """Tokens of a tile of the Gluon kernel."""
+
+GLUON_LINES = MAX_HEIGHT // 2
+"""With more lines than this, the Gluon kernel is chosen. The Triton kernel then multiplies all
+scores in both warpgroups, and the memory waits for it."""
 
 COSTS = TileCosts(row=48, partial=1)
 """Beginning a row costs as much as three tiles, because its result alone is as large as several
@@ -55,9 +63,20 @@ def config_of(lines: int, coded: bool, words: bool = False) -> KernelConfig:
 
 
 @functools.cache
-def on_hopper(device: torch.device) -> bool:
-    """Whether a device has the instructions of compute capability 9.0. Later GPUs lack them."""
-    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
+def gluon_found() -> bool:
+    """Whether the Gluon kernel can be imported. Triton calls Gluon experimental, so that a version
+    can change its names; the Triton kernel then takes all calls."""
+    try:
+        importlib.import_module("pd_kernels.attention.mla_gluon_kernel")
+    except (ImportError, AttributeError) as error:
+        logger.warning(
+            "mla_decode takes its Triton kernel, which is slower above %d lines: its Gluon kernel "
+            "does not know this version of Triton (%s)",
+            GLUON_LINES,
+            error,
+        )
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +112,10 @@ class MlaCall(DecodeCall):
 
     @property
     def gluon(self) -> bool:
-        """Whether the Gluon kernel takes the call. It does if `Tuning.gluon` is set, the GPU is a
-        Hopper, and the TMA can read the cache in tiles of 64 tokens."""
-        return tuning().gluon and on_hopper(self.query.device) and self.pitch > 0
+        """Whether the Gluon kernel takes the call. It does above GLUON_LINES if the GPU is a Hopper,
+        Triton has Gluon, and the TMA can read the cache in tiles of 64 tokens."""
+        wanted = tuning().gluon and self.lines > GLUON_LINES and self.pitch > 0
+        return wanted and on_hopper(self.query.device) and gluon_found()
 
     @property
     def pitch(self) -> int:

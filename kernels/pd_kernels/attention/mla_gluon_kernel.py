@@ -3,8 +3,9 @@
 """`mla_decode` for Hopper, written in Gluon: one warp loads tiles by TMA, and each of two
 warpgroups has its own products.
 
-It has not run on a GPU yet, and is off until a benchmark has chosen it (`Tuning.gluon`). The Triton
-kernel (`mla_kernel.py`) stays as the fallback and as the reference for results.
+It takes rows of more than 32 lines (`MlaCall.gluon`). It has not run on a GPU yet: its compiled
+code has been executed without one (`tests/emulator`). The Triton kernel (`mla_kernel.py`) takes all
+other calls, and other GPUs.
 
 As in FlashMLA, a program has 64 lines, and the two warpgroups ("sides") share the results by
 columns: side 0 has columns 0 to 255, side 1 the rest. The sides work on two tiles at a time. Each

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from pd_kernels.attention.decode_call import DecodeCall, KernelConfig
+from pd_kernels.attention.decode_call import DecodeCall, KernelConfig, on_hopper
 from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.tile_mask import TileMask
@@ -32,7 +32,7 @@ def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
     depth, part = (32, 1) if tuning().column_merge else (16, max(1, 512 // block))
     if height > 32:  # asynchronous products (wgmma), which need one buffer more
         return KernelConfig(tile, 4, 4, 2, depth, part, block)
-    programs = 3 if block <= 128 and height == 16 else 2
+    programs = {8: 4, 16: 3}.get(height, 2) if block <= 128 else 2  # only `swapped` has 8
     return KernelConfig(tile, 4, 5 if element_bytes > 1 else 7, programs, depth, part, block)
 
 
@@ -99,12 +99,24 @@ class PagedCall(DecodeCall):
     def words(self) -> bool:
         """Whether the kernel reads FP8 codes as words of two, see `paged_codes`. Rows of 64 lines
         use asynchronous products instead, whose operands lie in shared memory as bfloat16."""
-        if self.keys.dtype != FP8 or self.height > 32:
+        if self.keys.dtype != FP8 or self.lines > 32:
             return False
         return all(
             cache.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in cache.stride()[:3])
             for cache in (self.keys, self.values)
         )
+
+    @property
+    def swapped(self) -> bool:
+        """Whether tokens, and not queries, are the lines of products; see `attend_swapped`. A product
+        of Hopper has 64 lines and 8 columns or more. FP8 rows of 80 to 128 elements fill them: 64
+        tokens of a tile, and 64 words of a token."""
+        block = triton.next_power_of_2(self.width)
+        return tuning().swapped and self.words and block == 128 and on_hopper(self.query.device)
+
+    @property
+    def least_height(self) -> int:
+        return 8 if self.swapped else super().least_height
 
     @property
     def config(self) -> KernelConfig:

@@ -73,7 +73,7 @@ def attend_codes(
     STAGES: tl.constexpr,
 ):
     """Attend with the lines of a row to tiles `begin` to `end` of its sequence. Arguments and
-    results are those of `paged_kernel.attend_tiles`; keys and values are FP8 with even strides."""
+    results are those of `paged_plain.attend_tiles`; keys and values are FP8 with even strides."""
     HEIGHT: tl.constexpr = lines.shape[0]
     WORDS: tl.constexpr = BLOCK // 2
     lines, unit = half_lines(lines)

@@ -7,6 +7,8 @@ A row has all lines (query x query head) of one KV head, so K and V are read onc
 The row is padded to the height of a matrix product. `work_partition.py` defines the words.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,15 +16,11 @@ import triton.language as tl
 from pd_kernels.attention.direct import DirectLaunch
 from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
 from pd_kernels.attention.mods import Mod
-from pd_kernels.attention.online_softmax import LOG2E, softmax_step
+from pd_kernels.attention.online_softmax import LOG2E
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_codes import attend_codes
-from pd_kernels.attention.paged_tile import (
-    reached_tokens,
-    token_offsets,
-    token_places,
-    visible_scores,
-)
+from pd_kernels.attention.paged_plain import attend_tiles
+from pd_kernels.attention.paged_swapped import attend_swapped
 from pd_kernels.attention.plan_kernel import current_piece, first_tile, rows_of
 from pd_kernels.attention.split_merge import (
     DIM,
@@ -77,7 +75,7 @@ def paged_attention(
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     LISTED: tl.constexpr,  # tiles are those of a list
-    ATTEND: tl.constexpr,  # the loop over tiles: `attend_tiles` or `attend_codes`
+    ATTEND: tl.constexpr,  # the loop over tiles, see `loop_of`
     STAGES: tl.constexpr,
     WORK: tl.constexpr,  # attend
     MERGE: tl.constexpr,  # merge split rows
@@ -204,80 +202,11 @@ def attend_range(
         finish_row(scratch, target, work_range, worker, row, start, whole, (result,), weight, SHAPE)
 
 
-@triton.jit
-def attend_tiles(
-    lines,
-    keys,
-    values,
-    pages,
-    tiles,
-    score_args,
-    mask_args,
-    sequence,
-    head,
-    position,
-    queries,
-    length,
-    begin,
-    end,
-    scale,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr,
-    LISTED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Attend with the lines of a row to tiles `begin` to `end` of its sequence.
-
-    Args:
-        lines: the queries, `[HEIGHT, BLOCK]`.
-        keys, values: of the KV head.
-        pages: the sequence's row of the block table.
-        tiles: with LISTED, the list of tiles; `begin` and `end` are places in it.
-        head: query head of each line.
-        position: place of each line's query in the sequence.
-        queries, length: of the sequence; it ends with its queries' tokens.
-
-    Returns:
-        result: weighted sum of values, not normalised, float32 `[HEIGHT, BLOCK]`.
-        top, total: the largest score (base 2) and the sum of weights of each line, float32
-            `[HEIGHT]`.
-    """
-    HEIGHT: tl.constexpr = lines.shape[0]
-    column = tl.arange(0, BLOCK)
-    top = tl.full((HEIGHT,), float("-inf"), tl.float32)
-    total = tl.zeros((HEIGHT,), tl.float32)
-    result = tl.zeros((HEIGHT, BLOCK), tl.float32)
-    for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
-        tile = tl.load(tiles + place) if LISTED else place
-        token = tile * TILE + tl.arange(0, TILE)
-        inside = reached_tokens(tile, length, queries, WINDOW, TILE)
-        page, within = token_places(pages, tile, token, inside, PAGE, TILE)
-        mask = inside[:, None]
-        if DIM < BLOCK:
-            mask = mask & (column < DIM)[None, :]
-        there = token_offsets(page, within, KEY, PAGE, 1)[:, None] + column[None, :]
-        key = tl.load(keys + there, mask=mask, other=0.0, eviction_policy="evict_first")
-        there = token_offsets(page, within, VALUE, PAGE, 1)[:, None] + column[None, :]
-        # Masked, because memory behind the last token or before the window may hold NaN, and 0 *
-        # NaN is NaN.
-        value = tl.load(values + there, mask=mask, other=0.0, eviction_policy="evict_first")
-        score = tl.dot(lines, tl.trans(key.to(lines.dtype))) * scale
-        score = visible_scores(
-            score, token, inside, position, length, sequence, head, score_args, mask_args,
-            CAUSAL, WINDOW, SCORE_MOD, MASK_MOD,
-        )  # fmt: skip
-        share, before, top, total = softmax_step(score, top, total, 1)
-        result = result * before[:, None]
-        result = tl.dot(share.to(lines.dtype), value.to(lines.dtype), result)
-    return result, top, total
+def loop_of(batch: PagedCall) -> Any:
+    """The loop over tiles that a call takes."""
+    if batch.swapped:
+        return attend_swapped
+    return attend_codes if batch.words else attend_tiles
 
 
 FRESH = ("keys", "values", "listed", "scale", "value_scale")
@@ -323,5 +252,5 @@ def launch_paged(
         SCORE_MOD=score.kernel if score else None,
         MASK_MOD=mask.kernel if mask else None,
         LISTED=len(scratch) > 4,
-        ATTEND=attend_codes if batch.words else attend_tiles,
+        ATTEND=loop_of(batch),
     )

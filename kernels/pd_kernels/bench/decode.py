@@ -200,6 +200,8 @@ def _paged(
         if cache == BF16 and page == PAGES[0]:
             yield from _switched("column_merge", told, functools.partial(paged_calls, sets))
             yield duration("planning / paged_decode", told, seconds([fill]), took[cache], None)
+        if cache == FP8 and page == PAGES[0]:
+            yield from _switched("swapped", told, functools.partial(paged_calls, sets))
         if page == PAGES[0]:
             yield from _against_others(told, sets, took[cache])
         del sets, calls, fill
@@ -258,7 +260,6 @@ def _latent(
     yield throughput("mla_decode", params, read / ours_s / 1e9, copy / 1e9, None)
     switches = {
         "column_merge": len(lengths) == 1,
-        # Only with gluon=1 in PD_KERNELS_TUNING.
         "gluon": MlaCall(*sets[0], SCALE, True).gluon,
     }
     for switch in (name for name, concerned in switches.items() if concerned):

@@ -52,16 +52,17 @@ def _payload_sums() -> None:
     launch_payload_sums(payload, new_sums(len(payload), payload.device))
 
 
-# A program has 16 KiB of `raw`. It has 8,192 elements of the others: 64 channels of 128 tokens of
-# int8, with 64 scales of 2 bytes. The rows of int8 are K's.
+# A program has 16 KiB of `raw`. A gather of the others has 64 channels of 128 tokens of int8, with
+# 64 scales of 2 bytes, or 128 tokens of a head of fp8, with a scale of 4 bytes; a scatter has 8,192
+# elements. The rows of int8 are K's.
 TRANSFERS = (
     RoofCase("gather raw", _gather("raw", False), 32 * KIB),
     RoofCase("gather raw, sums", _gather("raw", True), 32 * KIB),
     RoofCase("gather int8", _gather("int8", False, **KEYS), 24 * KIB + 128),
     RoofCase("gather int8, sums", _gather("int8", True, **KEYS), 24 * KIB + 128),
-    RoofCase("gather fp8", _gather("fp8_e4m3", False, **KEYS), 24 * KIB),
-    RoofCase("gather fp8, sums", _gather("fp8_e4m3", True, **KEYS), 24 * KIB),
-    RoofCase("gather fp8, sums, MLA", _gather("fp8_e4m3", True, **LATENTS), 24 * KIB),
+    RoofCase("gather fp8", _gather("fp8_e4m3", False, **KEYS), 48 * KIB + 4),
+    RoofCase("gather fp8, sums", _gather("fp8_e4m3", True, **KEYS), 48 * KIB + 4),
+    RoofCase("gather fp8, sums, MLA", _gather("fp8_e4m3", True, **LATENTS), 216 * KIB + 4),
     RoofCase("scatter raw", _scatter("raw", False), 32 * KIB),
     RoofCase("scatter raw, sums", _scatter("raw", True), 32 * KIB),
     RoofCase("scatter int8", _scatter("int8", False, **KEYS), 24 * KIB),
@@ -76,9 +77,15 @@ def _decode(name: str, launch: Callable[[], Any], tokens: int, token: int) -> Ro
     return RoofCase(name, launch, tokens * token, loop=True)
 
 
+SWAPPED: dict[str, Any] = {"dtype": FP8, "swapped": True}
+WIDE: dict[str, Any] = {"heads": 64, "queries": 4}
+
 DECODES = (
     _decode("paged", paged_call, 64, 512),
     _decode("paged, fp8", partial(paged_call, dtype=FP8), 64, 256),
+    _decode("paged, fp8, swapped", partial(paged_call, **SWAPPED), 64, 256),
+    _decode("paged, fp8, 32 lines", partial(paged_call, dtype=FP8, **WIDE), 64, 256),
+    _decode("paged, fp8, 32 lines, swapped", partial(paged_call, **SWAPPED, **WIDE), 64, 256),
     _decode("paged, 4 queries", partial(paged_call, queries=4, heads=64), 64, 512),
     _decode("paged, 8 queries", partial(paged_call, queries=8, heads=64), 64, 512),
     _decode("mla, 16 heads", partial(mla_call, 16), 64, 1_152),

@@ -65,6 +65,12 @@ def plan_of(batch: DecodeCall, workers: int) -> DecodePlan:
     )
 
 
+class _Swapped(PagedCall):
+    """A call that takes the loop with swapped operands, which a CPU tensor does not."""
+
+    swapped = True
+
+
 def paged_call(
     heads: int = 32,
     kv_heads: int = 8,
@@ -75,16 +81,18 @@ def paged_call(
     window: int = 0,
     listed: bool = False,
     jagged: bool = False,
+    swapped: bool = False,
     **mods: Any,
 ) -> Launched:
-    """Launch `paged_decode`. `listed` takes tiles from a mask's list, `jagged` a nested batch."""
+    """Launch `paged_decode`. `listed` takes tiles from a mask's list, `jagged` a nested batch,
+    `swapped` multiplies as on Hopper."""
     kv = torch.zeros(4, page, kv_heads, 2 * dim).to(dtype)
     query = torch.zeros(2, queries, heads, dim, dtype=BF16)
     if jagged:
         query = query.flatten(0, 1).unsqueeze(1)
     table = torch.zeros(2, 64, dtype=torch.int32)
     lengths = torch.ones(2, dtype=torch.int32)
-    batch = PagedCall(
+    batch = (_Swapped if swapped else PagedCall)(
         *(query, kv[..., :dim], kv[..., dim:], table, lengths, 0.1, 1.0, 1.0, True, window),
         *(mods.get("score"), mods.get("mask")),
         *((torch.zeros(3, dtype=torch.int64), queries) if jagged else ()),

@@ -26,10 +26,9 @@ def gather_pages(
 ) -> None:
     """Write the payload of a chunk: some tokens in all layers of `blocks`.
 
-    On a GPU this queues one kernel on the current stream and returns. (`fp8_e4m3` with a scale per
-    head zeroes a small buffer first.) CPU tensors take plain torch. Chunks that kernels cannot
-    index do too: rows of codes that are not multiples of 16 bytes, heads of more than 2^26
-    elements, blocks of more than 2^28 elements.
+    On a GPU this queues one kernel on the current stream and returns. CPU tensors take plain torch.
+    Chunks that kernels cannot index do too: rows of codes that are not multiples of 16 bytes, heads
+    of more than 2^26 elements, blocks of more than 2^28 elements.
 
     Args:
         blocks: K and V in the producer's cache; only read.
@@ -66,15 +65,10 @@ def gather_pages(
     _gather(ChunkLaunch(blocks, pages, slot, first_token, tokens, sums))
 
 
-def launch_gather(chunk: ChunkLaunch, max_polls: int = gather_fp8_kernel.MAX_POLLS) -> None:
-    """Run `gather_pages` with a kernel.
-
-    Args:
-        max_polls: the number of polls after which a program of `fp8_e4m3` computes missing
-            magnitudes itself.
-    """
+def launch_gather(chunk: ChunkLaunch) -> None:
+    """Run `gather_pages` with a kernel."""
     if chunk.blocks.codec == "fp8_e4m3":
-        _launch_fp8(chunk, max_polls)
+        _launch_fp8(chunk)
     elif chunk.blocks.codec == "int8":
         _launch_int8(chunk)
     else:
@@ -87,26 +81,18 @@ def packed(blocks: Blocks) -> bool:
     return blocks.wide and blocks.source.itemsize == 2
 
 
-def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:
+def _launch_fp8(chunk: ChunkLaunch) -> None:
     blocks = chunk.blocks
     compute = blocks.step == "none"
     pairs = compute and packed(blocks)
-    widths = chunk.vectors(16 if pairs else 8)
-    vectors = gather_fp8_kernel.vectors(blocks.source.itemsize, pairs)
-    tiles = triton.cdiv(chunk.tokens * max(widths), vectors)
-    columns = blocks.parts * blocks.heads
-    crowded = compute and tiles > gather_fp8_kernel.resident(chunk.slot.device)
-    ahead = tiles if crowded else 0
-    programs = tiles + ahead
-    grid = (programs, columns, blocks.layers) if compute else (columns, tiles, blocks.layers)
-    words = columns * blocks.layers * tiles if compute else 1
-    gather_fp8_kernel.gather_fp8[grid](
+    vector = 16 if pairs else 8
+    widths = chunk.vectors(vector)
+    shape = gather_fp8_kernel.Shape.of(max(blocks.dims), blocks.source.itemsize)
+    count = super_pages(chunk.tokens)
+    gather_fp8_kernel.gather_fp8[(blocks.parts * blocks.heads, count, blocks.layers)](
         **chunk.operands(summed=chunk.sums is not None),
         factors=blocks.factors,
-        state=torch.zeros(words, dtype=torch.int32, device=chunk.slot.device),
-        tiles=tiles,
-        ahead=ahead,
-        max_polls=max_polls,
+        super_pages=count,
         HEADS=blocks.heads,
         KEY_VECTORS=widths[0],
         VALUE_VECTORS=widths[1],
@@ -114,9 +100,10 @@ def _launch_fp8(chunk: ChunkLaunch, max_polls: int) -> None:
         COMPUTE=compute,
         CHECK=chunk.sums is not None,
         PACKED=pairs,
-        VECTORS=vectors,
-        num_warps=gather_fp8_kernel.WARPS,
-        maxnreg=gather_fp8_kernel.REGISTERS,
+        VECTORS=gather_fp8_kernel.PIECE_ELEMENTS // vector,
+        PIECES=shape.pieces,
+        num_warps=shape.warps,
+        maxnreg=shape.registers,
     )
 
 
@@ -176,11 +163,13 @@ def _encode(x: torch.Tensor, blocks: Blocks, number: int) -> tuple[torch.Tensor,
         return _encode_int8(value, key=number % blocks.parts == 0)
     if blocks.step == "over":
         factor = float(blocks.factors[number])
-        scales = torch.full((x.shape[0],), factor, device=x.device)
+        scales = torch.full((x.shape[0], super_pages(x.shape[1])), factor, device=x.device)
         return _bytes(scales), _bytes(numerics.store(value, factor, "over", numerics.FP8))
-    scales = numerics.power_scales(value)
     whole = value.masked_fill(value.isinf(), torch.nan)
-    return _bytes(scales), _bytes((whole / scales[:, None, None]).to(numerics.FP8))
+    groups = whole.split(SUPER_PAGE, dim=1)
+    scales = torch.stack([numerics.power_scales(group) for group in groups], 1)
+    spread = scales.repeat_interleave(SUPER_PAGE, dim=1)[:, : x.shape[1], None]
+    return _bytes(scales), _bytes((whole / spread).to(numerics.FP8))
 
 
 def _encode_int8(value: torch.Tensor, key: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -139,7 +139,7 @@ def store(value: torch.Tensor, factor: float, step: str, dtype: torch.dtype) -> 
 
 
 def power_scales(values: torch.Tensor) -> torch.Tensor:
-    """Scales of `fp8_e4m3`, one per head of float32 `[head, token, dim]`; elements that are not
+    """Scales of `fp8_e4m3`, one per head of a super-page, float32 `[head, token, dim]`; elements that are not
     finite are ignored. The result is the same as `power_scale`."""
     finite = values.abs().masked_fill(~values.isfinite(), 0.0)
     mantissa, exponent = torch.frexp(finite.amax((1, 2)))

@@ -55,27 +55,30 @@ def two_floats(words, SOURCE: tl.constexpr):
 
 
 @triton.jit
-def finite_words(words, SOURCE: tl.constexpr):
-    """The float32 bits of the largest finite magnitude of words `[VECTORS, 4, 2]`; and the words
-    with NaN for infinities."""
-    VECTORS: tl.constexpr = words.shape[0]
-    first, second = tl.split(magnitudes(words))
-    first, second = tl.split(tl.reshape(larger_halves(first, second), (VECTORS, 2, 2)))
-    first, second = tl.split(larger_halves(first, second))
-    both = larger_halves(first, second)
-    largest = tl.max(tl.maximum(both & 0xFFFF, both >> 16))
-    if largest >= infinite(SOURCE):
-        even, odd = magnitudes(words) & 0xFFFF, magnitudes(words) >> 16
-        largest = tl.max(
-            tl.maximum(
-                tl.where(even < infinite(SOURCE), even, 0),
-                tl.where(odd < infinite(SOURCE), odd, 0),
-            )
-        )
-        # One more bit turns an infinity into a NaN.
-        words = words | (even == infinite(SOURCE)).to(tl.int32)
-        words = words | ((odd == infinite(SOURCE)).to(tl.int32) << 16)
-    return wide_bits(largest, SOURCE), words
+def larger_magnitudes(bits, words):
+    """The larger of each half of `bits`, and of the magnitudes of words. In assembler, so that a
+    compiler does not keep magnitudes in registers for later."""
+    return tl.inline_asm_elementwise(
+        "and.b32 $0, $2, 0x7FFF7FFF; max.u16x2 $0, $0, $1;", "=&r,r,r", [bits, words],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def finite_magnitudes(words, SOURCE: tl.constexpr):
+    """`magnitudes`, with 0 for elements that are not finite."""
+    bits = magnitudes(words)
+    # Bit 15 of each half where it is infinity or more, and then all bits of these halves.
+    more = (bits + (0x8000 - infinite(SOURCE)) * 0x10001) >> 15 & 0x10001
+    return bits & ~(more * 0xFFFF)
+
+
+@triton.jit
+def finite_or_nan_words(words, SOURCE: tl.constexpr):
+    """Words with NaN for infinities. One more bit turns an infinity into a NaN."""
+    even, odd = magnitudes(words) & 0xFFFF, magnitudes(words) >> 16
+    words = words | (even == infinite(SOURCE)).to(tl.int32)
+    return words | ((odd == infinite(SOURCE)).to(tl.int32) << 16)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 UNSPECIALISED = (
     *("first", "tokens", "layer_sections", "key_sections", "key_scales", "value_scales"),
-    *("tiles", "ahead", "max_polls", "super_pages"),
+    *("tiles", "super_pages"),
 )
 """Integer arguments that change from chunk to chunk. Triton must not compile a kernel for each
 value."""

@@ -81,7 +81,7 @@ def launch_scatter(chunk: ChunkLaunch) -> None:
         KEY_VECTORS=widths[0],
         VALUE_VECTORS=widths[1],
         CODE=TRITON[_code_dtype(blocks)],
-        SCALES={"raw": "none", "fp8_e4m3": "head", "int8": "group"}[blocks.codec],
+        SCALES={"raw": "none", "fp8_e4m3": "super-page", "int8": "group"}[blocks.codec],
         STEP=blocks.step,
         DESTINATION=TRITON[blocks.destination],
         CHECK=summed,
@@ -120,7 +120,9 @@ def _decode(
         return x
     value = x.float()
     if blocks.codec == "fp8_e4m3":
-        value = value * scales.view(torch.float32)[:heads, None, None]
+        count = super_pages(tokens)
+        each = scales.view(torch.float32)[: heads * count].view(heads, count, 1)
+        value = value * each.repeat_interleave(SUPER_PAGE, dim=1)[:, :tokens]
     elif blocks.codec == "int8":
         groups = scales.view(torch.bfloat16).float()
         if number % blocks.parts == 0:

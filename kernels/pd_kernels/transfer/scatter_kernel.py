@@ -62,7 +62,7 @@ def scatter_decoded(
     KEY_VECTORS: tl.constexpr,  # in one token of one head
     VALUE_VECTORS: tl.constexpr,
     CODE: tl.constexpr,  # dtype on the wire
-    SCALES: tl.constexpr,  # `none`; `head` for fp8_e4m3; `group` for int8
+    SCALES: tl.constexpr,  # `none`; `super-page` for fp8_e4m3; `group` for int8
     STEP: tl.constexpr,
     DESTINATION: tl.constexpr,
     WIDE: tl.constexpr,
@@ -95,8 +95,10 @@ def scatter_decoded(
         add_words(sums, begin * 2, tl.reshape(words, (VECTORS * N // 256, 256)), 256, tile + column)
 
     value = codes.to(tl.float32)
-    if SCALES == "head":
-        value = value * tl.load((slot + section * 16).to(tl.pointer_type(tl.float32)) + head)
+    if SCALES == "super-page":
+        scaled = (slot + section * 16).to(tl.pointer_type(tl.float32))
+        group = head * super_pages + token // _SUPER_PAGE
+        value = value * tl.load(scaled + group, mask=inside, other=0.0)[:, None]
     elif SCALES == "group":
         scaled = (slot + section * 16).to(tl.pointer_type(tl.bfloat16))
         if part == 0:

@@ -19,6 +19,7 @@ from pd_connector.agent.consuming.load_ends import LoadEnds
 from pd_connector.agent.consuming.name_queue import NameQueue
 from pd_connector.agent.consuming.open_sessions import OpenSessions
 from pd_connector.agent.consuming.outage import OutageWatch
+from pd_connector.agent.consuming.pair_counts import PairCounts
 from pd_connector.agent.consuming.session_keeper import SessionKeeper
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
@@ -80,7 +81,8 @@ class ConsumerSide:
         )
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
-        self._inbox = Inbox(cache, gate, resources.telemetry)
+        self._pairs = PairCounts(self._telemetry)
+        self._inbox = Inbox(cache, gate, self._telemetry, self._pairs)
         self._receiver = ChunkReceiver(
             resources, self._consumer, self._inbox, self._sessions, self._act
         )
@@ -238,4 +240,5 @@ class ConsumerSide:
         if finished.comparison is not None:
             self._auditor.ended(finished, now)
         else:
+            self._pairs.ended(finished)
             self._ends.finished(finished, now)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pd_connector.agent.consuming.pair_counts import PairCounts
 from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.errors import Cause, TransportError
 from pd_connector.memory.destination import Destination
@@ -83,10 +84,13 @@ class Inbox:
     | bytes | any other, or a sealed slot that arrived in a landing slot | scattered; in an audit, compared | of the slot, after the copy; none if `verified` |
     """
 
-    def __init__(self, cache: PagedCache, gate: PageGate, telemetry: Telemetry) -> None:
+    def __init__(
+        self, cache: PagedCache, gate: PageGate, telemetry: Telemetry, pairs: PairCounts
+    ) -> None:
         self._gate = gate
         self._cache = cache
         self._telemetry = telemetry
+        self._pairs = pairs
         self._reading: dict[Key, int] = {}  # the number that `Taken` repeats
         self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
 
@@ -150,6 +154,7 @@ class Inbox:
             place.comparison.add(place.route, distances)
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
+        self._pairs.received(place)
         return None, ""
 
     def _fill(

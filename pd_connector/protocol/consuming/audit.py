@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pd_connector.errors import Cause
 from pd_connector.kv.audit_tolerance import Tolerance, tolerance
-from pd_connector.kv.coding import ELEMENT_BYTES, Part
+from pd_connector.kv.coding import ELEMENT_BYTES, RAW, Part
 from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.plan.route import Route
 from pd_connector.protocol.consuming.experts import MOST_MOVED, Moved, MovedTokens
@@ -96,9 +96,14 @@ class Comparison:
         self._far: dict[int, list[_Far]] = {}  # by layer
         self._sums: dict[tuple[int, Part], tuple[float, float, Tolerance]] = {}
 
-    def add(self, route: Route, found: Iterable[Distance]) -> None:
-        """Take note of a chunk, whose checksum was right."""
-        allowed = tolerance(route.source.dtype, route.destination.dtype, route.codec)
+    def add(self, route: Route, found: Iterable[Distance], passed: str = RAW.name) -> None:
+        """Take note of a chunk, whose checksum was right.
+
+        Args:
+            passed: a codec in which its KV had passed before it passed along the route.
+        """
+        dtypes = route.source.dtype, route.destination.dtype
+        allowed = max(tolerance(*dtypes, codec) for codec in (route.codec, passed))
         for one in found:
             if one.layer >= DRAFT_LAYERS or not one.pages:
                 continue  # a draft that differs makes no wrong answers

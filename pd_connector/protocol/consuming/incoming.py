@@ -71,6 +71,7 @@ class PlaceChunk(NamedTuple):
     request: str  # whose pages they are
     verified: bool = False  # as in `transport.base.Landed`
     comparison: Comparison | None = None  # to which it is added, in place of being written
+    early: bool = False  # it came while the prompt was still computed
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. The checksum is compared when the chunk is placed."""
@@ -107,6 +108,7 @@ class Finished(NamedTuple):
     comparison: Comparison | None = None  # of a load that compares: what it has found
     stop_token: int = 0  # of a load from the pool: tokens before this one are in place and verified
     miss: Miss | None = None  # of a load from the pool: what is wrong with the chunk at that token
+    source: Source | None = None  # of a load from a producer: its first rank that sends
 
 
 class Stalled(NamedTuple):

@@ -82,6 +82,7 @@ class IncomingTransfer:
                     seconds=now - self.began,
                     words=self.words,
                     comparison=self.comparison,
+                    source=next(iter(self.streams), None),
                 )
             ]
         return [Held(self.request, cause, detail)] if self.watched else []

@@ -119,6 +119,7 @@ class Landings:
             request=incoming.load.request,
             verified=verified,
             comparison=incoming.comparison,
+            early=not stream.complete,
         )
 
     def _wanted(self, place: PlaceChunk) -> ChunkHeader:

@@ -205,7 +205,12 @@ def describe_params() -> dict[str, Any]:
 
 
 def response(
-    address: ProducerAddress, *, transfer: str, pages: Sequence[Sequence[int]], tokens: int
+    address: ProducerAddress,
+    *,
+    transfer: str,
+    pages: Sequence[Sequence[int]],
+    tokens: int,
+    push: bool = False,
 ) -> dict[str, Any]:
     """What a prefill answers; a proxy puts it into the decode request as it is.
 
@@ -214,13 +219,15 @@ def response(
         transfer: the name of the KV.
         pages: page ids by page table.
         tokens: tokens of the prompt.
+        push: the proxy may start both sides of the next request at once. Only a proxy that names the KV itself can:
+            vllm-router names it in no prefill request, and takes `push` as a reason to drop our name for it.
     """
     ranks = tuple(tuple(rank) for rank in address.fields()["remote_ranks"])
     named = engine_name.NamedEngine(address.engine_id, ranks, address.seal)
     return {
         **decode_params(address, transfer),
         "remote_engine_id": engine_name.write(named),
-        "transfer_mode": "push",  # llm-d's routing sidecar then starts both sides of the next request at once
+        **({"transfer_mode": "push"} if push else {}),
         "remote_block_ids": [list(table) for table in pages],
         "remote_num_tokens": tokens,
         "pp_size": _stages(address),

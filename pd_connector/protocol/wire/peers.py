@@ -16,6 +16,11 @@ class Source(NamedTuple):
     port: int
     engine_id: str
 
+    @property
+    def label(self) -> str:
+        """Its name in metrics: host and port."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class Peer(NamedTuple):
     """One rank of a producer, and what it is said to hold."""

@@ -2,7 +2,8 @@
 """`pd-connector pool`: what the KV pool of this host holds, whether it can be read, and how to empty it."""
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import ConfigError
+from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder, text_of
 from pd_connector.pool.store.base import DISK, StoreStatus
 from pd_connector.pool.store.holdings import Space
-from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.local import Chunk, LocalStore
 from pd_connector.pool.verify import verify
 from pd_connector.tools.cli.app import fail
 
@@ -64,20 +66,32 @@ def opened(folder: Path | None) -> Iterator[LocalStore]:
 
 @app.command()
 def status(folder: Folder = None, as_json: AsJson = False) -> None:
-    """Show how full the pool is, by tier and tenant."""
+    """Show how full the pool is, by tier, codec and tenant."""
     with opened(folder) as store:
         found = store.status()
+        codecs: dict[str, Counter[str]] = {tier.name: Counter() for tier in found.tiers}
+        for chunk in store.chunks():
+            codecs[chunk.tier][codec_of(chunk)] += chunk.nbytes
     if as_json:
-        tiers = [tier._asdict() for tier in found.tiers]
+        tiers = [{**tier._asdict(), "codecs": codecs[tier.name]} for tier in found.tiers]
         print(
             json.dumps({**found._asdict(), "tiers": tiers, "engines": found.engines - 1}, indent=2)
         )
     else:
-        show(found, Console())
+        show(found, codecs, Console())
 
 
-def show(found: StoreStatus, console: Console) -> None:
-    """Print a status as a table, and what is not as usual below it."""
+def codec_of(chunk: Chunk) -> str:
+    """The codec in which a chunk's KV may have passed."""
+    return part_codec(chunk.parts[0])
+
+
+def show(found: StoreStatus, codecs: Mapping[str, Counter[str]], console: Console) -> None:
+    """Print a status as a table, and what is not as usual below it.
+
+    Args:
+        codecs: bytes by tier and codec.
+    """
     table = Table(box=None, padding=(0, 3, 0, 0))
     for name in ("tier", "chunks", "held", "budget", "full", "folder"):
         table.add_column(
@@ -89,6 +103,9 @@ def show(found: StoreStatus, console: Console) -> None:
         table.add_row(tier.name, f"{tier.chunks:,}", text_of(tier.nbytes), budget, full, tier.path)
     console.print(table)
     for tier in found.tiers:
+        for codec, nbytes in sorted(codecs[tier.name].items()):
+            if set(codecs[tier.name]) != {"raw"}:
+                console.print(f"  {tier.name}, codec {codec}: {text_of(nbytes)}", markup=False)
         for tenant, nbytes in list(tier.tenants.items())[:20]:
             if len(tier.tenants) > 1:
                 console.print(
@@ -114,7 +131,7 @@ def ls(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the chunks, the oldest first: key, key of the chunk before it, tier, size, parts, tenant."""
+    """List the chunks, the oldest first: key, key of the chunk before it, tier, size, codec, parts, tenant."""
     with opened(folder) as store:
         for chunk in store.chunks():
             if tenant is not None and chunk.tenant != tenant:
@@ -124,6 +141,7 @@ def ls(
                 "parent": chunk.parent.hex(),
                 "tier": chunk.tier,
                 "nbytes": chunk.nbytes,
+                "codec": codec_of(chunk),
                 "parts": list(chunk.parts),
                 "tenant": chunk.tenant,
             }
@@ -133,7 +151,7 @@ def ls(
                 parent = chunk.parent.hex()[:16] or "-"
                 parts = ",".join(chunk.parts)
                 print(
-                    f"{chunk.key.hex()[:16]}  {parent:16}  {chunk.tier:6}  {text_of(chunk.nbytes):>10}  {parts}  {chunk.tenant}"
+                    f"{chunk.key.hex()[:16]}  {parent:16}  {chunk.tier:6}  {text_of(chunk.nbytes):>10}  {codec_of(chunk):4}  {parts}  {chunk.tenant}"
                 )
 
 

@@ -4,5 +4,5 @@
 - `fleets`: the simulated engines and their promises
 - `play`: one run, the largest rate that keeps the promises, and the best fixed ratio
 - `shift`: the traffic changes once; `steady`: it does not, or swings; `dop`: prefill engines of unlike parallelism
-- `decision_cost`: the CPU time of one decision
+- `decision_cost`, `request_cost`: the CPU time of one decision, and of a request with and without roles
 """

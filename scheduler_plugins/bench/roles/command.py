@@ -16,7 +16,7 @@ from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.cli.bench_report import exit_codes, report
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
-from scheduler_plugins.bench.roles import decision_cost
+from scheduler_plugins.bench.roles import decision_cost, request_cost
 from scheduler_plugins.bench.roles import dop as paralleling
 from scheduler_plugins.bench.roles import shift as shifting
 from scheduler_plugins.bench.roles import steady as steadying
@@ -162,8 +162,12 @@ def dop(
 
 
 @app.command("cost")
-def cost(json: Json = None) -> None:
-    """The CPU time of one decision for 64 engines."""
+def cost(
+    requests: Annotated[int, typer.Option(min=100, help="Of each round and router.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Both routers in turn.")] = 7,
+    json: Json = None,
+) -> None:
+    """The CPU time of one decision for 64 engines, and of a request at a router with roles and at one without."""
     rows = [
         Comparison(
             f"a decision of {name}",
@@ -175,7 +179,9 @@ def cost(json: Json = None) -> None:
         )
         for name in ROLES
     ]
-    report([("allowed", rows)], [], json)
+    with exit_codes(Console(stderr=True)), terminate_as_interrupt():
+        of_requests = request_cost.compare(requests, rounds, _say)
+    report([("allowed", rows), ("without", [of_requests])], [], json)
 
 
 @app.command("truth")

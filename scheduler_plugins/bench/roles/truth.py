@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple, Protocol
 
 from pd_connector.tools.bench.report import Comparison
@@ -18,6 +18,7 @@ from scheduler_plugins.bench.roles.fleets import FleetKind
 from scheduler_plugins.bench.roles.play import Say, Sustained, in_parallel, run, sustained
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.cluster import Change, Cluster
 
 POLICIES = ("pressure", "ratio", "fixed")
 TIME_OFF = 15.0
@@ -26,6 +27,9 @@ POINTS_OFF, POINTS_OFF_MOCKS = 10.0, 3.0
 """Allowed error in the part of requests that were in time, in percentage points: real engines, mocks."""
 LOAD = 0.8
 """Rate of each phase, as a part of the capacity of its best fixed ratio in the simulator."""
+
+SAMPLE_S = 5.0
+"""Length of the periods in which a simulated engine counts as busy for a part of the time."""
 
 
 class Outcome(Protocol):
@@ -93,6 +97,34 @@ def plan(
         taken[which] += count
         parts.append(trace.at_rate(source[first : first + count], per_s, phase))
     return Plan(trace.one_after_another(parts), capacities[0].prefill, rates)
+
+
+class Busy(NamedTuple):
+    """How many other engines compute at the same time, on average."""
+
+    beside_prefill: float
+    beside_decode: float
+
+
+def busy(fleet: FleetKind, given: Plan, policy: str) -> Busy:
+    """How busy the other engines are while an engine computes a prompt, or decodes, in a simulated run."""
+    samples = list[list[tuple[float, float]]]()
+
+    def sample(cluster: Cluster, now_s: float) -> None:
+        samples.append([(one.prefilling_s, one.decoding_s) for one in cluster.nodes.values()])
+
+    count = round(given.requests[-1].arrival_s / SAMPLE_S)
+    changes = [Change(n * SAMPLE_S, sample) for n in range(count + 1)]
+    run(fleet, given.requests, given.prefill, policy, changes)
+    computed, beside = [0.0, 0.0], [0.0, 0.0]
+    for before, after in pairwise(samples):
+        spent = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)]
+        shares = [min(1.0, sum(one) / SAMPLE_S) for one in spent]
+        for one, share in zip(spent, shares, strict=True):
+            for kind in (0, 1):
+                computed[kind] += one[kind]
+                beside[kind] += one[kind] * (sum(shares) - share)
+    return Busy(*(b / c if c else 0.0 for b, c in zip(beside, computed, strict=True)))
 
 
 def simulated(fleet: FleetKind, given: Plan, policy: str) -> Figures:

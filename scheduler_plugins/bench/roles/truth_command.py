@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler_plugins.bench.roles import truth_engines, truth_live
-from scheduler_plugins.bench.roles.fleets import OPT_13B
+from scheduler_plugins.bench.roles.fleets import OPT_13B, FleetKind
 from scheduler_plugins.bench.roles.play import Say
-from scheduler_plugins.bench.roles.truth import Figures, Plan, plan, simulated
+from scheduler_plugins.bench.roles.truth import Busy, Figures, Plan, busy, plan, simulated
 from scheduler_plugins.order.request import Waiting
 
 
@@ -51,7 +51,12 @@ def compare(
         with truth_live.mocks(fleet, say) as live:
             return _both(live, given, policies, say)
     code, conv = truth_engines.scaled(code), truth_engines.scaled(conv)
-    with truth_engines.engines([*code, *conv], say) as live:
+
+    def beside(rested: FleetKind) -> Busy:
+        given = plan(rested, code[:1000], conv[:1000], seconds, load, jobs, say)
+        return busy(rested, given, policies[0])
+
+    with truth_engines.engines([*code, *conv], beside, say) as live:
         given = plan(live.fleet, code[:3000], conv[:3000], seconds, load, jobs, say)
         return _both(live, given, policies, say)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -23,11 +24,11 @@ from scheduler_plugins.bench.roles.play import Say
 from scheduler_plugins.bench.roles.truth_live import Live, routed
 from scheduler_plugins.bench.scaled import Sent
 from scheduler_plugins.bench.sending import play
-from scheduler_plugins.cost.model import CostModel
-from scheduler_plugins.cost.profile import save
+from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.cost.profile import Measurement, fit, save
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.profile.client import EngineClient, connect
-from scheduler_plugins.profile.measure import Profile, Wanted, measure
+from scheduler_plugins.profile.client import connect
+from scheduler_plugins.profile.measure import Profile, Wanted, measure, time_steps
 from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S
 
 ENGINES = 3
@@ -37,8 +38,10 @@ STEP_TOKENS = 2048
 MOST_BATCH = 8
 CACHE_GIB = 2
 AT_REST = 8
-BUSY = 0.8
-"""Part of the time that the other engines decode while one is measured. In the run all are as busy."""
+AT_REST_SEED = 0
+"""Later measurements have other prompts. The engine has those of the first one cached."""
+USUAL = 0.98
+"""This part of the requests is no longer than those that are measured."""
 MODEL = "mock"
 """Name of the model: that of the mocks, so that requests are the same."""
 
@@ -49,12 +52,19 @@ def scaled(requests: Sequence[Waiting]) -> list[Waiting]:
 
 
 @contextmanager
-def engines(requests: Sequence[Waiting], say: Say) -> Iterator[Live]:
+def engines(
+    requests: Sequence[Waiting], busy: Callable[[FleetKind], truth.Busy], say: Say
+) -> Iterator[Live]:
     """Engines for these requests, measured.
 
-    All share the machine, so a step takes longer while others are busy. Costs are measured while the others decode.
+    All share the machine, so a step takes longer while others are busy. Costs are first measured at rest, and then
+    while the others are as busy as in the run.
+
+    Args:
+        busy: how busy they will be, by a simulation with these costs.
     """
-    longest = max(one.tokens + one.max_tokens for one in requests)
+    lengths = sorted(one.tokens + one.max_tokens for one in requests)
+    longest, usual = lengths[-1], lengths[int(USUAL * len(lengths))]
     with tempfile.TemporaryDirectory(prefix="pd-connector-model-") as folder:
         model, logs = write_model(Path(folder)), log_folder()
         say(f"logs in {logs}")
@@ -78,61 +88,97 @@ def engines(requests: Sequence[Waiting], say: Say) -> Iterator[Live]:
             wait_all(made)
             urls = [one.base_url for one in made]
             say("measuring an engine while the others rest")
-            at_rest = asyncio.run(_profile(urls[0], longest)).model
-            say("measuring it while the others decode")
-            found = asyncio.run(_profile_beside(urls, longest, requests, at_rest))
-            save(logs / "costs.json", found.model)
+            rested = asyncio.run(_at_rest(urls[0], usual))
             fleet = FleetKind(
                 name="three vLLM engines",
-                costs=found.model,
-                kv_tokens=float(found.engine.cache_tokens),
+                costs=rested.model,
+                kv_tokens=float(rested.engine.cache_tokens),
                 kv_bytes_per_token=KV_BYTES_PER_TOKEN,
                 ttft_s=ASSUMED_TTFT_S,
                 tpot_s=ASSUMED_TPOT_S,
                 promised=False,
                 engines=ENGINES,
             )
+            save(logs / "costs.json", rested.model)
             live = Live(fleet, made, 1, logs / "costs.json", logs)
-            handoff_s = _handoff_s(live, at_rest)
-            say(f"{_told(found.model)}; a handoff takes {handoff_s * 1e3:.0f} ms")
-            yield live._replace(fleet=replace(fleet, latency_s=handoff_s))
+            handoff_s = _handoff_s(live, rested.model)
+            say(f"{_told(rested.model)}; a handoff takes {handoff_s * 1e3:.0f} ms")
+            others = busy(fleet := replace(fleet, latency_s=handoff_s))
+            say(
+                f"measuring it while {others.beside_prefill:.2f} others compute beside a prompt, and "
+                f"{others.beside_decode:.2f} beside a decode step"
+            )
+            costs = asyncio.run(_costs_beside(urls, usual, requests, others))
+            save(logs / "costs.json", costs)
+            say(_told(costs))
+            yield live._replace(fleet=replace(fleet, costs=costs))
         finally:
             stop_services(made)
 
 
-async def _profile(url: str, longest: int) -> Profile:
+async def _at_rest(url: str, longest: int) -> Profile:
     async with connect(url) as client:
-        wanted = Wanted(longest, MOST_BATCH, repeats=2, chunk_tokens=STEP_TOKENS)
-        return await measure(client, wanted, lambda done, total, what: None)
+        return await measure(client, _wanted(longest), _silent, AT_REST_SEED)
 
 
-async def _profile_beside(
-    urls: Sequence[str], longest: int, requests: Sequence[Waiting], costs: CostModel
-) -> Profile:
-    """The costs of the first engine while each of the others decodes for a part of the time."""
-    async with connect(urls[1]) as one, connect(urls[2]) as other:
-        decoding = [
-            asyncio.create_task(_decode(client, requests, costs)) for client in (one, other)
-        ]
-        try:
-            return await _profile(urls[0], longest)
-        finally:
-            for task in decoding:
-                task.cancel()
-            await asyncio.gather(*decoding, return_exceptions=True)
+async def _costs_beside(
+    urls: Sequence[str], longest: int, requests: Sequence[Waiting], others: truth.Busy
+) -> CostModel:
+    """The costs of the first engine: of prompts and of decode steps, each while the others are as busy as then."""
+    measured = list[Measurement]()
+    kinds = (others.beside_prefill, _prefills), (others.beside_decode, _decodes)
+    async with connect(urls[0]) as client:
+        for seed, (beside, only) in enumerate(kinds, AT_REST_SEED + 1):
+            async with _serving(urls[1:], requests, beside / len(urls[1:])):
+                wanted = _wanted(longest)
+                measured += (await time_steps(client, wanted, _silent, seed, only)).measured
+    return fit(measured, STEP_TOKENS)
 
 
-async def _decode(client: EngineClient, requests: Sequence[Waiting], costs: CostModel) -> None:
-    """Have an engine decode for `BUSY` of the time, until cancelled. One prompt is computed, once."""
-    tokens = round(statistics.mean(one.tokens for one in requests))
-    answer = round(statistics.mean(one.max_tokens for one in requests))
-    prompt = Random(0).choices(await client.pool(), k=tokens)
-    await client.complete(prompt, 1)
-    batch = MOST_BATCH // 2
-    round_s = answer * costs.decode_step_s(batch, batch * tokens)
-    while True:
-        await asyncio.gather(*(client.complete(prompt, answer) for _ in range(batch)))
-        await asyncio.sleep(round_s * (1 - BUSY) / BUSY)
+def _wanted(longest: int) -> Wanted:
+    return Wanted(longest, MOST_BATCH, repeats=2, chunk_tokens=STEP_TOKENS)
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    pass
+
+
+def _prefills(load: StepLoad) -> bool:
+    return load.tokens > 0
+
+
+def _decodes(load: StepLoad) -> bool:
+    return load.batch > 0
+
+
+@asynccontextmanager
+async def _serving(
+    urls: Sequence[str], requests: Sequence[Waiting], part: float
+) -> AsyncIterator[None]:
+    """Each of these engines serves requests for a part of the time."""
+    tasks = list[asyncio.Task[None]]()
+    try:
+        for n, url in enumerate(urls):
+            if part > 0:
+                tasks.append(asyncio.create_task(_serve(url, requests, min(1.0, part), Random(n))))
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    if failed := [one for one in ended if isinstance(one, Exception)]:
+        raise failed[0]
+
+
+async def _serve(url: str, requests: Sequence[Waiting], part: float, random: Random) -> None:
+    """Have an engine serve one request after another for `part` of the time, until cancelled."""
+    async with connect(url) as client:
+        pool = await client.pool()
+        while True:
+            one, begun_s = random.choice(requests), time.perf_counter()
+            await client.complete(random.choices(pool, k=one.tokens), one.max_tokens)
+            took_s = time.perf_counter() - begun_s
+            await asyncio.sleep(took_s * (1 - part) / part)
 
 
 def _handoff_s(live: Live, costs: CostModel) -> float:

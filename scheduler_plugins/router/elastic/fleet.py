@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Member
 from scheduler_plugins.router.settings.elastic import MOVABLE
 
@@ -34,6 +35,7 @@ class Groups:
                 problems.add(problem)
                 continue
             found[name] = [_member(engine) for engine in members]
+            problems.update(filter(None, [_all_on_both_sides(name, members)]))
             problems.update(filter(None, map(_cannot, members)))
         for problem in sorted(problems - self._said):
             logger.warning("%s", problem)
@@ -67,6 +69,16 @@ def _cannot(engine: BackendEngine) -> str:
     return (
         f"{engine.url} is never moved to {', '.join(lacking)}: it cannot. A vLLM engine needs PDConnector with "
         '"kv_role": "kv_both", an SGLang engine --enable-pd-role-switch'
+    )
+
+
+def _all_on_both_sides(group: str, engines: Sequence[BackendEngine]) -> str:
+    """Why no policy of ours finds an engine to move; empty: it may find one."""
+    if any(engine.standing.home(engine.role) is not Role.BOTH for engine in engines):
+        return ""
+    return (
+        f"group {group}: no engine of it is moved, because each serves both sides already; name each on one side "
+        "(--prefill or --decode, role in the file), which is then its home"
     )
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from math import inf
 
 from scheduler_plugins.router.elastic.fleet import Groups
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.moving import MoveFailedError, Mover
+from scheduler_plugins.router.engines.moving import SETTINGS, MoveFailedError, Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.standing import Decision
 from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S
-from scheduler_plugins.router.roles.base import Fleet, Front, Move
+from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move
 from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.router.roles.registry import create
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -31,16 +30,22 @@ EVERY_S = 1.0
 """Pause between two questions to the policy."""
 
 
-def _assumed(config: RouterConfig) -> str:
-    """What the policy assumes, because the settings do not say it; empty: nothing."""
+def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
+    """What the policy assumes or does not know, because neither settings nor engines say it; empty: nothing."""
     lacking = []
     if all(one.slo.ttft_s == inf for one in config.classes):
         lacking.append(f"{ASSUMED_TTFT_S:g} s to the first token")
     if all(one.slo.tpot_s == inf for one in config.classes):
         lacking.append(f"{ASSUMED_TPOT_S:g} s for each further token")
-    if not lacking:
-        return ""
-    return f"; no class has a promise (slo), so {' and '.join(lacking)} are assumed"
+    told = ""
+    if lacking:
+        told = f"; no class has a promise (slo), so {' and '.join(lacking)} are assumed"
+    if not any(one.view.costs.knows_decode for one in members):
+        told += (
+            "; no engine's costs of decode steps are known (--profile), so only queues and room count until streams "
+            "have taught them"
+        )
+    return told
 
 
 class Elastic:
@@ -92,7 +97,7 @@ class Elastic:
         for group, members in groups.items():
             if now_s - self._begun_s < FIRST_S and self._awaits(group):
                 continue
-            controller = self._controller(group, moving)
+            controller = self._controller(group, moving, members)
             for engine in self._pool.engines:
                 (controller.pin if engine.standing.pinned else controller.release)(engine.name)
             waiting = {group: front[group]} if group in front else {}
@@ -104,7 +109,7 @@ class Elastic:
         known = [one for one in self._pool.engines if one.standing.place.group == group]
         return not all(one.starts for one in known)
 
-    def _controller(self, group: str, moving: Moving) -> RoleController:
+    def _controller(self, group: str, moving: Moving, members: Iterable[Member]) -> RoleController:
         bounds = self._pool.config.groups.get(group, Bounds())
         known = self._controllers.get(group)
         if known is not None and known[:2] == (moving, bounds):
@@ -118,7 +123,7 @@ class Elastic:
             group,
             moving.policy,
             "only says which engines it would move" if moving.dry_run else "moves its engines",
-            _assumed(self._pool.config),
+            _assumed(self._pool.config, members),
         )
         return made
 
@@ -149,7 +154,7 @@ class Elastic:
             )
         except MoveFailedError as failure:
             controller.failed(move.engine, clock(), str(failure))
-            outcome(str(failure))
+            outcome("given up" if failure.step == SETTINGS else str(failure))
         except BaseException as error:
             controller.failed(move.engine, clock(), repr(error))
             raise
@@ -160,7 +165,8 @@ class Elastic:
     def _note(self, engine: BackendEngine, move: Move, outcome: str) -> Callable[[str], None]:
         """Show the decision on the live page. Returns a function that sets its outcome."""
         decisions = self._pool.decisions
-        noted = Decision(time.time(), engine.url, engine.role, move.role, move.cause, outcome)
+        now_s = asyncio.get_running_loop().time()
+        noted = Decision(now_s, engine.url, engine.role, move.role, move.cause, outcome)
         decisions.append(noted)
 
         def set_outcome(text: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from base64 import b64encode
 from contextlib import suppress
 from hashlib import sha256
@@ -15,7 +14,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from scheduler_plugins.router.endpoints.trends import recent, trends
+from scheduler_plugins.router.endpoints.pairs import pairs
+from scheduler_plugins.router.endpoints.trends import overflow, recent, trends
 from scheduler_plugins.router.endpoints.troubles import troubles
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import handoffs_of
@@ -154,12 +154,12 @@ def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[s
 
 def state(shared: Shared, now_s: float) -> dict[str, Any]:
     """The content of the page: what is wrong, the last minutes, and each engine as policies see it."""
-    pool, wall_s = shared.pool, time.time()
+    pool = shared.pool
     told = {one["url"] + one["role"]: one for one in pool.describe()}
     beats = shared.metrics.pulse.beats(now_s)
     sums = recent(beats, now_s)
-    late = shared.overflow.share(now_s)
-    found = troubles(pool.engines, pool.decisions, sums, late, now_s, wall_s)
+    late = overflow(beats, now_s)
+    found = troubles(pool.engines, pool.decisions, sums, late, now_s)
     return {
         "policy": shared.config.route_policy,
         "waiting": shared.front.waiting,
@@ -167,8 +167,9 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
         "troubles": [one._asdict() for one in found],
         "trends": trends(beats, now_s),
         "recent": msgspec.to_builtins(sums),
+        "pairs": pairs(pool.engines),
         "decisions": [
-            {**one._asdict(), "key": str(one.at_s), "at_s": round(wall_s - one.at_s)}
+            {**one._asdict(), "key": str(one.at_s), "at_s": round(now_s - one.at_s)}
             for one in pool.decisions
         ],
         "engines": [

@@ -81,17 +81,20 @@ function showEngines(engines) {
 }
 
 // KV on its way.
+function codecsOf(counts) {
+  const codecs = Object.entries(counts).sort((a, b) => b[1] - a[1]);
+  const all = codecs.reduce((sum, one) => sum + one[1], 0);
+  return codecs.map(([name, count]) => (codecs.length > 1 ? `${name} ${share(count, all)}` : name)).join(", ") || "–";
+}
 const OUTCOMES = { handed_over: "handed over", recomputed: "recomputed", cached: "cached there", audited: "audited", unaudited: "not audited yet", aborted: "aborted" };
 function showKv(told) {
   const rate = told.engines.reduce((sum, one) => sum + one.received_bytes_s, 0), recent = told.recent;
   const loaded = told.engines.reduce((sum, one) => sum + one.pool_bytes_s, 0);
   say(byId("kv-rate"), `${bytes(rate)}/s`);
   byId("kv-arrow").classList.toggle("moving", rate > 0);
-  const codecs = Object.entries(recent.codecs).sort((a, b) => b[1] - a[1]);
-  const asked = codecs.reduce((sum, one) => sum + one[1], 0);
   const ended = Object.entries(recent.outcomes).reduce((sum, [name, count]) => sum + (name === "aborted" ? 0 : count), 0);
   const facts = [
-    ["codec", codecs.map(([name, count]) => (codecs.length > 1 ? `${name} ${share(count, asked)}` : name)).join(", ") || "–"],
+    ["codec", codecsOf(recent.codecs)],
     ["early", share(recent.early_chunks, recent.sent_chunks), "chunks sent while their prompt was still computed"],
     ["recomputed", share(recent.outcomes.recomputed ?? 0, ended), "requests whose KV did not arrive"],
   ];
@@ -125,6 +128,10 @@ function showTables(told) {
     pool.engines.push(short(one.url));
     pools.set(one.pool, pool);
   }
+  byId("pairs").hidden = !told.pairs.length;
+  keep(byId("pair-rows"), told.pairs, (pair) => `${pair.prefill} ${pair.decode}`, () => make("tr"),
+    (row, pair) => cells(row, [short(pair.prefill), short(pair.decode), `${bytes(pair.bytes_s)}/s`, codecsOf(pair.codecs),
+      share(pair.early_chunks, pair.chunks), share(pair.failed, pair.transfers), number(pair.transfers)], [2, 4, 5, 6]));
   byId("pools").hidden = !pools.size;
   keep(byId("pool-rows"), pools.values(), (pool) => pool.name, () => make("tr"),
     (row, pool) => cells(row, [pool.name, number(pool.chunks), `${bytes(pool.rate)}/s`, pool.engines.join(", ")], [1, 2]));

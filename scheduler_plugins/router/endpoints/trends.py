@@ -12,6 +12,10 @@ from scheduler_plugins.router.pulse import BEAT_S, KEPT, Beat
 
 RECENT_S = 300.0
 """Shares and counts of the page are of this time."""
+OVERFLOW_S = 600.0
+"""The share of prompts that engines without a GPU had to compute is of this time, as in the alert."""
+FEWEST = 20
+"""Fewer prompts say nothing."""
 
 
 class Recent(msgspec.Struct, frozen=True):
@@ -41,6 +45,15 @@ def recent(beats: Sequence[Beat], now_s: float) -> Recent:
         dict(codecs),
         dict(outcomes),
     )
+
+
+def overflow(beats: Sequence[Beat], now_s: float) -> float:
+    """Part of the last ten minutes' prompts that engines without a GPU computed because all others would be late; 0 if
+    there were too few prompts."""
+    first = now_s // BEAT_S - OVERFLOW_S // BEAT_S
+    found = [beat for beat in beats if beat.number >= first]
+    prompts = sum(beat.arrivals for beat in found)
+    return sum(beat.overflows for beat in found) / prompts if prompts >= FEWEST else 0.0
 
 
 def trends(beats: Sequence[Beat], now_s: float) -> dict[str, list[float | None]]:

@@ -52,7 +52,6 @@ def troubles(
     recent: Recent,
     late: float,
     now_s: float,
-    wall_s: float,
 ) -> list[Trouble]:
     """What is wrong, worst first. Engines with the same trouble are named together.
 
@@ -60,9 +59,8 @@ def troubles(
         recent: sums of the last minutes.
         late: part of the prompts that engines without a GPU computed because all others would have been late.
         now_s: time on the event loop's clock.
-        wall_s: time in seconds since 1970.
     """
-    found = [*_of_sides(engines), *_of_requests(recent), *_of_roles(decisions, wall_s)]
+    found = [*_of_sides(engines), *_of_requests(recent), *_of_roles(decisions, now_s)]
     if late > MOST_LATE:
         found.append(_gpus_missing(late))
     for engine in engines:
@@ -210,8 +208,8 @@ def _gpus_missing(late: float) -> Trouble:
     )
 
 
-def _of_roles(decisions: Iterable[Decision], wall_s: float) -> Iterator[Trouble]:
-    made = [one for one in decisions if wall_s - one.at_s < FLAP_S]
+def _of_roles(decisions: Iterable[Decision], now_s: float) -> Iterator[Trouble]:
+    made = [one for one in decisions if now_s - one.at_s < FLAP_S]
     moves = Counter(one.engine for one in made if one.outcome == "done")
     flapping = [engine for engine, count in moves.items() if count >= FLAPS]
     if flapping:
@@ -222,7 +220,7 @@ def _of_roles(decisions: Iterable[Decision], wall_s: float) -> Iterator[Trouble]
             tuple(flapping),
             "Set `roles` to a calmer policy or to off, or give the group more engines.",
         )
-    failed = [one for one in made if one.outcome not in ("done", "moving", "dry run")]
+    failed = [one for one in made if one.outcome not in ("done", "moving", "dry run", "given up")]
     if failed:
         last = failed[-1]
         yield Trouble(

@@ -15,6 +15,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.settings.elastic import Place
 from scheduler_plugins.router.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ READY_S = 5.0
 before, so requests would find no engine although the move has ended."""
 REFUSED_S = 1.0
 """Pause before an engine that was not idle yet is asked again."""
+
+SETTINGS = "settings"
+"""The step of a move that a change of the settings has ended."""
 
 
 class MoveFailedError(Exception):
@@ -71,7 +75,7 @@ class Mover:
         Raises:
             MoveFailedError: the engine has its old role.
         """
-        before, pool = engine.role, self._pool
+        before, pool, place = engine.role, self._pool, engine.standing.place
         if role is before:
             pool.set_role(engine, role, pinned=pinned)
             return
@@ -79,10 +83,11 @@ class Mover:
         with self._tracing.move(engine.url, before, role, why) as span:
             try:
                 if engine.kind is Kind.SGLANG:
-                    await self._switch(engine, role)
+                    await self._switch(engine, role, place)
             except MoveFailedError as failure:
                 logger.warning("%s stays %s: %s", engine.url, engine.role, failure)
-                pool.metrics.role_moves.labels(before, role, f"failed_{failure.step}").inc()
+                if failure.step != SETTINGS:  # the operator's wish is no fault
+                    pool.metrics.role_moves.labels(before, role, f"failed_{failure.step}").inc()
                 span.failed(str(failure))
                 raise
             if engine not in pool.engines:
@@ -91,20 +96,24 @@ class Mover:
             pool.metrics.role_moves.labels(before, role, cause).inc()
             if engine.kind is Kind.SGLANG:
                 await self._ready(engine)
+        standing = engine.standing
+        if standing.place != place and not standing.allows(role):
+            why = "its entry in the settings has changed while it moved"
+            await self.move(engine, standing.home(role), pinned=False, cause="settings", why=why)
 
-    async def _switch(self, engine: BackendEngine, role: Role) -> None:
-        """Drain an SGLang engine and have it change its side."""
+    async def _switch(self, engine: BackendEngine, role: Role, place: Place) -> None:
+        """Drain an SGLang engine and have it change its side. `place`: by the settings at the beginning."""
         pool, before = self._pool, engine.role
         ask = pool.inquiry(engine)
         pool.move(engine, role)
         try:
             until_s = asyncio.get_running_loop().time() + pool.config.drain_timeout_s
-            await self._idle(engine, until_s)
+            await self._idle(engine, until_s, place)
             while (refusal := await ask.switch_role(role, SWITCH_S)) is not None:
                 if not refusal.again:
                     raise MoveFailedError("switch", refusal.message)
                 await asyncio.sleep(REFUSED_S)
-                await self._idle(engine, until_s)
+                await self._idle(engine, until_s, place)
         except EngineFailedError as failure:
             # The engine may have switched all the same: its own word decides.
             if await self._side(engine) != role:
@@ -117,10 +126,13 @@ class Mover:
             if engine.role is before:
                 pool.look_again(engine)
 
-    async def _idle(self, engine: BackendEngine, until_s: float) -> None:
-        """Wait until the engine has no requests. Raises MoveFailedError at `until_s`."""
+    async def _idle(self, engine: BackendEngine, until_s: float, place: Place) -> None:
+        """Wait until the engine has no requests. Raises MoveFailedError at `until_s`, or if the settings give it
+        another place meanwhile: they win over what was decided before."""
         loop = asyncio.get_running_loop()
         while True:
+            if engine.standing.place != place:
+                raise MoveFailedError(SETTINGS, "its entry in the settings has changed meanwhile")
             if loop.time() >= until_s:
                 limit_s = self._pool.config.drain_timeout_s
                 raise MoveFailedError("drain", f"it was not idle within {limit_s:g} s")

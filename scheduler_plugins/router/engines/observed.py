@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What role policies learn of requests. Workers and other routers send it, so each keeper knows all requests."""
+"""What role policies and the live page learn of requests. Workers and other routers send it, so each keeper knows all
+requests."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ TOGETHER_S = 0.1
 MOST_EVENTS = 5_000
 """Most events that wait to be sent. Further events are dropped: they would be late anyway."""
 
-Kind = Literal["arrived", "prefilled", "answered", "refused"]
+Kind = Literal["arrived", "prefilled", "answered", "refused", "overflowed"]
 Event = tuple[Kind, str, Sequence[float]]
-"""A method of `History`, the group, and its other arguments."""
-_LENGTHS = {"arrived": 3, "prefilled": 3, "answered": 3, "refused": 0}
+"""A method of `Observer`, the group, and its other arguments."""
+_LENGTHS = {"arrived": 3, "prefilled": 3, "answered": 3, "refused": 0, "overflowed": 0}
 
 
 class Observer(Protocol):
-    """The calls of `History` that note requests."""
+    """The calls that note requests: those of `History`, and `overflowed`."""
 
     def arrived(
         self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
@@ -39,6 +40,9 @@ class Observer(Protocol):
     ) -> None: ...
 
     def refused(self, now_s: float, group: str) -> None: ...
+
+    def overflowed(self, now_s: float, group: str) -> None:
+        """A prompt was sent to an engine without a GPU, because all others would be late."""
 
 
 class _AsEvents(ABC):
@@ -64,6 +68,9 @@ class _AsEvents(ABC):
 
     def refused(self, now_s: float, group: str) -> None:
         self._noted(now_s, ("refused", group, ()))
+
+    def overflowed(self, now_s: float, group: str) -> None:
+        self._noted(now_s, ("overflowed", group, ()))
 
 
 class SentEvents(_AsEvents):
@@ -110,7 +117,8 @@ class SharedHistory(_AsEvents, History):
 
     def _noted(self, now_s: float, event: Event) -> None:
         kind, group, numbers = event
-        getattr(History, kind)(self, now_s, group, *numbers)
+        if kind != "overflowed":  # only the live page asks for it
+            getattr(History, kind)(self, now_s, group, *numbers)
         if self._pulse is not None:
             self._pulse.note(now_s, kind, numbers)
         if self.listened and len(self._unsent) < MOST_EVENTS:

@@ -136,17 +136,20 @@ class EnginePool(Pool):
         self._on_change()
 
     def _replace(self, engine: BackendEngine, place: Place) -> None:
-        """The engine has this place in the settings. If its home has changed, it goes there, even if it was
-        pinned."""
-        before, engine.standing.place = engine.standing.place, place
-        if before.home == place.home:
+        """The engine has this place in the settings. It goes home, even if it was pinned, if its home has changed, or if
+        it may no longer have its role."""
+        standing, role = engine.standing, engine.role
+        before, standing.place = standing.place, place
+        taken = before.may != place.may and self._config.moving is not None
+        if before.home == place.home and (not taken or standing.allows(role)):
             return
-        if place.home is None:
+        home = standing.home(role) if before.home == place.home else place.home
+        if home is None:
             engine.role_given = False
         else:
-            if engine.role is not place.home:
-                self.metrics.role_moves.labels(engine.role, place.home, "settings").inc()
-            self.set_role(engine, place.home, pinned=False)
+            if role is not home:
+                self.metrics.role_moves.labels(role, home, "settings").inc()
+            self.set_role(engine, home, pinned=False)
             self.look_again(engine)  # an SGLang engine may be on the other side
 
     def add(self, url: str, place: Place) -> BackendEngine:

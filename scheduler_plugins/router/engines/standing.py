@@ -24,12 +24,12 @@ MOST_DECISIONS = 20
 class Decision(NamedTuple):
     """A decision to change a role, for the live page."""
 
-    at_s: float  # seconds since 1970
+    at_s: float  # on the event loop's clock, which all processes of a machine share
     engine: str
     before: str
     after: str
     why: str
-    outcome: str  # `moving`, `done`, `dry run`, or why it failed
+    outcome: str  # `moving`, `done`, `dry run`, `given up` (the settings changed), or why it failed
 
 
 @dataclass
@@ -50,6 +50,10 @@ class Standing:
     def home(self, role: Role) -> Role:
         """Where the engine belongs. `role`: its present role, for an engine that has not said anything yet."""
         return self.place.home or self.told_home or role
+
+    def allows(self, role: Role) -> bool:
+        """Whether the settings let the controller give it this role."""
+        return role in self.place.may or role is self.home(role)
 
     def describe(self, role: Role) -> dict[str, Any]:
         """The standing as `/health` and the admin API show it: only what differs from an engine that stays at

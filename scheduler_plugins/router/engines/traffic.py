@@ -4,6 +4,7 @@
 | name | what it is |
 |---|---|
 | `Reading` | the totals of one look |
+| `FromProducer` | what a decode engine got from one rank of a prefill engine |
 | `Traffic` | one engine's rates and states, for the live page |
 """
 
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from pd_connector.errors import Cause
 from pd_connector.remedies import FAILING_GAUGE, samples_in
 from scheduler_plugins.router.pulse import Moved
 
@@ -25,12 +27,26 @@ _WANTED = (
 )
 _MOST_NAMES = 64
 """Most codecs and ranks of an engine. There are fewer, unless the engine is broken."""
+_MOST_PRODUCERS = 256
+"""Most ranks of prefill engines that are read of a decode engine, which names fewer unless it is broken."""
 _UNSAVED = ("full", "quota", "unwell", "failed")
 """Causes of `pool_saves` that an operator can do something about."""
 _USED = re.compile(
     r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
 )
 _PAGES = re.compile(r'^vllm:cache_config_info\{[^}]*\bnum_gpu_blocks="(\d{1,12})"', re.MULTILINE)
+
+
+class FromProducer(NamedTuple):
+    """KV that a decode engine got from one rank of a prefill engine since its start."""
+
+    nbytes: float = 0.0
+    chunks: float = 0.0
+    early_chunks: float = 0.0  # those that came while their prompt was computed
+    transfers: float = 0.0  # that have ended, without those that were aborted
+    failed: float = 0.0  # those of them that did not arrive
+    codecs: Mapping[str, float] = {}  # bytes by codec
+    bytes_s: float = 0.0  # mean since the look before
 
 
 class Reading(NamedTuple):
@@ -41,6 +57,7 @@ class Reading(NamedTuple):
     """Counters and gauges by name; counters of `pool_saves` by cause and of `asked_transfers` by codec, as `name/label`."""
     cache_used: float | None  # share of its pages in use, of the fullest rank; None: not reported
     pages: int  # 0: not reported
+    producers: Mapping[str, FromProducer] = {}  # by host and control port
 
 
 class Traffic(NamedTuple):
@@ -58,6 +75,9 @@ class Traffic(NamedTuple):
     pool_stalls: float = (
         0.0  # look-ups and loads that the pool did not answer since the look before
     )
+    producers: Mapping[
+        str, FromProducer
+    ] = {}  # by host and control port of a prefill engine's rank
 
 
 def wanted_in(raw: bytes) -> str:
@@ -71,13 +91,39 @@ def wanted_in(raw: bytes) -> str:
 def read(metrics: str, now_s: float) -> Reading:
     """Read the answer of an engine's `/metrics`."""
     totals = defaultdict[str, float](float)
+    producers: dict[str, FromProducer] = {}
     for name, labels, value in samples_in(metrics):
+        if producer := labels.get("producer"):
+            if producer in producers or len(producers) < _MOST_PRODUCERS:
+                known = producers.get(producer, FromProducer())
+                producers[producer] = _with(known, name, labels, value)
+            continue
         totals[name] += value
         if label := labels.get("cause") or labels.get("codec"):
             totals[f"{name}/{label}"] += value
     used = [min(1.0, max(0.0, float(value))) for value in _USED.findall(metrics)]
     pages = sum(int(count) for count in _PAGES.findall(metrics)[:_MOST_NAMES])
-    return Reading(now_s, totals, max(used, default=None), pages)
+    return Reading(now_s, totals, max(used, default=None), pages, producers)
+
+
+def _with(known: FromProducer, name: str, labels: Mapping[str, str], value: float) -> FromProducer:
+    """What is known of a producer, with one more sample of the decode engine's."""
+    match name:
+        case "pair_bytes":
+            codec = labels.get("codec", "")
+            if len(known.codecs) >= _MOST_NAMES and codec not in known.codecs:
+                return known
+            codecs = {**known.codecs, codec: known.codecs.get(codec, 0.0) + value}
+            return known._replace(nbytes=known.nbytes + value, codecs=codecs)
+        case "pair_chunks":
+            early = value if labels.get("prompt") == "computing" else 0.0
+            return known._replace(
+                chunks=known.chunks + value, early_chunks=known.early_chunks + early
+            )
+        case "pair_transfers" if labels.get("result") != Cause.ABORTED:
+            failed = 0.0 if labels.get("result") == "received" else value
+            return known._replace(transfers=known.transfers + value, failed=known.failed + failed)
+    return known
 
 
 def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
@@ -93,6 +139,11 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
     def rate(name: str) -> float:
         return new[name] / seconds if seconds > 0 else 0.0
 
+    producers = {
+        name: one._replace(bytes_s=_grown(earlier.producers.get(name), one) / seconds)
+        for name, one in now.producers.items()
+        if seconds > 0
+    }
     traffic = Traffic(
         sent_bytes_s=rate("sent_bytes"),
         received_bytes_s=rate("received_bytes"),
@@ -104,6 +155,7 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         failing=now.totals.get(FAILING_GAUGE, 0.0),
         unsaved=next((cause for cause in _UNSAVED if new[f"pool_saves/{cause}"] > 0), ""),
         pool_stalls=new["pool_misses/late"] + new["pool_misses/stalled"],
+        producers=producers or dict(now.producers),
     )
     asked = [name for name in new if name.startswith("asked_transfers/") and new[name] > 0]
     codecs = {name.partition("/")[2]: new[name] for name in asked[:_MOST_NAMES]}
@@ -116,3 +168,9 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         codecs,
     )
     return traffic, moved
+
+
+def _grown(before: FromProducer | None, now: FromProducer) -> float:
+    """Bytes since the look before. Fewer than then: the decode engine has restarted."""
+    known = before.nbytes if before else 0.0
+    return now.nbytes - known if now.nbytes >= known else now.nbytes

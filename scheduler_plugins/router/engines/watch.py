@@ -55,6 +55,7 @@ class EngineWatch:
         self.misses = 0
         self.reports = True  # whether the engine may answer `GET /pd/load`
         self._unsure = False  # whether the engine may be on another side than is known
+        self._told = False  # whether the log has said that the engine is not up
         self._asked_for = 0  # the start of the engine for which it was asked for its address beside
         self._asking: asyncio.Task[None] | None = None
         self._config = config
@@ -279,3 +280,6 @@ class EngineWatch:
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
             if not refusing:
                 self._caches.lost(engine)
+        elif not self._told:
+            logger.warning("%s (%s) is not up yet: %s", engine.url, engine.role, reason)
+        self._told = True

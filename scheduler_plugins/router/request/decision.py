@@ -86,7 +86,8 @@ def _count(shared: Shared, request: Request, prefill: BackendEngine, now_s: floa
     no_gpu = prefill.role is Role.CPU_PREFILL
     # A policy sends prompts there that nobody waits for, and others only if they would be late elsewhere.
     late = no_gpu and request.interactive
-    shared.overflow.note(now_s, late=late)
+    if late:
+        shared.pool.history.overflowed(now_s, request.group)
     if no_gpu:
         shared.metrics.cpu_prefills.labels("late" if late else "background").inc()
 

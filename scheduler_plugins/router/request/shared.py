@@ -14,7 +14,6 @@ from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Policy, Request
-from scheduler_plugins.router.request.overflow import Overflow
 from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.routing.front import FrontQueue
 from scheduler_plugins.router.routing.promises import Margins
@@ -45,8 +44,6 @@ class Shared:
     """The queue for requests while engines are busy."""
     margins: Margins = field(default_factory=Margins)
     """Factors for predicted times to the first token."""
-    overflow: Overflow = field(default_factory=Overflow)
-    """How often engines without a GPU had to help."""
     random: Random = field(default_factory=Random)
 
     def waiting(self) -> Mapping[str, Front]:

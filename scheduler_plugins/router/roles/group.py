@@ -108,15 +108,23 @@ class Group:
         return max(sum(parts) / len(parts), told)
 
     def work(self, seconds: float) -> Work | None:
-        """The load of the last seconds; None if no request has ended or costs of decode are unknown."""
+        """The load of the last seconds, and at least the sequences that decode now; None as in `mean_work`."""
+        mean = self.mean_work(seconds)
+        if mean is None:
+            return None
+        return mean._replace(decode=max(mean.decode, self.decoding()))
+
+    def mean_work(self, seconds: float) -> Work | None:
+        """The load of the requests that came in the last seconds; None if no request has ended or costs of decode are
+        unknown."""
         seen, each = self.seen(seconds), self.mix(seconds)
         if each is None:
             return None
         per_s = seen.arrivals / max(1.0, seen.seconds)
-        return Work(each.prefill * per_s, max(each.decode * per_s, self.decoding()))
+        return Work(each.prefill * per_s, each.decode * per_s)
 
     def mix(self, seconds: float) -> Work | None:
-        """Seconds of an engine, on each side, for the mean request of the last seconds; None as in `work`."""
+        """Seconds of an engine, on each side, for the mean request of the last seconds; None as in `mean_work`."""
         seen, costs, longer = self.seen(seconds), self.costs, self.seen(max(seconds, PROMISE_S))
         if not (seen.arrivals and longer.prefills and longer.answers and costs.knows_decode):
             return None

@@ -25,7 +25,7 @@ class Pressure(GroupPolicy):
 
     Pressure of prefill is the mean queue in seconds, the front's included, divided by the promised TTFT. Pressure of
     decode is the larger of time per token divided by the promised TPOT, and KV in use divided by the room. Promises
-    missed in the last minute are pressure on the side with more work for each engine. If a side is above `HIGH`, the
+    missed in the last minute are pressure on the side with more mean work for each engine. If a side is above `HIGH`, the
     emptiest engine of the other side moves to it, under three conditions:
 
     1. The other side stays below `HIGH` with one engine less. Otherwise it would need the engine back.
@@ -46,9 +46,10 @@ def _move(group: Group) -> Move | None:
     p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
     works = [group.work(seconds) for seconds in LOADS_S]
     sides = len(group.prefill), len(group.decode)
-    missed = _missed(group) / MISSED
-    if max(p, d) <= HIGH and works[-1] is not None and missed > HIGH:
-        if works[-1].prefill / max(1, sides[0]) >= works[-1].decode / max(1, sides[1]):
+    missed, mean = _missed(group) / MISSED, group.mean_work(LOADS_S[-1])
+    if max(p, d) <= HIGH and mean is not None and missed > HIGH:
+        # Both are means. The sequences of a moment would make decode answer for a minute of late prompts.
+        if mean.prefill / max(1, sides[0]) >= mean.decode / max(1, sides[1]):
             p = max(p, missed)
         else:
             d = max(d, missed)

@@ -25,7 +25,13 @@ from scheduler_plugins.router.settings.elastic import (
     moving_of,
 )
 from scheduler_plugins.router.settings.members import is_name
-from scheduler_plugins.router.settings.urls import base_urls, checked_events, host_with_port, is_url
+from scheduler_plugins.router.settings.urls import (
+    base_urls,
+    check_sides,
+    checked_events,
+    host_with_port,
+    is_url,
+)
 
 SIDES = ("prefill", "decode", "engine", "cpu_prefill")
 """Settings that list engines."""
@@ -156,11 +162,7 @@ class RouterConfig:
                     f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
                     "engines of both sides)"
                 )
-        for side in ("engine", "cpu_prefill"):
-            others = [url for other in SIDES if other != side for url in getattr(self, other)]
-            for url in getattr(self, side):
-                if url in others:
-                    raise ValueError(f"{side} {url}: is named on another side, too; name it once")
+        check_sides({side: getattr(self, side) for side in SIDES}, self.host, self.port)
         if self.admin_port is not None and not (self.admin_key or is_loopback(self.admin_host)):
             raise ValueError(
                 f"admin_host {self.admin_host}: must be a loopback address without a key; set {ADMIN_KEY_VARIABLE}"

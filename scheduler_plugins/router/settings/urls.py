@@ -37,6 +37,19 @@ def base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
     return urls
 
 
+def check_sides(urls: Mapping[str, Sequence[str]], host: str, port: int) -> None:
+    """Raises ValueError if an engine is named on sides that exclude each other, or is the router itself, which listens
+    on `host` and `port`. An engine may be both `prefill` and `decode`."""
+    here = {host, "127.0.0.1", "localhost", "::1"}
+    for side, given in urls.items():
+        others = {url for other in urls if other != side for url in urls[other]}
+        for url in given:
+            if side in ("engine", "cpu_prefill") and url in others:
+                raise ValueError(f"{side} {url}: is named on another side, too; name it once")
+            if not is_name(url) and urlsplit(url).port == port and urlsplit(url).hostname in here:
+                raise ValueError(f"{side} {url}: is this router's own address; name an engine's")
+
+
 def base_url(side: str, given: str) -> str:
     """The URL in the form that names an engine. Raises ValueError if it is no URL; the message begins with `side`."""
     if is_name(given):

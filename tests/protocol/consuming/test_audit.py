@@ -83,6 +83,17 @@ def test_what_is_a_little_wrong_everywhere_is_named_by_its_layer() -> None:
     assert detail.startswith("layer 0, all its pages together, K: KV is 0.08 apart")
 
 
+@pytest.mark.parametrize(("passed", "allowed"), [("raw", 0.05), ("int8", 0.07)])
+def test_kv_that_had_passed_in_a_codec_before_may_be_further_away(
+    passed: str, allowed: float
+) -> None:
+    """As a chunk of the pool whose writer took it in INT8."""
+    for whole in (0.06, 0.08):
+        comparison = Comparison()
+        comparison.add(ROUTE, [distance(0, KEY, [whole], whole), *right(1)], passed)
+        assert (comparison.judge([PRODUCER], ROUTES) is None) == (whole < allowed)
+
+
 def test_the_first_wrong_layer_is_named_in_whatever_order_they_come() -> None:
     """Later ones compute from what it gave them."""
     later = distance(1, VALUE, [0.01, 0.7], 0.0, 4)

@@ -150,7 +150,9 @@ def test_a_returned_slot_is_granted_again_and_the_last_chunk_ends_the_load():
     assert bench.land(3, slot=1) == []
     done, finished = bench.land(1, slot=2)
     assert done == Tell(SOURCE, messages.Done("t"))
-    assert finished == Finished("request", None, "", LAYERS * HEADS * 12 * TOKEN_BYTES, 4, 1.0)
+    assert finished == Finished(
+        "request", None, "", LAYERS * HEADS * 12 * TOKEN_BYTES, 4, 1.0, source=SOURCE
+    )
     assert bench.pool.held == 0
 
 

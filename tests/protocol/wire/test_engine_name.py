@@ -29,7 +29,9 @@ KEPT = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", 
 
 def built(**changes: Any) -> dict[str, Any]:
     """A decode request's parameters, built from an earlier answer."""
-    answer = json.loads(json.dumps(params.response(ADDRESS, transfer="a", pages=[[1]], tokens=9)))
+    answer = json.loads(
+        json.dumps(params.response(ADDRESS, transfer="a", pages=[[1]], tokens=9, push=True))
+    )
     kept = {name: answer[name] for name in KEPT}
     asks = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "xfer-1"}
     return {**kept, **asks, "remote_request_id": "the request's own", **changes}
@@ -44,7 +46,7 @@ def parsed(fields: dict[str, Any]) -> params.TransferParams:
 def test_what_is_kept_are_texts_and_numbers_that_no_request_changes() -> None:
     kept = [built()[name] for name in KEPT]
     assert all(isinstance(value, str | int) for value in kept)
-    other = params.response(ADDRESS, transfer="b", pages=[[7, 8]], tokens=40)
+    other = params.response(ADDRESS, transfer="b", pages=[[7, 8]], tokens=40, push=True)
     assert [other[name] for name in KEPT] == kept
 
 
@@ -78,7 +80,7 @@ def test_what_a_client_changes_beside_the_name_is_not_dialled(changes: dict[str,
 
 
 def test_an_answer_is_an_address_of_its_engine_alone() -> None:
-    answer = params.response(ADDRESS, transfer="a", pages=[[1]], tokens=9)
+    answer = params.response(ADDRESS, transfer="a", pages=[[1]], tokens=9, push=True)
     assert params.parse_address(answer) == ADDRESS
 
 

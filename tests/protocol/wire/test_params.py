@@ -123,3 +123,11 @@ def test_parameters_that_ask_for_nothing_are_none():
 def test_parameters_that_cannot_be_followed_name_the_field(wrong, named):
     with pytest.raises(ValueError, match=named):
         params.parse(wrong)
+
+
+def test_only_a_proxy_that_names_the_kv_is_told_that_it_may_start_both_sides_at_once() -> None:
+    answers = [
+        params.response(ADDRESS, transfer="t", pages=[[3]], tokens=40, push=push)
+        for push in (False, True)
+    ]
+    assert [one.get("transfer_mode") for one in answers] == [None, "push"]

@@ -3,14 +3,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 
-from scheduler_plugins.bench.roles import truth
+from scheduler_plugins.bench.roles import truth, truth_engines
 from scheduler_plugins.bench.roles.fleets import OPT_13B
-from scheduler_plugins.bench.roles.truth import Figures, Plan, compared, plan, simulated, swapped
+from scheduler_plugins.bench.roles.truth import (
+    Figures,
+    Plan,
+    busy,
+    compared,
+    plan,
+    simulated,
+    swapped,
+)
 from scheduler_plugins.order.request import Waiting
 
 THREE = replace(OPT_13B, engines=3)
@@ -77,6 +89,44 @@ def test_a_simulated_run_counts_moves_and_every_request() -> None:
     assert found.moves == 0
     assert found.kept == 1.0
     assert 0 < found.tpot_s < THREE.tpot_s
+
+
+def test_engines_are_measured_while_the_others_are_as_busy_as_in_the_run() -> None:
+    """Three engines on two cores: one decodes nearly all the time, two compute a prompt now and then."""
+    given = Plan(requests(500, 200, 300), 2, (1.0,))
+    costs = replace(OPT_13B.costs, a=2e-4, b=0.0, c=0.0, d0=4e-3, d1=0.0, d2=0.0)  # 0.1 s, 0.8 s
+    found = busy(replace(THREE, costs=costs), given, "fixed")
+    assert found.beside_decode == pytest.approx(0.1, abs=0.03), "two prompt engines, 0.05 each"
+    assert found.beside_prefill == pytest.approx(0.85, abs=0.05)
+
+
+def test_the_others_serve_for_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    served_s, enough = list[float](), asyncio.Event()
+
+    class Client:
+        async def pool(self) -> list[int]:
+            return [1, 2, 3]
+
+        async def complete(self, prompt: list[int], max_tokens: int) -> None:
+            begun_s = time.perf_counter()
+            await asyncio.sleep(0.02)
+            served_s.append(time.perf_counter() - begun_s)
+            if len(served_s) == 10:
+                enough.set()
+
+    @asynccontextmanager
+    async def connect(url: str) -> AsyncIterator[Client]:
+        yield Client()
+
+    monkeypatch.setattr(truth_engines, "connect", connect)
+
+    async def scenario() -> float:
+        begun_s = time.perf_counter()
+        async with truth_engines._serving(["a"], requests(10, 5), 0.25):
+            await enough.wait()
+        return time.perf_counter() - begun_s
+
+    assert asyncio.run(scenario()) >= 2.5 * sum(served_s), "it rests three times as long"
 
 
 def test_answers_keep_two_tokens_so_that_each_has_a_time_per_token() -> None:

@@ -17,6 +17,7 @@ from pd_connector.tools.cli.app import app
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.profile import Measurement, fit, load
 from scheduler_plugins.profile import measure
+from scheduler_plugins.profile.client import connect
 
 web = pytest.importorskip("aiohttp.web", reason="aiohttp comes with any vLLM")
 
@@ -29,9 +30,17 @@ class FakeVllm:
     """Answers as vLLM does, one prefill at a time, with a prefix cache."""
 
     def __init__(
-        self, *, caches: bool = True, running: int = 0, key: str = "", speed: float = 1.0
+        self,
+        *,
+        caches: bool = True,
+        running: int = 0,
+        key: str = "",
+        speed: float = 1.0,
+        together: int = 1,
     ) -> None:
+        """`together`: tokens in an event, as vLLM's server sends them if it is late."""
         self.caches, self.running, self.key, self.speed = caches, running, key, speed
+        self.together = together
         self.refuses = 0
         self._seen: set[tuple[int, ...]] = set()
         self._hits = 0
@@ -72,11 +81,12 @@ class FakeVllm:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await asyncio.sleep(TRUTH.prefill_s(len(prompt), cached) / self.speed)
-        await response.write(_event())
+        await response.write(_event(1))
         self._decoding += 1
-        for _ in range(body["max_tokens"] - 1):
+        for token in range(2, body["max_tokens"] + 1):
             await asyncio.sleep(TRUTH.decode_step_s(self._decoding, 0) / self.speed)
-            await response.write(_event())
+            if token % self.together == 0 or token == body["max_tokens"]:
+                await response.write(_event(token))
         self._decoding -= 1
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -93,8 +103,9 @@ class FakeVllm:
         return found
 
 
-def _event() -> bytes:
-    return b"data: " + json.dumps({"choices": [{"text": "a"}]}).encode() + b"\n\n"
+def _event(tokens: int) -> bytes:
+    told = {"choices": [{"text": "a"}], "usage": {"completion_tokens": tokens}}
+    return b"data: " + json.dumps(told).encode() + b"\n\n"
 
 
 @pytest.fixture
@@ -147,6 +158,27 @@ def test_it_finds_what_things_cost_and_writes_what_the_scheduler_loads(
     assert model.prefill_s(600, 528) == pytest.approx(TRUTH.prefill_s(600, 528), rel=0.5)
     assert model.decode_step_s(4, 0) == pytest.approx(TRUTH.decode_step_s(4, 0), rel=0.5)
     assert "not fitted" in result.output
+
+
+def test_tokens_that_come_together_are_counted_one_by_one(serve) -> None:
+    """Else a step of a busy server seems to take as long as all the steps whose tokens it sends together."""
+
+    async def scenario() -> None:
+        async with connect(serve(FakeVllm(together=4, speed=10.0))) as client:
+            answer = await client.complete([1, 2, 3], 40)
+        assert len(answer.token_s) == 40
+        mean_s = (answer.token_s[-1] - answer.token_s[0]) / 39
+        assert measure.step_s(measure._gaps([answer])) == pytest.approx(mean_s, rel=0.5)
+
+    asyncio.run(scenario())
+
+
+def test_a_step_takes_the_mean_time_without_a_pause() -> None:
+    together = [0.0, 0.04] * 16
+    assert measure.step_s(together) == pytest.approx(0.02)
+    beside_others = [0.02, 0.02, 0.04] * 16
+    assert measure.step_s(beside_others) == pytest.approx(0.0267, rel=0.05), "the median is 0.02"
+    assert measure.step_s([0.02] * 31 + [5.0]) == pytest.approx(0.02)
 
 
 def test_an_engine_without_a_prefix_cache_is_timed_without_cached_prefixes(serve, tmp_path) -> None:

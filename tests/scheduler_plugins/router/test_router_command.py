@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
 import pytest
 
+from pd_connector.tools.launch.ports import Port
 from scheduler_plugins.router.settings.config import RouterConfig
 
 COMMAND = [sys.executable, "-m", "scheduler_plugins.router"]
@@ -40,6 +42,8 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"decode": ("http://x:notaport",)}, "decode 'http://x:notaport'"),
         ({"decode": ("http://x:99999",)}, "decode 'http://x:99999'"),
         ({"decode": ("a:1", "http://a:1/")}, "given 2 times"),
+        ({"decode": ("localhost:8123",), "port": 8123}, "is this router's own address"),
+        ({"decode": ("10.0.0.1:81",), "host": "10.0.0.1", "port": 81}, "this router's own address"),
         ({"drain_timeout_s": 0}, "drain_timeout_s 0"),
         ({"idle_timeout_s": float("nan")}, "idle_timeout_s nan"),
         ({"attempts": 0}, "attempts 0"),
@@ -74,6 +78,22 @@ def test_wrong_options_end_with_a_message_and_status_2() -> None:
     assert ended.returncode == 2
     assert "prefill 'ftp://x': must look like http://host:port" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_an_engine_that_is_not_up_at_the_start_is_named_in_the_log_once() -> None:
+    """A wrong port shows before the first request fails."""
+    with Port() as nobody:
+        url = f"http://127.0.0.1:{nobody.number}"
+        settings = ["--decode", "127.0.0.1:1", "--health-interval-s", "0.1", "--port", "0"]
+        command = [*COMMAND, "--prefill", url, *settings]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as router:
+            assert router.stderr is not None
+            told = [router.stderr.readline() for _ in range(4)]
+            time.sleep(1.0)
+            router.terminate()
+            told += router.stderr.readlines()
+    (line,) = [line for line in told if f"{url} (prefill) is not up yet: " in line]
+    assert "refused" in line
 
 
 def test_keys_are_not_in_the_help_and_not_in_what_the_settings_look_like() -> None:

@@ -4,7 +4,7 @@
 import msgspec
 import pytest
 
-from scheduler_plugins.router.endpoints.trends import recent, trends
+from scheduler_plugins.router.endpoints.trends import overflow, recent, trends
 from scheduler_plugins.router.engines.observed import SharedHistory
 from scheduler_plugins.router.pulse import BEAT_S, KEPT, Beat, Moved, Pulse
 
@@ -18,9 +18,10 @@ def test_a_period_has_the_quantiles_of_its_requests() -> None:
         history.answered(100.0 + n / 20, "g", 5, n / 1000, 1.0)
     history.answered(105.0, "g", 1, 0.0, 1.0)  # one token has no time per token
     history.refused(105.0, "g")
+    history.overflowed(105.0, "g")
     assert pulse.beats(109.9) == (), "the period has not ended"
     (beat,) = pulse.beats(110.0)
-    assert (beat.number, beat.arrivals, beat.refusals) == (10, 100, 1)
+    assert (beat.number, beat.arrivals, beat.refusals, beat.overflows) == (10, 100, 1, 1)
     assert beat.ttft == pytest.approx((0.51, 0.95), abs=0.011)
     assert beat.tpot == pytest.approx((0.051, 0.095), abs=0.0011)
 
@@ -66,6 +67,15 @@ def test_shares_are_of_the_last_five_minutes() -> None:
     beats = (old, *(Beat(n, arrivals=1, outcomes={"handed_over": 1.0}) for n in range(70, 100)))
     sums = recent(beats, 1000.0)
     assert (sums.arrivals, sums.outcomes) == (30, {"handed_over": 30.0})
+
+
+def test_the_share_that_overflowed_is_of_ten_minutes_and_of_twenty_prompts_at_least() -> None:
+    beats = Beat(6, arrivals=100, overflows=5), Beat(7, arrivals=1, overflows=1)
+    assert overflow(beats[:1], 100.0) == 0.05
+    assert overflow(beats, 100.0) == 6 / 101
+    assert overflow(beats, 660.0) == 6 / 101
+    assert overflow(beats, 680.0) == 0, "ten minutes have passed"
+    assert overflow((Beat(6, arrivals=10, overflows=10),), 100.0) == 0, "ten prompts say nothing"
 
 
 def test_another_process_gets_the_same_periods() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from measure.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
 BLOCK = PAGE_SIZE
@@ -168,6 +169,16 @@ class Rig:
         self._open: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._asked: dict[str, tuple[list[int], int]] = {}
         self._arrivals = 0
+
+    @property
+    def order(self) -> WaitingQueue:
+        """The order of what waits."""
+        return self.scheduler._order
+
+    def set_balances(self, seconds: Mapping[str, float]) -> None:
+        """Let classes have earned this much, and not used."""
+        fair_share = self.order.fair_share
+        fair_share.refund({name: fair_share.balance_s(name) - one for name, one in seconds.items()})
 
     def request(
         self,

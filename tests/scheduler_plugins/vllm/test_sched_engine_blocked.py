@@ -32,7 +32,7 @@ def rig_of(tmp_path: Path, premium_s: float = 0.5, **more: Any) -> Rig:
     path.write_text(CLASSES)
     rig = Rig(budget=64, additional={"pd_scheduler": str(path)}, **more)
     rig.scheduler.lora_config = SimpleNamespace(max_loras=1)
-    rig.scheduler._order.fair_share._shares._balances = {"premium": premium_s, "free": 0.0}
+    rig.set_balances({"premium": premium_s, "free": 0.0})
     return rig
 
 
@@ -42,14 +42,14 @@ def test_a_class_goes_on_behind_those_of_it_that_cannot_start(tmp_path: Path, bl
     rig = rig_of(tmp_path, seqs=16, blocks=200)
     rig.add("runs", words(1, 10), 200, qos="free", lora=adapter(1))
     rig.step()
-    rig.scheduler._order.fair_share._shares._balances = {"premium": 0.5, "free": 0.0}
+    rig.set_balances({"premium": 0.5, "free": 0.0})
     for n in range(blocked):
         rig.add(f"blocked {n}", words(100 + n, 200), qos="premium", lora=adapter(2))
     for n in range(9):
         rig.add(f"free {n}", words(10 + n, 20), qos="free")
     rig.add("not blocked", words(2, 20), qos="premium")
     assert "not blocked" in rig.step()
-    assert rig.scheduler._order.fair_share.balance_s("premium") > 0
+    assert rig.order.fair_share.balance_s("premium") > 0
 
 
 def test_a_load_that_failed_keeps_no_room_from_those_before_it(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_load_that_failed_keeps_no_room_from_those_before_it(tmp_path: Path) -
     rig.add("runs", words(2, 10), 4, qos="free", lora=adapter(1))
     rig.step()
     rig.add("before", words(3, 4 * BLOCK + 4), qos="premium", kv=dict(REMOTE))
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 1.0
+    rig.set_balances({"premium": 1.0})
     rig.step(loads.arrive("failed", failed=True))  # and vLLM passes it by, for its adapter
     for _ in range(8):
         rig.step()
@@ -91,8 +91,8 @@ def test_a_load_has_started(tmp_path: Path) -> None:
     for name, qos in (("load", "premium"), ("other", "free")):
         rig.add(name, words(ord(name[0]), 40), qos=qos, kv=dict(REMOTE))
     rig.step()
-    assert rig.scheduler._order.turned_back.starts == 2
-    assert rig.scheduler._order.fair_share.balance_s("free") > 0
+    assert rig.order.turned_back.starts == 2
+    assert rig.order.fair_share.balance_s("free") > 0
     for name in ("load", "other"):
         rig.step(loads.arrive(name))
     rig.run()

@@ -19,10 +19,10 @@ from scheduler_plugins.vllm.request_queue import describe
 
 def believed(rig: Rig, prompt: list[int]) -> int:
     """Tokens that our queue takes to be cached."""
-    rig.scheduler._cache.tell(rig.scheduler._order.prefix_index)
+    rig.scheduler._cache.tell(rig.order.prefix_index)
     request = describe(rig.request("probe", prompt), rig.scheduler._cache)
     del rig._asked["probe"]
-    return rig.scheduler._order.estimator.known_tokens(request)
+    return rig.order.estimator.known_tokens(request)
 
 
 def found(rig: Rig, prompt: list[int]) -> int:
@@ -66,7 +66,7 @@ def test_waiting_requests_are_filed_as_the_cache_is() -> None:
     rig.step()
     rig.add("shares", profile + words(3, 5))
     rig.step()
-    entry = rig.scheduler._order._entries["shares"]
+    entry = rig.order._entries["shares"]
     assert entry.cached == 6
     rig.abort("blocker")
     rig.add("evicts", words(4, 12 * BLOCK - 1))

@@ -173,8 +173,8 @@ def _held(rig: Rig, name: str) -> list[KVCacheBlock]:
 
 def _spare_blocks(rig: Rig) -> list[object]:
     discard = rig.scheduler._discard
-    rig.scheduler._cache.tell(rig.scheduler._order.prefix_index)
-    rig.scheduler._order.refresh(100)
+    rig.scheduler._cache.tell(rig.order.prefix_index)
+    rig.order.refresh(100)
     discard.catch_up()
     discard._sort_out()
     pool = rig.scheduler.kv_cache_manager.block_pool

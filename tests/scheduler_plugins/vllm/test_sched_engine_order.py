@@ -157,7 +157,7 @@ def test_another_class_may_take_the_room_that_a_big_request_waits_for_only_so_of
     rig.add("big", words(1, 140), qos="free")
     rig.step()  # turned back
     # Premium has credit as long as the work that is given out is hardly its own.
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 1e9
+    rig.set_balances({"premium": 1e9})
     for n in range(12):
         rig.add(f"small{n}", words(10 + n, 10), 2, qos="premium")
         rig.step()
@@ -183,8 +183,8 @@ def test_a_request_that_waits_for_its_grammar_is_passed_by_and_comes_first_then(
 
 def test_a_class_loses_no_credit_by_requests_that_are_tried_in_vain(section) -> None:
     rig = Rig(additional=section("  policy: fcfs" + CLASSES))
-    shares = rig.scheduler._order.fair_share._shares
-    shares._balances["premium"] = 1.0
+    shares = rig.order.fair_share
+    rig.set_balances({"premium": 1.0})
     Loads(rig)
     rig.add("waits", words(1, 50), kv=None, qos="free").kv_transfer_params = REMOTE
     for _ in range(50):
@@ -268,7 +268,7 @@ def test_a_long_prefill_gives_way_to_a_class_that_is_owed_and_computes_nothing_t
     rig.add("long", words(1, 320), qos="free")
     rig.step()
     rig.add("owed", words(2, 48), qos="premium")
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 0.5
+    rig.set_balances({"premium": 0.5})
     assert "owed" in rig.step(), "the long prefill takes what is left of the budget"
     rig.run()
     rig.assert_served()
@@ -291,7 +291,7 @@ def test_the_rest_of_a_prefill_gives_way_to_what_does_not_fit_beside_it(
     rig.add("long", words(1, 64 + left), qos="free")
     rig.step()
     rig.add("owed", words(2, owed), qos="premium")
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 0.5
+    rig.set_balances({"premium": 0.5})
     assert rig.step() == step
     rig.run()
     rig.assert_served()
@@ -302,7 +302,7 @@ def test_a_prefill_that_has_a_batch_by_itself_gives_way_too(section) -> None:
     rig.add("long", words(1, 320), qos="free")
     rig.step()
     rig.add("owed", words(2, 48), qos="premium")
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 0.5
+    rig.set_balances({"premium": 0.5})
     assert rig.step() == {"owed": 48}
     rig.run()
     rig.assert_served()
@@ -314,7 +314,7 @@ def test_a_prefill_does_not_give_way_where_its_work_would_be_lost(section) -> No
     rig.add("long", words(1, 320), qos="free")
     rig.step()
     rig.add("owed", words(2, 48), qos="premium")
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 0.5
+    rig.set_balances({"premium": 0.5})
     assert rig.step() == {"long": 64}
 
 
@@ -324,7 +324,7 @@ def test_a_prefill_gives_way_to_a_request_that_cannot_start_only_once(section) -
     rig.add("long", words(1, 320), qos="free")
     rig.step()
     rig.add("owed", words(2, 48), qos="premium", kv=REMOTE)
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 0.5
+    rig.set_balances({"premium": 0.5})
     for _ in range(4):
         rig.step()
     assert rig.scheduler.requests.get("long") is None or (
@@ -369,7 +369,7 @@ def test_a_pooling_request_has_the_class_in_its_id(section) -> None:
         )
         assert qos_of(request) == qos
         rig.scheduler.waiting.add_request(request)
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 1.0
+    rig.set_balances({"premium": 1.0})
     assert "premium" in rig.scheduler.waiting.peek_request().request_id
 
 

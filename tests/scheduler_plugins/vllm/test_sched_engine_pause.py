@@ -27,7 +27,7 @@ def section(tmp_path):
 
 
 def owed(rig: Rig, seconds: float = 0.5) -> None:
-    rig.scheduler._order.fair_share._shares._balances["premium"] = seconds
+    rig.set_balances({"premium": seconds})
 
 
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.UNPAUSED])
@@ -82,7 +82,7 @@ def test_a_head_that_vllm_holds_back_does_not_overtake_a_class_that_is_owed(sect
     rig.step()
     rig.add("free", words(2, 40), qos="free")
     held_back_for_a_while(rig, 3, throttled=True)
-    assert "free" in rig.scheduler._order
+    assert "free" in rig.order
     # Two that are owed come and go: had the head been noted as lacking room, it would be first now.
     for n in range(3):
         rig.add(f"premium{n}", words(3 + n, 64), qos="premium")
@@ -105,7 +105,7 @@ def test_a_head_that_lacks_room_still_gets_its_turn(section) -> None:
     for n in range(12):
         rig.add(f"short{n}", words(10 + n, BLOCK), 3)
         rig.step()
-    assert "big" in rig.scheduler._order.turned_back
+    assert "big" in rig.order.turned_back
     rig.run()
     rig.assert_served()
     assert rig.ended.index("big") < rig.ended.index("short11")

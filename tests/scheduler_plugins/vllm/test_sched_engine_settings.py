@@ -60,7 +60,7 @@ def test_a_name_that_is_no_path_is_refused() -> None:
 
 
 def test_without_a_file_the_defaults_hold() -> None:
-    assert isinstance(Rig().scheduler._order.policy, SrjfCalibrated)
+    assert isinstance(Rig().order.policy, SrjfCalibrated)
 
 
 def test_a_file_that_cannot_be_used_stops_the_start(path: Path) -> None:
@@ -72,14 +72,14 @@ def test_a_file_that_cannot_be_used_stops_the_start(path: Path) -> None:
 
 
 def test_another_policy_takes_effect_while_requests_wait(rig: Rig, path: Path) -> None:
-    assert isinstance(rig.scheduler._order.policy, Fcfs)
+    assert isinstance(rig.order.policy, Fcfs)
     rig.add("running", words(1, 20), 3)
     rig.step()
     rig.add("long", words(2, 100))
     rig.add("short", words(3, 20))
     path.write_text("scheduler: {policy: srjf, max_overtaken: 6}")
     assert rig.run() == ["running", "short", "long"]
-    assert rig.scheduler._order._max_overtaken == 6
+    assert rig.order._max_overtaken == 6
     rig.assert_served()
 
 
@@ -104,7 +104,7 @@ def test_a_change_that_cannot_be_used_is_told_and_leaves_everything(
     with caplog.at_level(logging.ERROR, "scheduler_plugins"):
         rig.run()
     assert [record.getMessage().count("fastest") for record in caplog.records] == [1]
-    assert isinstance(rig.scheduler._order.policy, Fcfs)
+    assert isinstance(rig.order.policy, Fcfs)
 
 
 def test_a_profile_is_believed_from_the_first_request_on(tmp_path: Path) -> None:

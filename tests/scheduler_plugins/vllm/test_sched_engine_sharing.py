@@ -99,7 +99,7 @@ def test_what_follows_the_prompt_under_way_waits_for_it(tmp_path: Path) -> None:
 
 def test_a_class_of_lower_priority_shares_no_step(tmp_path: Path) -> None:
     rig = under_way(tmp_path, CLASSES, "premium")
-    rig.scheduler._order.fair_share._shares._balances = {"premium": 0.0, "free": 1.0}
+    rig.set_balances({"premium": 0.0, "free": 1.0})
     rig.add("short", words(2, 10), qos="free")
     assert rig.step() == {"long": BUDGET}
     served(rig)
@@ -108,7 +108,7 @@ def test_a_class_of_lower_priority_shares_no_step(tmp_path: Path) -> None:
 def test_no_step_is_shared_with_what_did_not_fit_before(tmp_path: Path) -> None:
     rig = under_way(tmp_path)
     rig.add("short", words(2, 10))
-    rig.scheduler._order.turned_back.add("short")
+    rig.order.turned_back.add("short")
     assert rig.step() == {"long": BUDGET}
     served(rig)
 

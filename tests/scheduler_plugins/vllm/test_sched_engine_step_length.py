@@ -37,7 +37,7 @@ def rig(tmp_path: Path) -> Make:
         fit.model = replace(fit.model, c=tokens * fit.model.a / 10, known=known)
         rig.add("long", words(1, 300), qos=qos)
         for name in ("premium", "standard", "free"):
-            rig.scheduler._order.fair_share._shares._balances[name] = float(name == "premium")
+            rig.set_balances({name: float(name == "premium")})
         return rig
 
     return make
@@ -60,7 +60,7 @@ def test_whoever_has_priority_itself_gets_whole_steps(rig: Make) -> None:
 
 def test_a_class_that_is_owed_nothing_shortens_no_steps(rig: Make) -> None:
     engine = rig("free")
-    engine.scheduler._order.fair_share._shares._balances["premium"] = 0.0
+    engine.set_balances({"premium": 0.0})
     assert engine.step() == {"long": BUDGET}
 
 
@@ -90,7 +90,7 @@ def test_what_decodes_is_not_held_up(rig: Make, depth: int) -> None:
     while engine.scheduler.waiting or any(one.is_prefill_chunk for one in engine.scheduler.running):
         engine.step()
     engine.add("another", words(3, 300), qos="free")
-    engine.scheduler._order.fair_share._shares._balances["premium"] = 1.0
+    engine.set_balances({"premium": 1.0})
     step = engine.step()
     assert step.pop("another") == BUDGET // MOST_CUT
     assert sorted(step.values()) == [1] * 20

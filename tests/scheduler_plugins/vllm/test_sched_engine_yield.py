@@ -26,7 +26,7 @@ def rig_of(tmp_path: Path, bound: int = 256, policy: str = "fcfs", **more: Any) 
     path.write_text(CLASSES.format(bound=bound, policy=policy))
     rig = Rig(budget=64, additional={"pd_scheduler": str(path)}, **more)
     rig.scheduler._steps.fit.model = replace(rig.scheduler._steps.fit.model, c=0.0)
-    rig.scheduler._order.fair_share._shares._balances = {"premium": 1.0, "free": 0.0}
+    rig.set_balances({"premium": 1.0, "free": 0.0})
     return rig
 
 
@@ -35,7 +35,7 @@ def test_two_that_had_no_room_do_not_take_turns_for_the_sake_of_a_third(tmp_path
     rig = rig_of(tmp_path, bound=0, seqs=1)
     for name in ("a", "b"):
         rig.add(name, words(ord(name), 40), qos="free")
-        rig.scheduler._order.turned_back.add(name)
+        rig.order.turned_back.add(name)
     rig.add("owed", words(1, 40), qos="premium")
     requests = dict(rig.scheduler.requests)
     rig.run(most_steps=100)
@@ -49,11 +49,11 @@ def test_two_that_had_no_room_do_not_take_turns_for_the_sake_of_a_third(tmp_path
 def test_a_class_pays_for_all_that_is_computed(tmp_path: Path, policy: str, tokens: int) -> None:
     """vLLM stores the blocks of a request's first chunk before it pops the request."""
     rig = rig_of(tmp_path, seqs=1, policy=policy)
-    rig.scheduler._order.fair_share._shares._balances["premium"] = 0.0  # else steps are short
+    rig.set_balances({"premium": 0.0})  # else steps are short
     rig.add("a", words(1, tokens), qos="premium")
     rig.add("b", words(2, 40), qos="free")
     assert rig.step()["a"] >= 48
-    earned_s = rig.scheduler._order.fair_share.balance_s("free")
+    earned_s = rig.order.fair_share.balance_s("free")
     assert earned_s == pytest.approx(tokens * 1e-3 / 2), "the other class earns half of that"
 
 
@@ -68,7 +68,7 @@ def test_a_prefill_gives_way_to_each_that_cannot_start_once_at_most(
     for n in range(blocked):
         rig.add(f"blocked {n}", words(2 + n, 48), qos="premium", kv={"do_remote_prefill": True})
     for _ in range(40):
-        queue = rig.scheduler._order.class_queue("premium")
+        queue = rig.order.class_queue("premium")
         oldest = queue.first()
         assert oldest is not None
         queue.move(oldest, oldest.key + 1, oldest.cost_s)  # another one is first

@@ -182,6 +182,28 @@ def test_engines_that_do_not_fit_together_are_told(
 
 
 @pytest.mark.parametrize(
+    ("pools", "wanted"),
+    [
+        ((True, {"codec": "int8"}), "keep chunks in different codecs (int8, raw)"),
+        (({"codec": "int8"}, {"codec": "int8", "write": False}), ""),
+        (({"codec": "int8"}, False), ""),
+    ],
+)
+def test_pools_that_keep_chunks_in_different_codecs_are_told(
+    tmp_path: Path, pools: tuple[object, object], wanted: str
+) -> None:
+    file = tmp_path / "engines.yaml"
+    both = {**RIGHT, "kv_role": "kv_both"}
+    configs = [
+        {**both, "kv_connector_extra_config": {"pool": pool, "host": "::1"}} for pool in pools
+    ]
+    file.write_text("engines: " + json.dumps(configs))
+    found = text_of(told(str(file)))
+    assert wanted in found
+    assert bool(wanted) == ("different codecs" in found)
+
+
+@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("a: [", "is no YAML"),

@@ -8,14 +8,16 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from support.pool_records import record, sealed
 from typer.testing import CliRunner, Result
 
+from pd_connector.pool.form import coded_run
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.record import Record, encode
+from pd_connector.pool.record import Record, Writer, encode
 from pd_connector.pool.settings import SHM_VARIABLE, PoolSettings, load
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
@@ -33,10 +35,10 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolSe
     shutil.rmtree(shm)
 
 
-def part_of(first_token: int) -> tuple[bytes, Record]:
+def part_of(first_token: int, **fields: Any) -> tuple[bytes, Record]:
     """The bytes of a part, and its record."""
     tokens = range(first_token, first_token + CHUNK_TOKENS)
-    empty = record(tokens, parts=1)
+    empty = record(tokens, parts=1, **fields)
     payload = random.Random(first_token).randbytes(empty.payload_bytes)
     layers = sealed(empty.form, empty.geometry, memoryview(payload))
     whole = msgspec.structs.replace(empty, layers=layers)
@@ -52,20 +54,18 @@ NBYTES = len(PARTS[0][0])
 def store(settings: PoolSettings) -> Iterator[LocalStore]:
     """The store of an engine, with three chunks."""
     opened = settings.open()
-    for number, (data, told) in enumerate(PARTS):
-        writing = opened.begin(
-            told.key,
-            parent=told.parent,
-            part=told.part,
-            parts=1,
-            nbytes=len(data),
-            tenant=f"team {number % 2}",
-        )
-        assert not isinstance(writing, Refusal)
-        writing.write(0, memoryview(data))
-        assert writing.publish()
+    for number, part in enumerate(PARTS):
+        put(opened, *part, f"team {number % 2}")
     yield opened
     opened.close()
+
+
+def put(store: LocalStore, data: bytes, told: Record, tenant: str = "") -> None:
+    names = {"parent": told.parent, "part": told.part, "parts": 1, "tenant": tenant}
+    writing = store.begin(told.key, nbytes=len(data), **names)
+    assert not isinstance(writing, Refusal)
+    writing.write(0, memoryview(data))
+    assert writing.publish()
 
 
 def call(*arguments: str, answer: str | None = None) -> Result:
@@ -98,6 +98,21 @@ def test_status_shows_tiers_tenants_and_engines(settings: PoolSettings) -> None:
     shown = call("status").output
     assert "64 MiB" in shown
     assert "tenant team 1" in shown
+
+
+def test_chunks_kept_in_int8_are_told_apart_counted_and_verified(store: LocalStore) -> None:
+    raw, writer = len(PARTS) * NBYTES, Writer("vllm 0.32.0", "e1", "int8")
+    data, coded = part_of(999, form=(coded_run((0, 2), "int8"),), writer=writer)
+    put(store, data, coded)
+    memory, _ = json.loads(call("status", "--json").output)["tiers"]
+    assert memory["codecs"] == {"raw": raw, "int8": len(data)}
+    assert "memory, codec int8: " in call("status").output
+    lines = [json.loads(line) for line in call("ls", "--json").output.splitlines()]
+    assert {line["key"]: line["codec"] for line in lines} == {
+        **dict.fromkeys((key.hex() for key in KEYS), "raw"),
+        coded.key.hex(): "int8",
+    }
+    assert "4 chunks with" in call("verify").output
 
 
 @pytest.mark.usefixtures("store")

@@ -107,3 +107,38 @@ spec:
   ports:
     - {name: http, port: 8000, targetPort: http}
 {{- end }}
+
+{{- /* What the schema of the values cannot say. */}}
+{{- define "check" -}}
+{{- $set := dict "prefill" "host|port|tensor-parallel-size|kv-transfer-config" -}}
+{{- $_ := set $set "decode" $set.prefill -}}
+{{- $_ := set $set "router" "host|port" -}}
+{{- range $side, $flags := $set -}}
+{{- range $arg := (index $.Values $side).args -}}
+{{- if regexMatch (printf "^--(%s)([=.]|$)" $flags) $arg -}}
+{{- $from := ternary "" (printf " (%s.tensorParallelSize, %s.connector)" $side $side) (eq $side "router") -}}
+{{- fail (printf "%s.args: the chart sets %s itself%s: leave it out" $side $arg $from) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name := list "control_port" "data_port" -}}
+{{- if hasKey $.Values.prefill.connector $name -}}
+{{- fail (printf "prefill.connector.%s: the chart sets it, and opens it in the NetworkPolicy: set ports.%s" $name (trimSuffix "_port" $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- $control := int .Values.ports.control -}}
+{{- $data := int .Values.ports.data -}}
+{{- $ranks := int .Values.prefill.tensorParallelSize -}}
+{{- if and (lt $control (add $data $ranks | int)) (lt $data (add $control $ranks | int)) -}}
+{{- fail (printf "ports.control %d, ports.data %d: %d ranks use as many ports from each on, and these overlap: set them further apart" $control $data $ranks) -}}
+{{- end -}}
+{{- if gt (sub (add (max $control $data) $ranks) 1 | int) 65535 -}}
+{{- fail (printf "ports.control %d, ports.data %d: the last of %d ranks has a port above 65535" $control $data $ranks) -}}
+{{- end -}}
+{{- range $side := list "prefill" "decode" -}}
+{{- $mine := index $.Values.autoscaling $side -}}
+{{- if gt (int $mine.minReplicas) (int $mine.maxReplicas) -}}
+{{- fail (printf "autoscaling.%s: minReplicas %d is above maxReplicas %d" $side (int $mine.minReplicas) (int $mine.maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}

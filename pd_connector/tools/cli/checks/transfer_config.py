@@ -102,6 +102,21 @@ def together(configs: Sequence[Written]) -> Iterator[Finding]:
             f"the engines name different codecs ({', '.join(sorted(codecs))}): one that only one side permits is not used",
             "set `codec` alike on both sides",
         )
+    extras = [_extra_of(part) for _, part in ours]
+    kept = {_kept_in(extra["pool"]) for extra in extras if extra.get("pool")}
+    if len(kept) > 1:
+        yield Finding(
+            ours[0][0],
+            "pool.codec",
+            Status.WARN,
+            f"the engines keep chunks in different codecs ({', '.join(sorted(kept))}): on one host, a prompt is kept once, in "
+            "the codec of the engine that was first, and engines that do not permit it compute the prompt",
+            "set `pool.codec` alike on all engines of a host",
+        )
+
+
+def _kept_in(pool: object) -> str:
+    return str(pool.get("codec", "raw")) if isinstance(pool, Mapping) else "raw"
 
 
 def _extra(place: str, extra: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from router_fakes import FakeEngine, World, run, until
 
+from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.elastic import task as task_module
 from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
@@ -19,6 +21,7 @@ from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.policies.base import Role as PolicyRole
 from scheduler_plugins.router.roles.base import Fleet, Front, Move, RolePolicy
 from scheduler_plugins.router.roles.registry import ROLES
+from scheduler_plugins.router.settings.elastic import Place
 
 LATER_S = 1e4
 """All engines have had their roles for longer than any guard asks for."""
@@ -99,6 +102,67 @@ def test_the_home_of_an_engine_that_was_asked_is_what_it_said() -> None:
             homes = {one.name: (one.role, one.home) for one in Wanted.shown[-1].members}
             assert homes[engine.name] == (Role.DECODE, Role.PREFILL)
             assert described(engine)["home"] == "prefill"
+
+    run(scenario())
+
+
+def test_an_engine_that_may_no_longer_have_its_role_goes_home() -> None:
+    """Without `may` an engine stays at home, and no policy could bring it there."""
+
+    async def scenario() -> None:
+        async with both_kinds(World(1, 3)) as world:
+            pool, engine = world.app[SHARED].pool, world.known(world.d[0])
+            able = Place(may=frozenset((Role.PREFILL, Role.DECODE)))
+
+            def edit(*urls: str, **settings: Any) -> None:
+                pool.use(replace(pool.config, places=dict.fromkeys(urls, able), **settings))
+
+            mine, other = engine.url, world.d[1].url
+            edit(mine, other)
+            pool.set_role(engine, Role.PREFILL, pinned=False)
+            edit(mine)
+            assert engine.role is Role.PREFILL, "its own entry has not changed"
+            edit(mine, other, roles="off")
+            assert engine.role is Role.PREFILL, "`off` moves nothing"
+            edit(mine, other, roles="")
+            edit(other)
+            assert engine.role is Role.DECODE
+            assert await world.metric("role_moves_total", cause="settings") == 1
+
+    run(scenario())
+
+
+def test_a_group_of_engines_on_both_sides_is_told_that_none_moves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With plain settings the log said that the policy moves its engines, and none ever moved."""
+
+    async def scenario() -> None:
+        async with both_kinds(World(1, 2, roles="pressure")) as world:
+            elastic = await ready(world)
+            elastic.tick(later())
+            assert "serves both sides already" not in caplog.text
+        async with World(3, 0, both=True, roles="pressure") as world:
+            elastic = await ready(world)
+            for _ in range(3):
+                elastic.tick(later())
+            assert caplog.text.count("serves both sides already") == 1
+
+    run(scenario())
+
+
+def test_what_nobody_knows_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        for costs, says in ((CostModel.token_count(), True), (CostModel(a=1e-4, d0=0.01), False)):
+            async with both_kinds(World(1, 2, roles="pressure")) as world:
+                elastic = await ready(world)
+                for engine in world.engines:
+                    engine.costs = costs
+                caplog.clear()
+                elastic.tick(later())
+                assert ("costs of decode steps are known" in caplog.text) is says
 
     run(scenario())
 

@@ -16,8 +16,10 @@ from router_fakes import World, run, until
 from scheduler_plugins.router.endpoints import page
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.endpoints.page import state
+from scheduler_plugins.router.endpoints.pairs import row_of
 from scheduler_plugins.router.endpoints.troubles import Trouble
 from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.engines.traffic import FromProducer
 
 MOVE = {**Decision(0.0, "", "", "", "", "")._asdict(), "key": ""}
 
@@ -49,6 +51,8 @@ def test_the_page_needs_nothing_else_and_is_kept_up_to_date() -> None:
             for name in re.findall(r"\b(?:engine|one)\.([a-z]\w+)", script[1]):
                 known = {**first, **Trouble("", "warning", "", (), "")._asdict(), **MOVE}
                 assert name in known, f"the page shows {name}"
+            row = row_of("p", "d", [FromProducer()])
+            assert set(re.findall(r"\bpair\.([a-z]\w+)", script[1])) == set(row)
             for _ in range(2):
                 world.known(world.d[0]).load.decode_ended("a")
 

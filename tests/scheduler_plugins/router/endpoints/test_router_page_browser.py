@@ -22,6 +22,11 @@ METRICS = """
 pd_connector:received_bytes_total{{engine="0"}} {bytes}
 pd_connector:handoffs_total{{cause="handed_over",engine="0"}} {bytes}
 pd_connector:asked_transfers_total{{codec="int8",engine="0"}} {bytes}
+pd_connector:pair_bytes_total{{codec="int8",engine="0",producer="10.9.8.7:7100"}} {bytes}
+pd_connector:pair_chunks_total{{engine="0",producer="10.9.8.7:7100",prompt="computing"}} 9
+pd_connector:pair_chunks_total{{engine="0",producer="10.9.8.7:7100",prompt="computed"}} 1
+pd_connector:pair_transfers_total{{engine="0",producer="10.9.8.7:7100",result="received"}} 99
+pd_connector:pair_transfers_total{{engine="0",producer="10.9.8.7:7100",result="stalled"}} 1
 vllm:kv_cache_usage_perc{{engine="0"}} 0.97
 """
 FITS = "document.documentElement.scrollWidth <= innerWidth"
@@ -59,7 +64,10 @@ def test_the_page_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
             pool = world.app[SHARED].pool
             pool.decisions.append(Decision(0.0, known.url, "decode", "prefill", "why not", "done"))
             known.store = StorePlace("a" * 32, "6d", 128)
-            await browser.until("document.querySelectorAll('td').length === 9")
+            await browser.until("document.querySelectorAll('td').length === 16")
+            pair = await browser.value(text_of("#pair-rows td"))
+            assert pair.startswith("10.9.8.7:7100 | "), pair
+            assert "MB/s | int8 | 90 % | 1.0 % | 100" in pair
             assert "why not" in await browser.value(text_of("#decisions td"))
             assert known.store.name in await browser.value(text_of("#pool-rows td"))
             await _an_engine_dies(world, browser, monkeypatch)

@@ -32,7 +32,7 @@ def found(
     late: float = 0.05,
 ) -> list[str]:
     fleet = engines or (engine("p", Role.PREFILL), engine("d", Role.DECODE))
-    return [one.alert for one in troubles(fleet, moves, recent, late, 100.0, 5000.0)]
+    return [one.alert for one in troubles(fleet, moves, recent, late, 100.0)]
 
 
 P, D = engine("p", Role.PREFILL), engine("d", Role.DECODE)
@@ -68,7 +68,7 @@ def test_prefill_engines_without_an_address() -> None:
 
 def test_engines_with_one_trouble_are_named_together() -> None:
     down = [replace(engine(f"d{n}", Role.DECODE), up=False, reason="refused") for n in range(9)]
-    (one,) = troubles([P, D, *down], (), FINE, 0.0, 100.0, 0.0)
+    (one,) = troubles([P, D, *down], (), FINE, 0.0, 100.0)
     assert len(one.where) == 9
     assert one.where[0] == "http://d0:8000: refused"
 
@@ -93,7 +93,7 @@ def test_what_an_engine_tells(traffic: dict[str, object], alert: list[str]) -> N
 
 def test_an_outage_names_what_to_do() -> None:
     told = replace(D, warning="no KV has moved there (no_params 9). What to do: set the proxy")
-    (one,) = troubles([P, told], (), FINE, 0.0, 100.0, 0.0)
+    (one,) = troubles([P, told], (), FINE, 0.0, 100.0)
     assert (one.alert, one.level, one.do) == ("PDNoTransfers", "critical", "set the proxy")
     assert found(P, replace(told, traffic=Traffic(failing=1.0))) == ["PDFailingRanks"]
 
@@ -107,11 +107,12 @@ def test_shares_of_few_requests_say_nothing() -> None:
 
 
 def test_roles_that_flap_and_moves_that_fail() -> None:
-    move = Decision(4900.0, P.url, "prefill", "decode", "why", "done")
+    move = Decision(0.0, P.url, "prefill", "decode", "why", "done")
     assert found(moves=(move,) * 4) == ["PDRolesFlap"]
     assert found(moves=(move,) * 3) == []
-    assert found(moves=(move._replace(at_s=100.0),) * 4) == [], "it was an hour ago"
+    assert found(moves=(move._replace(at_s=-3500.0),) * 4) == [], "it was an hour ago"
     assert found(moves=(move._replace(outcome="dry run"),) * 9) == []
+    assert found(moves=(move._replace(outcome="given up"),)) == []
     assert found(moves=(move._replace(outcome="it did not drain"),)) == ["PDRoleMoveFails"]
 
 

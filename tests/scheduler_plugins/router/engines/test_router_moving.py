@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from scheduler_plugins.router.engines import moving
 from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.moving import MoveFailedError, Mover
+from scheduler_plugins.router.settings.elastic import Place
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,8 @@ class Switching(FakeEngine):
         """What it answers before it obeys."""
         self.then = ""
         """What it does instead of obeying: `die`, `die switched`, `other` (it says yes and stays)."""
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called while it switches."""
 
     def routes(self, app: web.Application) -> None:
         super().routes(app)
@@ -56,6 +61,7 @@ class Switching(FakeEngine):
         role = (await request.json())["new_role"]
         self.asked.append(role)
         assert self.running == 0, "it is idle"
+        self.meanwhile()
         if self.refusals:
             return web.json_response({"success": False, **self.refusals.pop(0)}, status=400)
         if self.then.startswith("die"):
@@ -159,6 +165,67 @@ def test_an_engine_that_switched_and_whose_answer_was_lost_is_on_its_new_side() 
             fake.then = "die switched"
             await to_prefill(mover, engine)
             assert engine.role is Role.PREFILL
+
+    run(scenario())
+
+
+def places(made: World, **may: frozenset[Role]) -> None:
+    """Edit the settings file: these engines may have these roles, all others none."""
+    pool = made.app[SHARED].pool
+    found = {one.url: Place(may=may[one.name]) for one in (*made.p, *made.d) if one.name in may}
+    pool.use(replace(pool.config, places=found))
+
+
+ANY = frozenset((Role.PREFILL, Role.DECODE))
+
+
+def test_the_settings_end_a_move_that_they_no_longer_allow() -> None:
+    """An operator takes `may` away while the engine drains. Without it nobody would bring the engine home again."""
+
+    async def scenario() -> None:
+        async with world() as made:
+            places(made, d0=ANY, d1=ANY)
+            mover, engine, fake = await ready(made)
+            fake.refusals = [BUSY] * 100
+            moving = asyncio.create_task(to_prefill(mover, engine))
+            await until(lambda: bool(fake.asked), "it is under way")
+            places(made, d1=ANY)
+            with pytest.raises(MoveFailedError, match="its entry in the settings has changed"):
+                await moving
+            assert (engine.role, engine.standing.moving, fake.mode) == (Role.DECODE, None, "decode")
+            assert await made.metric("role_moves_total") == 0, "no alert: nothing has failed"
+
+    run(scenario())
+
+
+def test_an_engine_that_switched_while_the_settings_changed_goes_home() -> None:
+    async def scenario() -> None:
+        async with world() as made:
+            places(made, d0=ANY, d1=ANY)
+            mover, engine, fake = await ready(made)
+
+            def edit() -> None:
+                fake.meanwhile = lambda: None
+                places(made, d1=ANY)
+
+            fake.meanwhile = edit
+            await to_prefill(mover, engine)
+            assert (engine.role, fake.mode) == (Role.DECODE, "decode")
+            assert fake.asked == ["prefill", "decode"]
+            assert await made.metric("role_moves_total", cause="settings") == 1
+
+    run(scenario())
+
+
+def test_a_move_goes_on_if_the_settings_of_others_change() -> None:
+    async def scenario() -> None:
+        async with world() as made:
+            places(made, d0=ANY)
+            mover, engine, fake = await ready(made)
+            fake.refusals = [BUSY]
+            fake.meanwhile = lambda: places(made, d0=ANY, d1=ANY)
+            await to_prefill(mover, engine)
+            assert (engine.role, fake.mode) == (Role.PREFILL, "prefill")
 
     run(scenario())
 

@@ -12,7 +12,13 @@ from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.engines import looks
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Arrivals, Inquiry
-from scheduler_plugins.router.engines.traffic import Traffic, between, read, wanted_in
+from scheduler_plugins.router.engines.traffic import (
+    FromProducer,
+    Traffic,
+    between,
+    read,
+    wanted_in,
+)
 
 BEFORE = """
 pd_connector:received_bytes_total{engine="0"} 1000.0
@@ -41,6 +47,36 @@ def test_rates_are_of_all_ranks_since_the_look_before() -> None:
     assert moved.codecs == {"raw": 2.0}
     assert (traffic.distrusted, traffic.pool_stalls) == (1.0, 1.0)
     assert traffic.unsaved == "", "the pool was full before, not since"
+
+
+PAIR = """
+pd_connector:pair_bytes_total{{codec="int8",engine="0",producer="10.0.0.1:7100"}} {nbytes}
+pd_connector:pair_bytes_total{{codec="raw",engine="0",producer="10.0.0.1:7100"}} 50.0
+pd_connector:pair_chunks_total{{engine="0",producer="10.0.0.1:7100",prompt="computing"}} 9.0
+pd_connector:pair_chunks_total{{engine="0",producer="10.0.0.1:7100",prompt="computed"}} 1.0
+pd_connector:pair_transfers_total{{engine="0",producer="10.0.0.1:7100",result="received"}} 7.0
+pd_connector:pair_transfers_total{{engine="0",producer="10.0.0.1:7100",result="stalled"}} 1.0
+pd_connector:pair_transfers_total{{engine="0",producer="10.0.0.1:7100",result="aborted"}} 4.0
+pd_connector:pair_bytes_total{{codec="raw",engine="0",producer="10.0.0.2:7100"}} 10.0
+"""
+
+
+def test_what_came_from_each_producer_is_told_apart() -> None:
+    before, after = (read(PAIR.format(nbytes=nbytes), at) for nbytes, at in ((100, 10), (600, 15)))
+    found = between(before, after)[0].producers
+    assert found["10.0.0.1:7100"] == FromProducer(
+        650.0, 10.0, 9.0, 8.0, 1.0, {"int8": 600.0, "raw": 50.0}, 100.0
+    )
+    assert found["10.0.0.2:7100"].bytes_s == 0.0
+    first = between(None, after)[0].producers
+    assert first["10.0.0.1:7100"].bytes_s == 0.0, "nothing is known of the time before"
+
+
+def test_an_engine_that_names_countless_producers_does_not_fill_the_router() -> None:
+    text = "".join(
+        f'pd_connector:pair_bytes_total{{codec="raw",producer="h:{n}"}} 1.0\n' for n in range(5000)
+    )
+    assert len(read(text, 1.0).producers) == 256
 
 
 def test_states_are_those_of_the_last_look() -> None:

@@ -20,6 +20,7 @@ from scheduler_plugins.router.fellows import exchange_of_load
 from scheduler_plugins.router.fellows.exchange_of_load import InFlight
 from scheduler_plugins.router.fellows.told_roles import MOST_NUMBER, ToldRole, ToldRoles
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.pulse import BEAT_S
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -134,6 +135,14 @@ def test_what_happens_at_one_router_is_in_the_history_of_all() -> None:
             await until(lambda: seen(one) == seen(two) == 1001, "both know both")
             await asyncio.sleep(0.5)
             assert seen(one) == seen(two) == 1001, "nothing is told on, or twice"
+            pool_of(two).history.overflowed(loop.time(), "default")
+
+            def overflows(router: RouterServer) -> int:
+                beats = pool_of(router).metrics.pulse.beats(loop.time() + BEAT_S)
+                return sum(beat.overflows for beat in beats)
+
+            await until(lambda: overflows(two) == 1, "its own")
+            await until(lambda: overflows(one) == 1, "the page advises for all routers")
 
     run(scenario())
 

@@ -104,6 +104,16 @@ def test_pressure_remembers_promises_that_were_missed(late: dict[str, float]) ->
     assert move.role is P
 
 
+def test_pressure_blames_the_side_that_was_full_while_promises_were_missed() -> None:
+    """Prefill missed them for a minute. Decode is fuller at this moment only: it has the end of a burst."""
+    told = history(prompt=1500, answer=10, refusals=5)
+    prefill, decode = dict.fromkeys(("p0", "p1", "p2", "p3"), 0.1), {"d0": 60_000, "d1": 60_000}
+    assert not Pressure().decide(fleet(prefill, decode, told), NOW_S)
+    answers = history(prompt=500, answer=400, refusals=5)
+    (move,) = Pressure().decide(fleet(prefill, decode, answers), NOW_S)
+    assert move.role is D, "here decode has the work of the whole minute"
+
+
 def test_pressure_without_promise_or_profile_goes_by_queues_and_room() -> None:
     told = history(promised=False)
     late = fleet({"p0": 3.0}, {"d0": 9000, "d1": 9000}, told, UNKNOWN)

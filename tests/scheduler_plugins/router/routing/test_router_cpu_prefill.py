@@ -26,7 +26,7 @@ from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.length import MAX_UNCACHED, MIN_UNCACHED
 from scheduler_plugins.router.prompt.describe import BYTES_PER_TOKEN
-from scheduler_plugins.router.request.overflow import Overflow
+from scheduler_plugins.router.pulse import BEAT_S
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import parse
 
@@ -90,7 +90,9 @@ def test_a_long_prompt_that_nobody_waits_for_is_computed_without_a_gpu() -> None
             assert await computed_by(world, cpu, LONG) == "p0", "somebody waits"
             assert await computed_by(world, cpu, SHORT, **NIGHTLY) == "p0", "it is short"
             assert await world.metric("cpu_prefills_total", cause="background") == 1
-            assert world.app[SHARED].overflow.share(0.0) == 0, "nobody was late"
+            later_s = asyncio.get_running_loop().time() + BEAT_S
+            beats = world.app[SHARED].metrics.pulse.beats(later_s)
+            assert sum(beat.overflows for beat in beats) == 0, "nobody was late"
             health = (await world.get("/health")).json
             (told,) = [one for one in health["engines"] if one["url"] == cpu.url]
             assert (told["role"], told["hands_over_kv"]) == ("cpu_prefill", True)
@@ -116,25 +118,12 @@ def test_what_others_would_be_late_with_is_computed_without_a_gpu_and_counted() 
             for _ in range(30):
                 assert await computed_by(world, cpu, SHORT) == "c0"
             assert await world.metric("cpu_prefills_total", cause="late") == 30
-            (told,) = state(shared, loop.time())["troubles"]
+            (told,) = state(shared, loop.time() + BEAT_S)["troubles"]
             assert told["alert"] == "PDGPUsMissing"
             assert told["what"].startswith("97% of the prompts")
         await cpu.die()
 
     run(scenario())
-
-
-def test_the_share_of_late_prompts_is_that_of_ten_minutes_and_of_twenty_prompts_at_least() -> None:
-    counts = Overflow()
-    for n in range(100):
-        counts.note(60.0, late=n < 5)
-    assert counts.share(100.0) == 0.05
-    counts.note(61.0, late=True)
-    assert counts.share(100.0) == 6 / 101
-    assert counts.share(60.0 + 660.0) == 0
-    for _ in range(10):
-        counts.note(800.0, late=True)
-    assert counts.share(800.0) == 0, "ten prompts say nothing"
 
 
 def test_only_the_policy_length_uses_such_an_engine() -> None:

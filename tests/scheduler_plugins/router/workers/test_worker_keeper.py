@@ -15,6 +15,7 @@ from router_fakes import FAST, FakeEngine, run, until
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.counts import SharedCounts
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.pulse import BEAT_S
 from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.workers import messages
@@ -133,12 +134,15 @@ def test_the_keeper_knows_what_happens_to_the_requests_of_its_workers() -> None:
             pool.history.prefilled(0.0, "default", 80, 1.5, 2.0)
             pool.history.answered(0.0, "default", 7, 0.05, 0.1)
             pool.history.refused(0.0, "default")
+            pool.history.overflowed(0.0, "default")
             child = keeper.children[0]
             keeper._heard(child, await link.receive())
             now_s = asyncio.get_running_loop().time()
             seen = keeper.pool.history.over(now_s, 10, "default")
             assert (seen.arrivals, seen.uncached, seen.answered, seen.refusals) == (1, 80, 7, 1)
             assert seen.ttft_ratio == 0.75
+            (beat,) = keeper.pool.metrics.pulse.beats(now_s + BEAT_S)
+            assert (beat.arrivals, beat.overflows) == (1, 1), "the page advises for all workers"
             assert keeper.waiting() == {"default": Front(2, 30, 0.5)}
             keeper._ended(child)
             assert keeper.waiting() == {}, "what waited in a worker that has ended is gone"

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what came from each rank of each prefill engine."""
+
+from pd_connector.protocol.consuming.incoming import Finished, PlaceChunk
+from pd_connector.protocol.wire.peers import Source
+from pd_connector.telemetry import Telemetry
+
+MOST_PRODUCERS = 128
+"""Most values of the label `producer`, because each is a series that Prometheus keeps. Further ranks are counted together:
+a decode engine that runs for months may outlive many prefill engines."""
+OTHERS = "others"
+
+
+class PairCounts:
+    """The counters of pairs (`agent.metrics.COUNTERS_OF_PAIRS`). Used by the agent's thread."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._known: set[str] = set()
+
+    def received(self, place: PlaceChunk) -> None:
+        """A chunk has been verified."""
+        producer = self._name(place.source)
+        prompt = "computing" if place.early else "computed"
+        self._telemetry.count("pair_chunks", producer=producer, prompt=prompt)
+        codec, nbytes = place.route.codec, place.header.nbytes
+        self._telemetry.count("pair_bytes", nbytes, producer=producer, codec=codec)
+
+    def ended(self, finished: Finished) -> None:
+        """A load has ended, well or not."""
+        if finished.source is not None:
+            producer, result = self._name(finished.source), finished.cause or "received"
+            self._telemetry.count("pair_transfers", producer=producer, result=result)
+
+    def _name(self, source: Source) -> str:
+        name = source.label
+        if name not in self._known:
+            if len(self._known) >= MOST_PRODUCERS:
+                return OTHERS
+            self._known.add(name)
+        return name
