@@ -25,7 +25,7 @@ def bench(*arguments: str) -> tuple[int, str]:
 def test_the_help_says_what_is_measured() -> None:
     code, said = bench("--help")
     assert code == 0
-    for option in ("--raw", "--lookup", "--engines", "--peer-env"):
+    for option in ("--raw", "--lookup", "--engines", "--stores", "--peer-env"):
         assert option in said
 
 
@@ -38,6 +38,13 @@ def test_without_mooncake_the_store_is_measured_beside_files_and_a_copy(tmp_path
     assert code == 0, said
     assert "NOT COMPARED: Mooncake is not in" in said
     assert {row["name"] for row in json.loads(figures.read_text())} == {"raw put", "raw get"}
+
+
+def test_an_environment_without_the_other_stores_is_told(tmp_path: Path) -> None:
+    code, said = bench("--stores", str(tmp_path))
+    assert code == 2
+    assert "has lmcache not at all, wanted" in said
+    assert "docs/benchmarks/README.md#bench-pool" in said
 
 
 def test_an_object_with_one_wrong_byte_is_found() -> None:

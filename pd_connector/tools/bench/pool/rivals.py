@@ -180,7 +180,7 @@ def running(environment: Path, console: Console) -> Iterator[RivalEngines]:
     for package, version in PACKAGES.items():
         if (found := installed_version(environment, package)) != version:
             raise BenchError(
-                f"{environment} has {package} {found or 'not at all'}, wanted {version}: docs/benchmarks/pool-cpu.md says how to make it"
+                f"{environment} has {package} {found or 'not at all'}, wanted {version}: docs/benchmarks/README.md#bench-pool says how to make it"
             )
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-")))
