@@ -4,8 +4,7 @@ PYTEST := $(PYTHON) -m pytest --durations=15
 # Tests start hundreds of processes: each would compile what it imports of this clone if the shell forbids to keep that.
 export PYTHONDONTWRITEBYTECODE :=
 # Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and run four
-# at a time beside them; to import and collect takes each worker 14 s of a core. Tests marked `quiet` measure time, and
-# run alone.
+# at a time; to import and collect takes each worker 14 s of a core. Tests marked `quiet` measure time, and run alone.
 COMPUTING := tests/kernels tests/emulator tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
 	tests/scheduler_plugins
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
@@ -31,14 +30,16 @@ lint: setup
 # The door to SGLang is tested with SGLang, which has an environment of its own.
 SGLANG := .venv-sglang/bin/python
 
-# What computes goes at a low priority: it takes the time that the others wait in.
-BESIDE := waiting sglang-door
+# A test whose deadlines are part of what it shows gets the machine to itself and its likes: what computes runs beside the
+# doors, which mostly wait for processes to start, and the waiting half after it.
+BESIDE := sglang-door
 fast: setup
-	@ci/beside 'nice -n 10 $(MAKE) --no-print-directory computing' '$(MAKE) --no-print-directory -k $(BESIDE)'
+	@ci/beside '$(MAKE) --no-print-directory computing' '$(MAKE) --no-print-directory -k $(BESIDE)'
+	@$(MAKE) --no-print-directory waiting
 	@$(MAKE) --no-print-directory quiet
 
 computing: setup
-	$(PYTEST) -m "not engine and not quiet" --timeout=900 -n 2 --dist loadfile $(COMPUTING)
+	$(PYTEST) -m "not engine and not quiet" --timeout=600 -n 2 --dist loadfile $(COMPUTING)
 
 waiting: setup
 	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 4 --dist loadfile $(COMPUTING:%=--ignore=%)
@@ -67,7 +68,7 @@ ray: setup
 # to start, and have time for that beside the tests that compute.
 test: setup
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory fast BESIDE="waiting sglang-door ray"
+	@$(MAKE) --no-print-directory fast BESIDE="sglang-door ray"
 	@$(MAKE) --no-print-directory engine
 
 # The documentation as a site, in build/site. Strict: a link that leads nowhere is an error.

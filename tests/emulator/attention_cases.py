@@ -158,7 +158,7 @@ def processors(count: int) -> Iterator[None]:
         yield
 
 
-def mixed_steps(cache: torch.dtype = BF16, processors: int = 2, aware: bool = True) -> None:
+def mixed_steps(cache: torch.dtype = BF16, count: int = 2, aware: bool = True) -> None:
     """A prefill chunk beside two decodes, with one plan twice."""
     torch.manual_seed(2)
     lengths, counts, heads = [70, 33, 90], [1, 1, 40], Heads(8, 2, 128)
@@ -166,7 +166,7 @@ def mixed_steps(cache: torch.dtype = BF16, processors: int = 2, aware: bool = Tr
     given = paged_set(lengths, heads, 16, cache)
     query = torch.randn(sum(counts), heads.query, heads.dim, dtype=BF16)
     layer = {"query": query.unsqueeze(1), "keys": given.keys, "values": given.values}
-    with processors(processors):
+    with processors(count):
         plan = mixed.MixedPlan.of(query, given.keys, given.table, given.lengths, starts, 2)
         wanted = torch.zeros(layer["query"].shape)
         reference_paged_decode(plan.whole(**layer, scale=0.1), wanted, None)
@@ -260,7 +260,7 @@ DECODES: dict[str, Case] = {
     "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
     "mixed": mixed_steps,
     "mixed, fp8": functools.partial(mixed_steps, FP8),
-    "mixed, one processor": functools.partial(mixed_steps, processors=1, aware=False),
+    "mixed, one processor": functools.partial(mixed_steps, count=1, aware=False),
     "merge": functools.partial(merge, 128, 4),
     "merge, 80": functools.partial(merge, 80, 7),
     "plan": functools.partial(plan, 64, 0),

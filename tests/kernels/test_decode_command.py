@@ -191,6 +191,7 @@ def test_it_measures_every_batch_and_says_which_baselines_are_not_there(
         "planning / mla_decode": 1,
         "mean of paged_decode / FlexAttention": 1,
         "column_merge: on / off": 2,
+        "swapped: on / off": 2,
         "direct_launch: on / off": 2,
         "host of a call / bar": 2,
     }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from pd_kernels.attention.decode_call import DecodeCall
-from pd_kernels.attention.decode_plan import DecodePlan
+from pd_kernels.attention.decode_plan import LEAST_HEIGHT, DecodePlan
 from pd_kernels.attention.direct import DirectLaunch
 from pd_kernels.attention.work_partition import NO_MOD, RowShape
 
@@ -174,11 +174,11 @@ def check_call(batch: DecodeCall, rows: list[int], scratch: list[torch.Tensor]) 
         raise ValueError(f"plan for {made}: must be for {batch.rows}")
     if scratch:  # kernels write partials without a check of how many lines and elements fit
         paired, _, _, *line = scratch[2].shape
-        fits = line[0] >= batch.height and line[1] == batch.width
-        if paired != batch.paired or not fits:
+        wanted = batch.paired, max(LEAST_HEIGHT, batch.height), batch.width
+        if (paired, *line) != wanted:
             raise ValueError(
                 f"plan for {paired} x {line[0]} lines of {line[1]} elements: must be for "
-                f"{batch.paired} x {batch.height} of {batch.width}, as q and the cache"
+                f"{wanted[0]} x {wanted[1]} of {wanted[2]}, as q and the cache"
             )
     if batch.on_gpu and batch.query.numel():
         batch.check_kernel()
