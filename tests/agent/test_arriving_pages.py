@@ -213,3 +213,27 @@ def test_pages_of_a_load_that_was_dropped_are_not_written_any_more(
     consumer.load(producer.source, "next", INTO)
     assert consumer.loaded("next").cause is None
     assert_pages(producer, FROM, consumer, INTO)
+
+
+def complete(consumer: Rank) -> bool:
+    """Whether the consumer has been told of the whole prompt of `t`."""
+    side = consumer.agent._loop.consumer_side
+    incoming = side._consumer._transfers.get("t") if side else None
+    return incoming is not None and all(stream.complete for stream in incoming.streams.values())
+
+
+def test_a_prompt_that_is_computed_to_its_end_while_a_chunk_arrives(
+    ranks: Ranks,  # noqa: F811
+    dammed: Any,
+) -> None:
+    producer = ranks(SEALED, consumes=False, wrap=dammed(1500), **WIDE)
+    consumer = ranks(SEALED, seed=1, produces=False, **WIDE)
+    consumer.load(producer.source, "t", INTO, wait=True)
+    producer.offer("t", FROM, computed=160)
+    until(lambda: arriving(consumer), "a chunk whose head has come")
+    assert not complete(consumer)
+    producer.offer("t", FROM)
+    until(lambda: complete(consumer), "the end of the prompt")
+    dammed.dams[0].opened.set()
+    assert consumer.loaded("t").cause is None
+    assert_pages(producer, FROM, consumer, INTO)

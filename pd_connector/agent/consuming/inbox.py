@@ -67,7 +67,8 @@ class ChunkPages(Destination):
 
     def filled_as(self, place: PlaceChunk) -> bool:
         """Whether all of this chunk, and no other one, was written into these pages."""
-        same = self._place._replace(payload=None, verified=True)
+        # The prompt may have been computed to its end since the chunk began to arrive.
+        same = self._place._replace(payload=None, verified=True, early=place.early)
         return self._filled == self.nbytes and same == place._replace(payload=None)
 
 
