@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from hypothesis import assume, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.caches import Rank
 from support.filled import bits, converted, ranks, snapshot
@@ -23,20 +23,23 @@ from support.pool_reads import (
     WRITERS,
     Opaque,
     after_windows,
+    arrives,
     assert_loaded,
     assert_right,
     by_kernels,
     opaque,
+    readings,
+    writers,
 )
 from support.pool_records import GEOMETRY, record
 from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.codec import CODECS, DTYPES
-from pd_connector.errors import Miss, PoolError
+from pd_connector.errors import PoolError
 from pd_connector.kv.coding import Elements, Part
 from pd_connector.pool import plans
 from pd_connector.pool.codecs import CODED_DTYPES
-from pd_connector.pool.form import Run, coded_run, form_problem, kept_layers, places
+from pd_connector.pool.form import Run, coded_run, form_problem, places
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.record import Writer, decode, encode, payload_problem
 
@@ -118,54 +121,21 @@ def test_of_a_coded_chunk_exactly_what_may_be_written_and_is_held_arrives(
     scales = st.sampled_from([(1.0, 1.0), (0.25, 2.0)])
     ours = replace(ours, windows=data.draw(st.booleans()), scales=data.draw(scales))
     theirs = replace(theirs, scales=data.draw(scales))
-    number = data.draw(st.integers(0, 2), "chunk")
-    start, stop = number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS
-    computed = data.draw(st.sampled_from([stop, min(stop + 20, TOKENS), TOKENS]), "computed")
-    first = data.draw(st.sampled_from([0, start]) | st.integers(0, stop - 1), "loaded from")
-    until = data.draw(st.sampled_from([stop, TOKENS]) | st.integers(max(start, first) + 1, TOKENS))
-    sources = ranks(model, ours, TOKENS, 1)
-    for rank in sources:  # else the pool refuses the engine
-        assume(any(kept_layers(rank.geometry.shard, group) for group in rank.geometry.groups))
+    wants = data.draw(readings(), "reading")
+    sources = writers(model, ours)
     dense = fill_all(sources, TOKENS, 2, spread=True)
-    tables = [after_windows(rank, computed) for rank in sources]
-    files = write(sources, number, tables, codec="int8")
+    tables = [after_windows(rank, wants.computed) for rank in sources]
+    files = write(sources, wants.number, tables, codec="int8")
     held = {
         layer: next((n for n, page in enumerate(table[group.table]) if page >= 0), 0)
         * group.page_size
         for rank, table in zip(sources, tables, strict=True)
         for layer, group in rank.groups.items()
     }
-    expected = as_read(dense, ours, theirs, number, held)
+    expected = as_read(dense, ours, theirs, wants.number, held)
     for rank in ranks(model, theirs, TOKENS, 3):
-        own = [list(table) for table in after_windows(rank, until)]
-        for group in rank.geometry.groups:
-            for page in range(first // group.page_size):
-                own[group.table][page] = -1
-        before = snapshot(rank)
-        wanted = {
-            layer: range(
-                max(start, first, until - group.window + 1 if group.window else 0), min(stop, until)
-            )
-            for layer, group in rank.groups.items()
-        }
-        problem = None
-        try:
-            read(rank, files, number, (first, until), own)
-        except PoolError as error:
-            problem = error
-        if problem is not None:
-            event("not all is held")
-            assert problem.cause is Miss.UNLIKE
-            assert ours.windows
-            assert any(
-                tokens and model[layer].window and tokens.start < computed - model[layer].window + 1
-                for layer, tokens in wanted.items()
-            ), "all wanted tokens were held"
-            for layer, storage in rank.storage.items():
-                assert torch.equal(bits(storage), bits(before[layer])), "something was written"
-        else:
-            event(f"{ours.dtype} into {theirs.dtype}")
-            assert_right(rank, before, expected, wanted, own, first)
+        loaded = arrives(rank, files, wants, expected, model, ours)
+        event(f"{ours.dtype} into {theirs.dtype}" if loaded else "not all is held")
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 2.0), (0.01, 1 / 64)])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from hypothesis import assume, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.caches import LAYOUTS, ON_THE_HOST, Rank
 from support.filled import bits, converted, ranks, snapshot
@@ -22,10 +22,13 @@ from support.pool_reads import (
     WRITERS,
     Opaque,
     after_windows,
+    arrives,
     assert_loaded,
     assert_right,
     by_kernels,
     opaque,
+    readings,
+    writers,
 )
 from support.pool_records import FACTS, mutated, summed
 from support.setups import LATENT, Layer, Model, Setup, pairs
@@ -33,7 +36,6 @@ from support.setups import LATENT, Layer, Model, Setup, pairs
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Shard
-from pd_connector.pool.form import kept_layers
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.plans import plan_load, plan_save
 from pd_connector.pool.record import HEADER, decode, read_header
@@ -78,47 +80,13 @@ def test_of_a_chunk_exactly_what_may_be_written_and_is_held_arrives(
         replace(ours, windows=data.draw(st.booleans())),
         replace(theirs, dtype=ours.dtype),
     )
-    number = data.draw(st.integers(0, 2), "chunk")
-    start, stop = number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS
-    computed = data.draw(
-        st.sampled_from([stop, min(stop + 20, TOKENS), TOKENS]), "computed by the writer"
-    )
-    first = data.draw(st.sampled_from([0, start]) | st.integers(0, stop - 1), "loaded from")
-    until = data.draw(st.sampled_from([stop, TOKENS]) | st.integers(max(start, first) + 1, TOKENS))
-    sources = ranks(model, ours, TOKENS, 1)
-    for rank in sources:  # else the pool refuses the engine
-        assume(any(kept_layers(rank.geometry.shard, group) for group in rank.geometry.groups))
+    wants = data.draw(readings(), "reading")
+    sources = writers(model, ours)
     dense = fill_all(sources, TOKENS, 2)
-    files = write(sources, number, [after_windows(rank, computed) for rank in sources])
+    tables = [after_windows(rank, wants.computed) for rank in sources]
+    files = write(sources, wants.number, tables)
     for rank in ranks(model, theirs, TOKENS, 3):
-        own = [list(table) for table in after_windows(rank, until)]
-        for group in rank.geometry.groups:
-            for page in range(first // group.page_size):
-                own[group.table][page] = -1
-        before = snapshot(rank)
-        wanted = {
-            layer: range(
-                max(start, first, until - group.window + 1 if group.window else 0), min(stop, until)
-            )
-            for layer, group in rank.groups.items()
-        }
-        problem = None
-        try:
-            read(rank, files, number, (first, until), own)
-        except PoolError as error:
-            problem = error
-        event(f"loaded: {problem is None}")
-        if problem is None:
-            assert_right(rank, before, dense, wanted, own, first)
-            continue
-        assert problem.cause is Miss.UNLIKE
-        assert ours.windows
-        assert any(
-            tokens and model[layer].window and tokens.start < computed - model[layer].window + 1
-            for layer, tokens in wanted.items()
-        ), "all wanted tokens were held"
-        for layer, storage in rank.storage.items():
-            assert torch.equal(bits(storage), bits(before[layer])), "something was written"
+        event(f"loaded: {arrives(rank, files, wants, dense, model, ours)}")
 
 
 @pytest.mark.parametrize("gone", [(), (0, 1), (3,), (1, 4)])

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Made-up engines that write and read chunks of the pool, and what must hold of the pages that were read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from hypothesis import assume
+from hypothesis import strategies as st
 
+from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.pool.form import kept_layers
 from pd_connector.pool.keys import CHUNK_TOKENS
 from support.caches import Rank
-from support.filled import bits
-from support.pool_ranks import Dense, index, own_part, seen
+from support.filled import bits, ranks, snapshot
+from support.pool_ranks import Dense, Files, index, own_part, read, seen
 from support.setups import Layer, Model, Setup
 
 MODEL: Model = (Layer(8, 4, 4),) * 4
@@ -98,6 +103,75 @@ def assert_right(
             assert torch.equal(found[:, :TOKENS][moved[:, :TOKENS]], right[moved[:, :TOKENS]])
             changed[where] = False
         assert not changed.any(), "a page of another request"
+
+
+class Reading(NamedTuple):
+    """Which tokens of a chunk a reader wants, and how far its writer was.
+
+    Attributes:
+        number: of the chunk.
+        computed: tokens of the prompt that the writer had computed when it saved. Its windows have passed some pages.
+        first, until: the tokens of the prompt that are loaded. The reader has the others already, or wants none of them.
+    """
+
+    number: int
+    computed: int
+    first: int
+    until: int
+
+
+@st.composite
+def readings(draw: Callable[[st.SearchStrategy[int]], int]) -> Reading:
+    number = draw(st.integers(0, 2))
+    start, stop = number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS
+    computed = draw(st.sampled_from([stop, min(stop + 20, TOKENS), TOKENS]))
+    first = draw(st.sampled_from([0, start]) | st.integers(0, stop - 1))
+    until = draw(st.sampled_from([stop, TOKENS]) | st.integers(max(start, first) + 1, TOKENS))
+    return Reading(number, computed, first, until)
+
+
+def writers(model: Model, ours: Setup) -> list[Rank]:
+    """The ranks of an engine that the pool does not refuse."""
+    found = ranks(model, ours, TOKENS, 1)
+    for rank in found:
+        assume(any(kept_layers(rank.geometry.shard, group) for group in rank.geometry.groups))
+    return found
+
+
+def arrives(
+    rank: Rank, files: Files, wants: Reading, expected: Dense, model: Model, ours: Setup
+) -> bool:
+    """Have a rank read a chunk: exactly what it wants arrives, or nothing is written, because the writer's windows had
+    passed some of it. Returns which of both."""
+    number, computed, first, until = wants
+    start, stop = number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS
+    own = [list(table) for table in after_windows(rank, until)]
+    for group in rank.geometry.groups:
+        for page in range(first // group.page_size):
+            own[group.table][page] = -1
+    before = snapshot(rank)
+    wanted = {
+        layer: range(
+            max(start, first, until - group.window + 1 if group.window else 0), min(stop, until)
+        )
+        for layer, group in rank.groups.items()
+    }
+    try:
+        read(rank, files, number, (first, until), own)
+    except PoolError as error:
+        problem = error
+    else:
+        assert_right(rank, before, expected, wanted, own, first)
+        return True
+    assert problem.cause is Miss.UNLIKE
+    assert ours.windows
+    assert any(
+        tokens and model[layer].window and tokens.start < computed - model[layer].window + 1
+        for layer, tokens in wanted.items()
+    ), "all wanted tokens were held"
+    for layer, storage in rank.storage.items():
+        assert torch.equal(bits(storage), bits(before[layer])), "something was written"
+    return False
 
 
 def by_kernels(cache: PagedCache) -> PagedCache:
