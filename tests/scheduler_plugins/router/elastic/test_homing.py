@@ -140,7 +140,7 @@ def test_an_edit_that_is_taken_back_ends_the_switch() -> None:
 
 def test_an_edit_that_swaps_all_sides_leaves_no_side_empty() -> None:
     async def scenario() -> None:
-        async with Sglang(2, 2) as world:
+        async with Sglang(2, 1) as world:
             least = dict.fromkeys((P, D), 9)
 
             async def watch() -> None:
@@ -151,7 +151,7 @@ def test_an_edit_that_swaps_all_sides_leaves_no_side_empty() -> None:
 
             watching = asyncio.create_task(watch())
             world.edit(*world.fakes[2:])
-            await settled(world, p0="decode", p1="decode", d0="prefill", d1="prefill")
+            await settled(world, p0="decode", p1="decode", d0="prefill")
             watching.cancel()
             assert least == {P: 1, D: 1}
         async with Sglang(1, 1) as world:
