@@ -109,8 +109,8 @@ class Homing:
     def _leave_to_others(self, wishes: Collection[_Wish]) -> None:
         for url, role in sorted(set(wishes) - self._told):
             logger.info(
-                "%s: the settings say %s. Another router decides on roles, and has the engine switched when its own "
-                "settings say so, too",
+                "%s: the settings say %s. Another router decides on roles (or none of --fellows is heard). It has the "
+                "engine switched when its own settings say so, too",
                 *(url, role),
             )
             self._told.add((url, role))
