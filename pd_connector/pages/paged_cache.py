@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter between a paged cache and a slot: where layers, heads and tokens become bytes.
 
-The calling thread waits for the bytes. On a CPU the thread copies them itself (`block_copies.py`). On a GPU
+The calling thread waits for the bytes. On a CPU the thread copies them itself (`plane_copies.py`). On a GPU
 kernels copy, on a stream of their own (`kernel_pages.py`). Without Triton, or for chunks that kernels cannot
 take, torch copies.
 """
@@ -295,6 +295,6 @@ def _kernels(*arguments: Any) -> "KernelPages | None":
     try:
         from pd_connector.pages.kernel_pages import KernelPages
     except ImportError as error:
-        logger.warning("torch moves pages block by block, without kernels: %s", error)
+        logger.warning("torch moves pages plane by plane, without kernels: %s", error)
         return None
     return KernelPages(*arguments)

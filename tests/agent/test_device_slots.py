@@ -183,8 +183,8 @@ def test_what_no_kernel_takes_goes_through_host_memory_and_is_summed_there(
     def refuse(*_: object) -> None:
         raise ValueError("stride of 2147483648 bytes")
 
-    monkeypatch.setattr("pd_kernels.transfer.Blocks.of", refuse)
-    monkeypatch.setattr("pd_kernels.transfer.Blocks.of_rows", refuse)
+    monkeypatch.setattr("pd_kernels.transfer.Planes.of", refuse)
+    monkeypatch.setattr("pd_kernels.transfer.Planes.of_rows", refuse)
     producer, consumer = ranks.pair(NIXL)
     if damages:
         damage(consumer, monkeypatch)

@@ -55,14 +55,14 @@ def wanted_payload(rank: Rank, route: Route, planned: Chunk) -> bytes:
 
 def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes:
     """Gather with the kernels or their reference; the sums give pd_connector's checksum."""
-    blocks, pages = side(rank, route, planned, gather=True)
+    planes, pages = side(rank, route, planned, gather=True)
     nbytes = planned.nbytes(route)
     slot = sloppy(1, nbytes + 32)
     behind = slot[nbytes:].clone()
     sums = new_sums(nbytes, slot.device)
-    chunk = chunk_of(blocks, pages, route, planned, slot, True, sums)
+    chunk = chunk_of(planes, pages, route, planned, slot, True, sums)
     chunk.check()
-    assert blocks.nbytes(chunk.tokens) == nbytes
+    assert planes.nbytes(chunk.tokens) == nbytes
     if by_kernel:
         launch_gather(chunk)
     else:
@@ -74,10 +74,10 @@ def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes
 
 
 def scattered(rank: Rank, route: Route, planned: Chunk, payload: bytes, by_kernel: bool) -> None:
-    blocks, pages = side(rank, route, planned, gather=False)
+    planes, pages = side(rank, route, planned, gather=False)
     slot = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     sums = new_sums(len(payload), slot.device)
-    chunk = chunk_of(blocks, pages, route, planned, slot, False, sums)
+    chunk = chunk_of(planes, pages, route, planned, slot, False, sums)
     chunk.check()
     (launch_scatter if by_kernel else reference_scatter)(chunk)
     assert finish(sums, len(payload)) == checksum_of(memoryview(payload))
