@@ -176,14 +176,23 @@ class SharedShadow:
         agents: Any = None,
         moments: Any = None,
         same: Any = NOWHERE,
+        fenced: bool = False,
     ) -> None:
-        """Warps write, or `agents` that they have told to. `same`: lanes whose values are there already."""
+        """Warps write, or `agents` that they have told to. `same`: lanes whose values are there already. `fenced`:
+        what threads have written must lie behind a fence of proxies."""
         writer = self.writer[pieces]
         known = self.clocks.known[0, warps[:, None], np.maximum(writer, 0)]
         if ((writer >= 0) & (known < self.written[pieces]) & ~same[..., None]).any():
             raise FaultError(
                 f"race: shared memory is written twice without a barrier between: {where}"
             )
+        if fenced:
+            known = self.clocks.known[1, warps[:, None], np.maximum(writer, 0)]
+            of_threads = (writer >= 0) & (writer < 2 * self.clocks.warps)
+            if (of_threads & (known < self.written[pieces])).any():
+                raise FaultError(
+                    f"race: no fence.proxy.async since threads wrote to shared memory: {where}"
+                )
         readers = self.clocks.known[0, warps[:, None], self._agents(warps)]
         if (self.reads[:, pieces] > readers.T[:, :, None]).any():
             raise FaultError(f"race: shared memory is written that others still read: {where}")
@@ -194,7 +203,7 @@ class SharedShadow:
 
 
 class GlobalShadow:
-    """As `SharedShadow`, for the memory of tensors; of readers it keeps the last."""
+    """As `SharedShadow`, for the memory of tensors; of readers it keeps the last, but all that used atomics."""
 
     def __init__(self, clocks: Clocks, starts: Array, ends: Array, piece: int) -> None:
         self.clocks, self.piece = clocks, piece
@@ -203,6 +212,8 @@ class GlobalShadow:
         count = int(self.first[-1])
         self.writer, self.written, self.reader, self.read_at = np.zeros((4, count), np.int32)
         self.atomic = np.zeros(count, bool)
+        self.counted: dict[int, dict[int, int]] = {}
+        """When each warp used a piece last, of those that were used by atomics."""
 
     def check(
         self,
@@ -238,6 +249,10 @@ class GlobalShadow:
             raise FaultError(
                 f"race: global memory that another warp wrote, in no order to it, is {where}"
             )
+        if atomic:
+            self._count(warps, pieces)
+        elif write and self.atomic[pieces].any():
+            self._uncount(warps, pieces, where)
         if not write:
             self.reader[pieces] = warps[:, None]
             self.read_at[pieces] = np.where(atomic, 0, self.clocks.now(warps))[:, None]
@@ -250,3 +265,18 @@ class GlobalShadow:
         self.writer[pieces] = warps[:, None]
         self.written[pieces] = self.clocks.now(warps)[:, None]
         self.atomic[pieces] = atomic
+
+    def _count(self, warps: Array, pieces: Array) -> None:
+        now = self.clocks.now(warps).tolist()
+        for warp, piece, moment in zip(warps.tolist(), pieces[:, 0].tolist(), now, strict=True):
+            self.counted.setdefault(piece, {})[warp] = moment
+
+    def _uncount(self, warps: Array, pieces: Array, where: str) -> None:
+        """A store needs to come behind all atomics, not only the last."""
+        for warp, piece in zip(warps.tolist(), pieces[:, 0].tolist(), strict=True):
+            known = self.clocks.known[0, warp]
+            for other, moment in self.counted.pop(piece, {}).items():
+                if known[other] < moment:
+                    raise FaultError(
+                        f"race: global memory that another warp uses by atomics, in no order to it, is {where}"
+                    )
