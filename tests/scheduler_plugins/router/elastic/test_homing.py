@@ -67,7 +67,7 @@ class Sglang(World):
         await self.up(fake)
 
     def sides(self) -> dict[str, tuple[str, str]]:
-        """Of each engine: what the router takes it for, and what it is."""
+        """What the router takes each engine for, and what it is."""
         return {one.name: (str(self.known(one).role), one.mode) for one in self.fakes}
 
 
