@@ -117,6 +117,8 @@ class SharedShadow:
         self.written = np.zeros(pieces, np.int32)
         self.warps = clocks.per_cta
         self.reads = np.zeros((2 * self.warps, pieces), np.int32)
+        self.reader = np.full((self.warps, pieces), -1, np.int8)
+        """The last thread of each warp that read a piece; -1: nobody, or a warp as a whole."""
 
     def pieces(self, addresses: Array, size: int) -> Array:
         """[lanes, pieces of an access]."""
@@ -128,15 +130,20 @@ class SharedShadow:
         own = (warps // self.warps * self.warps)[:, None] + np.arange(self.warps)
         return np.concatenate([own, self.clocks.products(own)], 1)
 
-    def read(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
-        """Threads read. What another thread of their warp wrote, they see behind `bar.warp.sync` or a barrier."""
+    def read(
+        self, warps: Array, lanes: Array, pieces: Array, where: object, alone: bool = True
+    ) -> None:
+        """Threads read, each alone or a warp as a whole. What another thread of their warp wrote, they see behind
+        `bar.warp.sync` or a barrier."""
         self._come_before(warps, pieces, 0, where)
         beside = (self.writer[pieces] == warps[:, None]) & (self.lane[pieces] != lanes[:, None])
         if (beside & (self.written[pieces] == self.clocks.now(warps)[:, None])).any():
             raise FaultError(
                 f"race: another thread of the warp wrote this, without bar.warp.sync: {where}"
             )
-        self.reads[(warps % self.warps)[:, None], pieces] = self.clocks.now(warps)[:, None]
+        own = (warps % self.warps)[:, None]
+        self.reads[own, pieces] = self.clocks.now(warps)[:, None]
+        self.reader[own, pieces] = lanes[:, None] if alone else -1
 
     def _come_before(self, warps: Array, pieces: Array, proxy: int, where: object) -> None:
         writer = self.writer[pieces]
@@ -197,9 +204,21 @@ class SharedShadow:
         if (self.reads[:, pieces] > readers.T[:, :, None]).any():
             raise FaultError(f"race: shared memory is written that others still read: {where}")
         if lanes is not None:
+            self._behind_reads_of_the_warp(warps, lanes, pieces, where)
             self.lane[pieces] = lanes[:, None]
         self.writer[pieces] = (warps if agents is None else agents)[:, None]
         self.written[pieces] = (self.clocks.now(warps) if moments is None else moments)[:, None]
+
+    def _behind_reads_of_the_warp(
+        self, warps: Array, lanes: Array, pieces: Array, where: object
+    ) -> None:
+        own = (warps % self.warps)[:, None]
+        reader, now = self.reader[own, pieces], self.clocks.now(warps)[:, None]
+        beside = (reader >= 0) & (reader != lanes[:, None])
+        if (beside & (self.reads[own, pieces] == now)).any():
+            raise FaultError(
+                f"race: another thread of the warp still reads this, without bar.warp.sync: {where}"
+            )
 
 
 class GlobalShadow:
