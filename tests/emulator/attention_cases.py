@@ -177,6 +177,8 @@ def mixed_steps(
     torch.manual_seed(2)
     starts = [0, *itertools.accumulate(counts)]
     given = paged_set(list(lengths), heads, 16, cache)
+    for each in (given.keys, given.values):
+        _nothing_outside(each, given.table, lengths)
     query = torch.randn(sum(counts), heads.query, heads.dim, dtype=BF16)
     layer = {"query": query.unsqueeze(1), "keys": given.keys, "values": given.values}
     decodes = counts.count(1)
@@ -261,7 +263,7 @@ DECODES: dict[str, Case] = {
     "mla, 16 heads, 4 queries": functools.partial(mla, queries=4),
     "mla, 24 heads, page 16": functools.partial(mla, 24, page=16),
     "mla, 32 heads, page 16, fp8": functools.partial(mla, 32, page=16, coded=True),
-    "mla, 40 heads, split": functools.partial(mla, 40, [0, 230, 70], workers=3),
+    "mla, 40 heads, split": functools.partial(mla, 40, [37, 170, 0], workers=4),
     "mla, 128 heads": functools.partial(mla, 128, [70, 37]),
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
     "mla, 128 heads, page 16": functools.partial(mla, 128, [70, 37], page=16),
@@ -279,7 +281,7 @@ DECODES: dict[str, Case] = {
     "mixed, fp8": functools.partial(mixed_steps, FP8),
     "mixed, one processor": functools.partial(mixed_steps, count=1, aware=False),
     "mixed, split": functools.partial(
-        mixed_steps, BF16, 3, True, (37, 330, 70, 300), (1, 1, 1, 20), Heads(4, 1, 128), launches=1
+        mixed_steps, BF16, 4, True, (400, 70, 20, 300), (1, 1, 1, 20), Heads(4, 1, 128), launches=1
     ),
     "merge": functools.partial(merge, 128, 4),
     "merge, 80": functools.partial(merge, 80, 7),

@@ -204,14 +204,12 @@ class SharedShadow:
         if (self.reads[:, pieces] > readers.T[:, :, None]).any():
             raise FaultError(f"race: shared memory is written that others still read: {where}")
         if lanes is not None:
-            self._behind_reads_of_the_warp(warps, lanes, pieces, where)
+            self._behind_reads(warps, lanes, pieces, where)
             self.lane[pieces] = lanes[:, None]
         self.writer[pieces] = (warps if agents is None else agents)[:, None]
         self.written[pieces] = (self.clocks.now(warps) if moments is None else moments)[:, None]
 
-    def _behind_reads_of_the_warp(
-        self, warps: Array, lanes: Array, pieces: Array, where: object
-    ) -> None:
+    def _behind_reads(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
         own = (warps % self.warps)[:, None]
         reader, now = self.reader[own, pieces], self.clocks.now(warps)[:, None]
         beside = (reader >= 0) & (reader != lanes[:, None])

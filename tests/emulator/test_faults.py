@@ -49,6 +49,7 @@ def run(body: str, out: torch.Tensor | None = None, ctas: int = 1, seed: int = 0
 
 SHARE = "st.shared.b32 [%r3], %r0; bar.sync 0; ld.shared.b32 %r6, [%r5]; st.global.b32 [%rd2], %r6;"
 COPY = "cp.async.ca.shared.global [%r3], [%rd2], 4; cp.async.commit_group;"
+READ = "st.shared.b32 [%r3], %r0; bar.sync 0; ld.shared.b32 %r7, [%r3]; xor.b32 %r6, %r3, 4;"
 MADE = "setp.eq.b32 %p1, %r0, 0; @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;"
 WAIT = "mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 1;"
 
@@ -89,6 +90,8 @@ def test_warps_exchange_words_behind_a_barrier(seed: int) -> None:
             "st.shared.b32 [%r3], %r0; xor.b32 %r6, %r3, 4; bar.warp.sync -1; ld.shared.b32 %r7, [%r6];",
             "",
         ),
+        (f"{READ} st.shared.b32 [%r6], %r0;", "still reads this, without bar.warp.sync"),
+        (f"{READ} bar.warp.sync -1; st.shared.b32 [%r6], %r0;", ""),
         ("$L: bra $L;", "no end"),
         (f"{MADE} bar.sync 0; {WAIT}", ""),
         (f"{MADE} {WAIT}", "no barrier since an mbarrier was made"),
