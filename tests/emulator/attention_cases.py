@@ -281,7 +281,7 @@ DECODES: dict[str, Case] = {
     "mixed, fp8": functools.partial(mixed_steps, FP8),
     "mixed, one processor": functools.partial(mixed_steps, count=1, aware=False),
     "mixed, split": functools.partial(
-        mixed_steps, BF16, 4, True, (400, 70, 20, 300), (1, 1, 1, 20), Heads(4, 1, 128), launches=1
+        mixed_steps, BF16, 4, True, (400, 70, 20, 300), (1, 1, 1, 40), Heads(4, 1, 128), launches=1
     ),
     "merge": functools.partial(merge, 128, 4),
     "merge, 80": functools.partial(merge, 80, 7),
