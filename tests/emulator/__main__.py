@@ -16,7 +16,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import triton  # noqa: E402
-from damages import KINDS, findings, sites_without_waits  # noqa: E402
+from damages import ANY, KINDS, findings, sites_without_waits  # noqa: E402
 from emulator import Emulator  # noqa: E402
 
 EMULATOR, EVENT = Emulator(), "event"
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seed", type=int, default=0, help="another order of threads; 0: lockstep")
     parser.add_argument(
-        "--damage", choices=(*KINDS, EVENT), help="damage instructions of this kind"
+        "--damage", choices=(*KINDS, ANY, EVENT), help="damage instructions of this kind"
     )
     parser.add_argument("--every", type=int, default=1, help="damage every Nth of them")
     parser.add_argument(
