@@ -4,13 +4,14 @@
 from attention_cases import DECODES
 from control_cases import CONTROLS
 from direct_cases import DIRECT
+from graph_cases import REPLAYS
 from handoff_cases import DOORS
 from mla_cases import LATENTS
 from transfer_cases import TRANSFERS
 from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
-CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS
+CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),
@@ -26,5 +27,10 @@ SWITCHES = {
 }
 """For each setting of `Tuning` a case, and the kernel that it executes under this setting."""
 
-LAUNCHED = {"vllm, mla": "latent_attention", "vllm, mla, 40 heads": "latent_attention_tma"}
+LAUNCHED = {
+    "vllm, mla": "latent_attention",
+    "vllm, mla, 40 heads": "latent_attention_tma",
+    "vllm, graphs, mla": "latent_attention",
+    "vllm, graphs, mla, 40 heads": "latent_attention_tma",
+}
 """Cases whose kernel is chosen behind an engine's door."""

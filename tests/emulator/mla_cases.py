@@ -21,6 +21,9 @@ class LatentDoor(Door):
     bound = 2e-2
     """Absorbed queries, and results before they are projected, are rounded to 16 bits as well."""
 
+    temporaries = 2
+    """Queries whose two parts are one tensor, and results."""
+
     def __init__(self, heads: int = 16, page: int = 64, **engine: Any) -> None:
         for_cuda()
         layers: Any = importlib.import_module("latent_layers")
@@ -42,6 +45,10 @@ class LatentDoor(Door):
         size = batches.PAGES, 1, page, width
         self.module.bind_kv_cache(torch.empty(size, dtype=dtype, device="cuda:0"))
         self.forget()
+
+    @property
+    def backend(self) -> tuple[Any, str]:
+        return self.module.impl, "forward_mqa"
 
     def write(self, batch: Any) -> None:
         for row, (count, tokens) in enumerate(zip(batch.queries, batch.tokens, strict=True)):

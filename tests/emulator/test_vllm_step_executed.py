@@ -7,11 +7,10 @@ from executed import executed
 pytest.importorskip("vllm")
 
 SMALL = (
-    *("vllm, decodes", "vllm, mla", "vllm, mla, 40 heads"),
-    *("vllm, controls", "vllm, controls, fp8"),
+    *("vllm, mla, 40 heads", "vllm, graphs", "vllm, graphs, mla"),
+    *("vllm, controls", "vllm, controls, fp8", "vllm, graphs, controls"),
 )
-"""Decodes twice: the second step launches what the first has left (`direct_launch`). Controls: a step is right, and
-each guard that is undone is found. `python -m tests.emulator` executes all."""
+"""Controls: a step is right, and each guard that is undone is found. `python -m tests.emulator` executes all."""
 
 
 def test_steps_give_attention_in_float32_and_no_guard_is_missed() -> None:

@@ -35,6 +35,7 @@ class PagedDoor(Door):
         super().__init__(layer.module, layer.builder, layer.config)
         assert type(self.module.impl).__name__ == "PagedFlashImpl"
         if self.coded:
+            self.temporaries = 2  # queries in 16 bits
             for name, scale in SCALES.items():
                 getattr(self.module, f"_{name}_scale").fill_(scale)
                 setattr(self.module, f"_{name}_scale_float", scale)

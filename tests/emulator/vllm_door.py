@@ -10,13 +10,15 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
+from memory import FaultError
+from streams import STREAMS
 from transfer_cases import FP8
 
 COMPILED = ("_C_stable_libtorch", "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C")
@@ -96,6 +98,16 @@ def compiled_operations(module: Any, coded: bool = False, **others: Any) -> Iter
         yield
 
 
+def problem_of(run: Callable[[], None]) -> str:
+    """What a damaged step shows; "" if nothing. Work that is left is forgotten, as after a fault of a GPU."""
+    try:
+        run()
+    except (AssertionError, FaultError, RuntimeError) as error:
+        STREAMS.start()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 class Door:
     """A layer of vLLM on the GPU with its builder and its cache, which holds NaN where no request has a token.
 
@@ -109,8 +121,16 @@ class Door:
     coded = False
     """Whether the cache is FP8."""
 
+    temporaries = 0
+    """Tensors that our backend allocates in a call, of memory that a graph gives back to others."""
+
     def __init__(self, module: Any, builder: Any, config: Any) -> None:
         self.module, self.builder, self.config = module, builder, config
+
+    @property
+    def backend(self) -> tuple[Any, str]:
+        """Our class, and the name of its method that a layer calls."""
+        return self.module.impl, "forward"
 
     def forget(self) -> None:
         """NaN instead of what requests have in the cache."""
