@@ -49,6 +49,11 @@ def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
     return told
 
 
+def _by(name: str, move: Move) -> Move:
+    """The move, with the name of what decided it in its cause."""
+    return move._replace(cause=f"{name}: {move.cause}")
+
+
 class Elastic:
     """One controller for each group. A router that does not lead its fellows asks none of them."""
 
@@ -90,7 +95,7 @@ class Elastic:
     def tick(self, now_s: float) -> None:
         """Begin what the settings want of SGLang engines. Ask the policy once, and begin what it decides."""
         for move in self._homing.moves(now_s):
-            self._begin(self._homing, move, "settings")
+            self._begin(self._homing, _by("settings", move), "settings")
         moving = self._pool.config.moving
         if moving is None or not self._pool.leads:
             self._controllers.clear()
@@ -107,9 +112,9 @@ class Elastic:
             waiting = {group: front[group]} if group in front else {}
             for move in controller.moves(Fleet(members, self._pool.history, waiting), now_s):
                 if moving.dry_run:
-                    self._only_say(controller, move)
+                    self._only_say(controller, _by(moving.policy, move))
                 else:
-                    self._begin(controller, move, moving.policy)
+                    self._begin(controller, _by(moving.policy, move), moving.policy)
 
     def _awaits(self, group: str) -> bool:
         """Whether an engine of the group has never been up."""
@@ -156,9 +161,9 @@ class Elastic:
         self, decider: RoleController | Homing, engine: BackendEngine, move: Move, cause: str
     ) -> None:
         clock, outcome = asyncio.get_running_loop().time, self._note(engine, move, "moving")
-        pinned, why = engine.standing.pinned, f"{cause}: {move.cause}"
+        pinned = engine.standing.pinned
         try:
-            await self._mover.move(engine, move.role, pinned=pinned, cause=cause, why=why)
+            await self._mover.move(engine, move.role, pinned=pinned, cause=cause, why=move.cause)
         except MoveFailedError as failure:
             decider.failed(move.engine, clock(), str(failure))
             outcome("given up" if failure.step == SETTINGS else str(failure))
