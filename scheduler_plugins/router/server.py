@@ -140,7 +140,7 @@ class AdminServer:
 
 
 async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> None:
-    """Run the router until SIGINT or SIGTERM. Raises OSError if it cannot listen."""
+    """Run the router until SIGINT, SIGTERM or SIGHUP. Raises OSError if it cannot listen."""
     ended = on_signals()
     async with RouterServer(config, settings) as server:
         say_running(config, server.port)
@@ -149,9 +149,11 @@ async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> N
 
 
 def on_signals() -> asyncio.Event:
-    """An event that is set once SIGINT or SIGTERM has come."""
+    """An event that is set once SIGINT, SIGTERM or SIGHUP has come. The last would else cut all streams; `nohup` has it
+    ignored."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         loop.add_signal_handler(number, ended.set)
     return ended
 
