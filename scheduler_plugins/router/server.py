@@ -12,10 +12,17 @@ from aiohttp import web
 from scheduler_plugins.router.client.connections import HEADERS_S
 from scheduler_plugins.router.client.faults import ServerLog
 from scheduler_plugins.router.client.operator import Operator, authority
+from scheduler_plugins.router.client.stopping import LAST_S
 from scheduler_plugins.router.client.tls import for_clients
 from scheduler_plugins.router.endpoints.admin import create_admin
 from scheduler_plugins.router.endpoints.app import create_app
-from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, MOVER, OPERATOR, SHARED
+from scheduler_plugins.router.endpoints.app_keys import (
+    CONNECTIONS,
+    MOVER,
+    OPERATOR,
+    SHARED,
+    STOPPING,
+)
 from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -60,7 +67,7 @@ class RouterServer:
             auto_decompress=False,  # `BodyBudget` counts the decompressed bytes, and stops in time
             access_log=None,
             logger=ServerLog(),
-            shutdown_timeout=config.shutdown_timeout_s,
+            shutdown_timeout=config.shutdown_timeout_s + LAST_S,
         )
         self._listener: asyncio.Server | None = None
 
@@ -110,6 +117,7 @@ class RouterServer:
             self._listener.close()
         if self._admin is not None:
             await self._admin.close()
+        self.app[STOPPING].begin(self.config.shutdown_timeout_s)
         await self._runner.cleanup()
 
 
