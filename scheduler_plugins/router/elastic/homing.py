@@ -33,7 +33,7 @@ class Homing:
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
         self._failures: dict[_Wish, _Failure] = {}
-        self._told: set[_Wish] = set()  # those of which the log has said that another router acts
+        self._told: set[_Wish] = set()  # wishes for which the log has named another router
 
     def moves(self, now_s: float) -> list[Move]:
         """Switches to begin now. A router that does not lead its fellows begins none."""
