@@ -98,6 +98,7 @@ class PoolPrompt:
     reads: bool
     writes: bool
     pages: list[list[int]] = field(default_factory=list)
+    handed_out: list[list[int]] = field(default_factory=list)  # as `PoolSaves.note` has it
     keys: list[bytes] = field(default_factory=list)
     stepped: bool = False  # the step that found its cached pages is over
     kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
