@@ -34,7 +34,7 @@ def side(rank: Rank, route: Route, planned: Chunk, gather: bool) -> tuple[Planes
     first = route.source_head if gather else route.destination_head
     heads = range(first, first + len(route.heads))
     layers = planned.layers(route)
-    views = [rank.cache._layers.by_number[layer] for layer in layers]
+    views = [rank.views[layer] for layer in layers]
     pages = rank.pages(group, planned.pages(group.page_size))
     if planned.verbatim:
         planes = [plane for view in views for plane in view.planes]

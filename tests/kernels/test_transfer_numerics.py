@@ -229,7 +229,7 @@ def test_codes_at_ties_are_rounded_to_even(
         element_by_element(monkeypatch)
     model = (Layer(1, 128, 128),)
     source = rank_of(model, Setup(dtype=dtype), 128, 1)
-    view = source.cache._layers.by_number[0].key
+    view = source.views[0].key
     halves = (torch.arange(view.numel()).view(view.shape) % 253 - 126) / 2
     view.copy_(halves * 1.5)
     view[:, :, :, ::2] = halves[:, :, :, ::2] * 3
