@@ -213,8 +213,8 @@ class PoolSide:
         self._looks.shared.forget(request.request_id)
         if prompt is None or not prompt.loads or prompt.look is None:
             return None
-        look, stop, prompt.loads, prompt.look = prompt.look, prompt.loads, 0, None
-        first = stop - external_tokens
+        look, first, prompt.loads, prompt.look = prompt.look, prompt.loads.start, range(0), None
+        stop = first + external_tokens  # vLLM may want fewer
         if not external_tokens or not self.model:
             return None
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))

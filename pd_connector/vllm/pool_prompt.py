@@ -110,7 +110,7 @@ class PoolPrompt:
     )
     waits_until_s: float = 0.0  # the longest wait for loads of other requests
     pays: int | None = None  # chunks from the beginning that are here or worth loading
-    loads: int = 0  # token at which a load ends; 0 without one
+    loads: range = range(0)  # tokens that vLLM was told can be loaded
     loading: "Loading | None" = None
     failed: "Loading | None" = None  # its load, until its cause is told
     audited: range = range(
