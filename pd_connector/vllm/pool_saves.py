@@ -73,7 +73,7 @@ class PoolSaves:
         hand_out = blocks.get_new_blocks
 
         def get_new_blocks(count: int) -> "list[KVCacheBlock]":
-            handed_out = hand_out(count)
+            handed_out: list[KVCacheBlock] = hand_out(count)
             for block in handed_out:
                 self._handed_out[block.block_id] += 1
             return handed_out
