@@ -367,11 +367,11 @@ def test_a_payload_that_is_damaged_on_its_way_is_noticed(
 
 def damage(producer: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the producer has summed is changed before it is sent."""
-    start = outbox.Outbox._start
+    start = outbox.Outbox._writer
 
     def damaged(box, send, way, payload, found):
         changed = bytearray(payload)
         changed[100] ^= 4
         return start(box, send, way, memoryview(changed), found)
 
-    monkeypatch.setattr(outbox.Outbox, "_start", damaged)
+    monkeypatch.setattr(outbox.Outbox, "_writer", damaged)

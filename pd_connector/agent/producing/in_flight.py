@@ -50,13 +50,13 @@ class Underway:
         """Sessions with the most chunks under way that a session may have."""
         return self._full
 
-    def begin(self, key: Key, in_flight: InFlight) -> None:
+    def chunk_begun(self, key: Key, in_flight: InFlight) -> None:
         """Note a chunk that is under way from now on."""
         self.chunks[key] = in_flight
         if self._is_full(in_flight.session):
             self._full.add(in_flight.session)
 
-    def ended(self, key: Key) -> InFlight | None:
+    def chunk_ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
         in_flight = self.chunks.pop(key, None)
         if in_flight is None:

@@ -85,7 +85,7 @@ class Bench:
         self.outbox.check_integrity()
 
     def arrive(self, token: int) -> None:
-        assert self.outbox.ended(("wire", token)) is not None
+        assert self.outbox.chunk_ended(("wire", token)) is not None
         self.outbox.check_integrity()
 
 
