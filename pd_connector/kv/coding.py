@@ -7,7 +7,7 @@ codec a pair of caches uses. No tensors: `pd_connector.codec` works on these.
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pd_connector.config import CODEC_GROUP, CODECS
@@ -144,6 +144,11 @@ def permitted(setting: str, max_error: float) -> tuple[str, ...]:
     if setting == "auto":
         return tuple(name for name, each in CODINGS.items() if each.error_bound <= max_error)
     return tuple(dict.fromkeys((coding(setting).name, RAW.name)))
+
+
+def coarsest(names: Iterable[str]) -> str:
+    """The codec with the largest error, of one or more."""
+    return max(names, key=lambda name: coding(name).error_bound)
 
 
 def negotiate(

@@ -22,6 +22,7 @@ from emulator import Emulator  # noqa: E402
 EMULATOR, EVENT = Emulator(), "event"
 
 from cases import CASES, SWITCHES  # noqa: E402 - kernels are looked up with the driver in place
+from driver import pass_over_modules  # noqa: E402
 
 
 def problem_of(name: str, seed: int) -> str:
@@ -78,6 +79,7 @@ def main() -> None:
     )
     told = parser.parse_args()
     EMULATOR.proxies = not told.no_proxies
+    pass_over_modules()
     parts = told.names or [""]
     exact = all(part in CASES for part in parts)
     names = [n for n in CASES if (n in parts if exact else any(part in n for part in parts))]

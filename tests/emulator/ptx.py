@@ -39,12 +39,11 @@ class Instruction:
     operands: list[str]
     predicate: str = ""
     negated: bool = False
+    lanes: int = field(init=False)
 
-    @property
-    def lanes(self) -> int:
-        if self.name == "wgmma":
-            return 128
-        return 32 if self.name in MATRIX_OPERATIONS and "warp" not in self.modifiers else 1
+    def __post_init__(self) -> None:
+        together = self.name in MATRIX_OPERATIONS and "warp" not in self.modifiers
+        self.lanes = 128 if self.name == "wgmma" else 32 if together else 1
 
     def __str__(self) -> str:
         return f"`{self.text}` ({self.line})"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task that asks the role policy every second, and has its decisions carried out."""
+"""The task that asks every second which engines shall change their role, and has it carried out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from math import inf
 
 from scheduler_plugins.router.elastic.fleet import Groups
+from scheduler_plugins.router.elastic.homing import Homing
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.moving import SETTINGS, MoveFailedError, Mover
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -59,6 +60,7 @@ class Elastic:
         self._mover = mover
         self._front = front
         self._groups = Groups()
+        self._homing = Homing(pool)
         self._begun_s = asyncio.get_running_loop().time()
         self._controllers: dict[str, tuple[Moving, Bounds, RoleController]] = {}
         self._moves = set[asyncio.Task[None]]()
@@ -86,7 +88,9 @@ class Elastic:
                 logger.exception("the role policy failed")
 
     def tick(self, now_s: float) -> None:
-        """Ask the policy once, and begin what it decides."""
+        """Begin what the settings want of SGLang engines. Ask the policy once, and begin what it decides."""
+        for move in self._homing.moves(now_s):
+            self._begin(self._homing, move, "settings")
         moving = self._pool.config.moving
         if moving is None or not self._pool.leads:
             self._controllers.clear()
@@ -102,7 +106,10 @@ class Elastic:
                 (controller.pin if engine.standing.pinned else controller.release)(engine.name)
             waiting = {group: front[group]} if group in front else {}
             for move in controller.moves(Fleet(members, self._pool.history, waiting), now_s):
-                self._begin(controller, move, moving)
+                if moving.dry_run:
+                    self._only_say(controller, move)
+                else:
+                    self._begin(controller, move, moving.policy)
 
     def _awaits(self, group: str) -> bool:
         """Whether an engine of the group has never been up."""
@@ -127,40 +134,43 @@ class Elastic:
         )
         return made
 
-    def _begin(self, controller: RoleController, move: Move, moving: Moving) -> None:
-        engine = next(one for one in self._pool.engines if one.name == move.engine)
-        if moving.dry_run:
-            logger.info(
-                "dry run: %s would move from %s to %s: %s",
-                *(engine.url, engine.role, move.role, move.cause),
-            )
-            self._pool.metrics.role_moves.labels(engine.role, move.role, "dry_run").inc()
-            self._note(engine, move, "dry run")
-            controller.done(move.engine, asyncio.get_running_loop().time())
-            return
+    def _only_say(self, controller: RoleController, move: Move) -> None:
+        engine = self._engine(move)
+        logger.info(
+            "dry run: %s would move from %s to %s: %s",
+            *(engine.url, engine.role, move.role, move.cause),
+        )
+        self._pool.metrics.role_moves.labels(engine.role, move.role, "dry_run").inc()
+        self._note(engine, move, "dry run")
+        controller.done(move.engine, asyncio.get_running_loop().time())
+
+    def _begin(self, decider: RoleController | Homing, move: Move, cause: str) -> None:
+        engine = self._engine(move)
         carrying = asyncio.create_task(
-            self._carry_out(controller, engine, move, moving.policy), name=f"move {engine.url}"
+            self._carry_out(decider, engine, move, cause), name=f"move {engine.url}"
         )
         self._moves.add(carrying)
         carrying.add_done_callback(self._moves.discard)
 
     async def _carry_out(
-        self, controller: RoleController, engine: BackendEngine, move: Move, policy: str
+        self, decider: RoleController | Homing, engine: BackendEngine, move: Move, cause: str
     ) -> None:
         clock, outcome = asyncio.get_running_loop().time, self._note(engine, move, "moving")
+        pinned, why = engine.standing.pinned, f"{cause}: {move.cause}"
         try:
-            await self._mover.move(
-                engine, move.role, pinned=False, cause=policy, why=f"{policy}: {move.cause}"
-            )
+            await self._mover.move(engine, move.role, pinned=pinned, cause=cause, why=why)
         except MoveFailedError as failure:
-            controller.failed(move.engine, clock(), str(failure))
+            decider.failed(move.engine, clock(), str(failure))
             outcome("given up" if failure.step == SETTINGS else str(failure))
         except BaseException as error:
-            controller.failed(move.engine, clock(), repr(error))
+            decider.failed(move.engine, clock(), repr(error))
             raise
         else:
-            controller.done(move.engine, clock())
+            decider.done(move.engine, clock())
             outcome("done")
+
+    def _engine(self, move: Move) -> BackendEngine:
+        return next(one for one in self._pool.engines if one.name == move.engine)
 
     def _note(self, engine: BackendEngine, move: Move, outcome: str) -> Callable[[str], None]:
         """Show the decision on the live page. Returns a function that sets its outcome."""

@@ -97,9 +97,9 @@ class Mover:
             if engine.kind is Kind.SGLANG:
                 await self._ready(engine)
         standing = engine.standing
-        if standing.place != place and not standing.allows(role):
-            why = "its entry in the settings has changed while it moved"
-            await self.move(engine, standing.home(role), pinned=False, cause="settings", why=why)
+        if standing.place != place:  # edited too late to end the move: the edit holds from now on
+            edited, standing.place = standing.place, place
+            pool.replace(engine, edited)
 
     async def _switch(self, engine: BackendEngine, role: Role, place: Place) -> None:
         """Drain an SGLang engine and have it change its side. `place`: by the settings at the beginning."""
