@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.in_flight import LEFT, InFlight, Key, SendPath, Underway
+from pd_connector.agent.producing.in_flight import LEFT, ChunksInFlight, InFlight, Key, SendPath
 from pd_connector.config import Config
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.device_slab import DeviceSlab
@@ -44,7 +44,7 @@ class Outbox:
     | slot written | else | a send slot | of the payload; none if the transport verifies |
 
     Attributes:
-        underway: chunks that have been posted and have not ended.
+        in_flight: chunks that have been posted and have not ended.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Outbox:
         self._cache = cache
         self._sending = sending
         self._gate = gate
-        self.underway = Underway(config.stall_timeout_s)
+        self.in_flight = ChunksInFlight(config.stall_timeout_s)
         self._numbers = itertools.count()
         self._free_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class Outbox:
     @property
     def busy(self) -> bool:
         """Whether chunks are under way."""
-        return bool(self.underway.chunks)
+        return bool(self.in_flight.chunks)
 
     @property
     def held(self) -> int:
@@ -79,7 +79,7 @@ class Outbox:
     def backpressured(self) -> Collection[bytes]:
         """Sessions with the most chunks under way that a session may have. They get no more until a chunk
         has ended."""
-        return self.underway.full
+        return self.in_flight.backpressured
 
     def gather_after(self, request: str, fence: Any, tokens: int) -> None:
         """The request's pages are gathered after the work that `fence` stands for. It computes them up to
@@ -145,7 +145,7 @@ class Outbox:
 
     def chunk_ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
-        in_flight = self.underway.chunk_ended(key)
+        in_flight = self.in_flight.chunk_ended(key)
         if in_flight is not None and in_flight.send_slot is not None:
             self._free_slots.append(in_flight.send_slot)
         return in_flight
@@ -153,14 +153,14 @@ class Outbox:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every send slot is free or under way exactly once. A session is
         backpressured exactly if it has as many chunks under way as it may have."""
-        chunks = self.underway.chunks.values()
+        chunks = self.in_flight.chunks.values()
         used = [one.send_slot for one in chunks if one.send_slot is not None]
         if sorted([*self._free_slots, *used]) != list(range(self._sending.slots)):
             raise RuntimeError(
                 f"send slots: {sorted(self._free_slots)} free and {sorted(used)} under way, "
                 f"wanted each of 0-{self._sending.slots - 1} once"
             )
-        self.underway.check_integrity()
+        self.in_flight.check_integrity()
 
     def _in_place(self, send: SendChunk, path: SendPath) -> memoryview | None:
         """The chunk where its pages lie, if the transport can write it from there."""
@@ -247,7 +247,7 @@ class Outbox:
         in_flight = self._in_flight(send, send_slot, nbytes, now)
         if path.transport.sends_from is not None:
             in_flight = in_flight._replace(most=_MOST_WRITES, in_order=True)
-        self.underway.chunk_begun((path.transport.name, token), in_flight)
+        self.in_flight.chunk_begun((path.transport.name, token), in_flight)
 
     def _leave_slot(
         self, send: SendChunk, payload: Payload, checksum: bytes, send_slot: int, now: float
@@ -281,7 +281,7 @@ class Outbox:
     def _leave(self, in_flight: InFlight) -> int:
         """Note a chunk that is left for the consumer to read; returns its number."""
         number = next(self._numbers)
-        self.underway.chunk_begun((LEFT, number), in_flight._replace(most=_MOST_LEFT))
+        self.in_flight.chunk_begun((LEFT, number), in_flight._replace(most=_MOST_LEFT))
         return number
 
     def _in_flight(
