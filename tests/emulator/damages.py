@@ -95,6 +95,7 @@ KINDS: dict[str, Callable[[Instruction], Instruction | None]] = {
     "arrival": _arrival,
     "guard": _guard,
 }
+ANY = "any"
 
 
 def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
@@ -123,11 +124,13 @@ def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
 def findings(
     emulator: Emulator, case: Callable[[], None], kind: str, seed: int = 0, step: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """Every damage of a kind, or every `step`-th, in the kernels of a case, and what is found of it; "" if nothing."""
+    """Every damage of a kind or of any, or every `step`-th, in the kernels of a case, and what is found of it; ""
+    if nothing."""
     emulator.reached.clear()
     with emulator.running():
         case()
-    for damage in [*damages(kind, dict(emulator.reached))][::step]:
+    kinds, reached = KINDS if kind == ANY else [kind], dict(emulator.reached)
+    for damage in [each for kind in kinds for each in damages(kind, reached)][::step]:
         problem = ""
         try:
             with emulator.running(seed, damage):

@@ -48,13 +48,18 @@ class DeviceMemory:
     def __init__(self) -> None:
         self.lent: dict[int, tuple[int, Region]] = {}
         """Bytes that were asked for, and the region."""
-        self._free: dict[int, list[Region]] = defaultdict(list)
+        self._free: dict[Any, list[Region]] = defaultdict(list)
         self._deleter = _Managed._fields_[-1][1](self._deleted)
-        self._streams: dict[int, int] = {}
+        self._streams: dict[int, Any] = {}
+        self.pool: tuple[int, int] | None = None
+        """While a graph is captured: its memory, which stays its own, and `allocated` counts it."""
+        self.allocated: list[int] | None = None
 
     def tensor(self, nbytes: int) -> torch.Tensor:
         """Uint8 `[nbytes]` on the device."""
-        region = self.lend(nbytes, STREAMS.current.cuda_stream)
+        if self.allocated is not None and nbytes:
+            self.allocated.append(nbytes)
+        region = self.lend(nbytes, self.pool or STREAMS.current.cuda_stream)
         region.shape[0] = nbytes
         region.managed = _Managed(
             *(region.address, CUDA, 0, 1, (ctypes.c_uint8 * 2)(*BYTES[:2]), BYTES[2]),
@@ -64,7 +69,7 @@ class DeviceMemory:
             _new_capsule(ctypes.addressof(region.managed), b"dltensor", None)
         )
 
-    def lend(self, nbytes: int, stream: int = 0) -> Region:
+    def lend(self, nbytes: int, stream: Any = 0) -> Region:
         free = self._free[stream]
         fitting = [region for region in free if nbytes <= region.nbytes <= 2 * nbytes + ALIGNMENT]
         if fitting:
@@ -82,10 +87,17 @@ class DeviceMemory:
         return any(at <= address < at + nbytes for at, (nbytes, _) in list(self.lent.items()))
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last address, and one more, of what is lent now."""
+        """First and last address, and one more, of what is lent now, or belongs to graphs."""
         spans = [(at, at + nbytes) for at, (nbytes, _) in list(self.lent.items()) if nbytes]
+        pools = [free for of, free in self._free.items() if isinstance(of, tuple)]
+        spans += [(each.address, each.address + each.nbytes) for free in pools for each in free]
         starts, ends = np.array(sorted(spans), np.int64).reshape(-1, 2).T
         return starts, ends
+
+    def spoil(self, pool: tuple[int, int]) -> None:
+        """What lies in a graph's memory before a replay is nobody's."""
+        for block in self._free[pool]:
+            block.room.fill(UNWRITTEN)
 
     def _deleted(self, managed: int) -> None:
         self.give_back(_Managed.from_address(managed).context)

@@ -77,7 +77,7 @@ def _matrix(o: Operands) -> Function:
         pieces, threads = shadow.pieces(places, 16), own.of(launch.lane)
         rows = places.reshape(len(firsts), number, 8)[..., None] + 2 * np.arange(8)
         if loads:
-            shadow.read(own.warps, threads, pieces, where)
+            shadow.read(own.warps, threads, pieces, where, alone=False)
             found = launch.shared.load(rows, 2)
             found = np.ascontiguousarray(found.swapaxes(2, 3) if transposed else found)
             for matrix, words in enumerate(

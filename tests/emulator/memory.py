@@ -121,14 +121,19 @@ class SharedShadow:
         own = every // self.warps * self.warps + np.arange(self.warps)
         self.readers = every, np.concatenate([own, clocks.products(own)], 1)
         """For each warp, the agents that read its CTA's memory: warps, then their products."""
+        self.reader = np.full((pieces, self.warps), -1, np.int8)
+        """The last thread of each warp that read a piece; -1: nobody, or a warp as a whole."""
 
     def pieces(self, addresses: Array, size: int) -> Array:
         """[lanes, pieces of an access]."""
         found: Array = addresses[:, None] // self.piece + np.arange(max(1, size // self.piece))
         return found
 
-    def read(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
-        """Threads read. What another thread of their warp wrote, they see behind `bar.warp.sync` or a barrier."""
+    def read(
+        self, warps: Array, lanes: Array, pieces: Array, where: object, alone: bool = True
+    ) -> None:
+        """Threads read, each alone or a warp as a whole. What another thread of their warp wrote, they see behind
+        `bar.warp.sync` or a barrier."""
         writer, written = self._come_before(warps, pieces, 0, where)
         now = self.clocks.now(warps)[:, None]
         beside = (writer == warps[:, None]) & (written == now)
@@ -136,7 +141,9 @@ class SharedShadow:
             raise FaultError(
                 f"race: another thread of the warp wrote this, without bar.warp.sync: {where}"
             )
-        self.reads[pieces, (warps % self.warps)[:, None]] = now
+        own = (warps % self.warps)[:, None]
+        self.reads[pieces, own] = now
+        self.reader[pieces, own] = lanes[:, None] if alone else -1
 
     def _come_before(
         self, warps: Array, pieces: Array, proxy: int, where: object
@@ -197,9 +204,19 @@ class SharedShadow:
         if (self.reads[pieces] > readers).any():
             raise FaultError(f"race: shared memory is written that others still read: {where}")
         if lanes is not None:
+            self._behind_reads(warps, lanes, pieces, where)
             self.lane[pieces] = lanes[:, None]
         self.writer[pieces] = (warps if agents is None else agents)[:, None]
         self.written[pieces] = (self.clocks.now(warps) if moments is None else moments)[:, None]
+
+    def _behind_reads(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
+        own = (warps % self.warps)[:, None]
+        reader, now = self.reader[pieces, own], self.clocks.now(warps)[:, None]
+        beside = (reader >= 0) & (reader != lanes[:, None])
+        if (beside & (self.reads[pieces, own] == now)).any():
+            raise FaultError(
+                f"race: another thread of the warp still reads this, without bar.warp.sync: {where}"
+            )
 
 
 class GlobalShadow:

@@ -131,7 +131,8 @@ def store_lines(target, row, line, column, results, weight, SHAPE: tl.constexpr)
     exists = exists & (line < SHAPE[HEIGHT])
     _store(out, index, column, results, exists, SHAPE[DIM])
     if SHAPE[WITH_LSE]:
-        tl.store(lse + index, weight * _LN2, mask=exists)
+        # Programs that merge other columns of these lines have the same number.
+        tl.store(lse + index, weight * _LN2, mask=exists & (column == 0))
 
 
 @triton.jit

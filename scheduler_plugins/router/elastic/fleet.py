@@ -26,6 +26,11 @@ class Groups:
         groups = dict[str, list[BackendEngine]]()
         problems = set[str]()
         for engine in engines:
+            if engine.whole and engine.up and engine.standing.place.may:
+                problems.add(
+                    f"{engine.url} is never moved: it is an SGLang engine that works alone; start it with "
+                    "--disaggregation-mode and --enable-pd-role-switch, or take `may` out"
+                )
             if engine.role in MOVABLE and not engine.whole:
                 groups.setdefault(engine.standing.place.group, []).append(engine)
         found = {}
@@ -47,10 +52,10 @@ class Groups:
 def _member(engine: BackendEngine) -> Member:
     standing = engine.standing
     place, moving = standing.place, standing.moving
+    if moving is None and engine.switches and not standing.problem:
+        moving = standing.wanted  # the settings win over a policy
     home = standing.home(engine.role)
-    # What the settings want of an SGLang engine comes first.
-    free = bool(place.may) and standing.wanted is None
-    wanted = place.may | {home} if free else frozenset()
+    wanted = place.may | {home} if place.may and standing.wanted is None else frozenset()
     return Member(
         engine,
         moving or engine.role,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from typing import NamedTuple
 
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -17,6 +18,12 @@ logger = logging.getLogger(__name__)
 _Wish = tuple[str, Role]  # an engine's name, and the side that it should be on
 
 
+class _Failure(NamedTuple):
+    again_s: float  # when it is tried again
+    count: int  # failures in a row
+    problem: str
+
+
 class Homing:
     """Has engines switched one by one on each side of a group, so that requests find others meanwhile.
 
@@ -25,7 +32,7 @@ class Homing:
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
-        self._failures: dict[_Wish, tuple[float, int]] = {}
+        self._failures: dict[_Wish, _Failure] = {}
         self._told: set[_Wish] = (
             set()
         )  # wishes that another router carries out, as the log has said
@@ -40,7 +47,9 @@ class Homing:
             and engine.switches
             and not self._pool.leaves(engine)
         }
-        self._failures = {wish: at for wish, at in self._failures.items() if wish in wishes}
+        self._failures = {wish: one for wish, one in self._failures.items() if wish in wishes}
+        for wish, failure in self._failures.items():
+            wishes[wish].standing.problem = failure.problem
         self._told &= wishes.keys()
         if not self._pool.leads:
             self._leave_to_others(wishes.keys())
@@ -48,7 +57,7 @@ class Homing:
         due = {wish: engine for wish, engine in wishes.items() if self._is_due(wish, now_s)}
         begun = self._one_of_each_side(list(due.values()), wishes.values())
         return [
-            Move(name, role, f"it is to be on the {role} side, by the settings or by a pin")
+            Move(name, role, _why(engine, role))
             for (name, role), engine in due.items()
             if engine in begun
         ]
@@ -62,13 +71,16 @@ class Homing:
             if one.name != engine or one.standing.wanted is None:
                 continue
             wish = (engine, one.standing.wanted)
-            count = self._failures.get(wish, (0.0, 0))[1] + 1
-            again_s = min(LONGEST_PAUSE_S, DWELL_S * 2 ** (count - 1))
-            self._failures[wish] = now_s + again_s, count
-            logger.info("%s: the switch to %s is tried again in %g s", *wish, again_s)
+            before = self._failures.get(wish)
+            count = 1 if before is None else before.count + 1
+            pause_s = min(LONGEST_PAUSE_S, DWELL_S * 2 ** (count - 1))
+            again = f"the switch to {one.standing.wanted} is tried again after {pause_s:g} s"
+            self._failures[wish] = _Failure(now_s + pause_s, count, f"{one.url}: {cause}; {again}")
+            logger.info("%s: %s", one.url, again)
 
     def _is_due(self, wish: _Wish, now_s: float) -> bool:
-        return now_s >= self._failures.get(wish, (now_s, 0))[0]
+        failure = self._failures.get(wish)
+        return failure is None or now_s >= failure.again_s
 
     def _one_of_each_side(
         self, due: Collection[BackendEngine], all_wanted: Collection[BackendEngine]
@@ -102,6 +114,14 @@ class Homing:
                 *(url, role),
             )
             self._told.add((url, role))
+
+
+def _why(engine: BackendEngine, role: Role) -> str:
+    return (
+        f"an operator has pinned it to {role}"
+        if engine.standing.pinned
+        else f"its role in the settings is {role}"
+    )
 
 
 def _side(engine: BackendEngine) -> tuple[str, Role]:

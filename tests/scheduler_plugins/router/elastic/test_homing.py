@@ -117,7 +117,8 @@ def test_a_switch_that_fails_is_undone_told_and_tried_again(
             assert engine in world.pool.up(D), "it goes on serving"
             assert described(engine)["wanted"] == "prefill"
             assert "stays decode: confirm: it says that it is on the side decode" in caplog.text
-            assert "the switch to prefill is tried again in 0.1 s" in caplog.text
+            assert "the switch to prefill is tried again after 0.1 s" in caplog.text
+            await until(lambda: "is tried again" in engine.standing.problem, "the page says it")
             fake.then = ""
             await settled(world, d0="prefill")
 
@@ -140,7 +141,7 @@ def test_an_edit_that_is_taken_back_ends_the_switch() -> None:
 
 def test_an_edit_that_swaps_all_sides_leaves_no_side_empty() -> None:
     async def scenario() -> None:
-        async with Sglang(2, 2) as world:
+        async with Sglang(2, 1) as world:
             least = dict.fromkeys((P, D), 9)
 
             async def watch() -> None:
@@ -151,7 +152,7 @@ def test_an_edit_that_swaps_all_sides_leaves_no_side_empty() -> None:
 
             watching = asyncio.create_task(watch())
             world.edit(*world.fakes[2:])
-            await settled(world, p0="decode", p1="decode", d0="prefill", d1="prefill")
+            await settled(world, p0="decode", p1="decode", d0="prefill")
             watching.cancel()
             assert least == {P: 1, D: 1}
         async with Sglang(1, 1) as world:
@@ -247,6 +248,7 @@ def test_an_engine_that_a_policy_may_move_is_switched_to_its_home_at_the_start()
             one.mode = one.started = "prefill"
         async with world:
             await settled(world, p0="prefill", d0="decode", d1="decode")
+            assert world.fakes[0].asked == [], "no policy fills a side that is being filled"
 
     run(scenario())
 
@@ -301,6 +303,24 @@ def test_a_router_that_does_not_lead_switches_nothing_and_says_who_does(
             assert caplog.text.count("Another router decides on roles") == 1
             world.pool.leads = True
             await settled(world, d1="prefill")
+
+    run(scenario())
+
+
+def test_an_engine_that_can_never_have_a_role_that_it_may_have_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        world = Sglang(roles="fixed")
+        world.fakes[1].switches = False
+        world.fakes[2].mode = world.fakes[2].started = "null"
+        async with world:
+            await until(lambda: caplog.text.count("never moved") == 2, "both are named")
+            await asyncio.sleep(0.2)
+            named = dict(text.split(" ", 1) for text in caplog.messages if "never moved" in text)
+            assert "start it with --enable-pd-role-switch" in named[world.d[0].url]
+            assert "works alone; start it with --disaggregation-mode" in named[world.d[1].url]
+            assert caplog.text.count("never moved") == 2
 
     run(scenario())
 
