@@ -20,7 +20,7 @@ _Wish = tuple[str, Role]  # an engine's name, and the side that it should be on
 
 class _Failure(NamedTuple):
     again_s: float  # when it is tried again
-    count: int  # failures in a row
+    failures: int  # in a row
     problem: str
 
 
@@ -72,7 +72,7 @@ class Homing:
                 continue
             wish = (engine, one.standing.wanted)
             before = self._failures.get(wish)
-            count = 1 if before is None else before.count + 1
+            count = 1 if before is None else before.failures + 1
             pause_s = min(LONGEST_PAUSE_S, DWELL_S * 2 ** (count - 1))
             again = f"the switch to {one.standing.wanted} is tried again after {pause_s:g} s"
             self._failures[wish] = _Failure(now_s + pause_s, count, f"{one.url}: {cause}; {again}")
