@@ -23,6 +23,7 @@ from pairs import (
     Setup,
 )
 from support.engine_pools import mark_engine_tests, pytest_runtest_makereport, running
+from support.worker_files import files_together
 
 __all__ = ["pytest_runtest_makereport"]
 
@@ -30,7 +31,7 @@ os.environ.setdefault("PD_CONNECTOR_CHECK", "1")  # every engine inherits it
 _HERE = Path(__file__).parent
 MANY_ENGINES = ("test_pool_changes", "test_pool_live", "test_role_kills")
 """Files with up to six engines at a time, of 1.6 GiB each: one of them at a time fits into 24 GiB."""
-FIRST = (*MANY_ENGINES, "test_demo", "test_audit_live")
+FIRST = (*MANY_ENGINES, "test_unlike", "test_audit_live", "test_demo", "test_versions")
 """Files that take the longest. A worker that began one last would be alone with it."""
 
 
@@ -52,16 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file stays with one worker, which has its pair. Groups of xdist 3.8 have no effect with pytest 9.2: each worker
-    got every other test of a file, and a pair for it."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class FilesTogether(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            name = Path(nodeid.partition("::")[0]).stem
-            return "many" if name in MANY_ENGINES else name
-
-    return FilesTogether(config, log)
+    """A file stays with one worker, which has its pair."""
+    return files_together(config, log, MANY_ENGINES)
 
 
 @pytest.fixture(scope="session")
