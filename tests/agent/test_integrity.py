@@ -100,7 +100,7 @@ def test_an_agent_that_is_checked_dies_of_a_lost_slot_and_one_that_is_not_goes_o
     assert consumer.loaded("t").cause is None
     assert_pages(producer, [1, 2], consumer, [3, 4])
     assert producer.freed("t").cause is None
-    side = producer.agent._loop.producer_side
+    side = producer.loop.producer_side
     assert side is not None
     lost = side._outbox._free_slots.pop()
     producer.offer("u", [1])

@@ -21,7 +21,8 @@ from emulator import Emulator  # noqa: E402
 
 EMULATOR, EVENT = Emulator(), "event"
 
-from cases import CASES, SWITCHES  # noqa: E402 - kernels are looked up with the driver in place
+from cases import CASES, LAUNCHED, SWITCHES  # noqa: E402 - kernels are looked up with the driver in place
+from driver import pass_over_modules  # noqa: E402
 
 
 def problem_of(name: str, seed: int) -> str:
@@ -42,6 +43,9 @@ def executed(name: str, seed: int) -> str:
     for setting, (case, kernel) in SWITCHES.items():
         if case == name and not found and (*setting, kernel) not in EMULATOR.settings:
             found = f"{kernel} was not launched with {setting[0]}={setting[1]}"
+    wanted, ran = LAUNCHED.get(name), {kernel for kernel, _ in EMULATOR.launched}
+    if wanted and not found and wanted not in ran:
+        found = f"launched {', '.join(sorted(ran))} instead of {wanted}"
     steps = sum(count for _, count in EMULATOR.launched)
     seconds = time.process_time() - began
     tell(f"{name}: {found or 'right'}, {steps} steps, {seconds:.1f} s")
@@ -78,6 +82,7 @@ def main() -> None:
     )
     told = parser.parse_args()
     EMULATOR.proxies = not told.no_proxies
+    pass_over_modules()
     parts = told.names or [""]
     exact = all(part in CASES for part in parts)
     names = [n for n in CASES if (n in parts if exact else any(part in n for part in parts))]

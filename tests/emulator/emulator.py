@@ -100,7 +100,8 @@ class Emulator:
         raw = b"".join(each.ljust(256, b"\0") for each in given)
         parameters = Memory(np.frombuffer(raw, np.uint8), PARAMETERS)
         bounds = MEMORY.bounds() if STREAMS.used else live_memory()
-        work = functools.partial(self._run, launched, code, parameters, bounds)
+        told = (lambda: bounds) if not STREAMS.captured else MEMORY.bounds  # a replay's own
+        work = functools.partial(self._run, launched, code, parameters, told)
         if STREAMS.used:
             STREAMS.queue(work, STREAMS.of(launched.stream))
         else:
@@ -108,7 +109,7 @@ class Emulator:
 
     def _run(self, launched: Launched, code: Code, parameters: Memory, bounds: Any) -> None:
         launch = Launch(
-            *(code, parameters, launched.grid, launched.threads, launched.shared, bounds),
+            *(code, parameters, launched.grid, launched.threads, launched.shared, bounds()),
             seed=self.seed,
             proxies=self.proxies,
         )

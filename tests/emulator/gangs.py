@@ -65,7 +65,9 @@ class Lanes:
 
     def active(self, value: Any) -> Array:
         """The active threads' values of an operand."""
-        wide = np.broadcast_to(np.asarray(value), (self.count,))
+        wide: Array = np.asarray(value)
+        if wide.shape != (self.count,):
+            wide = np.broadcast_to(wide, (self.count,))
         return wide if self.mask is None else wide[self.mask]
 
     def spread(self, values: Array) -> Array:
@@ -83,7 +85,11 @@ class Lanes:
 
     @property
     def distinct_warps(self) -> Array:
-        return np.unique(self.warps)
+        """Each of them once: warps follow one another, as threads do."""
+        if self.mask is None:
+            return np.arange(self.first // 32, (self.last - 1) // 32 + 1)
+        warps = self.warps
+        return warps[np.diff(warps, prepend=-1) > 0]
 
 
 @dataclass

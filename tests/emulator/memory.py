@@ -116,8 +116,12 @@ class SharedShadow:
         self.lane = np.zeros(pieces, np.int8)
         self.written = np.zeros(pieces, np.int32)
         self.warps = clocks.per_cta
-        self.reads = np.zeros((2 * self.warps, pieces), np.int32)
-        self.reader = np.full((self.warps, pieces), -1, np.int8)
+        self.reads = np.zeros((pieces, 2 * self.warps), np.int32)
+        every = np.arange(clocks.warps)[:, None]
+        own = every // self.warps * self.warps + np.arange(self.warps)
+        self.readers = every, np.concatenate([own, clocks.products(own)], 1)
+        """For each warp, the agents that read its CTA's memory: warps, then their products."""
+        self.reader = np.full((pieces, self.warps), -1, np.int8)
         """The last thread of each warp that read a piece; -1: nobody, or a warp as a whole."""
 
     def pieces(self, addresses: Array, size: int) -> Array:
@@ -125,43 +129,40 @@ class SharedShadow:
         found: Array = addresses[:, None] // self.piece + np.arange(max(1, size // self.piece))
         return found
 
-    def _agents(self, warps: Array) -> Array:
-        """[lanes, readers] of a CTA: its warps, then their products."""
-        own = (warps // self.warps * self.warps)[:, None] + np.arange(self.warps)
-        return np.concatenate([own, self.clocks.products(own)], 1)
-
     def read(
         self, warps: Array, lanes: Array, pieces: Array, where: object, alone: bool = True
     ) -> None:
         """Threads read, each alone or a warp as a whole. What another thread of their warp wrote, they see behind
         `bar.warp.sync` or a barrier."""
-        self._come_before(warps, pieces, 0, where)
-        beside = (self.writer[pieces] == warps[:, None]) & (self.lane[pieces] != lanes[:, None])
-        if (beside & (self.written[pieces] == self.clocks.now(warps)[:, None])).any():
+        writer, written = self._come_before(warps, pieces, 0, where)
+        now = self.clocks.now(warps)[:, None]
+        beside = (writer == warps[:, None]) & (written == now)
+        if (beside & (self.lane[pieces] != lanes[:, None])).any():
             raise FaultError(
                 f"race: another thread of the warp wrote this, without bar.warp.sync: {where}"
             )
         own = (warps % self.warps)[:, None]
-        self.reads[own, pieces] = self.clocks.now(warps)[:, None]
-        self.reader[own, pieces] = lanes[:, None] if alone else -1
+        self.reads[pieces, own] = now
+        self.reader[pieces, own] = lanes[:, None] if alone else -1
 
-    def _come_before(self, warps: Array, pieces: Array, proxy: int, where: object) -> None:
-        writer = self.writer[pieces]
+    def _come_before(
+        self, warps: Array, pieces: Array, proxy: int, where: object
+    ) -> tuple[Array, Array]:
+        """Raise FaultError for what warps do not know of. Returns by whom pieces were written, and when."""
+        writer, written = self.writer[pieces], self.written[pieces]
         if writer.min() < 0:
             raise FaultError(f"uninitialised: shared memory is read that nothing wrote: {where}")
         known = self.clocks.known[proxy, warps[:, None], writer]
         if proxy:  # what the TMA has loaded is seen without a fence
             loaded = writer >= 3 * self.clocks.warps
             known = np.where(loaded, self.clocks.known[0, warps[:, None], writer], known)
-        if (late := known < self.written[pieces]).any():
-            if (
-                proxy
-                and (self.clocks.known[0, warps[:, None], writer] >= self.written[pieces]).all()
-            ):
+        if (late := known < written).any():
+            if proxy and (self.clocks.known[0, warps[:, None], writer] >= written).all():
                 raise FaultError(
                     f"race: no fence.proxy.async since shared memory was written: {where}"
                 )
             raise FaultError(f"race: shared memory is read {self._told(writer[late])}: {where}")
+        return writer, written
 
     def _told(self, writers: Array) -> str:
         kinds = ("another warp wrote it", "a copy is under way to it", "", "the TMA is loading it")
@@ -170,9 +171,8 @@ class SharedShadow:
 
     def read_by_products(self, warps: Array, pieces: Array, moment: int, where: object) -> None:
         """A warpgroup's products read operands. All its warps must come behind what was written."""
-        for warp in warps:
-            self._come_before(np.full(len(pieces), warp), pieces[:, None], int(self.proxies), where)
-        self.reads[self.warps + warps[:, None] % self.warps, pieces] = moment
+        self._come_before(warps, pieces[None], int(self.proxies), where)
+        self.reads[pieces[:, None], self.warps + warps % self.warps] = moment
 
     def write(
         self,
@@ -200,8 +200,8 @@ class SharedShadow:
                 raise FaultError(
                     f"race: no fence.proxy.async since threads wrote to shared memory: {where}"
                 )
-        readers = self.clocks.known[0, warps[:, None], self._agents(warps)]
-        if (self.reads[:, pieces] > readers.T[:, :, None]).any():
+        readers = self.clocks.known[0][self.readers][warps][:, None]
+        if (self.reads[pieces] > readers).any():
             raise FaultError(f"race: shared memory is written that others still read: {where}")
         if lanes is not None:
             self._behind_reads(warps, lanes, pieces, where)
@@ -211,9 +211,9 @@ class SharedShadow:
 
     def _behind_reads(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
         own = (warps % self.warps)[:, None]
-        reader, now = self.reader[own, pieces], self.clocks.now(warps)[:, None]
+        reader, now = self.reader[pieces, own], self.clocks.now(warps)[:, None]
         beside = (reader >= 0) & (reader != lanes[:, None])
-        if (beside & (self.reads[own, pieces] == now)).any():
+        if (beside & (self.reads[pieces, own] == now)).any():
             raise FaultError(
                 f"race: another thread of the warp still reads this, without bar.warp.sync: {where}"
             )

@@ -223,7 +223,7 @@ def test_what_no_kernel_takes_goes_the_other_way_and_the_caller_sums(
     def refuse(*what: object) -> None:
         raise ValueError("stride of 2147483648 bytes")
 
-    monkeypatch.setattr("pd_kernels.transfer.Blocks.of", refuse)
+    monkeypatch.setattr("pd_kernels.transfer.Planes.of", refuse)
     rank, cache, route, chunk = one_chunk()
     slot = memoryview(bytearray(chunk.nbytes(route)))
     cache.gather(route, chunk, [0, 1, 2], slot)
@@ -237,7 +237,7 @@ def test_what_no_kernel_takes_goes_the_other_way_and_the_caller_sums(
         cache.gather(route, chunk, [0, 1, 5], slot)
 
 
-def test_a_table_of_blocks_is_made_once_for_all_chunks_of_the_same_layers() -> None:
+def test_a_table_of_planes_is_made_once_for_all_chunks_of_the_same_layers() -> None:
     _, cache, route, chunk = one_chunk()
     assert cache._kernels is not None
     slot = memoryview(bytearray(chunk.nbytes(route)))

@@ -11,8 +11,8 @@ from pd_kernels.bench.report import Comparison, Param, duration, guarded, throug
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 from pd_kernels.bench.transfer_baselines import torch_gather, torch_reshard
 from pd_kernels.transfer import (
-    Blocks,
     PayloadShape,
+    Planes,
     Resharding,
     Stored,
     gather_pages,
@@ -68,8 +68,8 @@ def _paged(
     raw: dict[str, Comparison] = {}  # by direction
     for codec in ("raw", "fp8_e4m3", "int8"):
         stored = Stored(BF16)
-        blocks = [Blocks.of(c.keys, c.values, page_size, codec, stored, stored) for c in caches]
-        nbytes = blocks[0].nbytes(tokens)
+        planes = [Planes.of(c.keys, c.values, page_size, codec, stored, stored) for c in caches]
+        nbytes = planes[0].nbytes(tokens)
         slots = [torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(sets)]
         sums = [new_sums(nbytes, torch.device(DEVICE)) for _ in range(sets)]
         params: Mapping[str, Param] = {
@@ -80,7 +80,7 @@ def _paged(
             "codec": codec,
         }
         moved = raw_bytes + nbytes
-        args = list(zip(blocks, tables, slots, strict=True))
+        args = list(zip(planes, tables, slots, strict=True))
         ours_s = seconds([_call(gather_pages, *each, 0, tokens) for each in args])
         yield from _rates("gather", params, moved / ours_s, copy, raw)
         checked_s = seconds(

@@ -10,6 +10,7 @@ import numpy as np
 from pd_connector.agent.consuming.pair_counts import PairCounts
 from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.errors import Cause, TransportError
+from pd_connector.kv.coding import coarsest
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
@@ -75,6 +76,9 @@ class ChunkPages(Destination):
 class Inbox:
     """Used by the agent's thread only.
 
+    Args:
+        codecs: in which KV may have passed that is used here.
+
     How a chunk gets into pages, by the type of `PlaceChunk.payload`:
 
     | payload | the producer's way (`Outbox`) | into pages | checksum that is compared |
@@ -86,8 +90,14 @@ class Inbox:
     """
 
     def __init__(
-        self, cache: PagedCache, gate: PageGate, telemetry: Telemetry, pairs: PairCounts
+        self,
+        cache: PagedCache,
+        gate: PageGate,
+        telemetry: Telemetry,
+        pairs: PairCounts,
+        codecs: Sequence[str],
     ) -> None:
+        self._codecs = codecs
         self._gate = gate
         self._cache = cache
         self._telemetry = telemetry
@@ -143,6 +153,12 @@ class Inbox:
         Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """
         request, fence = self._loads[place.header.transfer]
+        passed = place.header.passed
+        if passed not in self._codecs:
+            return (
+                Cause.CODEC,
+                f"its KV was computed on KV that had passed in {passed}, which this engine does not permit",
+            )
         try:
             with self._gate.touching(request):
                 checksum, distances = self._fill(place, path, fence)
@@ -152,7 +168,9 @@ class Inbox:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
         if place.comparison is not None:
-            place.comparison.add(place.route, distances)
+            place.comparison.add(place.route, distances, passed)
+        else:
+            self._cache.passed = coarsest((self._cache.passed, passed, place.route.error_of))
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
         self._pairs.received(place)

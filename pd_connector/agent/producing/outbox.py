@@ -291,4 +291,4 @@ class Outbox:
         return InFlight(send.session, send.transfer, send_slot, nbytes, deadline)
 
     def _header(self, send: SendChunk, nbytes: int, checksum: bytes) -> bytes:
-        return encode_header(send.header(self._epoch, nbytes, checksum))
+        return encode_header(send.header(self._epoch, nbytes, checksum, self._cache.passed))

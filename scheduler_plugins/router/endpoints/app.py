@@ -27,6 +27,7 @@ from scheduler_plugins.router.client.doors import (
 from scheduler_plugins.router.client.downstream import ClientGoneError
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import marking, preflight, why_refused
+from scheduler_plugins.router.client.stopping import Stopping
 from scheduler_plugins.router.endpoints.app_keys import (
     BACKEND,
     BODIES,
@@ -36,6 +37,7 @@ from scheduler_plugins.router.endpoints.app_keys import (
     METRICS,
     OPERATOR,
     SHARED,
+    STOPPING,
 )
 from scheduler_plugins.router.endpoints.backend import (
     Backend,
@@ -95,6 +97,7 @@ def create_app(
     app[METRICS] = Metrics()
     app[BACKEND] = backend or OneProcess()
     app[OPERATOR] = Operator(config.admin_key)
+    app[STOPPING] = Stopping()
     app.cleanup_ctx.append(engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: following(app, settings))
@@ -182,7 +185,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     try:
         client_request = ClientRequest(shared, request, headers, parsed)
         with request.app[CONNECTIONS].serving(request):
-            found = await _within(client_request, limit_s, request_id)
+            found = await _within(client_request, limit_s, request_id, request.app[STOPPING])
             client_request.trace.finish(found[1])
             return found
     except body.BadRequestError as error:
@@ -222,25 +225,28 @@ def _bad_request(error: body.BadRequestError, request_id: str) -> web.Response:
 
 
 async def _within(
-    client_request: ClientRequest, limit_s: float, request_id: str
+    client_request: ClientRequest, limit_s: float, request_id: str, stopping: Stopping
 ) -> tuple[web.StreamResponse, str]:
-    """Serve the request, or give it up once the client's time limit has passed."""
-    if limit_s == math.inf:
-        return await client_request.serve()
-    scope = asyncio.timeout(limit_s)
+    """Serve the request, or give it up once the client's time limit has passed, or that of a router that stops."""
+    scope = asyncio.timeout(None if limit_s == math.inf else limit_s)
     try:
         async with scope:
-            return await client_request.serve()
+            with stopping.bounds(scope):
+                return await client_request.serve()
     except TimeoutError:
         if not scope.expired():
             raise
     why = f"the client's limit of {limit_s * 1e3:g} ms ({TIMEOUT_HEADER}) has passed"
+    kind, status, outcome, cut_off = "timeout", 504, "deadline", "deadline"
+    if stopping.over:
+        why, kind, status = "the router is being stopped", "service_unavailable", 503
+        outcome, cut_off = "unavailable", "interrupted"
     if client_request.begun:
-        outcome = "ok" if client_request.ended else "deadline"
-        return await client_request.interrupt(why), outcome
-    response = error_response(f"request {request_id}: {why}", "timeout", 504)
+        cut_off = "ok" if client_request.ended else cut_off
+        return await client_request.interrupt(why), cut_off
+    response = error_response(f"request {request_id}: {why}", kind, status)
     response.headers[REQUEST_ID] = request_id
-    return response, "deadline"
+    return (response if status == 504 else retry_after(response, 1)), outcome
 
 
 async def _read(request: web.Request, room: Reservation) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Cache:
     """Gathers zeros."""
 
     last_checksum = b""
+    passed = "raw"
 
     def gather(
         self, route: Any, chunk: Any, pages: Any, slot: memoryview, fence: Any
