@@ -548,20 +548,6 @@ def test_many_requests_while_engines_come_and_go_all_get_an_answer() -> None:
     run(scenario())
 
 
-def test_the_router_ends_while_requests_run() -> None:
-    async def scenario() -> None:
-        world = World()
-        async with world:
-            world.d[0].behave = world.p[0].behave = hang
-            task = asyncio.create_task(world.complete())
-            await until(lambda: world.d[0].running == 1, "d0 has the request")
-            await world.server.close()
-            with pytest.raises(aiohttp.ClientError):
-                await task
-
-    run(scenario())
-
-
 @pytest.mark.parametrize(
     ("path", "body", "names"),
     [
