@@ -21,12 +21,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import triton  # noqa: E402
-from damages import KINDS, findings, sites_without_waits  # noqa: E402
+from damages import ANY, KINDS, findings, sites_without_waits  # noqa: E402
 from emulator import Emulator  # noqa: E402
 
 EMULATOR, EVENT = Emulator(), "event"
 
-from cases import CASES, SWITCHES  # noqa: E402 - kernels are looked up with the driver in place
+from cases import CASES, LAUNCHED, SWITCHES  # noqa: E402 - kernels are looked up with the driver in place
 from driver import pass_over_modules  # noqa: E402
 
 
@@ -48,6 +48,9 @@ def executed(name: str, seed: int) -> str:
     for setting, (case, kernel) in SWITCHES.items():
         if case == name and not found and (*setting, kernel) not in EMULATOR.settings:
             found = f"{kernel} was not launched with {setting[0]}={setting[1]}"
+    wanted, ran = LAUNCHED.get(name), {kernel for kernel, _ in EMULATOR.launched}
+    if wanted and not found and wanted not in ran:
+        found = f"launched {', '.join(sorted(ran))} instead of {wanted}"
     steps = sum(count for _, count in EMULATOR.launched)
     seconds = time.process_time() - began
     tell(f"{name}: {found or 'right'}, {steps} steps, {seconds:.1f} s")
@@ -105,7 +108,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seed", type=int, default=0, help="another order of threads; 0: lockstep")
     parser.add_argument(
-        "--damage", choices=(*KINDS, EVENT), help="damage instructions of this kind"
+        "--damage", choices=(*KINDS, ANY, EVENT), help="damage instructions of this kind"
     )
     parser.add_argument("--every", type=int, default=1, help="damage every Nth of them")
     parser.add_argument(

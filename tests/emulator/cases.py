@@ -2,13 +2,17 @@
 """All cases, by name."""
 
 from attention_cases import DECODES
+from control_cases import CONTROLS
 from direct_cases import DIRECT
+from graph_cases import REPLAYS
 from handoff_cases import DOORS
+from mla_cases import LATENTS
+from sglang_cases import SGLANG
 from transfer_cases import TRANSFERS
 from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
-CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS
+CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS | SGLANG
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),
@@ -23,3 +27,11 @@ SWITCHES = {
     ("mixed_steps", False): ("vllm, decodes", "paged_attention"),
 }
 """For each setting of `Tuning` a case, and the kernel that it executes under this setting."""
+
+LAUNCHED = {
+    "vllm, mla": "latent_attention",
+    "vllm, mla, 40 heads": "latent_attention_tma",
+    "vllm, graphs, mla": "latent_attention",
+    "vllm, graphs, mla, 40 heads": "latent_attention_tma",
+}
+"""Cases whose kernel is chosen behind an engine's door."""

@@ -73,6 +73,7 @@ class Driver:
         triton.runtime.driver.set_active(_driver())
 
     def _loaded(self, module: int, function: int, name: str, files: Any, *_: Any) -> None:
+        STREAMS.forbid_in_capture(f"{name} is loaded")
         (path,) = (path for file, path in files.items() if file.endswith(".ptx"))
         self.sources[function] = Path(path)
 

@@ -22,6 +22,7 @@ from gangs import PARAMETERS, Code
 from machine import Launch
 from memory import Memory
 from operands import Operands, UnknownError
+from products import check_products
 from ptx import Instruction, Program
 from streams import STREAMS
 
@@ -47,6 +48,7 @@ class Damage(NamedTuple):
             changed = code_of(replace(program, code=[instruction]))
             program.code[place] = instruction
             functions[place], guards[place] = changed.functions[0], changed.guards[0]
+        check_products(program)
         return Code(program, functions, guards)
 
 
@@ -64,7 +66,9 @@ def code_of(program: Program) -> Code:
 
 @functools.cache
 def code_at(path: Path) -> Code:
-    return code_of(Program.parse(path.read_text()))
+    program = Program.parse(path.read_text())
+    check_products(program)
+    return code_of(program)
 
 
 class Emulator:
@@ -96,7 +100,8 @@ class Emulator:
         raw = b"".join(each.ljust(256, b"\0") for each in given)
         parameters = Memory(np.frombuffer(raw, np.uint8), PARAMETERS)
         bounds = MEMORY.bounds() if STREAMS.used else live_memory()
-        work = functools.partial(self._run, launched, code, parameters, bounds)
+        told = (lambda: bounds) if not STREAMS.captured else MEMORY.bounds  # a replay's own
+        work = functools.partial(self._run, launched, code, parameters, told)
         if STREAMS.used:
             STREAMS.queue(work, STREAMS.of(launched.stream))
         else:
@@ -104,7 +109,7 @@ class Emulator:
 
     def _run(self, launched: Launched, code: Code, parameters: Memory, bounds: Any) -> None:
         launch = Launch(
-            *(code, parameters, launched.grid, launched.threads, launched.shared, bounds),
+            *(code, parameters, launched.grid, launched.threads, launched.shared, bounds()),
             seed=self.seed,
             proxies=self.proxies,
         )

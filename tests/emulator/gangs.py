@@ -134,7 +134,8 @@ def special_registers(grid: tuple[int, int, int], threads: int) -> dict[str, Arr
     lane = np.arange(grid[0] * grid[1] * grid[2] * threads)
     cta, thread = lane // threads, lane % threads
     place = cta, cta // grid[0], cta // (grid[0] * grid[1])
-    every = {"%laneid": thread % 32, "%warpid": thread // 32, "%smid": cta % 132}
+    every = {"%laneid": thread % 32, "%warpid": thread // 32}
+    every["%smid"] = cta * 3 // 4 % 132  # not evenly, as on a GPU
     for axis, letter in enumerate("xyz"):
         every[f"%ctaid.{letter}"] = place[axis] % grid[axis]
         every[f"%nctaid.{letter}"] = np.full(len(lane), grid[axis])

@@ -82,6 +82,7 @@ class Streams:
         seed: 0: work runs when it is waited for, and not before; others: a stream by chance is ahead of the others,
             and work may run as soon as it is queued.
         ignored: a site whose waits do nothing: damage for a negative control.
+        captured: while a graph is captured: its streams, and where their work goes. Nothing runs meanwhile.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,7 @@ class Streams:
         self.sites: set[str] = set()
         self.seed = 0
         self.ignored: str | None = None
+        self.captured: dict[Stream, list[Any]] = {}
         self._own = threading.local()
         self._lock = threading.RLock()
         self._chance = random.Random(0)
@@ -99,6 +101,7 @@ class Streams:
     def start(self) -> None:
         """Forget all streams; from now on work is queued."""
         self.used, self.all, self.sites, self._own = True, [], set(), threading.local()
+        self.captured = {}
         self._chance = random.Random(self.seed)
         self._default = Stream()
 
@@ -134,13 +137,32 @@ class Streams:
         """Put work, or a wait for an event, at the end of a stream's."""
         with self._lock:
             stream = stream or self.current
+            if self.captured:
+                self._capture(work, stream)
+                return
             stream.work.append(work)
             stream.queued += 1
             while self.seed and self._chance.random() < 0.5 and self._run_any():
                 pass
 
+    def _capture(self, work: Callable[[], None] | Event, stream: Stream) -> None:
+        """Work of a graph. Its streams are the first one, and those that wait for another of its streams."""
+        if isinstance(work, Event):
+            if work.stream not in self.captured:
+                raise RuntimeError("a stream that is captured waits for one that is not")
+            self.captured[stream] = self.captured[work.stream]
+        elif stream not in self.captured:
+            raise RuntimeError("work for a stream that is not captured, in a capture")
+        else:
+            self.captured[stream].append(work)
+
+    def forbid_in_capture(self, what: str) -> None:
+        if self.captured:
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+
     def finish(self, stream: Stream, place: int) -> None:
         """Run work until that of this stream is done up to a place."""
+        self.forbid_in_capture("a wait of the host")
         with self._lock:
             while stream.done < place:
                 if self.seed and self._chance.random() < 0.7:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of vLLM with `--attention-backend CUSTOM` on a GPU, without one."""
+"""Steps of vLLM with our attention backends on a GPU, without one."""
 
 import pytest
 from executed import executed
 
 pytest.importorskip("vllm")
 
-SMALL = ("vllm, decodes", "vllm, fp8")
-"""Decodes twice: the second step launches what the first has left (`direct_launch`). `python -m tests.emulator`
-executes all."""
+SMALL = (
+    *("vllm, mla, 40 heads", "vllm, graphs", "vllm, graphs, mla"),
+    *("vllm, mla, beside prompts", "vllm, controls", "vllm, controls, fp8"),
+    *("vllm, controls, beside prompts", "vllm, graphs, controls"),
+)
+"""Controls: a step is right, and each guard that is undone is found. `python -m tests.emulator` executes all."""
 
 
-def test_steps_give_attention_in_float32() -> None:
+def test_steps_give_attention_in_float32_and_no_guard_is_missed() -> None:
     assert executed(*SMALL) == dict.fromkeys(SMALL, "")

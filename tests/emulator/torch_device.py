@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from device_memory import MEMORY, allow_cuda_tensors, on_host
+from graphs import Capture, Graph, new_pool
 from streams import STREAMS, Event, Stream
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -72,6 +73,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     late = not here.is_cuda and non_blocking and _pinned(here)
     to, of = (on_host(each) if each.is_cuda else each for each in (target, source))
     if not source.is_cuda and not late:
+        STREAMS.forbid_in_capture("a copy from memory that is not pinned")
         of = source.clone()
     queue = STREAMS.current
     STREAMS.queue(functools.partial(_quietly, to.copy_, of))
@@ -222,7 +224,10 @@ def gpu() -> Iterator[None]:
         "get_device_properties": lambda *_: _PROPERTIES,
         "mem_get_info": lambda *_: (70 << 30, 80 << 30),
         "cudart": _Runtime,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: bool(STREAMS.captured),
+        "CUDAGraph": Graph,
+        "graph": Capture,
+        "graph_pool_handle": new_pool,
         "Stream": Stream,
         "ExternalStream": lambda handle, device=None: Stream(device, handle=handle),
         "Event": Event,

@@ -41,17 +41,18 @@ class Shape:
     sinks: bool = False
     shared: bool = False  # its KV is another layer's: it gets no new keys and values
     device: str = "cpu"
+    page: int = PAGE
 
-    def layer(self, backend: str | None) -> "Layer":
-        """An attention layer as vLLM makes it for `--attention-backend`."""
+    def layer(self, backend: str | None, **engine: Any) -> "Layer":
+        """An attention layer as vLLM makes it for `--attention-backend`. `engine`: other arguments of the engine."""
         config = EngineArgs(
             model=str(MODEL),
             dtype=str(self.dtype).removeprefix("torch."),
             kv_cache_dtype=self.cache_dtype,
-            block_size=PAGE,
+            block_size=self.page,
             max_model_len=512,
-            enforce_eager=True,
             attention_backend=backend,
+            **{"enforce_eager": True, **engine},
         ).create_engine_config()
         extra = {"sinks": torch.zeros(self.heads)} if self.sinks else {}
         slopes = [2.0**-n for n in range(1, self.heads + 1)] if self.alibi else None
@@ -85,7 +86,7 @@ class Layer:
         """Attention of a batch, `[token, heads, dim]`."""
         shape, module = batch.shape, self.module
         stored = torch.uint8 if shape.cache_dtype != "auto" else shape.dtype
-        cache = torch.zeros(PAGES, shape.kv_heads, PAGE, 2 * shape.dim, dtype=stored)
+        cache = torch.zeros(PAGES, shape.kv_heads, shape.page, 2 * shape.dim, dtype=stored)
         metadata = self.builder.build(0, batch.common())
         for row, tokens in enumerate(batch.tokens):
             kv = batch.kv[:, row, :tokens].unbind()
@@ -103,11 +104,11 @@ class Batch:
         chance = torch.Generator().manual_seed(len(requests))
         self.shape = shape
         self.queries, self.tokens = zip(*requests, strict=True)
-        most = -(-max(self.tokens) // PAGE)
+        most = -(-max(self.tokens) // shape.page)
         pages = torch.randperm(PAGES - 1, generator=chance) + 1
         self.table = torch.zeros(len(requests), most, dtype=torch.int32)
         for row, tokens in enumerate(self.tokens):
-            used = -(-tokens // PAGE)
+            used = -(-tokens // shape.page)
             self.table[row, :used], pages = pages[:used], pages[used:]
 
         def random(*sizes: int) -> torch.Tensor:
@@ -117,8 +118,9 @@ class Batch:
         self.query = random(sum(self.queries), shape.heads)
 
     def slots(self, row: int) -> torch.Tensor:
-        pages = self.table[row].long().repeat_interleave(PAGE)
-        return pages * PAGE + torch.arange(len(pages)) % PAGE
+        page = self.shape.page
+        pages = self.table[row].long().repeat_interleave(page)
+        return pages * page + torch.arange(len(pages)) % page
 
     def new(self, of_row: Callable[[int], torch.Tensor], axis: int) -> torch.Tensor:
         """The new tokens' part of what each row has for all of its tokens."""
@@ -136,6 +138,7 @@ class Batch:
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
             seq_lens=torch.tensor(self.tokens, dtype=torch.int32).to(device),
+            seq_lens_cpu_upper_bound=torch.tensor(self.tokens, dtype=torch.int32),
             num_reqs=len(self.queries),
             num_actual_tokens=len(self.query),
             max_query_len=max(self.queries),

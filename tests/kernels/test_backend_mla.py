@@ -4,7 +4,6 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +12,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from transformers import DeepseekV2Config
-from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import MLAAttention
+from latent_layers import LATENT, ROPE, LatentShape
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -31,9 +27,8 @@ from pd_kernels.vllm.mla_backend import MlaBuilder
 from pd_kernels.vllm.mla_cpu import CpuMlaImpl
 from pd_kernels.vllm.mla_cuda import MlaImplCuda
 
-HEADS, LATENT, ROPE, NOPE = 4, 512, 64, 32
-PAGE, PAGES = 16, 40
-NAME = "model.layers.0.self_attn.attn"
+SHAPE = LatentShape()
+HEADS, PAGE, PAGES = SHAPE.heads, SHAPE.page, 40
 LENGTHS = (70, 1, 33, 32, 200)
 TOLERANCE = 1e-5
 
@@ -52,43 +47,12 @@ def _registry() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("latent")
-    DeepseekV2Config(
-        vocab_size=259,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        kv_lora_rank=LATENT,
-        q_lora_rank=None,
-        qk_rope_head_dim=ROPE,
-        qk_nope_head_dim=NOPE,
-        v_head_dim=32,
-        architectures=["DeepseekV2ForCausalLM"],
-    ).save_pretrained(folder)
-    return folder
+    return SHAPE.save(tmp_path_factory.mktemp("latent"))
 
 
 def made(model: Path) -> tuple[Any, Any]:
-    """An MLA layer as vLLM makes it, and its builder."""
-    config = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        block_size=PAGE,
-        max_model_len=512,
-        enforce_eager=True,
-        attention_backend="CPU_MLA",  # with AMX, vLLM has another one
-    ).create_engine_config()
-    with set_current_vllm_config(config):
-        layer = MLAAttention(
-            *(HEADS, (NOPE + ROPE) ** -0.5, NOPE, ROPE, 32, None, LATENT, SimpleNamespace()),
-            cache_config=config.cache_config,
-            prefix=NAME,
-        )
-        spec = layer.get_kv_cache_spec(config)
-        builder = layer.attn_backend.get_builder_cls()
-        return layer, builder(spec, [NAME], config, torch.device("cpu"))
+    """An MLA layer as vLLM makes it, and its builder. With AMX, vLLM has another backend."""
+    return SHAPE.layer(model, "CPU_MLA")
 
 
 def common(queries: int = 1) -> CommonAttentionMetadata:

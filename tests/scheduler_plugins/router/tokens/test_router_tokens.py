@@ -139,11 +139,15 @@ async def followed(world: World) -> None:
     pool.caches.follow(pool.engines[0], "ipc:///nowhere/at/all", None)
 
 
+async def learnt(world: World) -> None:
+    await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+
+
 async def knows(world: World, source: str) -> None:
     """Wait until the router knows who tokenizes. The first request makes it ask."""
     tokens = world.app[SHARED].tokens
     await world.complete()
-    await until(lambda: tokens._model is not None, "the model is known")
+    await learnt(world)
     assert tokens.source == source
     for engine in world.p + world.d:
         engine.bodies.clear()
@@ -244,7 +248,7 @@ def test_one_clients_bad_prompt_takes_the_tokens_from_nobody(model: Path) -> Non
                 engine.tokenize = tokenizer
             await followed(world)
             await world.complete()
-            await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+            await learnt(world)
             assert await prompts(world, "bad") == ["bad"] * 2
             tokens = await world.app[SHARED].tokens.of({"prompt": "good"})
             assert tokens.tokens == token_bytes([7, 7])
@@ -283,7 +287,7 @@ def test_without_tokenizer_and_endpoint_prompts_are_known_by_their_text() -> Non
         async with World() as world:
             await followed(world)
             await world.complete()
-            await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+            await learnt(world)
             assert await prompts(world, "hello world") == ["hello world"] * 2
             assert (await world.get("/health")).json["tokens"] == "text"
 
@@ -328,7 +332,7 @@ def test_engines_that_do_not_tokenize_alike_are_sent_text(model: Path) -> None:
             world.d[0].tokenize = lambda asked: [8, 8]
             await followed(world)
             await world.complete()
-            await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+            await learnt(world)
             assert await prompts(world, "hello world") == ["hello world"] * 2
 
     run(scenario())
