@@ -105,6 +105,11 @@ def test_what_a_kernel_must_not_do(body: str, fault: str) -> None:
         run(body)
 
 
+def test_a_copy_of_a_register_is_another_register() -> None:
+    body = "mov.u32 %r6, %r0; @%p0 mov.u32 %r6, 7; st.global.b32 [%rd2], %r0;"
+    assert run(body).tolist() == list(range(64))
+
+
 def test_an_instruction_that_is_not_known_is_named() -> None:
     with pytest.raises(UnknownError, match=r"'tanh' is not known: `tanh.approx.f32 %r6, %r0`"):
         run("bra $L; tanh.approx.f32 %r6, %r0; $L: mov.u32 %r6, 0;")
