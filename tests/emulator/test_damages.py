@@ -34,7 +34,7 @@ LEFT = {
 }
 """Damages that are not found: one fence of two, the other covers the same copies; of three products with the same
 weights, the fences of the second and the third, and the waits of the first two, which the third one's wait covers;
-and a wait between two products that add to the same registers, which are executed in order. Of any kind: a commit,
+and a wait between two products that add to the same registers, which are executed in order. Also a commit,
 because a later one before the same wait takes its copies or products along, and whether an empty row has a tile,
 because that tile would weigh nothing."""
 
