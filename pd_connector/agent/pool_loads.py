@@ -221,7 +221,7 @@ class PoolLoads:
                         self._cache.scatter(*where)
                     else:
                         passed = found.read.parts[piece.part].codec
-                        comparison.add(piece.route, self._cache.compare(*where), passed)
+                        comparison.note(piece.route, self._cache.compare(*where), passed)
                         filling.routes.add(piece.route)
                 confirm()
             if comparison is None:

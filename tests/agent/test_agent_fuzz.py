@@ -118,8 +118,8 @@ def valid_messages() -> list[bytes]:
             messages.SCHEMA, "e", 1, MODEL, GEOMETRY, ["raw"], "tcp2", b"", 1 << 20, True
         ),
         messages.Ready("bait"),
-        messages.Offered("bait", 0, 0, 0, 100, b"header"),
-        messages.OfferedPages("bait", 0, 0, 8, bytes(16), b"header"),
+        messages.LeftInSlot("bait", 0, 0, 0, 100, b"header"),
+        messages.LeftInPages("bait", 0, 0, 8, bytes(16), b"header"),
         messages.Accept("bait", 1, True),
     ]
     return [messages.encode(message) for message in said]
@@ -356,7 +356,7 @@ LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
     "offers of what it never wrote": (
         [
             msgspec.structs.replace(WELCOME, read=True),
-            *(messages.Offered("t", 0, slot, slot, 2**40, b"") for slot in (0, 3, 4, 2**32 - 1)),
+            *(messages.LeftInSlot("t", 0, slot, slot, 2**40, b"") for slot in (0, 3, 4, 2**32 - 1)),
         ],
         {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     ),
@@ -364,7 +364,7 @@ LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
         [
             msgspec.structs.replace(WELCOME, read=True, direct=True),
             *(
-                messages.OfferedPages("t", 0, slot, size, addresses, b"")
+                messages.LeftInPages("t", 0, slot, size, addresses, b"")
                 for slot in (0, 3, 2**32 - 1)
                 for size in (1, 2**40)
                 for addresses in (b"", bytes(7), bytes(16), b"\xff" * 8)
@@ -403,8 +403,8 @@ def test_a_producer_that_lies_fails_the_load_with_a_cause(ranks: Ranks, context:
                     messages.Refuse,
                     messages.Accept,
                     messages.Ready,
-                    messages.Offered,
-                    messages.OfferedPages,
+                    messages.LeftInSlot,
+                    messages.LeftInPages,
                 ),
             ):
                 message = msgspec.structs.replace(message, transfer=name)

@@ -365,14 +365,14 @@ def test_what_a_hung_agent_seals_of_pages_that_were_taken_back_is_not_sent(
     assert_serves_on(producer, consumer, "before")
     if not guarded:
         monkeypatch.setattr(PageGate, "_check", lambda *_: None)
-    write = Outbox._write
+    write = Outbox._start_write
     sent: list[str] = []
 
     def noted(box: Outbox, start: Any, send: Any, *others: Any) -> None:
         sent.append(send.transfer)
         write(box, start, send, *others)
 
-    monkeypatch.setattr(Outbox, "_write", noted)
+    monkeypatch.setattr(Outbox, "_start_write", noted)
     hang = Hang(monkeypatch, next(t for t in producer.transports if t.prepares), "prepare")
     producer.offer("t", [1, 2, 3])
     consumer.load(producer.source, "t", [5, 6, 7])

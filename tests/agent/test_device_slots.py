@@ -43,7 +43,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The kind of each payload that was posted."""
     kinds: list[type] = []
-    start, offer = outbox.Outbox._start, outbox.Outbox._leave_slot
+    start, offer = outbox.Outbox._writer, outbox.Outbox._leave_slot
 
     def seen_start(box: Any, send: Any, way: Any, payload: Any, *rest: Any) -> Any:
         kinds.append(type(payload))
@@ -53,7 +53,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
         kinds.append(type(payload))
         return offer(box, send, payload, *rest)
 
-    monkeypatch.setattr(outbox.Outbox, "_start", seen_start)
+    monkeypatch.setattr(outbox.Outbox, "_writer", seen_start)
     monkeypatch.setattr(outbox.Outbox, "_leave_slot", seen_offer)
     return kinds
 

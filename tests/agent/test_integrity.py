@@ -37,19 +37,19 @@ def free_twice(box: Outbox) -> None:
 
 
 def free_while_under_way(box: Outbox) -> None:
-    box.underway.chunks["tcp", 1] = chunk(send_slot=2)
+    box.in_flight.chunks["tcp", 1] = chunk(send_slot=2)
 
 
 def forget_the_limit(box: Outbox) -> None:
     for offer in range(4):
-        box.underway.chunks[LEFT, offer] = chunk()._replace(most=4)
+        box.in_flight.chunks[LEFT, offer] = chunk()._replace(most=4)
 
 
 @pytest.mark.parametrize("damage", [lose, free_twice, free_while_under_way, forget_the_limit])
 def test_an_outbox_tells_wrong_books_from_right_ones(damage: Any):
     box = outbox()
     box.check_integrity()
-    box.underway.chunks["tcp", 0] = chunk(send_slot=box._free_slots.pop())
+    box.in_flight.chunks["tcp", 0] = chunk(send_slot=box._free_slots.pop())
     box.check_integrity()
     damage(box)
     with pytest.raises(RuntimeError, match=r"send slots|backpressured"):

@@ -261,13 +261,13 @@ def test_a_writer_of_int8_is_compared_by_the_bound_of_int8(
     store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """What passed in INT8 before is raw at rest."""
-    add, bounds = Comparison.add, []
+    note, bounds = Comparison.note, []
 
     def noted(self: Comparison, route: Any, found: Any, passed: str) -> None:
         bounds.append((route.codec, passed))
-        add(self, route, found, passed)
+        note(self, route, found, passed)
 
-    monkeypatch.setattr(Comparison, "add", noted)
+    monkeypatch.setattr(Comparison, "note", noted)
     at_rest = "int8" if way == "at rest" else "raw"
     writer = rank(PAGE, "a", "int8", at_rest)
     reader = rank(OTHER_PAGE, "other", "int8", audits=True)
@@ -500,9 +500,8 @@ def test_kv_that_was_computed_on_int8_chunks_is_handed_over_where_int8_is_permit
         other = rank(OTHER_PAGE, name, **permits)
         assert handed_over(prefill, other, name).cause is None
     assert handed_over(other, exact, "on").cause is Cause.CODEC, "nor by way of a third engine"
-    loop = prefill.agent._loop
-    loop.step = None  # type: ignore[assignment, method-assign]
-    until(lambda: prefill.agent._loop is not loop, "another thread of the agent")
+    prefill.die()
+    until(lambda: prefill.count("agent_restarts"), "another thread of the agent")
     prefill.count("agent_failures")
     prefill.counts.clear()
     assert handed_over(prefill, exact, "anew").cause is Cause.CODEC, "its pages are the same"

@@ -7,11 +7,12 @@ from direct_cases import DIRECT
 from graph_cases import REPLAYS
 from handoff_cases import DOORS
 from mla_cases import LATENTS
+from sglang_cases import SGLANG
 from transfer_cases import TRANSFERS
 from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
-CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS
+CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS | SGLANG
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),

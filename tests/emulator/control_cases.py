@@ -14,8 +14,8 @@ from mla_cases import LatentDoor
 from streams import Stream
 from torch_device import gpu
 from transfer_cases import Case
-from vllm_cases import DECODES, PagedDoor
-from vllm_door import compiled_operations, problem_of
+from vllm_cases import BESIDE_PROMPTS, DECODES, PagedDoor
+from vllm_door import few_processors, problem_of
 
 from pd_kernels.attention import DecodePlan
 
@@ -60,6 +60,27 @@ SCALES_LEFT_OUT: dict[str, Damage] = {
 }
 
 
+def _rest(batch: Any, *names: str) -> contextlib.AbstractContextManager[Any]:
+    """The stock backend gets the first requests' metadata instead of the rest's."""
+    builder: Any = importlib.import_module("pd_kernels.vllm.paged_builder")
+    split = builder.rest_of
+
+    def unsplit(common: Any, decodes: Any) -> Any:
+        rest = split(common, decodes)
+        told = {name: getattr(common, name)[: len(getattr(rest, name))] for name in names}
+        return dataclasses.replace(rest, **told)
+
+    return mock.patch.object(builder, "rest_of", unsplit)
+
+
+SPLITS: dict[str, Damage] = {
+    "lengths of decodes for prompts": lambda batch: _rest(batch, "seq_lens"),
+    "pages of decodes for prompts": lambda batch: _rest(batch, "block_table_tensor"),
+    "queries of decodes for prompts": lambda batch: _rest(batch, "query_start_loc"),
+}
+"""Damages to the split of a batch into decodes and prompts."""
+
+
 def _step(door: Any, batch: Any, damage: Damage = contextlib.nullcontext) -> None:
     """What requests had before a step comes by a stream of its own, as a handoff's."""
     door.forget()
@@ -72,17 +93,20 @@ def _step(door: Any, batch: Any, damage: Damage = contextlib.nullcontext) -> Non
         door.check(batch, door.step(batch))
 
 
-def controls(make: Callable[[], Any], damages: dict[str, Damage]) -> None:
+def controls(
+    make: Callable[[], Any],
+    damages: dict[str, Damage],
+    requests: tuple[tuple[int, int], ...] = DECODES,
+) -> None:
     """A step is right, but wrong with each damage."""
-    with gpu():
+    with gpu(), few_processors():
         door = make()
-        batch = door.batch(DECODES)
-        with compiled_operations(door.module, door.coded):
-            found = {
-                name: problem_of(functools.partial(_step, door, batch, damage))
-                for name, damage in damages.items()
-            }
-            _step(door, batch)
+        batch = door.batch(requests)
+        found = {
+            name: problem_of(functools.partial(_step, door, batch, damage))
+            for name, damage in damages.items()
+        }
+        _step(door, batch)
     unfound = [name for name, told in found.items() if not told]
     assert not unfound, f"not found: {', '.join(unfound)}"
 
@@ -91,6 +115,9 @@ CONTROLS: dict[str, Case] = {
     "vllm, controls": functools.partial(controls, PagedDoor, DAMAGES),
     "vllm, controls, fp8": functools.partial(
         controls, functools.partial(PagedDoor, "fp8"), SCALES_LEFT_OUT
+    ),
+    "vllm, controls, beside prompts": functools.partial(
+        controls, PagedDoor, SPLITS, BESIDE_PROMPTS
     ),
     "vllm, controls, mla": functools.partial(controls, LatentDoor, DAMAGES),
 }

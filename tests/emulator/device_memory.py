@@ -96,8 +96,8 @@ class DeviceMemory:
 
     def spoil(self, pool: tuple[int, int]) -> None:
         """What lies in a graph's memory before a replay is nobody's."""
-        for block in self._free[pool]:
-            block.room.fill(UNWRITTEN)
+        for region in self._free[pool]:
+            region.room.fill(UNWRITTEN)
 
     def _deleted(self, managed: int) -> None:
         self.give_back(_Managed.from_address(managed).context)

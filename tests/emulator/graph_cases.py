@@ -17,7 +17,7 @@ from streams import Stream
 from torch_device import gpu
 from transfer_cases import Case
 from vllm_cases import PagedDoor
-from vllm_door import Door, compiled_operations, problem_of
+from vllm_door import Door, few_processors, problem_of
 
 GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 DEVICE = torch.device("cuda", 0)
@@ -159,15 +159,15 @@ def replayed(
     make: Callable[..., Any],
     steps: Sequence[tuple[tuple[int, int], ...]] = STEPS,
     queries: int = 1,
+    small: bool = True,
 ) -> None:
     """Capture graphs, and run steps with them."""
-    with gpu():
+    with gpu(), few_processors() if small else contextlib.nullcontext():
         door = make(**engine((2, ROWS), queries))
         door.builder.reorder_batch_threshold = queries
-        with compiled_operations(door.module, door.coded):
-            runner = _captured(door, queries)
-            for requests in steps:
-                _step(door, runner, requests)
+        runner = _captured(door, queries)
+        for requests in steps:
+            _step(door, runner, requests)
 
 
 def _own_table(door: Any) -> contextlib.AbstractContextManager[Any]:
@@ -216,24 +216,23 @@ DAMAGES: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
 
 def controls() -> None:
     """Graphs are right, but refused or wrong with each damage."""
-    with gpu():
+    with gpu(), few_processors():
         door = PagedDoor(**engine((2, ROWS), 1))
 
         def run(damage: Any = contextlib.nullcontext) -> None:
             with damage(door):
                 _step(door, _captured(door, 1), STEPS[0])
 
-        with compiled_operations(door.module):
-            found = {
-                name: problem_of(functools.partial(run, damage)) for name, damage in DAMAGES.items()
-            }
-            run()
+        found = {
+            name: problem_of(functools.partial(run, damage)) for name, damage in DAMAGES.items()
+        }
+        run()
     unfound = [name for name, told in found.items() if not told]
     assert not unfound, f"not found: {', '.join(unfound)}"
 
 
 REPLAYS: dict[str, Case] = {
-    "vllm, graphs": functools.partial(replayed, PagedDoor),
+    "vllm, graphs": functools.partial(replayed, PagedDoor, small=False),
     "vllm, graphs, fp8": functools.partial(replayed, functools.partial(PagedDoor, "fp8")),
     "vllm, graphs, verified": functools.partial(replayed, PagedDoor, VERIFIED, 4),
     "vllm, graphs, mla": functools.partial(replayed, LatentDoor, STEPS[:2]),

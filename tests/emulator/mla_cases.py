@@ -12,7 +12,7 @@ import torch
 from torch_device import gpu
 from transfer_cases import Case
 from vllm_cases import DECODES
-from vllm_door import Door, attended, compiled_operations, for_cuda
+from vllm_door import Door, attended, few_processors, for_cuda
 
 
 class LatentDoor(Door):
@@ -90,17 +90,19 @@ def step(
     heads: int = 16, requests: tuple[tuple[int, int], ...] = DECODES, verified: int = 1
 ) -> None:
     """Run the last tokens of some requests through a layer, behind what the cache has of them."""
-    with gpu():
+    with gpu(), few_processors():
         door = LatentDoor(heads)
         door.builder.reorder_batch_threshold = verified
         batch = door.batch(requests)
-        with compiled_operations(door.module):
-            door.write(batch)
-            door.check(batch, door.step(batch))
+        door.write(batch)
+        door.check(batch, door.step(batch))
 
 
 LATENTS: dict[str, Case] = {
     "vllm, mla": step,
     "vllm, mla, 40 heads": functools.partial(step, 40, DECODES[:2]),
+    "vllm, mla, beside prompts": functools.partial(
+        step, requests=((1, 70), (1, 33), (20, 20), (9, 9))
+    ),
     "vllm, mla, verified": functools.partial(step, requests=((2, 70), (2, 2)), verified=2),
 }

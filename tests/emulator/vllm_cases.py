@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch_device import gpu
 from transfer_cases import FP8, Case
-from vllm_door import Door, attended, compiled_operations, for_cuda
+from vllm_door import Door, Rounded, attended, for_cuda
 
 from pd_kernels.tuning import tuned
 
@@ -36,6 +36,7 @@ class PagedDoor(Door):
         assert type(self.module.impl).__name__ == "PagedFlashImpl"
         if self.coded:
             self.temporaries = 2  # queries in 16 bits
+            self.module.query_quant = Rounded()
             for name, scale in SCALES.items():
                 getattr(self.module, f"_{name}_scale").fill_(scale)
                 setattr(self.module, f"_{name}_scale_float", scale)
@@ -84,10 +85,9 @@ def step(
         door = PagedDoor(**layer)
         door.builder.reorder_batch_threshold = verified
         batch = door.batch(requests)
-        with compiled_operations(door.module, door.coded):
-            door.write(batch)
-            for _ in range(steps):
-                door.check(batch, door.step(batch))
+        door.write(batch)
+        for _ in range(steps):
+            door.check(batch, door.step(batch))
 
 
 MIXED = {"requests": BESIDE_PROMPTS, "switches": {"mixed_steps": True}}
@@ -99,6 +99,11 @@ STEPS: dict[str, Case] = {
         "fp8": {"cache_dtype": "fp8"},
         "verified": {"requests": VERIFIED, "verified": 4},
         "window": {"window": 40},
+        "beside prompts": {"requests": BESIDE_PROMPTS},
+        "beside prompts, fp8": {"requests": BESIDE_PROMPTS, "cache_dtype": "fp8"},
+        "beside prompts, window": {"requests": BESIDE_PROMPTS, "window": 24},
+        "beside prompts, verified": {"requests": (*VERIFIED, (1, 50), (9, 40)), "verified": 4},
+        "prompts": {"requests": BESIDE_PROMPTS[2:]},
         "mixed steps": MIXED,
         "mixed steps, fp8": {**MIXED, "cache_dtype": "fp8"},
     }.items()

@@ -3,26 +3,29 @@
 operations call them, as its model runner does.
 
 Only what vLLM compiles for CUDA is missing: modules that must be importable stand empty, and the operations that
-write caches, and FlashAttention, are torch's.
+write caches, and FlashAttention (`flash.py`), are torch's.
 """
 
-import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
+from flash import flash_attention, scheduled
 from memory import FaultError
 from streams import STREAMS
 from transfer_cases import FP8
 
+from pd_kernels.attention import decode_call
+
 COMPILED = ("_C_stable_libtorch", "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C")
 FLASH = "vllm.v1.attention.backends.flash_attn"
+LATENT_PREFILL = "vllm.v1.attention.backends.mla.prefill.flash_attn"
 
 
 @functools.cache
@@ -41,6 +44,15 @@ def for_cuda() -> None:
     operations = importlib.import_module("vllm._custom_ops")
     for name in (each for each in dir(operations) if "_supports_" in each):
         setattr(operations, name, lambda *_: False)  # it asks for FP8 products when it is imported
+    for module, name, value in (
+        ("vllm._custom_ops", "concat_and_cache_mla", _write_latents),
+        (FLASH, "reshape_and_cache_flash", _write_keys),
+        (FLASH, "get_scheduler_metadata", scheduled),
+        (FLASH, "flash_attn_varlen_func", flash_attention),
+        ("vllm.model_executor.layers.attention.mla_attention", "PIN_MEMORY", False),
+        (LATENT_PREFILL, "flash_attn_varlen_func", flash_attention),
+    ):
+        setattr(importlib.import_module(module), name, value)
     importlib.import_module("pd_kernels.vllm.plugin").register()
     sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
@@ -75,27 +87,16 @@ def _write_latents(
     _put(torch.cat((latent, rope), -1)[: len(slots)], cache, slots)
 
 
-class _Rounded(torch.nn.Module):
+class Rounded(torch.nn.Module):
     """Queries in FP8, as vLLM hands them over for such a cache."""
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (x / scale).to(FP8), scale
 
 
-@contextlib.contextmanager
-def compiled_operations(module: Any, coded: bool = False, **others: Any) -> Iterator[None]:
-    """What vLLM has compiled. `others` are functions of its FlashAttention backend."""
-    operations = importlib.import_module("vllm._custom_ops")
-    with contextlib.ExitStack() as stack:
-        for owner, name, function in (
-            (importlib.import_module(FLASH), "reshape_and_cache_flash", _write_keys),
-            (operations, "concat_and_cache_mla", _write_latents),
-            *((importlib.import_module(FLASH), *each) for each in others.items()),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
-        if coded:
-            stack.enter_context(mock.patch.object(module, "query_quant", _Rounded()))
-        yield
+def few_processors() -> Any:
+    """A small GPU: most programs of a large one have no work in a small step, and take time here."""
+    return mock.patch.object(decode_call, "multiprocessors", return_value=6)
 
 
 def problem_of(run: Callable[[], None]) -> str:

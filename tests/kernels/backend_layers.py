@@ -138,6 +138,7 @@ class Batch:
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
             seq_lens=torch.tensor(self.tokens, dtype=torch.int32).to(device),
+            seq_lens_cpu_upper_bound=torch.tensor(self.tokens, dtype=torch.int32),
             num_reqs=len(self.queries),
             num_actual_tokens=len(self.query),
             max_query_len=max(self.queries),

@@ -101,7 +101,7 @@ class ConsumerSide:
             self._inbox,
             self._outage,
             act=self._act,
-            read=self._receiver.read,
+            read=self._receiver.read_left,
             unlike=self._unlike,
         )
         self._auditor = Auditor(

@@ -105,7 +105,7 @@ class Inbox:
         self._reading: dict[Key, int] = {}  # the number that `Taken` repeats
         self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
 
-    def begin(self, load: Load, fence: Any) -> None:
+    def fill_after(self, load: Load, fence: Any) -> None:
         """The load's pages are filled after the work that `fence` stands for: it may still write
         them for the request that had them before."""
         self._loads.setdefault(load.transfer, (load.request, fence))
@@ -113,33 +113,31 @@ class Inbox:
     def forget(self, request: str) -> None:
         self._loads = {t: known for t, known in self._loads.items() if known[0] != request}
 
-    def reads(self, source: Source, slot: int) -> bool:
+    def is_reading(self, source: Source, slot: int) -> bool:
         """Whether a chunk that this producer left for this slot is being read."""
         return (source, slot) in self._reading
 
-    def read(
-        self, source: Source, path: ReceivePath, offered: messages.Offered | messages.OfferedPages
+    def begin_read(
+        self, source: Source, path: ReceivePath, left: messages.LeftInSlot | messages.LeftInPages
     ) -> Pieces | None:
         """Begin to read a chunk. Returns where it lies, if it is read from pages, at once.
 
         Raises TransportError if the read cannot start.
         """
-        self._reading[source, offered.slot] = offered.offer
-        if isinstance(offered, messages.OfferedPages):
-            addresses = np.frombuffer(offered.addresses[: len(offered.addresses) // 8 * 8], "<u8")
-            return Pieces(addresses, offered.piece_bytes)
-        path.transport.read(
-            path.expected, offered.send_slot, offered.nbytes, offered.slot, offered.header
-        )
+        self._reading[source, left.slot] = left.number
+        if isinstance(left, messages.LeftInPages):
+            addresses = np.frombuffer(left.addresses[: len(left.addresses) // 8 * 8], "<u8")
+            return Pieces(addresses, left.piece_bytes)
+        path.transport.read(path.expected, left.send_slot, left.nbytes, left.slot, left.header)
         return None
 
-    def taken(self, slot: int) -> list[tuple[Source, messages.Taken]]:
+    def end_read(self, slot: int) -> list[tuple[Source, messages.Taken]]:
         """The chunk that was left for this landing slot has been read, or is not wanted.
         Returns whom to tell, and what."""
         keys = [key for key in self._reading if key[1] == slot]
         return [(key[0], messages.Taken(self._reading.pop(key))) for key in keys]
 
-    def lost(self, source: Source) -> None:
+    def forget_reads(self, source: Source) -> None:
         """The session has ended: forget what this producer left to be read."""
         self._reading = {key: number for key, number in self._reading.items() if key[0] != source}
 
@@ -168,7 +166,7 @@ class Inbox:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
         if place.comparison is not None:
-            place.comparison.add(place.route, distances, passed)
+            place.comparison.note(place.route, distances, passed)
         else:
             self._cache.passed = coarsest((self._cache.passed, passed, place.route.error_of))
         self._telemetry.count("received_chunks")

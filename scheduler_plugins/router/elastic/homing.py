@@ -20,7 +20,7 @@ _Wish = tuple[str, Role]  # an engine's name, and the side that it should be on
 
 class _Failure(NamedTuple):
     again_s: float  # when it is tried again
-    count: int  # failures in a row
+    failures: int  # in a row
     problem: str
 
 
@@ -33,9 +33,7 @@ class Homing:
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
         self._failures: dict[_Wish, _Failure] = {}
-        self._told: set[_Wish] = (
-            set()
-        )  # wishes that another router carries out, as the log has said
+        self._told: set[_Wish] = set()  # wishes for which the log has named another router
 
     def moves(self, now_s: float) -> list[Move]:
         """Switches to begin now. A router that does not lead its fellows begins none."""
@@ -72,7 +70,7 @@ class Homing:
                 continue
             wish = (engine, one.standing.wanted)
             before = self._failures.get(wish)
-            count = 1 if before is None else before.count + 1
+            count = 1 if before is None else before.failures + 1
             pause_s = min(LONGEST_PAUSE_S, DWELL_S * 2 ** (count - 1))
             again = f"the switch to {one.standing.wanted} is tried again after {pause_s:g} s"
             self._failures[wish] = _Failure(now_s + pause_s, count, f"{one.url}: {cause}; {again}")
@@ -86,14 +84,17 @@ class Homing:
         self, due: Collection[BackendEngine], all_wanted: Collection[BackendEngine]
     ) -> set[BackendEngine]:
         """Those to begin with: one of each side that has another engine. If no side has, all sides begin, because
-        waiting would not help."""
+        waiting would not help. But a group waits for a switch that failed: a swap must not be half made."""
         moving = {_side(one) for one in all_wanted if one.standing.moving is not None}
         first = dict[tuple[str, Role], BackendEngine]()
         for engine in due:
             if engine.standing.moving is None and _side(engine) not in moving:
                 first.setdefault(_side(engine), engine)
         able = {one for one in first.values() if self._has_another(one)}
-        return able or (set() if moving else set(first.values()))
+        if able or moving:
+            return able
+        failed = {_side(one)[0] for one in all_wanted if one not in due}
+        return {one for (group, _), one in first.items() if group not in failed}
 
     def _has_another(self, engine: BackendEngine) -> bool:
         group, role = _side(engine)
@@ -109,8 +110,8 @@ class Homing:
     def _leave_to_others(self, wishes: Collection[_Wish]) -> None:
         for url, role in sorted(set(wishes) - self._told):
             logger.info(
-                "%s: the settings say %s. Another router decides on roles, and has the engine switched when its own "
-                "settings say so, too",
+                "%s: the settings say %s. Another router decides on roles (or none of --fellows is heard). It has the "
+                "engine switched when its own settings say so, too",
                 *(url, role),
             )
             self._told.add((url, role))

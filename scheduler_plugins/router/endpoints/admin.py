@@ -63,7 +63,7 @@ def create_admin(pool: EnginePool, mover: Mover, operator: Operator, host: str) 
         operator: checks the operator's token; other clients get no answer.
         host: the address to listen on.
     """
-    app = web.Application(middlewares=[_guard])
+    app = web.Application(middlewares=[_for_operators_only])
     app[_POOL], app[_MOVER], app[_OPERATOR], app[_HOST] = pool, mover, operator, host
     app.router.add_get(ENGINES, _list)
     app.router.add_post(ENGINES, _add)
@@ -75,7 +75,7 @@ def create_admin(pool: EnginePool, mover: Mover, operator: Operator, host: str) 
 
 
 @web.middleware
-async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
+async def _for_operators_only(request: web.Request, handler: Any) -> web.StreamResponse:
     if "Origin" in request.headers or is_of_foreign_page(request, (), request.app[_HOST]):
         return _error(
             "the admin API refuses requests of web pages: use a program outside of the browser", 403

@@ -20,8 +20,8 @@ from scheduler_plugins.router.client.connections import (
 from scheduler_plugins.router.client.doors import (
     VERSION,
     id_of,
-    is_guarded,
     may_enter,
+    needs_key,
     passed_headers,
 )
 from scheduler_plugins.router.client.downstream import ClientGoneError
@@ -127,7 +127,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
         return asked
     if (why := why_refused(request, request.app[CONFIG])) is not None:
         return closing(error_response(why, "permission_error", 403))
-    if is_guarded(request.path) and not may_enter(request, request.app[CONFIG].client_key):
+    if needs_key(request.path) and not may_enter(request, request.app[CONFIG].client_key):
         message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
         return closing(error_response(message, "authentication_error", 401))
     try:

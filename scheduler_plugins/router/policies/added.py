@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import inf
 from random import Random
@@ -102,15 +103,12 @@ class Checked(Policy):
 def _problem(decision: object, view: View) -> str:
     """What is wrong with a decision; empty if nothing is."""
     if isinstance(decision, Reject):
-        if not (isinstance(decision.cause, str) and decision.cause):
+        cause: object = decision.cause
+        if not cause or not isinstance(cause, str):
             return "cause must be a word, the metric's label"
-        if not (isinstance(decision.retry_after_s, int | float) and decision.retry_after_s >= 0):
-            return "retry_after_s must be a number of seconds from 0 on"
-        return ""
+        return _wrong_time("retry_after_s", decision.retry_after_s, 0.0, inf)
     if isinstance(decision, Defer):
-        if not (isinstance(decision.until_s, int | float) and -inf < decision.until_s < inf):
-            return "until_s must be a time, now_s and some seconds"
-        return ""
+        return _wrong_time("until_s", decision.until_s, -sys.float_info.max, sys.float_info.max)
     if not isinstance(decision, Route):
         return "must be a Route, Reject or Defer (scheduler_plugins/router/policies/base.py)"
     prefill, slow = (
@@ -126,6 +124,12 @@ def _problem(decision: object, view: View) -> str:
     if decision.pull_from is not None and decision.pull_from not in sources:
         return f"pull_from must be None or one of {', '.join(sources) or '(none is there)'}"
     return ""
+
+
+def _wrong_time(name: str, value: object, least: float, most: float) -> str:
+    if isinstance(value, int | float) and least <= value <= most:  # NaN is neither
+        return ""
+    return f"{name} must be a number of seconds from {least:g} to {most:g}"
 
 
 def _is(found: object, base: type | tuple[type, ...]) -> bool:

@@ -246,7 +246,8 @@ def _problem(move: object, engines: Sequence[str]) -> str:
         return f"engine must be one of {', '.join(engines)}"
     if move.role not in list(_TOWARDS):
         return f"role must be one of {', '.join(_TOWARDS)}"
-    return "" if isinstance(move.cause, str) else "cause must be a text"
+    cause: object = move.cause
+    return "" if isinstance(cause, str) else "cause must be a text"
 
 
 def _direction(before: Role, after: Role) -> int:

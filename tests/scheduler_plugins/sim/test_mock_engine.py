@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.engines.traffic import read
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.sim.mock.events import (
@@ -259,6 +260,11 @@ def test_two_mocks_hand_over_as_sglang_s_router_asks() -> None:
                 _, raw = await asyncio.gather(
                     ask(session, p.port, **asked), ask(session, d.port, **asked)
                 )
+                async with session.get(f"http://127.0.0.1:{d.port}/metrics") as answer:
+                    counted = read(await answer.text(), 0.0).producers
+            (pair,) = counted.values()
+            assert [*counted] == [f"127.0.0.1:{p.port}"], "the live page shows KV by pair"
+            assert (pair.transfers, pair.failed, pair.chunks, [*pair.codecs]) == (1, 0, 1, ["raw"])
             assert raw.count(b" word") == 5
             assert p._engine.busy_s > 0
             assert d._engine.busy_s == 0.0, "the decode engine computed no prompt"

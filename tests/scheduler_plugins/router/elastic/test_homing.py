@@ -162,6 +162,26 @@ def test_an_edit_that_swaps_all_sides_leaves_no_side_empty() -> None:
     run(scenario())
 
 
+def test_half_a_swap_waits_for_the_half_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise both engines would be on one side until the next try."""
+    monkeypatch.setattr(homing, "DWELL_S", 1e6)
+
+    async def scenario() -> None:
+        async with Sglang(1, 1) as world:
+            p, d = world.fakes
+            p.then = "other"
+            await d.die()
+            await world.down(d)
+            world.edit(d)
+            await until(lambda: bool(world.known(p).standing.problem), "it has failed")
+            await d.start()
+            await world.up(d)
+            await asyncio.sleep(0.3)
+            assert world.sides() == {"p0": ("prefill", "prefill"), "d0": ("decode", "decode")}
+
+    run(scenario())
+
+
 def test_an_engine_without_the_flag_serves_its_own_side_and_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

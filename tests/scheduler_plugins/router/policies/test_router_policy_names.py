@@ -136,9 +136,9 @@ def test_a_policy_that_fails_or_cannot_be_followed_names_its_package(tmp_path: P
         "nothing": "must be a Route, Reject or Defer",
         "breaks": "failed: RuntimeError('a bug')",
         "unmade": "cannot be made without arguments: TypeError",
-        "vague": "retry_after_s must be a number of seconds from 0 on",
+        "vague": "retry_after_s must be a number of seconds from 0 to inf",
         "nameless": "cause must be a word",
-        "never": "until_s must be a time",
+        "never": "until_s must be a number of seconds from",
     }
     told = decided(tmp_path, *problems)
     for (name, problem), line in zip(problems.items(), told, strict=True):

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from router_fakes import FakeEngine, World, run, until
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.prompt.body import with_tokens
+from scheduler_plugins.router.tokens import worker_pool
 from scheduler_plugins.router.tokens.agreement import difference
 from scheduler_plugins.router.tokens.token_worker import (
     _TEXTS,
@@ -22,15 +24,33 @@ from scheduler_plugins.router.tokens.token_worker import (
     files_digest,
     tokenize,
 )
+from scheduler_plugins.router.tokens.worker_pool import _Process
 
 WORDS = ["<unk>", "user", ":", "hello", "world", "!", "you"]
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}{% if add_generation_prompt %}!{% endif %}"
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[_Process]:
+    process = _Process()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def own_process() -> None:
+    """The test's router starts its worker process, and ends it."""
+
+
 @pytest.fixture(autouse=True)
-def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process takes seconds to start."""
-    monkeypatch.setattr("scheduler_plugins.router.tokens.worker_pool.WORKERS", 1)
+def one_worker(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, process: _Process
+) -> None:
+    """Each process takes seconds to start. It serves one model after the other, so these tests share it."""
+    monkeypatch.setattr(worker_pool, "WORKERS", 1)
+    if "own_process" not in request.fixturenames:
+        monkeypatch.setattr(worker_pool, "_Process", lambda: process)
+        monkeypatch.setattr(worker_pool.WorkerPool, "close", lambda pool: None)
 
 
 @pytest.fixture
@@ -139,6 +159,7 @@ async def prompts(world: World, prompt: Any) -> list[Any]:
     return [engine.bodies[-1]["prompt"] for engine in (world.p[0], world.d[0])]
 
 
+@pytest.mark.usefixtures("own_process")
 def test_both_sides_get_the_tokens_of_a_tokenizer_that_agrees_with_theirs(model: Path) -> None:
     async def scenario() -> None:
         async with World(tokenizer=str(model)) as world:
