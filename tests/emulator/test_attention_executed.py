@@ -7,7 +7,14 @@ from executed import executed
 SMALL = (
     *("swapped", "swapped, 32 lines"),
     *("paged, fp8", "paged, documents", "paged, 8 queries", "paged, jagged", "mla, 16 heads, fp8"),
-    *("mla, 128 heads", "gluon, 128 heads", "mixed", "merge, 80", "plan, window", "tile mask"),
+    *(
+        "mla, 128 heads",
+        "gluon, 128 heads",
+        "mixed, split",
+        "merge, 80",
+        "plan, window",
+        "tile mask",
+    ),
     *("direct launch", "direct launch, mla"),
 )
 """`python -m tests.emulator` executes all."""
