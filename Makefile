@@ -5,7 +5,9 @@ PYTEST := $(PYTHON) -m pytest --durations=15
 export PYTHONDONTWRITEBYTECODE :=
 # Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and run four
 # at a time; to import and collect takes each worker 14 s of a core. Tests marked `quiet` measure time, and run alone.
-COMPUTING := tests/kernels tests/emulator tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
+# Files are taken in this order: a worker that began a long one last would be alone with it. Threads of torch would wait
+# for each other in loops, on cores that other workers need.
+COMPUTING := tests/emulator tests/kernels tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
 	tests/scheduler_plugins
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 
@@ -39,10 +41,10 @@ fast: setup
 	@$(MAKE) --no-print-directory quiet
 
 computing: setup
-	$(PYTEST) -m "not engine and not quiet" --timeout=600 -n 2 --dist loadfile $(COMPUTING)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not engine and not quiet" --timeout=600 -n 2 --dist loadfile --no-loadscope-reorder $(COMPUTING)
 
 waiting: setup
-	$(PYTEST) -m "not engine and not quiet" --timeout=300 -n 4 --dist loadfile $(COMPUTING:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not engine and not quiet" --timeout=300 -n 4 --dist loadfile $(COMPUTING:%=--ignore=%)
 
 quiet: setup
 	$(PYTEST) -m quiet --timeout=300 $(QUIET)
@@ -51,10 +53,10 @@ sglang-door: setup
 	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
 		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi
 
-# vLLM's engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own. SGLang's
-# schedulers never wait: one file after the other.
+# vLLM's engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own (the
+# folder's conftest.py says how). SGLang's schedulers never wait: one file after the other.
 engine: setup
-	$(PYTEST) --timeout=900 -n 2 --dist loadgroup tests/engines
+	$(PYTEST) --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder tests/engines
 	$(PYTEST) --timeout=900 tests/sglang_engines
 
 # The door to Ray is tested in an environment of its own, too, which is laid over .venv.

@@ -56,6 +56,9 @@ class Cause(StrEnum):
     AUTHENTICATION = "authentication"  # the peer has another key, or none
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
     CHUNK_MISMATCH = "chunk_mismatch"  # a chunk differs from the plan's chunk at its place
+    CODEC = (
+        "codec"  # its KV depends on KV that has passed in a codec that this engine does not permit
+    )
     DUPLICATE = "duplicate"  # the transfer id is already in use
     ENGINE_HUNG = "engine_hung"  # the producer's agent answers, but its engine computes no step
     GEOMETRY = "geometry"  # KV cannot pass between the two caches

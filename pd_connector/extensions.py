@@ -51,6 +51,21 @@ class Extension:
                 self._loaded.append(self._import())
             return self._loaded[0]
 
+    def make(self) -> Any:
+        """A new object of the class that the entry point names.
+
+        Raises:
+            ConfigError: as `load`, or the class cannot be made without arguments.
+        """
+        made = self.load()
+        try:
+            return made()
+        except Exception as error:  # another package's class can raise anything
+            raise ConfigError(
+                f"{self.name!r}, which {self.source} adds (entry point group {self.group}), cannot be "
+                f"made without arguments: {error!r}"
+            ) from error
+
     def _import(self) -> Any:
         if len(self._points) > 1:
             raise ConfigError(

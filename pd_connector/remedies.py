@@ -28,6 +28,10 @@ _REMEDIES: dict[Cause, str] = {
         "the prefill engine's KV differs from this engine's: compare both engines' checkpoints, flags and hardware, "
         "then restart the wrong engine (docs/trust.md, audit)"
     ),
+    Cause.CODEC: (
+        "the prefill engine has loaded KV in a lossy codec: set its `pool.codec` and `codec` to raw and restart it, or permit "
+        "that codec here in `codec` (docs/pool.md#int8-at-rest)"
+    ),
     Cause.UNREACHABLE: _REACH,
     Cause.SESSION_LOST: _REACH,
     Cause.AUTHENTICATION: "set PD_CONNECTOR_KEY to one secret on every engine",

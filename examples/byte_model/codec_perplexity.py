@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from pd_connector.codec import CODECS, Elements, Part
 
 PREFIX_TOKENS, SCORED_TOKENS, WINDOWS = 2048, 256, 16
-BLOCK_TOKENS = 512
+PLANE_TOKENS = 512
 BF16 = Elements("bfloat16")
 
 
@@ -36,14 +36,14 @@ PAIRS["fp8_e4m3 into an FP8 cache, scale 1"] = Pair("fp8_e4m3", Elements("fp8_e4
 
 def carried(x: torch.Tensor, part: Part, pair: Pair) -> torch.Tensor:
     """K or V [1, head, token, dim] after the wire and the destination's cache, bfloat16."""
-    codec, blocks = CODECS[pair.codec], []
-    for block in x[0].split(BLOCK_TOKENS, 1):
-        shape = tuple(block.shape)
+    codec, planes = CODECS[pair.codec], []
+    for plane in x[0].split(PLANE_TOKENS, 1):
+        shape = tuple(plane.shape)
         data = torch.empty(codec.coding.coded_bytes(part, shape, BF16), dtype=torch.uint8)
-        codec.encode(part, block, BF16, pair.destination, data)
+        codec.encode(part, plane, BF16, pair.destination, data)
         stored = codec.decode(part, data, shape, BF16, pair.destination)
-        blocks.append((stored.float() * pair.destination.scale).bfloat16())
-    return torch.cat(blocks, 1)[None]
+        planes.append((stored.float() * pair.destination.scale).bfloat16())
+    return torch.cat(planes, 1)[None]
 
 
 def nats(model: LlamaForCausalLM, layers: Layers, scored: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ COLUMNS = 256
 """Words of a row of the matrix that is summed."""
 ROW_BYTES = 8 * COLUMNS
 
-_BLOCK_ROWS = 256
+_ROWS_AT_ONCE = 256
 """Rows that are summed at a time, 512 KiB. Their row sums are formed first, then their column sums,
 which find the rows in the core's cache."""
 
@@ -31,10 +31,10 @@ def checksum_of(data: memoryview) -> bytes:
     body = flat[:whole].view("<u8").reshape(-1, COLUMNS)
     rows: npt.NDArray[np.uint64] = np.empty(len(body), np.uint64)
     columns: npt.NDArray[np.uint64] = np.zeros(COLUMNS, np.uint64)
-    for first in range(0, len(body), _BLOCK_ROWS):
-        block = body[first : first + _BLOCK_ROWS]
-        block.sum(axis=1, dtype=np.uint64, out=rows[first : first + _BLOCK_ROWS])
-        columns += block.sum(axis=0, dtype=np.uint64)
+    for first in range(0, len(body), _ROWS_AT_ONCE):
+        some = body[first : first + _ROWS_AT_ONCE]
+        some.sum(axis=1, dtype=np.uint64, out=rows[first : first + _ROWS_AT_ONCE])
+        columns += some.sum(axis=0, dtype=np.uint64)
     if whole < len(flat):
         tail = np.zeros(ROW_BYTES, dtype=np.uint8)
         tail[: len(flat) - whole] = flat[whole:]

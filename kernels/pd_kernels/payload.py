@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The payload's format in numbers: how many bytes each block has. pd_connector's codecs and the
+"""The payload's format in numbers: how many bytes each plane has. pd_connector's codecs and the
 kernels both read it here.
 
-A block is K or V (or the MLA latent) of one layer. A payload is a row of blocks, `[layer][K|V]`;
-each block is `[scales][zeros up to a section][codes]`, codes in the order `[head][token][dim]`. A
+A plane is K or V (or the MLA latent) of one layer. A payload is a row of planes, `[layer][K|V]`;
+each plane is `[scales][zeros up to a section][codes]`, codes in the order `[head][token][dim]`. A
 payload of whole pages (`verbatim`) is `[layer][page][head][bytes]` and has no scales.
 docs/codecs.md describes it byte by byte.
 """
@@ -15,7 +15,7 @@ SECTION_BYTES = 16
 
 SUPER_PAGE = 128
 """Tokens that share a scale of a head in `fp8_e4m3`, and a scale per channel of K in `int8`. They are
-counted from the block's first token."""
+counted from the plane's first token."""
 
 CODEC_NAMES = ("raw", "fp8_e4m3", "int8")
 """Codecs that code element by element."""
@@ -30,8 +30,8 @@ SMALLEST_SCALE = 2.0**-126
 """Smallest scale of any codec: a normal number, because a GPU may flush smaller ones to zero."""
 
 
-class BlockBytes(NamedTuple):
-    """Sizes of one block.
+class PlaneBytes(NamedTuple):
+    """Sizes of one plane.
 
     Attributes:
         scales: bytes of the scales and of the zeros behind them; a multiple of SECTION_BYTES.
@@ -57,7 +57,7 @@ def super_pages(tokens: int) -> int:
 
 
 def scale_bytes_per_head(codec: str, key: bool, tokens: int, dim: int) -> int:
-    """Bytes of the scales of one head of a block, without the zeros behind them.
+    """Bytes of the scales of one head of a plane, without the zeros behind them.
 
     `fp8_e4m3` has one scale per super-page. `int8` has one per channel and super-page of K, and one
     per token of V.
@@ -69,15 +69,15 @@ def scale_bytes_per_head(codec: str, key: bool, tokens: int, dim: int) -> int:
     return 0
 
 
-def block_bytes(
+def plane_bytes(
     codec: str, key: bool, heads: int, tokens: int, dim: int, element_bytes: int
-) -> BlockBytes:
-    """Sizes of one block.
+) -> PlaneBytes:
+    """Sizes of one plane.
 
     Args:
         codec: `raw`, `fp8_e4m3`, `int8` or `verbatim`.
-        key: whether the block is K (or a latent) and not V.
-        heads: KV heads of the block.
+        key: whether the plane is K (or a latent) and not V.
+        heads: KV heads of the plane.
         tokens: tokens of the chunk. For `verbatim`, pages of the chunk.
         dim: elements of one token of one head. For `verbatim`, bytes of one head of one page.
         element_bytes: bytes of an element in the producer's cache. Only `raw` sends elements as
@@ -86,11 +86,11 @@ def block_bytes(
     Example:
         Eight heads of 200 tokens in `fp8_e4m3`: 16 float32 scales, and one byte per element.
 
-        >>> block_bytes("fp8_e4m3", key=True, heads=8, tokens=200, dim=128, element_bytes=2)
-        BlockBytes(scales=64, codes=204800)
-        >>> block_bytes("raw", key=True, heads=8, tokens=100, dim=128, element_bytes=2).total
+        >>> plane_bytes("fp8_e4m3", key=True, heads=8, tokens=200, dim=128, element_bytes=2)
+        PlaneBytes(scales=64, codes=204800)
+        >>> plane_bytes("raw", key=True, heads=8, tokens=100, dim=128, element_bytes=2).total
         204800
     """
     scales = padded(heads * scale_bytes_per_head(codec, key, tokens, dim))
     code_bytes = element_bytes if codec == "raw" else 1
-    return BlockBytes(scales, heads * tokens * dim * code_bytes)
+    return PlaneBytes(scales, heads * tokens * dim * code_bytes)

@@ -211,7 +211,7 @@ class Agent:
         those pages cannot be given to another request.
         """
         self._thread.abandon_if_hung()
-        return self._owed.take()
+        return self._owed.drain()
 
     @property
     def pool_model(self) -> bytes:

@@ -121,7 +121,7 @@ class CommandQueue:
         """Let the thread that polls `wakes` look again."""
         os.eventfd_write(self.wakes, 1)
 
-    def take(self) -> Iterator[tuple[Command, Any]]:
+    def drain(self) -> Iterator[tuple[Command, Any]]:
         """Commands that wait, each with its fence, in the order in which they were put."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakes)
@@ -130,7 +130,7 @@ class CommandQueue:
 
     def clear(self) -> None:
         """Forget what waits."""
-        for _ in self.take():
+        for _ in self.drain():
             pass
 
     def close(self) -> None:

@@ -228,7 +228,7 @@ class Loop:
         # This is noted before commands are taken, because commands of later steps may be missed.
         self._steps.told = self._steps.count
         # Commands before these messages: an offer is known when what was sent after it is handled.
-        for command, fence in self._commands.take():
+        for command, fence in self._commands.drain():
             self._execute(command, fence, now)
         if producer_side:
             producer_side.commands.resume(now)

@@ -66,7 +66,7 @@ class OwedOutcomes:
         """Wait until an outcome is reported; returns whether one was within `timeout_s`."""
         return self._any.wait(timeout_s)
 
-    def take(self) -> list[Outcome]:
+    def drain(self) -> list[Outcome]:
         """Outcomes reported since the last call that were owed; each request's only once."""
         self._any.clear()
         taken: list[Outcome] = []

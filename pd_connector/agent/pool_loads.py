@@ -13,6 +13,7 @@ from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.pool_readers import Landed, Readers, landed
 from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
+from pd_connector.kv.coding import coarsest
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.route import Route
@@ -220,9 +221,12 @@ class PoolLoads:
                         self._cache.scatter(*where)
                     else:
                         passed = found.read.parts[piece.part].codec
-                        comparison.add(piece.route, self._cache.compare(*where), passed)
+                        comparison.note(piece.route, self._cache.compare(*where), passed)
                         filling.routes.add(piece.route)
                 confirm()
+            if comparison is None:
+                came_in = (part.codec for part in found.read.parts)
+                self._cache.passed = coarsest((self._cache.passed, *came_in))
             filling.nbytes += found.read.nbytes
             filling.writers.update(part.writer for part in found.read.parts)
         except AbandonedError:

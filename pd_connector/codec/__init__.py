@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensors become coded blocks and back. `pd_connector.kv.coding` has the codecs' names, the sizes
+"""How tensors become coded planes and back. `pd_connector.kv.coding` has the codecs' names, the sizes
 and the format of their output; docs/codecs.md has the format byte by byte, and the measured errors.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every codec does with one block."""
+"""What every codec does with one plane."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from pd_kernels.payload import padded
 
 
 class Codec(Protocol):
-    """One way to code a block of elements as bytes. `coding` has its name, sizes and error bound."""
+    """One way to code a plane of elements as bytes. `coding` has its name, sizes and error bound."""
 
     coding: Coding
 
@@ -23,7 +23,7 @@ class Codec(Protocol):
         destination: Elements,
         out: torch.Tensor,
     ) -> None:
-        """Code a block; every byte of `out` is written.
+        """Code a plane; every byte of `out` is written.
 
         Args:
             part: K or V.
@@ -45,13 +45,13 @@ class Codec(Protocol):
         source: Elements,
         destination: Elements,
     ) -> torch.Tensor:
-        """The block that `encode` coded with the same `part`, `source` and `destination`.
+        """The plane that `encode` coded with the same `part`, `source` and `destination`.
 
         Args:
             part: K or V.
             data: uint8 `[coded_bytes]`, dense, any alignment; only read.
             shape: heads, tokens, dims.
-            source: how the producer's cache stores the block.
+            source: how the producer's cache stores the plane.
             destination: how the consumer's cache stores it.
 
         Returns:
@@ -63,11 +63,11 @@ class Codec(Protocol):
         ...
 
 
-def check_block(x: torch.Tensor, source: Elements) -> None:
-    """Raise ValueError unless `x` is a block of `source`'s dtype."""
+def check_plane(x: torch.Tensor, source: Elements) -> None:
+    """Raise ValueError unless `x` is a plane of `source`'s dtype."""
     if x.dim() != 3 or x.dtype != torch_dtype(source):
         raise ValueError(
-            f"block of shape {tuple(x.shape)} and {x.dtype}: must be [head, token, dim] of "
+            f"plane of shape {tuple(x.shape)} and {x.dtype}: must be [head, token, dim] of "
             f"{torch_dtype(source)}, as the cache of {source.dtype} that it comes from"
         )
 
@@ -76,24 +76,24 @@ def check_bytes(data: torch.Tensor, wanted: int) -> None:
     """Raise ValueError unless `data` is a dense row of `wanted` bytes."""
     if data.dtype != torch.uint8 or data.shape != (wanted,) or not data.is_contiguous():
         raise ValueError(
-            f"coded block of shape {tuple(data.shape)} and {data.dtype}: must be {wanted} dense "
+            f"coded plane of shape {tuple(data.shape)} and {data.dtype}: must be {wanted} dense "
             f"bytes of uint8, see coded_bytes()"
         )
 
 
 def split(data: torch.Tensor, scale_bytes: int, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales and the codes of a coded block of `wanted` bytes, as views of its bytes."""
+    """The scales and the codes of a coded plane of `wanted` bytes, as views of its bytes."""
     check_bytes(data, wanted)
     return data[:scale_bytes], data[padded(scale_bytes) :]
 
 
 def put_scales(out: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write the scales of a block, and the zeros after them."""
+    """Write the scales of a plane, and the zeros after them."""
     raw = scales.contiguous().reshape(-1).view(torch.uint8)
     out[: len(raw)].copy_(raw)
     out[len(raw) : padded(len(raw))].zero_()
 
 
 def get_scales(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The scales of a block, copied from their bytes, which may start at an odd address."""
+    """The scales of a plane, copied from their bytes, which may start at an odd address."""
     return data.clone().view(dtype).view(shape)

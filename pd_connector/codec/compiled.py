@@ -13,7 +13,7 @@ COMPILER = Compiler("pd_connector.codec.loops", "codecs")
 
 
 def loops_for(x: torch.Tensor, elements: Elements) -> ModuleType | None:
-    """The module `loops`, if its functions are compiled and take such a block.
+    """The module `loops`, if its functions are compiled and take such a plane.
 
     Args:
         x: elements `[head, token, dim]`, or their codes.

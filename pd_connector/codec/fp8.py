@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from pd_connector.codec.base import check_block, check_bytes, get_scales, put_scales, split
+from pd_connector.codec.base import check_bytes, check_plane, get_scales, put_scales, split
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
 from pd_connector.codec.super_pages import grouped, runs, scales_of
@@ -34,7 +34,7 @@ class Fp8E4M3:
         destination: Elements,
         out: torch.Tensor,
     ) -> None:
-        check_block(x, source)
+        check_plane(x, source)
         shape = (x.shape[0], x.shape[1], x.shape[2])
         check_bytes(out, self.coding.coded_bytes(part, shape, source))
         scales = torch.empty(_scale_shape(shape), dtype=torch.float32, device=x.device)
@@ -80,7 +80,7 @@ class Fp8E4M3:
 def _scale_and_round(
     x: torch.Tensor, source: Elements, scales: torch.Tensor, codes: torch.Tensor
 ) -> None:
-    """Fill the scales and the codes of a float block."""
+    """Fill the scales and the codes of a float plane."""
     if loops := loops_for(x, source):
         loops.fp8_encode(words(x), scales.numpy(), words(codes))
         if bool(scales.isfinite().all()):
@@ -99,7 +99,7 @@ def _scale_and_round(
 
 
 def _scale_shape(shape: Shape) -> tuple[int, int]:
-    """Shape of a block's float32 scales: head, super-page."""
+    """Shape of a plane's float32 scales: head, super-page."""
     return shape[0], super_pages(shape[1])
 
 

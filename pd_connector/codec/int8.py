@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from pd_connector.codec.base import check_block, check_bytes, get_scales, put_scales, split
+from pd_connector.codec.base import check_bytes, check_plane, get_scales, put_scales, split
 from pd_connector.codec.compiled import loops_for
 from pd_connector.codec.elements import convert, largest, torch_dtype, words
 from pd_connector.codec.super_pages import grouped, runs, scales_of
@@ -36,7 +36,7 @@ class Int8:
     ) -> None:
         if source.is_fp8:
             raise ValueError("int8 of an fp8_e4m3 cache: use raw, which is one byte an element too")
-        check_block(x, source)
+        check_plane(x, source)
         shape = (x.shape[0], x.shape[1], x.shape[2])
         check_bytes(out, self.coding.coded_bytes(part, shape, source))
         scales = torch.empty(_scale_shape(part, shape), dtype=torch.bfloat16, device=x.device)
@@ -119,7 +119,7 @@ def _scales_of(part: Part, scales: torch.Tensor, first: int, stop: int) -> torch
 
 
 def _scale_shape(part: Part, shape: Shape) -> tuple[int, ...]:
-    """Shape of a block's bfloat16 scales: K has one per channel and super-page, V one per token."""
+    """Shape of a plane's bfloat16 scales: K has one per channel and super-page, V one per token."""
     heads, tokens, dims = shape
     return (heads, super_pages(tokens), dims) if part is Part.KEY else (heads, tokens)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs' inner loops for bfloat16 on a CPU. Each makes one pass over a block; numba compiles them to
+"""The codecs' inner loops for bfloat16 on a CPU. Each makes one pass over a plane; numba compiles them to
 vector code.
 
 Importing this module compiles the loops. That takes seconds, unless numba has kept them from an earlier process; see

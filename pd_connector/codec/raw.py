@@ -3,7 +3,7 @@
 
 import torch
 
-from pd_connector.codec.base import check_block, check_bytes
+from pd_connector.codec.base import check_bytes, check_plane
 from pd_connector.codec.elements import as_dtype, convert, torch_dtype
 from pd_connector.kv.coding import CODINGS, Elements, Part, Shape
 
@@ -21,7 +21,7 @@ class Raw:
         destination: Elements,
         out: torch.Tensor,
     ) -> None:
-        check_block(x, source)
+        check_plane(x, source)
         check_bytes(out, x.numel() * x.element_size())
         # Both sides as bytes, so that `out` may start at an odd address.
         out.view(*x.shape, -1).copy_(x.unsqueeze(-1).view(torch.uint8))

@@ -20,10 +20,10 @@ def load_codec(name: str) -> Codec:
     >>> import torch
     >>> from pd_connector.kv.coding import Elements, Part
     >>> codec, half = load_codec("int8"), Elements("bfloat16")
-    >>> block = torch.tensor([[[1.0, -2.0], [0.5, 4.0]]], dtype=torch.bfloat16)
+    >>> plane = torch.tensor([[[1.0, -2.0], [0.5, 4.0]]], dtype=torch.bfloat16)
     >>> nbytes = codec.coding.coded_bytes(Part.VALUE, (1, 2, 2), half)
     >>> coded = torch.empty(nbytes, dtype=torch.uint8)
-    >>> codec.encode(Part.VALUE, block, half, half, coded)
+    >>> codec.encode(Part.VALUE, plane, half, half, coded)
     >>> codec.decode(Part.VALUE, coded, (1, 2, 2), half, half)
     tensor([[[ 1.0000, -2.0000],
              [ 0.5078,  4.0000]]], dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Super-pages of a block: the tokens that share scales."""
+"""Super-pages of a plane: the tokens that share scales."""
 
 from collections.abc import Iterator
 

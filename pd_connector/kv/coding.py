@@ -7,13 +7,13 @@ codec a pair of caches uses. No tensors: `pd_connector.codec` works on these.
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pd_connector.config import CODEC_GROUP, CODECS
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
-from pd_kernels.payload import block_bytes
+from pd_kernels.payload import plane_bytes
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
 """Bytes of an element, of every dtype that codecs convert. `fp8_e4m3` is OCP's E4M3 (torch's
@@ -23,7 +23,7 @@ Shape = tuple[int, int, int]  # heads, tokens, dims
 
 
 class Part(enum.StrEnum):
-    """Which half of a layer's cache a block is from. An MLA latent counts as KEY."""
+    """Which half of a layer's cache a plane is from. An MLA latent counts as KEY."""
 
     KEY = "key"
     VALUE = "value"
@@ -72,7 +72,7 @@ class Coding(NamedTuple):
         name: what the two sides call it.
         error_bound: relative L2 error of the attention output that it may cause, 0.0 when exact.
         element_bits: bits of a coded element, without scales; 0: as many as the source's element has.
-        coded_bytes: bytes of a block on the wire, scales and padding included, of its part, its
+        coded_bytes: bytes of a plane on the wire, scales and padding included, of its part, its
             shape and how the producer's cache stores it.
         codec: where the tensor work is, as `module:object`; the object is a
             `pd_connector.codec.base.Codec`.
@@ -89,7 +89,7 @@ def _bytes_of(codec: str) -> Callable[[Part, Shape, Elements], int]:
     """`Coding.coded_bytes` of a codec of this package."""
 
     def coded_bytes(part: Part, shape: Shape, source: Elements) -> int:
-        return block_bytes(codec, part is Part.KEY, *shape, source.nbytes).total
+        return plane_bytes(codec, part is Part.KEY, *shape, source.nbytes).total
 
     return coded_bytes
 
@@ -146,12 +146,17 @@ def permitted(setting: str, max_error: float) -> tuple[str, ...]:
     return tuple(dict.fromkeys((coding(setting).name, RAW.name)))
 
 
+def coarsest(names: Iterable[str]) -> str:
+    """The codec with the largest error, of one or more."""
+    return max(names, key=lambda name: coding(name).error_bound)
+
+
 def negotiate(
     mine: Sequence[str], theirs: Sequence[str], source: Elements, destination: Elements
 ) -> Coding:
     """The codec of fewest bits an element that both sides permit; of equal ones the more accurate.
 
-    Scales, at most 3 percent of a long block, are not counted: they must not make the less accurate
+    Scales, at most 3 percent of a long plane, are not counted: they must not make the less accurate
     codec win. An FP8 source is sent raw, which is one byte an element already. To an FP8 destination
     a float source sends that cache's own codes: it would store the same bits from `raw`, so this
     needs no permission.

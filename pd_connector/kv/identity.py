@@ -16,7 +16,7 @@ from typing import Self
 from pd_connector.kv.checkpoint_files import OpenFile
 
 FINGERPRINT_BYTES = 16
-_BLOCK_BYTES = 8 << 20
+_READ_BYTES = 8 << 20
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _ADAPTER_KINDS = ("*.safetensors", "*.bin", "*.pt")
@@ -92,8 +92,8 @@ class AdapterFiles:
         for file in self._files:
             content = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
             with file.stream() as stream:
-                while block := stream.read(_BLOCK_BYTES):
-                    content.update(block)
+                while data := stream.read(_READ_BYTES):
+                    content.update(data)
             digest.update(file.name.encode() + content.digest())
         return digest.hexdigest()
 

@@ -33,7 +33,7 @@ from pd_connector.kv.weight_samples import (
 
 logger = logging.getLogger("pd_connector.kv.weights")
 
-_BLOCK_BYTES = 8 << 20
+_READ_BYTES = 8 << 20
 _CACHE = "pd-connector/weights.json"
 _HASH = "xxh3"
 """Named in the cache, so that what another hash has found is not taken for this one's."""
@@ -140,10 +140,10 @@ def _whole(file: OpenFile, stopped: Callable[[], bool]) -> Iterator[int]:
     in a header."""
     for head, start, stop in spans(file):
         found = xxhash.xxh3_128()
-        for place in range(start, stop, _BLOCK_BYTES):
+        for place in range(start, stop, _READ_BYTES):
             if stopped():
                 return
-            found.update(file.read(min(_BLOCK_BYTES, stop - place), place))
+            found.update(file.read(min(_READ_BYTES, stop - place), place))
         yield digest(head, found.digest())
 
 

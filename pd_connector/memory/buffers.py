@@ -72,9 +72,9 @@ class Buffers:
             self._pin(config, self.sending, self.private_sending, "send slots")
 
     def _pin(self, config: Config, slots: Slab, private: Slab, what: str) -> None:
-        self.pins.add(slots.memory, what)
+        self.pins.pin(slots.memory, what)
         if private is not slots and "tcp" in config.transports:
-            self.pins.add(private.memory, f"{what} of tcp")
+            self.pins.pin(private.memory, f"{what} of tcp")
 
     def leave_device(self, problem: str) -> None:
         """Slots on the device are not usable: continue with slots in host memory.

@@ -36,7 +36,7 @@ class Pins:
         self._device = device if device is not None and device.type == "cuda" else None
         self._held: list[weakref.finalize[Any, Memory]] = []
 
-    def add(self, memory: Memory, what: str, *, read_only: bool = False) -> None:
+    def pin(self, memory: Memory, what: str, *, read_only: bool = False) -> None:
         """Pin memory until `release`, or until its last view is gone, whichever comes first.
 
         Memory must not be unmapped while it is pinned: CUDA would treat the next mapping at that address as pinned

@@ -91,7 +91,7 @@ class SlotPool:
         """Number of slots that are not free, including quarantined slots."""
         return len(self._holder) + len(self._quarantine)
 
-    def take(self, owner: Hashable) -> int | None:
+    def lend(self, owner: Hashable) -> int | None:
         """Lend the slot that has been free longest to `owner`; None if no slot is free."""
         if not self._free:
             return None

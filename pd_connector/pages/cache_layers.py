@@ -16,7 +16,7 @@ from pd_connector.pages.layer import LayerPages, check_layer
 from pd_connector.pages.row_matrix import Words
 from pd_connector.pages.spans import Index, TokenSpan
 from pd_connector.pages.tiles import tokens_of
-from pd_connector.plan.chunks import Block, Chunk
+from pd_connector.plan.chunks import Chunk, Plane
 from pd_connector.plan.route import Route
 
 
@@ -55,9 +55,9 @@ class CacheLayers:
             for layer in group.layers
         )
 
-    def view(self, block: Block) -> torch.Tensor:
-        """The layer's cache of K or V, as the block says: `[page, kv head, token, dim]`, or tiled."""
-        return self.part(block.layer, block.part)
+    def view(self, plane: Plane) -> torch.Tensor:
+        """The layer's cache of K or V, as the plane says: `[page, kv head, token, dim]`, or tiled."""
+        return self.part(plane.layer, plane.part)
 
     def part(self, number: int, part: Part) -> torch.Tensor:
         """K or V of the layer with this number; see `view`."""

@@ -19,7 +19,7 @@ from pd_connector.pages.copiers import Copier, as_tensor
 from pd_connector.pages.row_matrix import Words
 from pd_connector.pages.spans import Index
 from pd_connector.pages.tiles import untiled
-from pd_connector.plan.chunks import Chunk, blocks
+from pd_connector.plan.chunks import Chunk, planes
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import parts
 from pd_connector.protocol.consuming.audit import Distance
@@ -108,21 +108,21 @@ def _coded(
     pages: Sequence[int],
     payload: Words,
 ) -> Iterator[_Pair]:
-    """Blocks coded by a codec, each decoded as if it were to be written."""
+    """Planes coded by a codec, each decoded as if it were to be written."""
     heads = slice(route.destination_head, route.destination_head + len(route.heads))
     device = layers.device
-    for block in blocks(route, chunk):
-        key, value = route.source.scale(block.layer)
-        source = Elements(route.source.dtype, value if block.part is Part.VALUE else key)
-        key, value = route.destination.scale(block.layer)
-        wanted = Elements(route.destination.dtype, value if block.part is Part.VALUE else key)
-        coded = as_tensor(payload[block.offset : block.offset + block.nbytes]).to(device)
-        theirs = load_codec(route.codec).decode(block.part, coded, block.shape, source, wanted)
-        view = layers.view(block)[:, heads]
-        ours = torch.empty(block.shape, dtype=view.dtype, device=device)
-        span = layers.tokens(chunk, block.layer, route.destination, pages)
+    for plane in planes(route, chunk):
+        key, value = route.source.scale(plane.layer)
+        source = Elements(route.source.dtype, value if plane.part is Part.VALUE else key)
+        key, value = route.destination.scale(plane.layer)
+        wanted = Elements(route.destination.dtype, value if plane.part is Part.VALUE else key)
+        coded = as_tensor(payload[plane.offset : plane.offset + plane.nbytes]).to(device)
+        theirs = load_codec(route.codec).decode(plane.part, coded, plane.shape, source, wanted)
+        view = layers.view(plane)[:, heads]
+        ours = torch.empty(plane.shape, dtype=view.dtype, device=device)
+        span = layers.tokens(chunk, plane.layer, route.destination, pages)
         copier.read(view, span, ours)
-        yield block.layer, block.part, ours, theirs.view(view.dtype).view(block.shape)
+        yield plane.layer, plane.part, ours, theirs.view(view.dtype).view(plane.shape)
 
 
 def _verbatim(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a layer's pages and dense blocks: by numpy on a CPU, by torch on a GPU. On a GPU these move
+"""Copies between a layer's pages and dense planes: by numpy on a CPU, by torch on a GPU. On a GPU these move
 only chunks that kernels do not move (`kernel_pages.py`).
 """
 
@@ -20,18 +20,18 @@ pages are written page by page in memory order, which is faster for them."""
 
 
 class Copier(Protocol):
-    """Copies tokens between a view and a block, or whole pages between rows and a buffer.
+    """Copies tokens between a view and a plane, or whole pages between rows and a buffer.
 
-    Views of a cache are `[page, head, token, dim]`, or tiled on the host (`tiles.py`). Blocks are
+    Views of a cache are `[page, head, token, dim]`, or tiled on the host (`tiles.py`). Planes are
     `[head, token, dim]`, rows uint8 `[page, head, bytes]`. Buffers are in host memory.
     """
 
-    def read(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
-        """Fill `block`, dense and on the cache's device, from the cache."""
+    def read(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+        """Fill `plane`, dense and on the cache's device, from the cache."""
         ...
 
-    def write(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
-        """Write `block`, on the cache's device, into the cache."""
+    def write(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+        """Write `plane`, on the cache's device, into the cache."""
         ...
 
     def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
@@ -53,30 +53,30 @@ class HostCopier:
     def __init__(self) -> None:
         self._matrices: dict[Hashable, RowMatrix | None] = {}
 
-    def read(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+    def read(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
         if is_tiled(view):
-            read_tiles(view, span.page_spans(), block)
+            read_tiles(view, span.page_spans(), plane)
             return
         matrix = self._matrix(view)
         if matrix is not None:
-            matrix.take(span.row_numbers(view.shape[1], matrix.steps), _bits(block).numpy())
+            matrix.take(span.row_numbers(view.shape[1], matrix.steps), _bits(plane).numpy())
             return
         source = _words(view)
-        target = _like(block, source)
+        target = _like(plane, source)
         for page, first, stop, start in span.page_spans():
             target[:, start : start + stop - first] = source[page, :, first:stop]
 
-    def write(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+    def write(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
         if is_tiled(view):
-            write_tiles(view, span.page_spans(), block.contiguous())
+            write_tiles(view, span.page_spans(), plane.contiguous())
             return
         matrix = self._matrix(view) if view[0].nbytes <= _SMALL_PAGE_BYTES else None
         if matrix is not None:
-            values = _bits(block.contiguous()).numpy()
+            values = _bits(plane.contiguous()).numpy()
             matrix.put(span.row_numbers(view.shape[1], matrix.steps), values)
             return
         target = _words(view)
-        source = _like(block.contiguous(), target)
+        source = _like(plane.contiguous(), target)
         for page, first, stop, start in span.page_spans():
             target[page, :, first:stop] = source[:, start : start + stop - first]
 
@@ -109,14 +109,14 @@ class TorchCopier:
     """Copies by torch's operations, on the current stream: for a GPU without Triton, and for chunks that kernels
     do not move. Copies from and to buffers may still run when a call returns."""
 
-    def read(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
+    def read(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
         spans = span.page_spans()
         index = torch.tensor([one.page for one in spans], device=view.device)
         picked = _bits(view).index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
-        _bits(block).copy_(picked[:, spans[0].first : spans[0].first + block.shape[1]])
+        _bits(plane).copy_(picked[:, spans[0].first : spans[0].first + plane.shape[1]])
 
-    def write(self, view: torch.Tensor, span: TokenSpan, block: torch.Tensor) -> None:
-        target, source = _bits(view), _bits(block)
+    def write(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+        target, source = _bits(view), _bits(plane)
         for page, first, stop, start in span.page_spans():
             target[page, :, first:stop] = source[:, start : start + stop - first]
 

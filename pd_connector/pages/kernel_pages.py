@@ -2,7 +2,7 @@
 """Gather and scatter by the kernels of `pd_kernels`. One launch moves all layers of a chunk, codes them and
 computes the checksum.
 
-Payloads and checksums equal those of the path without kernels (`block_copies.py`) byte by byte. On tensors in host
+Payloads and checksums equal those of the path without kernels (`plane_copies.py`) byte by byte. On tensors in host
 memory the same operators run as plain torch, so that almost everything can be tested without a GPU. Importing this
 module needs Triton.
 """
@@ -28,19 +28,19 @@ from pd_connector.pages.tiles import tokens_of
 from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
-from pd_kernels.transfer import Blocks, Stored, gather_pages, new_sums, scatter_pages
+from pd_kernels.transfer import Planes, Stored, gather_pages, new_sums, scatter_pages
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 
 logger = logging.getLogger("pd_connector.pages.paged_cache")
 
-_KNOWN_BLOCKS = 512
-"""Most cached blocks: those for the layer ranges of a few dozen routes."""
+_KNOWN_PLANES = 512
+"""Most cached planes: those for the layer ranges of a few dozen routes."""
 
 
 class _Part(NamedTuple):
     """Some layers of a cache, as they pass along one route."""
 
-    blocks: Blocks | None  # None if kernels cannot reach them
+    planes: Planes | None  # None if kernels cannot reach them
     pages: int  # of the engine, in every layer
     view_pages: int  # per page of the engine
 
@@ -65,7 +65,7 @@ class KernelPages:
         self._device = device
         self._stagings = Stagings(device, copies)
         # Making a table on the device takes longer than moving most chunks.
-        self._part = functools.lru_cache(_KNOWN_BLOCKS)(self._make_part)
+        self._part = functools.lru_cache(_KNOWN_PLANES)(self._make_part)
         self._warm_up = WarmUp(self._compile_for)
 
     def prepare(self, route: Route, *, gathers: bool) -> bool:
@@ -169,7 +169,7 @@ class KernelPages:
         part = self._part(route, chunk.first_layer, chunk.stop_layer, chunk.verbatim, gathers)
         if min(pages) < 0 or max(pages) >= part.pages:
             raise IndexError(f"pages {min(pages)}-{max(pages)} of a cache of {part.pages}")
-        if part.blocks is None or not self._warm_up.usable(route, gathers):
+        if part.planes is None or not self._warm_up.usable(route, gathers):
             return None
         ids = torch.tensor(pages, dtype=torch.int32).to(self._device, non_blocking=True)
         first, tokens = 0, len(pages) * part.view_pages
@@ -177,7 +177,7 @@ class KernelPages:
             group = route.source if gathers else route.destination
             first, tokens = chunk.first_token % group.page_size, chunk.tokens
         sums = new_sums(len(payload), self._device)
-        launch = ChunkLaunch(part.blocks, ids, payload, first, tokens, sums)
+        launch = ChunkLaunch(part.planes, ids, payload, first, tokens, sums)
         return launch if launch.fits_kernels or self._device.type == "cpu" else None
 
     def _compile_for(self, route: Route, gathers: bool) -> None:
@@ -187,21 +187,21 @@ class KernelPages:
         ways = [v for v in (True, False) if (route.verbatim if v else apart)]
         with _own_stream(self._device):
             for verbatim in ways:
-                for blocks in self._kinds(route, verbatim, gathers):
-                    room = torch.zeros(blocks.nbytes(1), dtype=torch.uint8, device=self._device)
+                for planes in self._kinds(route, verbatim, gathers):
+                    room = torch.zeros(planes.nbytes(1), dtype=torch.uint8, device=self._device)
                     page = torch.zeros(1, dtype=torch.int32, device=self._device)
                     sums = new_sums(len(room), self._device)
                     _run(
                         gather_pages if gathers else scatter_pages,
-                        ChunkLaunch(blocks, page, room, 0, 1, sums),
+                        ChunkLaunch(planes, page, room, 0, 1, sums),
                     )
 
-    def _kinds(self, route: Route, verbatim: bool, gathers: bool) -> Iterator[Blocks]:
-        """Small blocks that need the kernels of every range of the route's layers. Ranges differ if layers are
+    def _kinds(self, route: Route, verbatim: bool, gathers: bool) -> Iterator[Planes]:
+        """Small planes that need the kernels of every range of the route's layers. Ranges differ if layers are
         not all aligned, or do not all convert. In these two respects each range is like one of its layers, or
         like all."""
         count = len(route.layers)
-        whole = self._make_part(route, 0, count, verbatim, gathers).blocks
+        whole = self._make_part(route, 0, count, verbatim, gathers).planes
         if whole is None:
             return
         known = {(whole.wide, whole.step)}
@@ -209,10 +209,10 @@ class KernelPages:
         if known == {(True, "none")}:
             return
         for layer in range(count):
-            blocks = self._make_part(route, layer, layer + 1, verbatim, gathers).blocks
-            if blocks is not None and (blocks.wide, blocks.step) not in known:
-                known.add((blocks.wide, blocks.step))
-                yield blocks.stand_in()
+            planes = self._make_part(route, layer, layer + 1, verbatim, gathers).planes
+            if planes is not None and (planes.wide, planes.step) not in known:
+                known.add((planes.wide, planes.step))
+                yield planes.stand_in()
 
     def _make_part(
         self, route: Route, first_layer: int, stop_layer: int, verbatim: bool, gathers: bool
@@ -226,10 +226,10 @@ class KernelPages:
         heads = range(head, head + len(route.heads))
         try:
             if verbatim:
-                planes = [rows for view in views for rows in _planes(view, heads)]
-                blocks = Blocks.of_rows(planes, view_pages)
+                rows = [plane for view in views for plane in _planes(view, heads)]
+                planes = Planes.of_rows(rows, view_pages)
             else:
-                blocks = Blocks.of(
+                planes = Planes.of(
                     [view.key for view in views],
                     [view.value for view in views if view.value is not None],
                     group.page_size,
@@ -241,7 +241,7 @@ class KernelPages:
         except ValueError as error:  # for example pages more than 2 GiB apart
             logger.warning("kernels cannot move layers %d-%d: %s", layers[0], layers[-1], error)
             return _Part(None, pages, view_pages)
-        return _Part(blocks, pages, view_pages)
+        return _Part(planes, pages, view_pages)
 
 
 @contextlib.contextmanager
@@ -261,7 +261,7 @@ def _run(operator: Callable[..., None], launch: ChunkLaunch) -> torch.Tensor:
     """Queue the operator; returns the payload's sums."""
     sums = launch.sums
     assert sums is not None
-    operator(launch.blocks, launch.pages, launch.slot, launch.first_token, launch.tokens, sums)
+    operator(launch.planes, launch.pages, launch.slot, launch.first_token, launch.tokens, sums)
     return sums
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter between a paged cache and a slot: where layers, heads and tokens become bytes.
 
-The calling thread waits for the bytes. On a CPU the thread copies them itself (`block_copies.py`). On a GPU
+The calling thread waits for the bytes. On a CPU the thread copies them itself (`plane_copies.py`). On a GPU
 kernels copy, on a stream of their own (`kernel_pages.py`). Without Triton, or for chunks that kernels cannot
 take, torch copies.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pd_connector.kv.coding import RAW
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
@@ -41,6 +42,7 @@ class PagedCache:
     Attributes:
         last_checksum: of the payload that the last `gather` wrote or the last `scatter` read, if a kernel has
             computed it; None if the caller has to.
+        passed: the coarsest codec in which KV has passed that was written here. What is computed on it has its error.
 
     Args:
         layers: the views of each layer, by its number in the model; not copied.
@@ -61,6 +63,7 @@ class PagedCache:
     ) -> None:
         self.geometry = geometry
         self.last_checksum: bytes | None = None
+        self.passed = RAW.name
         self._layers = CacheLayers(layers, geometry)
         self._copies = SlotCopies(self._layers, self._wait)
         self._device = self._layers.device
@@ -172,8 +175,7 @@ class PagedCache:
             self._ahead.gather_next(GatherCall(route, chunk, pages, slot[:nbytes], fence))
 
     def scatter_next(self, payload: Payload) -> None:
-        """Announce the probable payload of the `scatter` after the next one; it is copied to the device early.
-        `settle` must follow, whether or not that `scatter` comes."""
+        """Announce the probable payload of the `scatter` after the next one, as `gather_next`: a device copies it early."""
         if self._ahead is not None:
             self._ahead.scatter_next(payload)
 
@@ -293,6 +295,6 @@ def _kernels(*arguments: Any) -> "KernelPages | None":
     try:
         from pd_connector.pages.kernel_pages import KernelPages
     except ImportError as error:
-        logger.warning("torch moves pages block by block, without kernels: %s", error)
+        logger.warning("torch moves pages plane by plane, without kernels: %s", error)
         return None
     return KernelPages(*arguments)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies block by block between pages and slots on the host or a device, for chunks that kernels cannot take.
+"""Copies plane by plane between pages and slots on the host or a device, for chunks that kernels cannot take.
 Payloads on a device pass through host memory, where they are hashed.
 """
 
@@ -9,17 +9,17 @@ import numpy as np
 
 from pd_connector.memory.device_bytes import DeviceBytes, Payload
 from pd_connector.memory.device_slab import filled_on_host
-from pd_connector.pages.block_copies import BlockCopies
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.comparing import distances
 from pd_connector.pages.one_ahead import GatherCall
+from pd_connector.pages.plane_copies import PlaneCopies
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.protocol.consuming.audit import Distance, can_compare
 from pd_kernels.checksum import checksum_of
 
 
-class SlotCopies(BlockCopies):
+class SlotCopies(PlaneCopies):
     """Each call ends when its work has ended. It returns the payload's checksum if the payload lies on a device;
     for a payload in host memory the caller computes it.
 

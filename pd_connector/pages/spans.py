@@ -12,7 +12,7 @@ Index = npt.NDArray[np.int64]
 
 
 class PageSpan(NamedTuple):
-    """Tokens [first, stop) of one page. In the block they begin at `start`."""
+    """Tokens [first, stop) of one page. In the plane they begin at `start`."""
 
     page: int
     first: int

@@ -52,22 +52,22 @@ def untiled(view: torch.Tensor) -> torch.Tensor:
 
 
 def read_tiles(
-    view: torch.Tensor, spans: Iterable[tuple[int, int, int, int]], block: torch.Tensor
+    view: torch.Tensor, spans: Iterable[tuple[int, int, int, int]], plane: torch.Tensor
 ) -> None:
-    """Fill a dense block `[head, token, dim]` from a tiled view on the host.
+    """Fill a dense plane `[head, token, dim]` from a tiled view on the host.
 
     Args:
-        spans: page, first and stop token in the page, and the block's token at which the span begins.
+        spans: page, first and stop token in the page, and the plane's token at which the span begins.
     """
-    for tiles, dense in _pairs(view, spans, block):
+    for tiles, dense in _pairs(view, spans, plane):
         dense[...] = tiles
 
 
 def write_tiles(
-    view: torch.Tensor, spans: Iterable[tuple[int, int, int, int]], block: torch.Tensor
+    view: torch.Tensor, spans: Iterable[tuple[int, int, int, int]], plane: torch.Tensor
 ) -> None:
-    """Write a dense block into a tiled view on the host; see `read_tiles`."""
-    for tiles, dense in _pairs(view, spans, block):
+    """Write a dense plane into a tiled view on the host; see `read_tiles`."""
+    for tiles, dense in _pairs(view, spans, plane):
         if tiles.shape[2] > _SHORT:
             tiles[...] = dense
             continue
@@ -76,10 +76,10 @@ def write_tiles(
 
 
 def _pairs(
-    view: torch.Tensor, spans: Iterable[tuple[int, int, int, int]], block: torch.Tensor
+    view: torch.Tensor, spans: Iterable[tuple[int, int, int, int]], plane: torch.Tensor
 ) -> Iterator[tuple[Words, Words]]:
-    """Parts of the view's memory, each with the matching part of the block's memory, in equal shapes."""
-    tiles, dense = words(view), words(block)
+    """Parts of the view's memory, each with the matching part of the plane's memory, in equal shapes."""
+    tiles, dense = words(view), words(plane)
     _, heads, _, tile_tokens, dim_tiles, tile_dims = tiles.shape
     dense = dense.reshape(heads, -1, dim_tiles, tile_dims)
     # The dims of a tile as one word, if they lie side by side.

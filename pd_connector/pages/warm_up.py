@@ -49,8 +49,8 @@ class WarmUp:
             self._compile_for(route, gathers)
         except Exception as error:
             logger.error(
-                "the kernels that %s layers %d-%d as %s cannot be compiled, and torch moves them block by "
-                "block: %r",
+                "the kernels that %s layers %d-%d as %s cannot be compiled, and torch moves them plane by "
+                "plane: %r",
                 "gather" if gathers else "scatter",
                 route.layers[0],
                 route.layers[-1],

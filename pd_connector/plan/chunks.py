@@ -2,8 +2,8 @@
 """Which chunks carry a token range along the routes of a pair: pure functions.
 
 Both sides compute the plan from the same inputs, by the rules of the schema that they have agreed on
-(`rules.py`); a chunk that arrives is checked against it. A chunk's payload is in wire order, `[layer][K|V][kv head][token][dim]`, each `[layer][K|V]` a block
-that its codec codes by itself (`blocks` says where each lies); or, `verbatim`, whole pages,
+(`rules.py`); a chunk that arrives is checked against it. A chunk's payload is in wire order, `[layer][K|V][kv head][token][dim]`, each `[layer][K|V]` a plane
+that its codec codes by itself (`planes` says where each lies); or, `verbatim`, whole pages,
 `[layer][page][kv head][bytes]`.
 """
 
@@ -58,7 +58,7 @@ class Chunk(NamedTuple):
         return layers * layer_bytes(route, self.tokens)
 
 
-class Block(NamedTuple):
+class Plane(NamedTuple):
     """Bytes [offset, offset + nbytes) of a payload: K or V of one layer."""
 
     layer: int  # in model numbering
@@ -68,7 +68,7 @@ class Block(NamedTuple):
     nbytes: int
 
 
-def blocks(route: Route, chunk: Chunk) -> Iterator[Block]:
+def planes(route: Route, chunk: Chunk) -> Iterator[Plane]:
     """Where each layer's K and V lie in the payload of a chunk that is not verbatim.
 
     >>> import msgspec
@@ -80,8 +80,8 @@ def blocks(route: Route, chunk: Chunk) -> Iterator[Block]:
     >>> other = Geometry(cache.shard, (msgspec.structs.replace(group, page_size=32),))
     >>> [route] = routes(cache, other, offered=["raw"], accepted=["raw"])
     >>> [chunk] = plan([route], 0, 40, chunk_bytes=1 << 20)
-    >>> for block in blocks(route, chunk):
-    ...     print(block.layer, block.part, block.shape, block.offset, block.nbytes)
+    >>> for plane in planes(route, chunk):
+    ...     print(plane.layer, plane.part, plane.shape, plane.offset, plane.nbytes)
     0 key (2, 40, 64) 0 10240
     0 value (2, 40, 64) 10240 10240
     1 key (2, 40, 64) 20480 10240
@@ -93,7 +93,7 @@ def blocks(route: Route, chunk: Chunk) -> Iterator[Block]:
         for part, dim in parts(route.source):
             shape = len(route.heads), chunk.tokens, dim
             nbytes = coded_bytes(part, shape, elements)
-            yield Block(layer, part, shape, offset, nbytes)
+            yield Plane(layer, part, shape, offset, nbytes)
             offset += nbytes
 
 

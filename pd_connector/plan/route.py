@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.coding import ELEMENT_BYTES, RAW, Elements, negotiate
+from pd_connector.kv.coding import ELEMENT_BYTES, FP8_E4M3, RAW, Elements, negotiate
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.plan.rules import NEWEST_RULES, PlanRules
 
@@ -31,6 +31,11 @@ class Route:
     codec: str
     verbatim: bool  # whole pages may pass as they are, without a codec
     rules: PlanRules  # by which its tokens are cut into chunks
+
+    @property
+    def error_of(self) -> str:
+        """The codec whose error its KV has at the destination. An FP8 cache would store the same codes from `raw`."""
+        return RAW.name if self.destination.dtype == FP8_E4M3.name else self.codec
 
     def first_token(self, first_token: int, stop_token: int) -> int:
         """The first token of [first_token, stop_token) that passes.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 from pd_connector.config import Config
-from pd_connector.kv.coding import ELEMENT_BYTES, RAW, coding, permitted
+from pd_connector.kv.coding import ELEMENT_BYTES, RAW, coarsest, permitted
 
 AtRest = Literal["raw", "int8"]
 AT_REST: tuple[AtRest, ...] = get_args(AtRest)
@@ -49,4 +49,4 @@ def pool_codecs(config: Config, *, consumes: bool) -> PoolCodecs:
     readable = tuple(dict.fromkeys((at_rest, *wire) if at_rest != RAW.name else wire))
     loaded = readable if given.get("read", True) else ()
     comes = {at_rest, *(wire if consumes else ()), *(name for name in loaded if name in AT_REST)}
-    return PoolCodecs(at_rest, readable, max(comes, key=lambda name: coding(name).error_bound))
+    return PoolCodecs(at_rest, readable, coarsest(comes))

@@ -6,7 +6,7 @@ own pages of the chunk, `[plane][page][kv head][bytes]`, with K and V described 
 do not divide a chunk, or are not dense, the run is one page of `CHUNK_TOKENS` tokens instead, `[K|V][kv head][token][dim]`.
 A reader of any layout sees the run through the views; a reader whose pages are alike takes the bytes as they are.
 
-A coded run is a block `[kv head][token][dim]` of its codec for K and one for V, of all tokens that are held, layer after layer
+A coded run is a plane `[kv head][token][dim]` of its codec for K and one for V, of all tokens that are held, layer after layer
 (docs/codecs.md). Their sizes follow from their shapes.
 """
 
@@ -56,7 +56,7 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.offset + sum((extent - 1) * stride for extent, stride in reach) + 1
 
 
-class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PagePlane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A plane of a layer's pages: bytes `[page, heads, nbytes]`, where `heads` is 1 if heads do not lie apart."""
 
     heads: Positive
@@ -79,7 +79,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: Layers
     page_size: Annotated[int, msgspec.Meta(ge=1, le=CHUNK_TOKENS)]
     first_token: Annotated[int, msgspec.Meta(ge=0, lt=CHUNK_TOKENS)]
-    planes: Annotated[tuple[Plane, ...], msgspec.Meta(max_length=2)]
+    planes: Annotated[tuple[PagePlane, ...], msgspec.Meta(max_length=2)]
     key: View | None = None
     value: View | None = None
     codec: AtRest = "raw"
@@ -122,7 +122,7 @@ def kept_layers(shard: Shard, group: Group) -> tuple[int, ...]:
     return tuple(layer for layer in group.layers if layer % replicas == replica)
 
 
-def plane_bytes(run: Run, group: Group, heads: int) -> tuple[int, ...]:
+def bytes_by_plane(run: Run, group: Group, heads: int) -> tuple[int, ...]:
     """Bytes of one layer of a run, by plane.
 
     Args:
@@ -148,7 +148,7 @@ def places(form: Sequence[Run], geometry: Geometry) -> list[Place]:
     for run in form:
         group = group_of(geometry, run.layers[0])
         assert group is not None
-        nbytes = sum(plane_bytes(run, group, len(geometry.heads(group))))
+        nbytes = sum(bytes_by_plane(run, group, len(geometry.heads(group))))
         offset = -(-offset // RUN_ALIGNMENT) * RUN_ALIGNMENT
         for layer in run.layers:
             found.append(Place(layer, offset, nbytes))
@@ -228,7 +228,7 @@ def _run_problem(run: Run, group: Group, heads: int) -> str:
     if run.page_size != whole or CHUNK_TOKENS % whole or run.first_token % whole:
         return f"pages of {run.page_size} tokens from token {run.first_token} on, of {whole} in the cache"
     views = [run.key] if run.value is None else [run.key, run.value]
-    room = plane_bytes(run, group, heads)
+    room = bytes_by_plane(run, group, heads)
     for view in views:
         if len(view.strides) != len(view.shape) + 1 or len(view.shape) == 4:
             return f"a view of {len(view.shape)} axes with {len(view.strides)} strides"

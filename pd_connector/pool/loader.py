@@ -61,13 +61,13 @@ class Landing:
     straight into it."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, mmap.mmap] = {}
+        self._regions: dict[int, mmap.mmap] = {}
 
     def room(self, place: int, nbytes: int) -> memoryview:
         """Memory for a part; `place` tells the parts of a chunk apart, and -1 is for what is made of them."""
-        if nbytes and len(self._blocks.get(place, b"")) < nbytes:
-            self._blocks[place] = mmap.mmap(-1, nbytes)
-        return memoryview(self._blocks[place] if nbytes else b"")[:nbytes]
+        if nbytes and len(self._regions.get(place, b"")) < nbytes:
+            self._regions[place] = mmap.mmap(-1, nbytes)
+        return memoryview(self._regions[place] if nbytes else b"")[:nbytes]
 
 
 class Loader:

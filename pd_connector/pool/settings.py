@@ -105,7 +105,7 @@ def check(value: object) -> Mapping[str, object] | None:
 def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Space:
     path = memory_folder(environment)
     shm = path.parents[1]
-    kind = file_system(shm)
+    kind = file_system(shm) if shm.is_dir() else ""
     if kind not in ("tmpfs", "ramfs"):
         raise ConfigError(
             f"{shm}: is {kind or 'not there'}, not tmpfs: the pool keeps chunks in memory; mount a tmpfs there, or name "

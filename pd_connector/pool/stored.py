@@ -17,14 +17,14 @@ from pd_connector.pool.codecs import CODED_DTYPES, AtRest
 from pd_connector.pool.coded import cut_out
 from pd_connector.pool.form import (
     Form,
-    Plane,
+    PagePlane,
     Run,
     View,
     at_rest,
+    bytes_by_plane,
     coded_run,
     form_problem,
     kept_layers,
-    plane_bytes,
     wire_run,
 )
 from pd_connector.pool.keys import CHUNK_TOKENS
@@ -75,7 +75,7 @@ def _pages_run(pages: LayerPages, group: Group, geometry: Geometry) -> Run | Non
     value = None if pages.value is None else _view(pages.value, pages.planes, len(pages.planes) - 1)
     if key is None or (pages.value is not None and value is None):
         return None
-    planes = tuple(Plane(plane.shape[1], plane.shape[2]) for plane in pages.planes)
+    planes = tuple(PagePlane(plane.shape[1], plane.shape[2]) for plane in pages.planes)
     run = Run(group.layers[:1], group.page_size, 0, planes, key, value)
     return None if form_problem((run,), geometry) else run
 
@@ -178,7 +178,7 @@ def open_run(run: Run, geometry: Geometry, needed: Need, buffer: Buffer) -> Page
     stored = at_rest(run, geometry)
     (group,) = stored.groups
     offsets = {place.layer: place.offset - needed.start for place in needed.places}
-    room = plane_bytes(run, group, len(stored.heads(group)))
+    room = bytes_by_plane(run, group, len(stored.heads(group)))
     data = torch.from_numpy(np.frombuffer(buffer, np.uint8))
     assert run.key is not None
     layers = {}

@@ -205,7 +205,7 @@ class Fetching:
         fetch = self._fetches.pop(request_id, None)
         if fetch is not None:
             self._telemetry.count("handoffs", cause=fetch.outcome or Cause.ABORTED)
-        self.unfilled.settle(request_id)
+        self.unfilled.finished(request_id)
         self._uncomputable.discard(request_id)
         compared, commands = self.audits.finished(
             request_id, request.num_computed_tokens, complete=complete

@@ -91,7 +91,7 @@ def model_facts(
         loaded_full=b"" if module is None else loaded_full_fingerprint(module),
         held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
-        draft=_draft(vllm_config),
+        draft=_draft(vllm_config, files or ()),
         layers=_layer_facts(vllm_config, caches, served),
     )
 
@@ -178,8 +178,13 @@ def _encoder(model: "ModelConfig") -> dict[str, str | None]:
     }
 
 
-def _draft(vllm_config: "VllmConfig") -> bytes:
-    """Fingerprint of the draft model; empty where there is none, or it is not on this disk."""
+def _draft(vllm_config: "VllmConfig", own: Sequence[CheckpointFiles]) -> bytes:
+    """Fingerprint of the draft model; empty where there is none, or it is not on this disk.
+
+    Args:
+        own: files of the model itself, which are still to be read. Drafts by n-grams or by layers of the model (MTP) come
+            from them.
+    """
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or speculative is None:
@@ -189,7 +194,8 @@ def _draft(vllm_config: "VllmConfig") -> bytes:
         files = model_files(draft, load, loaded=LOADS.files)
         weights = None if files is None else read_files(files)
         for part in files or ():
-            part.close()
+            if not any(part is one for one in own):
+                part.close()
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
         config = config_fingerprint(read_config(draft), **told)
     except Exception as error:  # a draft model is optional: no error of it stops the engine

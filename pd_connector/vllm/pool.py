@@ -30,6 +30,7 @@ from pd_connector.vllm.pool_model import LoadedModel
 from pd_connector.vllm.pool_prompt import Loading, PoolPrompt, asked
 from pd_connector.vllm.pool_saves import PoolSaves
 from pd_connector.vllm.streaming import kept_pages, scheduled
+from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class PoolSide:
         windows: page sizes and windows of the engine's page tables.
         identity: of requests' prompts.
         ignored: told of requests whose wishes cannot be followed.
+        unfilled: pages that loads have filled in part.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
     """
@@ -69,6 +71,7 @@ class PoolSide:
         identity: RequestIdentity,
         telemetry: Telemetry,
         ignored: IgnoredParams,
+        unfilled: UnfilledPages,
         ranks: int,
         engine_id: str = "",
     ) -> None:
@@ -88,7 +91,7 @@ class PoolSide:
         self._telemetry = telemetry
         self._settings = settings
         self._worth = Worth()
-        self._saves = PoolSaves(windows, ranks)
+        self._saves = PoolSaves(windows, ranks, unfilled)
         self._audit = PoolAudit(windows, self._saves)
         self._stepped: tuple[float, int] = (0.0, 0)  # when the last step was scheduled, its tokens
         self._model = LoadedModel(ranks)
@@ -210,8 +213,8 @@ class PoolSide:
         self._looks.shared.forget(request.request_id)
         if prompt is None or not prompt.loads or prompt.look is None:
             return None
-        look, stop, prompt.loads, prompt.look = prompt.look, prompt.loads, 0, None
-        first = stop - external_tokens
+        look, first, prompt.loads, prompt.look = prompt.look, prompt.loads.start, range(0), None
+        stop = first + external_tokens  # vLLM may want fewer
         if not external_tokens or not self.model:
             return None
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
@@ -261,14 +264,17 @@ class PoolSide:
         provisional = getattr(output, "has_sync_kv_loads", False)
         for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
+            resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
+            self._saves.note(prompt, anew=resumed or not prompt.stepped)
             if not prompt.stepped:
                 # Pages that it found in the cache may be filled by this very step.
                 prompt.stepped = True
                 prompt.writes &= not provisional
                 continue
-            saves += self._audit.compare(prompt, computed, prompt.pages, self.model)
-            if prompt.writes and not prompt.adapter:
-                saves += self._saves_of(prompt, computed, prompt.pages)
+            saving = prompt.writes and not prompt.adapter and self._computed(prompt, computed)
+            pages = self._saves.present(prompt) if saving or prompt.audited else ()
+            saves += self._audit.compare(prompt, computed, pages, self.model)
+            saves += self._saves_of(prompt, computed, pages) if saving else ()
         return saves
 
     def finished(
@@ -290,36 +296,35 @@ class PoolSide:
         usable = prompt.stepped and unchanged
         commands: list[Save | Fill] = []
         if usable:
-            computed = request.num_computed_tokens
+            computed, pages = request.num_computed_tokens, self._saves.present(prompt, pages)
             commands += self._audit.compare(prompt, computed, pages, self.model)
+            if prompt.writes:
+                commands += self._saves_of(prompt, computed, pages)
         self._audit.give_up(prompt)
-        if usable and prompt.writes:
-            commands += self._saves_of(prompt, request.num_computed_tokens, pages)
         if prompt.ask.pin_s:
             last = request.num_prompt_tokens // CHUNK_TOKENS
             self._looks.pin_for_client(prompt.keys[1 : last + 1], prompt.ask)
         return commands
 
+    def _computed(self, prompt: PoolPrompt, computed: int) -> range:
+        """Numbers of the chunks that were computed since the last saves."""
+        # A token's KV is final once the token after it is known: drafts may be rejected.
+        stop = min(computed, prompt.request.num_tokens - 1) // CHUNK_TOKENS
+        return range(prompt.kept, stop if self.model else 0)
+
     def _saves_of(
         self, prompt: PoolPrompt, computed: int, pages: Sequence[Sequence[int]]
     ) -> list[Save]:
-        request = prompt.request
-        # A token's KV is final once the token after it is known: drafts may be rejected.
-        stop = min(computed, request.num_tokens - 1) // CHUNK_TOKENS
-        if stop <= prompt.kept or not self.model:
+        if not (new := self._computed(prompt, computed)):
             return []
+        request, stop = prompt.request, new.stop
         keys = prompt.keys or [prompt.root(self.model)]
         known = (len(keys) - 1) * CHUNK_TOKENS
         prompt.keys = prompt.longer(keys, request.all_token_ids[known : stop * CHUNK_TOKENS])
         if self.events:
             self.events.served(prompt, range(prompt.kept, stop))
         first, prompt.kept = max(prompt.kept, self._looks.stored(prompt)), stop
-        saves = []
-        for number in range(first, stop):
-            if self._saves.full:
-                self._telemetry.count("pool_misses", cause="busy")
-                break
-            saves.append(
-                self._saves.begin(self.model, prompt.chunk(number), pages, prompt.ask.tenant)
-            )
+        saves = self._saves.begin(self.model, prompt, range(first, stop), pages)
+        if len(saves) < stop - first:
+            self._telemetry.count("pool_misses", cause="busy")
         return saves

@@ -105,7 +105,7 @@ class PoolLooks:
             prompt.keys, prompt.found = look.keys, look.found
             prompt.pays = self._paying(look, computed // CHUNK_TOKENS)
         stop = min(prompt.pays * CHUNK_TOKENS, prompt.request.num_tokens - 1)
-        prompt.loads = stop if stop > computed else 0
+        prompt.loads = range(computed, stop)
         if prompt.loads and self.shared.comes(prompt, computed, time.monotonic()):
             return None
         return int(max(0, stop - computed))

@@ -98,6 +98,7 @@ class PoolPrompt:
     reads: bool
     writes: bool
     pages: list[list[int]] = field(default_factory=list)
+    handed_out: list[list[int]] = field(default_factory=list)  # as `PoolSaves.note` has it
     keys: list[bytes] = field(default_factory=list)
     stepped: bool = False  # the step that found its cached pages is over
     kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
@@ -109,7 +110,7 @@ class PoolPrompt:
     )
     waits_until_s: float = 0.0  # the longest wait for loads of other requests
     pays: int | None = None  # chunks from the beginning that are here or worth loading
-    loads: int = 0  # token at which a load ends; 0 without one
+    loads: range = range(0)  # tokens that vLLM was told can be loaded
     loading: "Loading | None" = None
     failed: "Loading | None" = None  # its load, until its cause is told
     audited: range = range(

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pd_connector.kv.geometry import page_span
-from pd_connector.pool.jobs import PromptChunk, Save
+from pd_connector.pool.jobs import Save
+from pd_connector.vllm.pool_prompt import PoolPrompt
 from pd_connector.vllm.streaming import kept_pages
+from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.windows import NULL_PAGE, Windows
 
 if TYPE_CHECKING:
@@ -26,14 +28,18 @@ class PoolSaves:
     Args:
         windows: page sizes of the engine's page tables.
         ranks: number of ranks of this engine.
+        unfilled: pages that loads have filled in part.
     """
 
-    def __init__(self, windows: Windows, ranks: int) -> None:
+    def __init__(self, windows: Windows, ranks: int, unfilled: UnfilledPages) -> None:
         self._windows = windows
+        self._unfilled = unfilled
         self._ranks = ranks
         self._blocks: BlockPool | None = None
         self._kept: dict[str, tuple[list[KVCacheBlock], int]] = {}  # with the ranks to answer
         self._numbered = 0
+        self._slides = any(window for _, window in windows.tables)
+        self._handed_out: list[int] = []  # how often, by page
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -57,26 +63,72 @@ class PoolSaves:
                 blocks.touch(kept)
 
         blocks.reset_prefix_cache = reset_prefix_cache
+        if self._slides:
+            self._watch(blocks)
 
-    @property
-    def full(self) -> bool:
-        """Whether no other save may begin."""
-        return self._blocks is None or len(self._kept) >= MOST_SAVES
+    def _watch(self, blocks: "BlockPool") -> None:
+        """Count how often vLLM hands out each page. A window frees pages of a running request, which the step's output
+        does not say. Such a page holds the request's KV until it is handed out again."""
+        self._handed_out = [0] * blocks.num_gpu_blocks
+        hand_out = blocks.get_new_blocks
 
-    def begin(
-        self, model: bytes, chunk: PromptChunk, pages: Sequence[Sequence[int]], tenant: str = ""
-    ) -> Save:
-        """Keep a chunk's pages, and return the command that copies them.
+        def get_new_blocks(count: int) -> "list[KVCacheBlock]":
+            handed_out: list[KVCacheBlock] = hand_out(count)
+            for block in handed_out:
+                self._handed_out[block.block_id] += 1
+            return handed_out
+
+        blocks.get_new_blocks = get_new_blocks
+
+    def note(self, prompt: PoolPrompt, *, anew: bool) -> None:
+        """A step was scheduled that computes tokens of this prompt, in pages that are its own now.
 
         Args:
-            pages: all page ids of the request, by table.
-            tenant: whose share of the pool the chunk takes.
+            anew: it has other pages than before.
         """
-        tables = []
-        for table, size in zip(pages, self._windows.page_sizes, strict=True):
-            span = page_span(chunk.first_token, chunk.stop_token, size)
-            tables.append(list(table[span.start : span.stop]))
-        return Save(self.keep("save", tables), model, chunk, kept_pages(tables), tenant)
+        if not self._slides:
+            return
+        if anew:
+            prompt.handed_out = [[] for _ in prompt.pages]
+        for pages, counts in zip(prompt.pages, prompt.handed_out, strict=True):
+            counts.extend(self._handed_out[page] for page in pages[len(counts) :])
+
+    def present(
+        self, prompt: PoolPrompt, told: Sequence[Sequence[int]] = ()
+    ) -> Sequence[Sequence[int]]:
+        """A prompt's pages by table; `NULL_PAGE` for those that do not hold its KV any more, or in part only.
+
+        Args:
+            told: all page ids of the prompt, if vLLM has just told them.
+        """
+        if not self._slides:
+            return told or prompt.pages
+        partly = self._unfilled.of(prompt.request.request_id)
+        times = self._handed_out
+        tables = told or [
+            [page if times[page] == count else NULL_PAGE for page, count in zip(*both, strict=True)]
+            for both in zip(prompt.pages, prompt.handed_out, strict=True)
+        ]
+        return [[NULL_PAGE if page in partly else page for page in table] for table in tables]
+
+    def begin(
+        self, model: bytes, prompt: PoolPrompt, numbers: range, pages: Sequence[Sequence[int]]
+    ) -> list[Save]:
+        """Keep the pages of chunks, and return the commands that copy them; fewer if too many saves are under way.
+
+        Args:
+            numbers: of the chunks.
+            pages: all page ids of the prompt, by table.
+        """
+        saves: list[Save] = []
+        for number in numbers[: MOST_SAVES - len(self._kept) if self._blocks else 0]:
+            chunk, tables = prompt.chunk(number), []
+            for table, size in zip(pages, self._windows.page_sizes, strict=True):
+                span = page_span(chunk.first_token, chunk.stop_token, size)
+                tables.append(list(table[span.start : span.stop]))
+            name = self.keep("save", tables)
+            saves.append(Save(name, model, chunk, kept_pages(tables), prompt.ask.tenant))
+        return saves
 
     def keep(self, what: str, tables: Sequence[Sequence[int]]) -> str:
         """Keep pages until all ranks have answered. Returns a name for it that no request has."""

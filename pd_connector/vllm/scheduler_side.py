@@ -88,8 +88,10 @@ class SchedulerSide:
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
             codecs = pool_codecs(config, consumes=consumes)
-            told = self.telemetry, self._ignored
-            self.pool = PoolSide(*opened, codecs, windows, self.identity, *told, ranks, engine_id)
+            told, unfilled = (self.telemetry, self._ignored), self._fetching.unfilled
+            self.pool = PoolSide(
+                *opened, codecs, windows, self.identity, *told, unfilled, ranks, engine_id
+            )
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()

@@ -6,7 +6,7 @@ must not find such a page in the prefix cache. vLLM caches while it schedules, a
 If the request finds no room, vLLM calls only after the scheduling.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 
 def _nothing_cached(pages: set[int]) -> None:
@@ -23,12 +23,23 @@ class UnfilledPages:
     def __init__(self) -> None:
         self.evict: Callable[[set[int]], None] = _nothing_cached
         self._loading: dict[str, set[int]] = {}
+        self._by_request: dict[str, set[int]] = {}  # of requests that have not ended
         self._loaded: dict[str, set[int]] = {}
 
     def load(self, request: str, pages: Iterable[int]) -> None:
         """A load begins that fills only a part of these pages."""
+        self._by_request.pop(request, None)
         if found := set(pages):
-            self._loading[request] = found
+            self._loading[request] = self._by_request[request] = found
+
+    def of(self, request: str) -> Collection[int]:
+        """Pages of a request that its load has filled only in part."""
+        return self._by_request.get(request, ())
+
+    def finished(self, request: str) -> None:
+        """The request has ended."""
+        self.settle(request)
+        self._by_request.pop(request, None)
 
     def load_ended(self, request: str, *, failed: bool) -> None:
         """The load has ended. vLLM caches no page of a failed load."""

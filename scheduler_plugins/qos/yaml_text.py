@@ -69,28 +69,40 @@ class YamlText:
         return self._message(said, line)
 
     def _validation(self, said: str, wanted: type) -> str:
-        path = _PATH.search(said)
-        steps = [a or b for a, b in _STEP.findall(path[1])] if path else []
-        said = _PATH.sub("", said)
-        root = _composed(self._text)
-        kind = _kind_at(inspect.type_info(wanted), steps)
-        unknown, choice = _UNKNOWN.search(said), _CHOICE.search(said)
-        if unknown:
-            known = [name for one in _kinds(kind) for name in _fields(one)]
-            near = did_you_mean(unknown[1], known) or f"known are {', '.join(known)}"
-            line = _line_at(root, [*steps, unknown[1]])
-            return self._message(f"key {unknown[1]!r} is not known; {near}", line)
-        key = steps[-1] if steps and not steps[-1].isdigit() and steps[-1] != "..." else ""
-        if choice:
-            values = [str(value) for one in _kinds(kind) for value in getattr(one, "values", ())]
-            near = did_you_mean(choice[1], values)
-            said = f"{key or 'value'} {choice[1]!r}: must be one of {', '.join(values)}{'; ' + near if near else ''}"
-        elif key:
-            said = f"{key}: {said}"
-        return self._message(said, _line_at(root, steps))
+        unknown = _UNKNOWN.search(said)
+        steps = [*_steps(said), *([unknown[1]] if unknown else ())]
+        return self._message(explained(said, wanted), _line_at(_composed(self._text), steps))
 
     def _message(self, said: str, line: int) -> str:
         return f"{self._source}:{line}: {said}" if line else f"{self._source}: {said}"
+
+
+def explained(said: str, wanted: Any) -> str:
+    """What msgspec says about a value that is not of this type, with the key, the known words, and the one that was
+    probably meant."""
+    steps = _steps(said)
+    said = _PATH.sub("", said)
+    kind = _kind_at(inspect.type_info(wanted), steps)
+    unknown, choice = _UNKNOWN.search(said), _CHOICE.search(said)
+    if unknown:
+        known = [name for one in _kinds(kind) for name in _fields(one)]
+        near = did_you_mean(unknown[1], known) or f"known are {', '.join(known)}"
+        return f"key {unknown[1]!r} is not known; {near}"
+    keys = [step for step in steps if not step.isdigit() and step != "..."]
+    if keys and keys[-1] != steps[-1] and not (choice or said.startswith("Expected")):
+        keys.clear()  # a type's own message names its key
+    key = keys[-1] if keys else ""
+    if choice:
+        values = [str(value) for one in _kinds(kind) for value in getattr(one, "values", ())]
+        near = did_you_mean(choice[1], values)
+        return f"{key or 'value'} {choice[1]!r}: must be one of {', '.join(values)}{'; ' + near if near else ''}"
+    return f"{key}: {said}" if key else said
+
+
+def _steps(said: str) -> list[str]:
+    """The path in a message of msgspec's."""
+    path = _PATH.search(said)
+    return [a or b for a, b in _STEP.findall(path[1])] if path else []
 
 
 def _composed(text: bytes) -> Any:
@@ -150,9 +162,10 @@ def _scalars(node: Any) -> Iterator[Any]:
 
 
 def _line_of_text(root: Any, text: str) -> int:
-    """The line of the first key or value with this text; 0: there is none."""
-    found = (node.start_mark.line + 1 for node in _scalars(root) if text and node.value == text)
-    return next(found, 0)
+    """The line of the first key or value that is this text, or else has it in it; 0: there is none."""
+    found = [node for node in _scalars(root) if text and text in node.value]
+    found = [node for node in found if node.value == text] or found
+    return found[0].start_mark.line + 1 if found else 0
 
 
 def _kinds(kind: Any) -> Sequence[Any]:

@@ -89,7 +89,7 @@ app = single(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the router until SIGINT or SIGTERM. Returns the exit status."""
+    """Run the router until SIGINT, SIGTERM or SIGHUP. Returns the exit status."""
     return run_command(app, "pd-router serve", arguments)
 
 

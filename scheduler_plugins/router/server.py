@@ -12,10 +12,17 @@ from aiohttp import web
 from scheduler_plugins.router.client.connections import HEADERS_S
 from scheduler_plugins.router.client.faults import ServerLog
 from scheduler_plugins.router.client.operator import Operator, authority
+from scheduler_plugins.router.client.stopping import LAST_S
 from scheduler_plugins.router.client.tls import for_clients
 from scheduler_plugins.router.endpoints.admin import create_admin
 from scheduler_plugins.router.endpoints.app import create_app
-from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, MOVER, OPERATOR, SHARED
+from scheduler_plugins.router.endpoints.app_keys import (
+    CONNECTIONS,
+    MOVER,
+    OPERATOR,
+    SHARED,
+    STOPPING,
+)
 from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -60,7 +67,7 @@ class RouterServer:
             auto_decompress=False,  # `BodyBudget` counts the decompressed bytes, and stops in time
             access_log=None,
             logger=ServerLog(),
-            shutdown_timeout=config.shutdown_timeout_s,
+            shutdown_timeout=config.shutdown_timeout_s + LAST_S,
         )
         self._listener: asyncio.Server | None = None
 
@@ -110,6 +117,7 @@ class RouterServer:
             self._listener.close()
         if self._admin is not None:
             await self._admin.close()
+        self.app[STOPPING].begin(self.config.shutdown_timeout_s)
         await self._runner.cleanup()
 
 
@@ -140,7 +148,7 @@ class AdminServer:
 
 
 async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> None:
-    """Run the router until SIGINT or SIGTERM. Raises OSError if it cannot listen."""
+    """Run the router until SIGINT, SIGTERM or SIGHUP. Raises OSError if it cannot listen."""
     ended = on_signals()
     async with RouterServer(config, settings) as server:
         say_running(config, server.port)
@@ -149,9 +157,11 @@ async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> N
 
 
 def on_signals() -> asyncio.Event:
-    """An event that is set once SIGINT or SIGTERM has come."""
+    """An event that is set once SIGINT, SIGTERM or SIGHUP has come. The last would else cut all streams; `nohup` has it
+    ignored."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         loop.add_signal_handler(number, ended.set)
     return ended
 

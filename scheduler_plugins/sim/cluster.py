@@ -28,6 +28,7 @@ from scheduler_plugins.sim.prefill import RunningPrefill
 from scheduler_plugins.sim.roles import EVERY_S, Roles
 from scheduler_plugins.sim.rooms import Rooms
 from scheduler_plugins.sim.served import Served
+from scheduler_plugins.sim.ticks import Ticks
 from scheduler_plugins.sim.timeline import Timeline
 from scheduler_plugins.sim.view import ClusterView
 
@@ -77,6 +78,7 @@ class Cluster:
         self._stranded: list[Journey] = []
         self._rooms = Rooms(self._timeline)
         self.roles = Roles(self.nodes, self.set_role)
+        self._ticks: Ticks | None = None
         self._arriving = False
         for node in nodes:
             self.join(node, 0.0)
@@ -100,7 +102,9 @@ class Cluster:
         if controller is not None:
             self.roles.controller = controller
             self._arriving = True
-            timeline.at(every_s, ARRIVAL, partial(self._tick, every_s))
+            goes_on = lambda: self._arriving or bool(self._journeys)  # noqa: E731
+            self._ticks = Ticks(timeline, every_s, self.roles.tick, goes_on)
+            self._ticks.wake(0.0)
         for change in changes:
             timeline.at(change.at_s, ARRIVAL, partial(change.what, self))
         for request in requests:
@@ -108,6 +112,8 @@ class Cluster:
                 timeline.next()
             timeline.now_s = request.arrival_s
             served.append(Served(request))
+            if self._ticks is not None:
+                self._ticks.wake(request.arrival_s)
             self._arrive(served[-1])
         self._arriving = False
         while timeline:
@@ -115,11 +121,6 @@ class Cluster:
         for journey in self._stranded:
             journey.record.rejected = "unavailable"
         return served
-
-    def _tick(self, every_s: float, now_s: float) -> None:
-        self.roles.tick(now_s)
-        if self._arriving or self._journeys:
-            self._timeline.at(now_s + every_s, ARRIVAL, partial(self._tick, every_s))
 
     def join(self, node: Node, now_s: float, start_s: float = 0.0) -> None:
         """Add an engine with an empty cache, which serves after `start_s`. Its name must be new, or belong to an engine

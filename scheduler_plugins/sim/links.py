@@ -12,7 +12,7 @@ Done = Callable[[float], None]
 
 
 _ENDED_BYTES = 1.0
-"""A transfer with fewer bytes left has ended. At some thousand seconds, the clock cannot resolve less."""
+"""A transfer with fewer bytes left has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,11 @@ class _Flow:
     done: Done
     rate: float = field(default=0.0)  # bytes a second
 
+    def ended(self, now_s: float) -> bool:
+        """Whether the last byte has left, as far as the clock can tell. Late in a long trace, on a fast link, it cannot
+        resolve the time of some bytes."""
+        return self.left <= _ENDED_BYTES or now_s + self.left / self.rate <= now_s
+
 
 class Links:
     """Transfers that share links max-min fairly, by the source's outgoing link and the target's incoming link."""
@@ -83,8 +88,8 @@ class Links:
     def advance(self, now_s: float) -> None:
         """End the transfers whose last byte has left at `now_s`, which is `next_event_s`."""
         self._pass(now_s)
-        ended = [one for one in self._flows if one.left <= _ENDED_BYTES]
-        self._flows = [one for one in self._flows if one.left > _ENDED_BYTES]
+        ended = [one for one in self._flows if one.ended(now_s)]
+        self._flows = [one for one in self._flows if not one.ended(now_s)]
         self._share()
         for one in ended:
             one.done(now_s)

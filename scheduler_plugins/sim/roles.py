@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from scheduler_plugins.router.policies.added import PolicyError
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move
 from scheduler_plugins.router.roles.controller import RoleController
@@ -80,9 +81,12 @@ class Roles:
             self._history.answered(record.end_s, GROUP, tokens, record.tpot_s, slo_s)
 
     def tick(self, now_s: float) -> None:
-        """Ask the controller, and carry out its moves."""
+        """Ask the controller, and carry out its moves. Raises PolicyError if its policy fails."""
         assert self.controller is not None
-        for move in self.controller.moves(self._fleet(now_s), now_s):
+        moves = self.controller.moves(self._fleet(now_s), now_s)
+        if fault := self.controller.fault:
+            raise PolicyError(f"role policy at {now_s:.0f} s: {fault!r}") from fault
+        for move in moves:
             self.moved.append(Moved(now_s, self._nodes[move.engine].role, move))
             self._set_role(move.engine, move.role, now_s)
             self._since_s[move.engine] = now_s

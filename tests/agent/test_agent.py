@@ -347,17 +347,13 @@ def test_closing_twice_is_harmless(ranks: Ranks):
     ranks.stop(rank)
 
 
-def test_an_agent_that_dies_ends_what_it_owes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+def test_an_agent_that_dies_ends_what_it_owes(ranks: Ranks):
     producer, consumer = ranks.pair(LONG)
     producer.offer("t", [1])
     consumer.load(producer.source, "later", [1], wait=True)
     until(lambda: producer.gauge("outgoing_transfers") == 2)
-
-    def fail(now: float) -> None:
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(producer.agent._loop, "step", fail)
-    monkeypatch.setattr(consumer.agent._loop, "step", fail)
+    producer.die()
+    consumer.die()
     assert producer.freed("t").cause == Cause.INTERNAL
     assert consumer.loaded("later").cause == Cause.INTERNAL
     assert producer.count("agent_failures") == 1
@@ -397,7 +393,7 @@ def test_a_load_can_be_dropped_at_any_moment(ranks: Ranks, moment: str, transpor
 def test_config_defaults_are_what_an_agent_starts_with(ranks: Ranks):
     rank = ranks({})
     # All but what this machine has decided.
-    config = msgspec.structs.replace(rank.agent._loop._config, transports=Config().transports)
+    config = msgspec.structs.replace(rank.loop._config, transports=Config().transports)
     assert config == Config()
     assert rank.gauge("landing_slots") == 0
     assert TOKENS
@@ -607,7 +603,7 @@ def test_pages_are_touched_after_what_was_queued_before_they_were_given(
         assert consumer.loaded(transfer).cause is None
         assert waited[number:] == [f"point {2 * number + (side == 'scatter')}"]
         assert producer.freed(transfer).cause is None
-    assert consumer.agent._loop.consumer_side is not None
-    assert not consumer.agent._loop.consumer_side._inbox._loads
-    assert producer.agent._loop.producer_side is not None
-    assert not producer.agent._loop.producer_side._outbox._fences
+    assert consumer.loop.consumer_side is not None
+    assert not consumer.loop.consumer_side._inbox._loads
+    assert producer.loop.producer_side is not None
+    assert not producer.loop.producer_side._outbox._fences

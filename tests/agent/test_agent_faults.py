@@ -117,14 +117,14 @@ def test_a_slot_that_changes_while_it_is_read_is_noticed(
 ):
     """A peer that was given up may write late: the bytes are right when checked, and then not."""
     producer, consumer = pair(ranks, LONG | TRANSPORTS["shm written"])
-    scatter = consumer.agent._cache.scatter
+    scatter = consumer.cache.scatter
 
     def slow_scatter(route: Any, chunk: Any, pages: Any, payload: memoryview, fence: None) -> None:
         monkeypatch.undo()
         payload[0] ^= 1
         scatter(route, chunk, pages, payload, fence)
 
-    monkeypatch.setattr(consumer.agent._cache, "scatter", slow_scatter)
+    monkeypatch.setattr(consumer.cache, "scatter", slow_scatter)
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
     assert consumer.loaded("t").cause == Cause.CHECKSUM
@@ -142,7 +142,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
     checksum = outbox.checksum_of
 
     def after_a_late_write(*what: Any) -> bytes:
-        landing = consumer.agent._loop.buffers.landing
+        landing = consumer.loop.buffers.landing
         for slot in range(landing.slots):
             landing.slot(slot)[0] ^= 1
         return checksum(*what)
@@ -226,7 +226,7 @@ def test_a_consumer_that_froze_loses_its_transfers_and_fetches_again(ranks: Rank
     assert_serves_on(producer, consumer, "before")
     consumer.load(producer.source, "t", [5], wait=True)
     until(lambda: producer.gauge("outgoing_transfers"))
-    loop = consumer.agent._loop
+    loop = consumer.loop
     step = loop.step
     loop.step = lambda now: time.sleep(0.01)  # type: ignore[method-assign]
     until(lambda: producer.gauge("consumer_sessions") == 0)
@@ -407,7 +407,7 @@ def preempted_while_read(ranks: Ranks, transport: str) -> tuple[Rank, Rank]:
     """A producer whose engine takes pages back, and overwrites them, while they
     are read; then it computes the same KV in other pages."""
     producer, consumer = ranks.pair(LONG | TRANSPORTS[transport])
-    cache, reading = producer.agent._cache, threading.Event()
+    cache, reading = producer.cache, threading.Event()
     gather, in_place = cache.gather, cache.in_place
     for layer in producer.layers.values():
         layer[8], layer[9] = layer[1], layer[2]
@@ -467,8 +467,8 @@ def test_a_chunk_whose_gate_was_shut_before_it_was_gathered_comes_from_the_new_p
     producer.agent.submit(Expect("t"))
     consumer.load(producer.source, "t", [5, 6], wait=True)
     until(lambda: producer.gauge("consumer_sessions"))
-    assert producer.agent._loop.producer_side is not None
-    transfers = producer.agent._loop.producer_side._producer._transfers
+    assert producer.loop.producer_side is not None
+    transfers = producer.loop.producer_side._producer._transfers
     until(lambda: "t" in transfers and transfers["t"].streams)
     producer.agent._gate.shut("offer of t")
     producer.offer("t", [1, 2], computed=8)

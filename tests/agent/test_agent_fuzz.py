@@ -118,8 +118,8 @@ def valid_messages() -> list[bytes]:
             messages.SCHEMA, "e", 1, MODEL, GEOMETRY, ["raw"], "tcp2", b"", 1 << 20, True
         ),
         messages.Ready("bait"),
-        messages.Offered("bait", 0, 0, 0, 100, b"header"),
-        messages.OfferedPages("bait", 0, 0, 8, bytes(16), b"header"),
+        messages.LeftInSlot("bait", 0, 0, 0, 100, b"header"),
+        messages.LeftInPages("bait", 0, 0, 8, bytes(16), b"header"),
         messages.Accept("bait", 1, True),
     ]
     return [messages.encode(message) for message in said]
@@ -229,10 +229,7 @@ def test_slots_that_the_consumer_does_not_have(
 ):
     settings = SHORT | TRANSPORTS[transport]
     producer, lender = ranks(settings, consumes=False), ranks(settings, produces=False)
-    address = {
-        name: t.address()
-        for name, t in lender.agent._loop.consumer_side._dialler._transports.items()
-    }
+    address = {t.name: t.address() for t in lender.transports}
     liar = LyingConsumer(context, producer.agent.port)
     producer.offer("bait", [1, 2, 3, 4])
     liar.say(msgspec.structs.replace(HELLO, transports=address))
@@ -248,9 +245,7 @@ def test_slots_that_the_consumer_does_not_have(
 def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: zmq.Context[Any]):
     producer = ranks(SHORT, consumes=False)
     shy = ranks(SHORT, produces=False)
-    address = {
-        name: t.address() for name, t in shy.agent._loop.consumer_side._dialler._transports.items()
-    }
+    address = {t.name: t.address() for t in shy.transports}
     liar = LyingConsumer(context, producer.agent.port)
     liar.say(msgspec.structs.replace(HELLO, transports=address))
     for i in range(500):
@@ -260,7 +255,7 @@ def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: z
         liar.say(messages.Done(f"nothing {i}"))
     until(lambda: producer.gauge("outgoing_transfers") == 1000)
     until(lambda: producer.gauge("outgoing_transfers") == 0)
-    until(lambda: not producer.agent._loop.producer_side._producer._past._unwanted)
+    until(lambda: not producer.loop.producer_side._producer._past._unwanted)
     assert_serves_on(ranks, producer)
 
 
@@ -268,8 +263,7 @@ def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: z
 def test_noise_on_every_port(ranks: Ranks, transport: str):
     producer = ranks(LONG | TRANSPORTS[transport], consumes=False)
     ports = [producer.agent.port]
-    for owned in producer.agent._loop._transports:
-        ports += [owned._port] if hasattr(owned, "_port") else []
+    ports += [producer.agent.data_port] if producer.agent.data_port else []
     chance = random.Random(3)
     greeting = bytes.fromhex("ff00000000000000017f0300") + b"NULL" + bytes(48)
     for port in ports:
@@ -282,7 +276,7 @@ def test_noise_on_every_port(ranks: Ranks, transport: str):
 
 def test_many_connections_at_once_and_no_memory_kept(ranks: Ranks):
     producer = ranks(LONG | {"transports": ("tcp",)}, consumes=False)
-    ports = [producer.agent.port, producer.agent._loop._transports[0]._address.port]  # type: ignore[attr-defined]
+    ports = [producer.agent.port, producer.agent.data_port]
     before = resident_bytes()
     for _ in range(2):
         crowd = [socket.create_connection(("127.0.0.1", p)) for p in ports for _ in range(200)]
@@ -362,7 +356,7 @@ LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
     "offers of what it never wrote": (
         [
             msgspec.structs.replace(WELCOME, read=True),
-            *(messages.Offered("t", 0, slot, slot, 2**40, b"") for slot in (0, 3, 4, 2**32 - 1)),
+            *(messages.LeftInSlot("t", 0, slot, slot, 2**40, b"") for slot in (0, 3, 4, 2**32 - 1)),
         ],
         {Cause.TRANSPORT, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT},
     ),
@@ -370,7 +364,7 @@ LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
         [
             msgspec.structs.replace(WELCOME, read=True, direct=True),
             *(
-                messages.OfferedPages("t", 0, slot, size, addresses, b"")
+                messages.LeftInPages("t", 0, slot, size, addresses, b"")
                 for slot in (0, 3, 2**32 - 1)
                 for size in (1, 2**40)
                 for addresses in (b"", bytes(7), bytes(16), b"\xff" * 8)
@@ -409,8 +403,8 @@ def test_a_producer_that_lies_fails_the_load_with_a_cause(ranks: Ranks, context:
                     messages.Refuse,
                     messages.Accept,
                     messages.Ready,
-                    messages.Offered,
-                    messages.OfferedPages,
+                    messages.LeftInSlot,
+                    messages.LeftInPages,
                 ),
             ):
                 message = msgspec.structs.replace(message, transfer=name)

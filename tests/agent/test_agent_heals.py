@@ -296,7 +296,7 @@ def test_a_link_that_cannot_be_written_to_any_more_is_made_anew(ranks: Ranks):  
         return cause is None
 
     assert arrives("before")
-    side = producer.agent._loop.producer_side
+    side = producer.loop.producer_side
     assert side is not None
     ((_, session),) = side._sessions
     transport: Any = session.path.transport

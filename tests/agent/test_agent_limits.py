@@ -26,10 +26,14 @@ from support.children import Children, children, nursery
 from pd_connector.agent import loop_waits
 from pd_connector.agent.commands import Computed, Drop, Expect, Hold, Revoke, Withdraw
 from pd_connector.agent.consuming import session_keeper
+from pd_connector.agent.producing.consumer_sessions import ConsumerSessions
 from pd_connector.config import Config
 from pd_connector.control import addresses
 from pd_connector.control.sockets import Connection, Listener
 from pd_connector.errors import Cause
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.consuming.landings import Landings
+from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire.peers import Peer, Source
 
 __all__ = ["children", "nursery", "ranks"]
@@ -155,7 +159,7 @@ def test_answers_to_heartbeats_are_taken_together_and_keep_nothing_else_waiting(
     monkeypatch.setattr(loop_waits, "_UNHURRIED_POLL_MS", 10**6)  # nothing but what matters ends it
     producer, consumer = ranks.pair(LONG | {"heartbeat_s": 0.1})
     peer = Peer(producer.source, WHOLE)
-    side = consumer.agent._loop.consumer_side
+    side = consumer.loop.consumer_side
     assert side is not None
     for number in range(3):
         consumer.agent.submit(Hold(f"request {number}", f"{number}", (peer,), watch=True))
@@ -176,7 +180,7 @@ def test_with_many_sessions_heartbeats_are_seldom_and_nothing_is_lost(
     producer.offer("waits", [5, 6])
     peer = Peer(producer.source, WHOLE)
     consumer.agent.submit(Hold("request", "waits", (peer,), watch=False))
-    beats = heartbeats_of(producer, monkeypatch)
+    beats = heartbeats_of(monkeypatch)
     time.sleep(8.0)
     assert 2 <= len(beats) <= 3, "they come every 3 s, though sessions end after 1 s"
     assert consumer.gauge("producer_sessions") == producer.gauge("consumer_sessions") == 1
@@ -194,7 +198,7 @@ def test_a_producer_whose_leases_are_short_hears_of_them_in_time(
     producer = ranks(LONG | {"lease_s": 1.5}, consumes=False)
     consumer = ranks(LONG | long, seed=1, produces=False)
     assert_serves(producer, consumer)
-    beats = heartbeats_of(producer, monkeypatch)
+    beats = heartbeats_of(monkeypatch)
     until(lambda: len(beats) >= 3, "heartbeats, not once in ten minutes")
 
 
@@ -203,31 +207,27 @@ def test_a_producer_of_the_release_before_hears_heartbeats_as_often_as_it_did(
 ):
     monkeypatch.setattr(session_keeper, "_SESSIONS_PER_HEARTBEAT", 1e-3)
     producer, consumer = ranks.pair(MANY)
-    side = producer.agent._loop.producer_side
-    assert side is not None
-    open_ = side._sessions.open
+    open_ = ConsumerSessions.open
     monkeypatch.setattr(
-        side._sessions, "open", lambda *said: msgspec.structs.replace(open_(*said), lease_ms=0)
+        ConsumerSessions, "open", lambda *said: msgspec.structs.replace(open_(*said), lease_ms=0)
     )
     assert_serves(producer, consumer)
-    beats = heartbeats_of(producer, monkeypatch)
+    beats = heartbeats_of(monkeypatch)
     time.sleep(4.0)
     assert len(beats) >= 4, "every two thirds of a second"
     assert consumer.count("lost_sessions") == 0
 
 
-def heartbeats_of(producer: Rank, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def heartbeats_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When the producer hears a heartbeat, from now on."""
-    side = producer.agent._loop.producer_side
-    assert side is not None
     heard: list[float] = []
-    heartbeat = side._producer.heartbeat
+    heartbeat = Producer.heartbeat
 
     def noted(*arguments: Any) -> None:
         heard.append(time.monotonic())
         heartbeat(*arguments)
 
-    monkeypatch.setattr(side._producer, "heartbeat", noted)
+    monkeypatch.setattr(Producer, "heartbeat", noted)
     return heard
 
 
@@ -268,17 +268,13 @@ def test_an_unexpected_error_ends_its_session_and_not_the_agent(
     producer, consumer = ranks.pair(LONG | {"lease_s": 2.0})  # slots are quarantined that long
     assert_serves(producer, consumer, "before")
     rank = producer if side == "producer" else consumer
-    machine: Any = (
-        rank.agent._loop.producer_side._producer  # type: ignore[union-attr]
-        if side == "producer"
-        else rank.agent._loop.consumer_side._consumer  # type: ignore[union-attr]
-    )
 
     def fail(*_: Any) -> None:
         monkeypatch.undo()
         raise KeyError("a defect")
 
-    monkeypatch.setattr(machine, "open" if side == "producer" else "accept", fail)
+    owner, method = (Producer, "open") if side == "producer" else (Consumer, "accept")
+    monkeypatch.setattr(owner, method, fail)
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [1])
     assert consumer.loaded("t").cause == Cause.INTERNAL
@@ -321,7 +317,6 @@ def test_an_error_with_one_prefill_ends_its_transfer_and_no_other(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, method: str
 ):
     producer, consumer = ranks.pair(LONG)
-    machine: Any = producer.agent._loop.producer_side._producer  # type: ignore[union-attr]
     request = "offer of t"
     submit = producer.agent.submit
     with another_transfer(producer, consumer), one_error(producer):
@@ -330,7 +325,7 @@ def test_an_error_with_one_prefill_ends_its_transfer_and_no_other(
             consumer.load(producer.source, "t", [1, 2], wait=True)
             until(lambda: consumer.gauge("incoming_transfers") == 2)
             until(lambda: producer.gauge("outgoing_transfers") == 2)
-        fails_once(monkeypatch, machine, method)
+        fails_once(monkeypatch, Producer, method)
         match method:
             case "expect":
                 submit(Expect("t"))
@@ -362,12 +357,11 @@ def test_an_error_with_one_request_ends_its_transfer_and_no_other(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, method: str
 ):
     producer, consumer = ranks.pair(LONG)
-    machine: Any = consumer.agent._loop.consumer_side._consumer  # type: ignore[union-attr]
     with another_transfer(producer, consumer), one_error(consumer):
         if method == "drop":
             consumer.load(producer.source, "t", [1], wait=True)
             until(lambda: consumer.gauge("incoming_transfers") == 2)
-        fails_once(monkeypatch, machine, method)
+        fails_once(monkeypatch, Consumer, method)
         match method:
             case "load":
                 consumer.load(producer.source, "t", [1])
@@ -385,9 +379,8 @@ def test_an_error_with_one_chunk_ends_its_transfer_and_no_other(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
     producer, consumer = ranks.pair(LONG | TRANSPORTS["tcp"])
-    machine: Any = consumer.agent._loop.consumer_side._consumer  # type: ignore[union-attr]
     with another_transfer(producer, consumer), one_error(consumer):
-        fails_once(monkeypatch, machine.landings, "landed")
+        fails_once(monkeypatch, Landings, "landed")
         producer.offer("t", [1])
         consumer.load(producer.source, "t", [1])
         assert consumer.loaded("t").cause == Cause.INTERNAL
@@ -407,7 +400,7 @@ def test_a_codec_that_raises_fails_its_transfer_and_no_other(
         monkeypatch.undo()
         raise ValueError("these bytes are not mine")
 
-    monkeypatch.setattr(consumer.agent._loop.consumer_side._inbox._cache, "scatter", fail)  # type: ignore[union-attr]
+    monkeypatch.setattr(consumer.cache, "scatter", fail)
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [1])
     finished = consumer.loaded("t")

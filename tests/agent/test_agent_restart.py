@@ -24,8 +24,12 @@ from support.agents import (
     until,
 )
 
+from pd_connector.agent import agent
 from pd_connector.agent.commands import Revoke, Withdraw
+from pd_connector.agent.consuming.inbox import Inbox
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.producing.outbox import Outbox
+from pd_connector.agent.producing.producer_side import ProducerSide
 from pd_connector.errors import Cause
 
 __all__ = ["ranks"]
@@ -35,9 +39,17 @@ SETTINGS = LONG | TRANSPORTS["shm written"] | {"agent_timeout_s": 600.0}
 
 
 class Hang:
-    """Stands in for a method; hangs in one call of it, until released."""
+    """Stands in for a method until the test has ended; hangs in one call of it, until released."""
 
-    def __init__(self, owner: Any, name: str, *, after: bool = False, call: int = 1) -> None:
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        *,
+        after: bool = False,
+        call: int = 1,
+    ) -> None:
         calls = itertools.count(1)
         self.reached = threading.Event()
         self.release = threading.Event()
@@ -56,12 +68,12 @@ class Hang:
                 hang()
             return result
 
-        setattr(owner, name, replaced)
+        patch.setattr(owner, name, replaced)
 
 
 def accepted(consumer: Rank, transfer: str) -> bool:
     """Whether the producer has said that it has KV to send."""
-    side = consumer.agent._loop.consumer_side
+    side = consumer.loop.consumer_side
     assert side is not None
     incoming = side._consumer._transfers.get(transfer)
     return incoming is not None and all(s.accepted for s in incoming.streams.values())
@@ -86,25 +98,19 @@ def assert_serves_on(producer: Rank, consumer: Rank, transfer: str = "afterwards
     pytest.fail(f"no good transfer: {finished}")
 
 
-def fail(*_: Any) -> None:
-    raise RuntimeError("a defect")
-
-
 @pytest.mark.parametrize("who", ["producer", "consumer"])
 def test_an_agent_that_died_serves_again_on_its_port_with_another_epoch(ranks: Ranks, who: str):
     pair = dict(zip(("producer", "consumer"), ranks.pair(SETTINGS), strict=True))
     producer, consumer = pair["producer"], pair["consumer"]
     assert_serves_on(producer, consumer, "before")
-    port, loop = producer.agent.port, pair[who].agent._loop
     producer.offer("t", [1])
     consumer.load(producer.source, "later", [1], wait=True)
     until(lambda: producer.gauge("outgoing_transfers") == 2)
-    loop.step = fail  # type: ignore[method-assign]
+    pair[who].die()
     if who == "producer":
         assert producer.freed("t").cause == Cause.INTERNAL
     assert consumer.loaded("later").cause in (Cause.INTERNAL, Cause.SESSION_LOST)
-    until(lambda: pair[who].agent._loop is not loop)
-    assert producer.agent.port == producer.agent._loop.port == port
+    until(lambda: pair[who].count("agent_restarts"))
     assert_serves_on(producer, consumer)
     assert pair[who].count("agent_failures") == 1
     assert pair[who].count("agent_restarts") == 1
@@ -137,34 +143,33 @@ def test_ports_of_the_config_are_taken_by_producers_and_kept_over_a_restart(
     )
     assert_serves_on(producer, consumer, "before")
     forked()
-    loop = producer.agent._loop
-    loop.step = fail  # type: ignore[method-assign]
+    producer.die()
     producer.offer("t", [1])
     assert producer.freed("t").cause == Cause.INTERNAL
-    until(lambda: producer.agent._loop is not loop)
-    assert (producer.agent._loop.port, producer.agent._loop.data_port) == (control, data)
+    until(lambda: producer.count("agent_restarts"))
+    socket.create_connection(("127.0.0.1", data)).close()
     assert_serves_on(producer, consumer)
     assert producer.count("agent_restarts") == 1
     producer.counts.clear()
 
 
-def test_landing_slots_come_home_at_once_when_a_producer_starts_again(ranks: Ranks) -> None:
+def test_landing_slots_come_home_at_once_when_a_producer_starts_again(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its transports close before its control port. A consumer that hears of the end finds that nobody writes into its
     slots any more; else they would be in quarantine for `lease_s`."""
     producer, consumer = ranks.pair(SETTINGS | {"lease_s": 600.0})
     producer.offer("t", [1, 2], computed=0)
     consumer.load(producer.source, "t", [5, 6], wait=True)
     until(lambda: consumer.gauge("landing_slots"), "slots are granted")
-    side = producer.agent._loop.producer_side
-    assert side is not None
-    close = side.close
+    close = ProducerSide.close
 
-    def slow_close() -> None:
-        close()
+    def slow_close(side: ProducerSide) -> None:
+        close(side)
         time.sleep(0.5)
 
-    side.close = slow_close  # type: ignore[method-assign]
-    producer.agent._loop.step = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(ProducerSide, "close", slow_close)
+    producer.die()
     assert consumer.loaded("t").cause == Cause.SESSION_LOST
     until(lambda: not consumer.gauge("landing_slots"), "no slot is in quarantine")
     until(lambda: producer.count("agent_restarts") == 1)
@@ -201,10 +206,9 @@ def test_a_process_that_the_engine_forked_holds_neither_port_nor_peers(
     consumer.load(producer.source, "under way", [1], wait=True)
     until(lambda: producer.gauge("outgoing_transfers") == 1)
     forked()
-    loop = producer.agent._loop
-    loop.step = fail  # type: ignore[method-assign]
+    producer.die()
     assert consumer.loaded("under way").cause == Cause.SESSION_LOST, "it hears of the end"
-    until(lambda: producer.agent._loop is not loop)
+    until(lambda: producer.count("agent_restarts"))
     assert_serves_on(producer, consumer)
     assert producer.count("agent_restarts") == 1
     producer.counts.clear()
@@ -214,23 +218,28 @@ def test_an_agent_that_cannot_start_again_fails_what_it_is_given_and_tries_on(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
     producer, consumer = ranks.pair(SETTINGS)
-    make = consumer.agent._thread._make_loop
-    consumer.agent._thread._make_loop = fail
-    consumer.agent._loop.step = fail  # type: ignore[method-assign]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(agent, "Loop", fail)
+    consumer.die()
     for i in range(3):
         consumer.load(producer.source, f"t{i}", [1])
         assert consumer.loaded(f"t{i}").cause == Cause.INTERNAL
-    consumer.agent._thread._make_loop = make
+    monkeypatch.undo()
     until(lambda: consumer.count("agent_restarts") == 1)
     assert_serves_on(producer, consumer)
     consumer.counts.clear()
 
 
-def test_an_agent_that_takes_long_to_start_again_serves_once_it_has(ranks: Ranks):
+def test_an_agent_that_takes_long_to_start_again_serves_once_it_has(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
-    hang = Hang(consumer.agent._thread, "_make_loop")
-    consumer.agent._loop.step = fail  # type: ignore[method-assign]
+    hang = Hang(monkeypatch, agent, "Loop")
+    consumer.die()
     assert hang.reached.wait(60)
     consumer.load(producer.source, "early", [1])
     overdue(consumer)
@@ -242,10 +251,12 @@ def test_an_agent_that_takes_long_to_start_again_serves_once_it_has(ranks: Ranks
     consumer.counts.clear()
 
 
-def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_on(ranks: Ranks):
+def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_on(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
     producer, consumer = ranks.pair(SETTINGS | {"agent_timeout_s": 1.0})
     assert_serves_on(producer, consumer, "before")
-    hangs = [Hang(rank.agent._loop, "step") for rank in (producer, consumer)]
+    hangs = [Hang(monkeypatch, rank.loop, "step") for rank in (producer, consumer)]
     producer.offer("t", [1])
     consumer.load(producer.source, "u", [1])
     for hang in hangs:
@@ -266,13 +277,11 @@ def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_o
         rank.counts.clear()
 
 
-def hung_before_a_scatter(ranks: Ranks) -> tuple[Rank, bytes]:
+def hung_before_a_scatter(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, bytes]:
     """A consumer hangs just before it fills a page; the engine gives the page to someone else."""
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
-    side = consumer.agent._loop.consumer_side
-    assert side is not None
-    hang = Hang(side._inbox, "place")
+    hang = Hang(monkeypatch, Inbox, "place")
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
     assert hang.reached.wait(60)
@@ -287,18 +296,22 @@ def hung_before_a_scatter(ranks: Ranks) -> tuple[Rank, bytes]:
     return consumer, someone_elses
 
 
-def test_a_hung_agent_that_goes_on_writes_no_page_that_was_given_away(ranks: Ranks):
-    consumer, someone_elses = hung_before_a_scatter(ranks)
+def test_a_hung_agent_that_goes_on_writes_no_page_that_was_given_away(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    consumer, someone_elses = hung_before_a_scatter(ranks, monkeypatch)
     assert consumer.page(5) == someone_elses
 
 
 def test_without_the_gate_it_would(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PageGate, "abandon", lambda self: "")
-    consumer, someone_elses = hung_before_a_scatter(ranks)
+    consumer, someone_elses = hung_before_a_scatter(ranks, monkeypatch)
     assert consumer.page(5) != someone_elses
 
 
-def test_a_load_into_whose_pages_a_hung_agent_copies_is_owed_until_it_goes_on(ranks: Ranks):
+def test_a_load_into_whose_pages_a_hung_agent_copies_is_owed_until_it_goes_on(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
     # It hangs in the second of two chunks, and nothing else is missing: chunks may overtake the message
@@ -306,7 +319,7 @@ def test_a_load_into_whose_pages_a_hung_agent_copies_is_owed_until_it_goes_on(ra
     producer.offer("t", [1], computed=0)
     consumer.load(producer.source, "t", [5], wait=True)
     until(lambda: accepted(consumer, "t"), "accepted")
-    hang = Hang(consumer.agent._cache, "scatter", call=2)
+    hang = Hang(monkeypatch, consumer.cache, "scatter", call=2)
     producer.offer("t", [1])
     assert hang.reached.wait(60)
     overdue(consumer)
@@ -322,11 +335,11 @@ def test_a_load_into_whose_pages_a_hung_agent_copies_is_owed_until_it_goes_on(ra
 
 
 def test_taking_pages_back_from_a_hung_agent_ends_in_time_and_what_it_read_is_not_sent(
-    ranks: Ranks,
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
-    hang = Hang(producer.agent._cache, "in_place", after=True)
+    hang = Hang(monkeypatch, producer.cache, "in_place", after=True)
     producer.offer("t", [1, 2], computed=8)
     consumer.load(producer.source, "t", [5, 6], wait=True)
     before = consumer.count("received_chunks")
@@ -352,17 +365,15 @@ def test_what_a_hung_agent_seals_of_pages_that_were_taken_back_is_not_sent(
     assert_serves_on(producer, consumer, "before")
     if not guarded:
         monkeypatch.setattr(PageGate, "_check", lambda *_: None)
-    side = producer.agent._loop.producer_side
-    assert side is not None
-    write = side._outbox._write
+    write = Outbox._start_write
     sent: list[str] = []
 
-    def noted(start: Any, send: Any, *others: Any) -> None:
+    def noted(box: Outbox, start: Any, send: Any, *others: Any) -> None:
         sent.append(send.transfer)
-        write(start, send, *others)
+        write(box, start, send, *others)
 
-    monkeypatch.setattr(side._outbox, "_write", noted)
-    hang = Hang(next(t for t in producer.agent._loop._transports if t.prepares), "prepare")
+    monkeypatch.setattr(Outbox, "_start_write", noted)
+    hang = Hang(monkeypatch, next(t for t in producer.transports if t.prepares), "prepare")
     producer.offer("t", [1, 2, 3])
     consumer.load(producer.source, "t", [5, 6, 7])
     assert hang.reached.wait(60)

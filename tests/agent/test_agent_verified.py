@@ -115,8 +115,8 @@ def test_memory_that_is_verified_is_nothing_that_a_peer_can_write(
     """Slots of shared memory are written by peers whenever they like."""
     producer, consumer = ranks.pair(LONG | {"transports": ("shm", "tcp"), "key": KEY})
     for rank in (producer, consumer):
-        buffers = rank.agent._loop.buffers
-        tcp = next(t for t in rank.agent._loop._transports if t.verifies)
+        buffers = rank.loop.buffers
+        tcp = next(t for t in rank.transports if t.verifies)
         assert tcp.sends_from is buffers.private_sending
         for private, shared in (
             (buffers.private_sending, buffers.sending),

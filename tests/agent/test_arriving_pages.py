@@ -175,7 +175,7 @@ def test_an_error_while_a_chunk_arrives_costs_its_connection_and_nothing_else(
 
 def arriving(consumer: Rank) -> bool:
     """Whether a chunk is on its way into pages."""
-    transport = next(t for t in consumer.agent._loop._transports if isinstance(t, TcpTransport))
+    transport = next(t for t in consumer.transports if isinstance(t, TcpTransport))
     links = [peer._connection for peer in transport._producers.values()]
     return any(link and link._receiving._destination for link in links)
 
@@ -217,7 +217,7 @@ def test_pages_of_a_load_that_was_dropped_are_not_written_any_more(
 
 def complete(consumer: Rank) -> bool:
     """Whether the consumer has been told of the whole prompt of `t`."""
-    side = consumer.agent._loop.consumer_side
+    side = consumer.loop.consumer_side
     incoming = side._consumer._transfers.get("t") if side else None
     return incoming is not None and all(stream.complete for stream in incoming.streams.values())
 

@@ -27,6 +27,7 @@ from support.agents import (
 from pd_connector.agent.commands import Distrust, Drop
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.consuming.consumer import Consumer
 from pd_connector.protocol.consuming.incoming import Finished, Load
 from pd_connector.protocol.wire.peers import Peer, Source
 
@@ -225,11 +226,7 @@ def test_a_new_epoch_at_the_same_address_has_to_pass_again(start: Any) -> None:
     producer, consumer = start()
     offer(producer, "a")
     assert load(consumer, producer, "a", compares=True).cause is None
-
-    def die(*_: Any) -> None:
-        producer.agent._loop.step = None  # type: ignore[assignment]
-
-    die()
+    producer.die()
     until(lambda: producer.count("agent_restarts"), "the agent to start again", 30)
     until(lambda: consumer.count("lost_sessions", cause="session_lost"), "the loss to be noticed")
     offer(producer, "b", "c")
@@ -415,25 +412,25 @@ def test_what_is_found_in_pages_that_were_taken_back_says_nothing(start: Any) ->
     assert consumer.loaded("b").cause == Cause.AUDIT
 
 
-def test_what_was_taken_back_while_the_agent_was_busy_accuses_nobody(start: Any) -> None:
+def test_what_was_taken_back_while_the_agent_was_busy_accuses_nobody(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The agent's turn may take longer than a step of the engine."""
     producer, consumer = start(late_revokes=True)
-    side = consumer.agent._loop.consumer_side
-    assert side is not None
     consumer.agent.engine_steps()
     consumer.layers[0][OURS] = 0  # preempted: another request's pages are zeroed now
     offer(producer, "a")
     consumer.agent.submit(load_of([producer], "a", compares=True))
     until(lambda: not consumer.gauge("incoming_transfers") and consumer.count("received_chunks"))
     busy, go_on = threading.Event(), threading.Event()
-    tick = side._consumer.tick
+    tick = Consumer.tick
 
-    def tick_late(now: float) -> Any:  # commands were taken before
+    def tick_late(machine: Consumer, now: float) -> Any:  # commands were taken before
         busy.set()
         assert go_on.wait(60)
-        return tick(now)
+        return tick(machine, now)
 
-    side._consumer.tick = tick_late  # type: ignore[method-assign]
+    monkeypatch.setattr(Consumer, "tick", tick_late)
     assert busy.wait(60)
     consumer.agent.engine_steps()
     consumer.agent.submit(Drop("load of a", Cause.ABORTED))

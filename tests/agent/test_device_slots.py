@@ -43,7 +43,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The kind of each payload that was posted."""
     kinds: list[type] = []
-    start, offer = outbox.Outbox._start, outbox.Outbox._leave_slot
+    start, offer = outbox.Outbox._writer, outbox.Outbox._leave_slot
 
     def seen_start(box: Any, send: Any, way: Any, payload: Any, *rest: Any) -> Any:
         kinds.append(type(payload))
@@ -53,7 +53,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
         kinds.append(type(payload))
         return offer(box, send, payload, *rest)
 
-    monkeypatch.setattr(outbox.Outbox, "_start", seen_start)
+    monkeypatch.setattr(outbox.Outbox, "_writer", seen_start)
     monkeypatch.setattr(outbox.Outbox, "_leave_slot", seen_offer)
     return kinds
 
@@ -152,7 +152,7 @@ def test_a_payload_that_changes_in_a_device_slot_is_noticed(
 
 
 def damage(side: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = side.agent._cache
+    cache = side.cache
     gather, scatter = cache.gather, cache.scatter
 
     def damaged(payload: Any) -> None:
@@ -183,8 +183,8 @@ def test_what_no_kernel_takes_goes_through_host_memory_and_is_summed_there(
     def refuse(*_: object) -> None:
         raise ValueError("stride of 2147483648 bytes")
 
-    monkeypatch.setattr("pd_kernels.transfer.Blocks.of", refuse)
-    monkeypatch.setattr("pd_kernels.transfer.Blocks.of_rows", refuse)
+    monkeypatch.setattr("pd_kernels.transfer.Planes.of", refuse)
+    monkeypatch.setattr("pd_kernels.transfer.Planes.of_rows", refuse)
     producer, consumer = ranks.pair(NIXL)
     if damages:
         damage(consumer, monkeypatch)
@@ -207,7 +207,7 @@ def test_an_audit_compares_what_landed_on_the_device(
         for layer in rank.layers.values():
             layer.copy_(torch.randn(layer.shape, generator=random))
     if damages:
-        cache = consumer.agent._cache
+        cache = consumer.cache
         compare = cache.compare
 
         def damaged(route: Any, chunk: Any, pages: Any, payload: Any, fence: Any) -> Any:

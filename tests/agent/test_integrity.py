@@ -37,19 +37,19 @@ def free_twice(box: Outbox) -> None:
 
 
 def free_while_under_way(box: Outbox) -> None:
-    box.underway.chunks["tcp", 1] = chunk(send_slot=2)
+    box.in_flight.chunks["tcp", 1] = chunk(send_slot=2)
 
 
 def forget_the_limit(box: Outbox) -> None:
     for offer in range(4):
-        box.underway.chunks[LEFT, offer] = chunk()._replace(most=4)
+        box.in_flight.chunks[LEFT, offer] = chunk()._replace(most=4)
 
 
 @pytest.mark.parametrize("damage", [lose, free_twice, free_while_under_way, forget_the_limit])
 def test_an_outbox_tells_wrong_books_from_right_ones(damage: Any):
     box = outbox()
     box.check_integrity()
-    box.underway.chunks["tcp", 0] = chunk(send_slot=box._free_slots.pop())
+    box.in_flight.chunks["tcp", 0] = chunk(send_slot=box._free_slots.pop())
     box.check_integrity()
     damage(box)
     with pytest.raises(RuntimeError, match=r"send slots|backpressured"):
@@ -100,7 +100,7 @@ def test_an_agent_that_is_checked_dies_of_a_lost_slot_and_one_that_is_not_goes_o
     assert consumer.loaded("t").cause is None
     assert_pages(producer, [1, 2], consumer, [3, 4])
     assert producer.freed("t").cause is None
-    side = producer.agent._loop.producer_side
+    side = producer.loop.producer_side
     assert side is not None
     lost = side._outbox._free_slots.pop()
     producer.offer("u", [1])

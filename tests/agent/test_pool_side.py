@@ -261,13 +261,13 @@ def test_a_writer_of_int8_is_compared_by_the_bound_of_int8(
     store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """What passed in INT8 before is raw at rest."""
-    add, bounds = Comparison.add, []
+    note, bounds = Comparison.note, []
 
     def noted(self: Comparison, route: Any, found: Any, passed: str) -> None:
         bounds.append((route.codec, passed))
-        add(self, route, found, passed)
+        note(self, route, found, passed)
 
-    monkeypatch.setattr(Comparison, "add", noted)
+    monkeypatch.setattr(Comparison, "note", noted)
     at_rest = "int8" if way == "at rest" else "raw"
     writer = rank(PAGE, "a", "int8", at_rest)
     reader = rank(OTHER_PAGE, "other", "int8", audits=True)
@@ -471,3 +471,47 @@ def test_a_silent_store_takes_no_thread_away_from_later_loads(
     monkeypatch.setattr(pool_loads, "_STALL_S", 30.0)
     assert fill(reader, "again").cause is None
     released.set()
+
+
+def handed_over(producer: Rank, consumer: Rank, name: str) -> Finished:
+    """Hand over one page of the producer's; again where a session was lost."""
+    for attempt in range(20):
+        producer.offer(f"{name} {attempt}", [0])
+        consumer.load(producer.source, f"{name} {attempt}", [0])
+        found = consumer.loaded(f"{name} {attempt}")
+        if found.cause is not Cause.SESSION_LOST:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def test_kv_that_was_computed_on_int8_chunks_is_handed_over_where_int8_is_permitted_only(
+    store: LocalStore, rank: Make
+) -> None:
+    save(rank(PAGE, "a", at_rest="int8"), store)
+    prefill = rank(OTHER_PAGE, "prefill", at_rest="int8")
+    exact = rank(OTHER_PAGE, "exact")
+    assert handed_over(prefill, exact, "before").cause is None, "what it computed itself is exact"
+    assert fill(prefill).cause is None
+    refused = handed_over(prefill, exact, "after")
+    assert refused.cause is Cause.CODEC
+    assert "int8" in refused.detail
+    for name, permits in ("b", {"at_rest": "int8"}), ("c", {"codec": "int8"}):
+        other = rank(OTHER_PAGE, name, **permits)
+        assert handed_over(prefill, other, name).cause is None
+    assert handed_over(other, exact, "on").cause is Cause.CODEC, "nor by way of a third engine"
+    prefill.die()
+    until(lambda: prefill.count("agent_restarts"), "another thread of the agent")
+    prefill.count("agent_failures")
+    prefill.counts.clear()
+    assert handed_over(prefill, exact, "anew").cause is Cause.CODEC, "its pages are the same"
+
+
+def test_what_came_in_a_lossy_codec_is_not_handed_on_as_exact(ranks: Ranks) -> None:
+    """Without a pool: an engine of both roles."""
+    first, both = ranks(SHORT | {"codec": "int8"}), ranks(SHORT | {"codec": "int8"})
+    exact = ranks(SHORT)
+    assert handed_over(both, exact, "before").cause is None
+    assert handed_over(first, both, "int8").cause is None
+    assert handed_over(both, exact, "after").cause is Cause.CODEC
+    assert handed_over(first, exact, "raw").cause is None

@@ -40,11 +40,11 @@ class Engine:
     """An engine that has loaded a checkpoint, and what its agent was told."""
 
     def __init__(self, path: Path) -> None:
-        files = opened(path)
-        found = read_weights([files])
-        facts = ModelFacts(b"c", found.sampled, loaded=b"memory")
+        self.files = [opened(path)]
+        found = read_weights(self.files)
+        self.at_start = ModelFacts(b"c", found.sampled, loaded=b"memory")
         self.commands: list[Any] = []
-        self.told = ToldModel(facts, [files], self.commands.append)
+        self.told = ToldModel(self.at_start, self.files, self.commands.append)
 
     def wait(self) -> "Engine":
         """Until all bytes were read."""
@@ -55,7 +55,7 @@ class Engine:
     @property
     def facts(self) -> ModelFacts:
         """As the agent has them."""
-        facts = self.told._at_start
+        facts = self.at_start
         for command in self.commands:
             if isinstance(command, ChangeModel):
                 facts = command.facts
@@ -143,7 +143,7 @@ def test_files_of_some_of_the_weights_say_nothing_of_the_others(
     del some["layers.3.norm"]
     part = opened(save(tmp_path / "part", some))
     assert not engine.told.tell_files([part], loaded=b"")
-    assert not engine.told.tell_files(engine.told._files, loaded=b"")
+    assert not engine.told.tell_files(engine.files, loaded=b"")
     assert engine.told.withdrawn
 
 

@@ -81,7 +81,7 @@ def test_what_is_the_same_must_not_differ(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(audit, "_TOKENS", 128)
     caches = iter([audit._cache(16), audit._cache(16)])
     first, second = caches
-    next(iter(second._layers.by_number.values())).key.mul_(2)
+    second.layer(0).key.mul_(2)
     both = iter([first, second])
     monkeypatch.setattr(audit, "_cache", lambda page_size: next(both))
     compare, _, _ = audit._calls(16, "raw")

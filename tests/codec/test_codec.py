@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every codec keeps of a block, for every pair of caches. Errors: test_codec_error.py."""
+"""What every codec keeps of a plane, for every pair of caches. Errors: test_codec_error.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 layouts = st.sampled_from(["dense", "token first", "dim first", "every other token"])
 
 
-def block(
+def plane(
     shape: tuple[int, int, int], source: Elements, seed: int = 0, layout: str = "dense"
 ) -> torch.Tensor:
     """Random elements `[head, token, dim]` of several magnitudes, a zero among them."""
@@ -67,13 +67,13 @@ def block(
 def encode(
     name: str, part: Part, x: torch.Tensor, source: Elements, destination: Elements
 ) -> torch.Tensor:
-    """The coded block, at an odd address, from memory that was not zero before."""
+    """The coded plane, at an odd address, from memory that was not zero before."""
     nbytes = CODECS[name].coding.coded_bytes(part, tuple(x.shape), source)
     memory = torch.full((nbytes + 2,), 0xA5, dtype=torch.uint8)
     before = x.clone()
     CODECS[name].encode(part, x, source, destination, memory[1:-1])
     assert same_bits(x, before), "the source was written"
-    assert memory[0] == memory[-1] == 0xA5, "a byte beside the coded block was written"
+    assert memory[0] == memory[-1] == 0xA5, "a byte beside the coded plane was written"
     return memory[1:-1]
 
 
@@ -105,10 +105,10 @@ def nearest_code(value: float) -> int:
 
 @given(shape=shapes, source=stores, destination=stores, part=parts, layout=layouts)
 @settings(max_examples=60, deadline=None)
-def test_every_codec_carries_every_block_between_all_pairs_of_caches(
+def test_every_codec_carries_every_plane_between_all_pairs_of_caches(
     shape: tuple[int, int, int], source: Elements, destination: Elements, part: Part, layout: str
 ):
-    x = block(shape, source, seed=sum(shape), layout=layout)
+    x = plane(shape, source, seed=sum(shape), layout=layout)
     value = x.float() * source.scale
     for name in CODECS:
         if name == "int8" and source.is_fp8:
@@ -131,7 +131,7 @@ def test_every_codec_carries_every_block_between_all_pairs_of_caches(
 def test_strides_and_tables_change_no_bit(
     shape: tuple[int, int, int], source: Elements, destination: Elements, part: Part, layout: str
 ):
-    dense, strided = block(shape, source), block(shape, source, layout=layout)
+    dense, strided = plane(shape, source), plane(shape, source, layout=layout)
     for name in CODECS:
         if name == "int8" and source.is_fp8:
             continue
@@ -157,13 +157,13 @@ def test_sizes_follow_from_the_shape_and_padding_is_zero(name: str):
         start = -(-scale_bytes // 16) * 16
         wanted = start + 3 * 200 * 32 * (2 if name == "raw" else 1)
         assert CODECS[name].coding.coded_bytes(part, shape, source) == wanted
-        data = encode(name, part, block(shape, source), source, source)
+        data = encode(name, part, plane(shape, source), source, source)
         assert not data[scale_bytes:start].any()
 
 
 @pytest.mark.parametrize("source", [*FLOATS, FP8], ids=lambda e: e.dtype)
 def test_raw_is_the_sources_own_bytes(source: Elements):
-    x = block((2, 5, 32), source, layout="token first")
+    x = plane((2, 5, 32), source, layout="token first")
     data = encode("raw", Part.KEY, x, source, BF16)
     assert data.numpy().tobytes() == x.contiguous().view(torch.uint8).numpy().tobytes()
     assert same_bits(carried("raw", Part.KEY, x, source, source), x)
@@ -253,7 +253,7 @@ def test_each_128_tokens_of_a_head_have_a_scale_of_their_own_on_the_wire(source:
 
 @pytest.mark.parametrize("source", FLOATS, ids=lambda e: e.dtype)
 def test_one_large_token_costs_others_their_precision_within_its_128_tokens_only(source: Elements):
-    x = block((2, 300, 64), BF16).clamp(-3, 3)
+    x = plane((2, 300, 64), BF16).clamp(-3, 3)
     x[:, 130] = 2.0**15
     x = x.to(torch_dtype(source))
     back = carried("fp8_e4m3", Part.VALUE, x, source, source).float()
@@ -269,7 +269,7 @@ def test_one_large_token_costs_others_their_precision_within_its_128_tokens_only
 def test_int8_is_off_by_half_a_code_at_most_and_never_clips(
     shape: tuple[int, int, int], source: Elements, part: Part, seed: int
 ):
-    x = block(shape, source, seed)
+    x = plane(shape, source, seed)
     back = carried("int8", part, x, source, F32)
     groups = x.float().split(128, 1) if part is Part.KEY else [x.float()]
     largest = [
@@ -289,7 +289,7 @@ def test_ints_under_a_power_of_two_scale_come_back_from_int8_bit_for_bit():
 
 
 def test_int8_to_a_float_cache_rounds_code_times_scale_once():
-    x = block((1, 300, 64), F32)
+    x = plane((1, 300, 64), F32)
     product = carried("int8", Part.KEY, x, F32, F32)
     for destination in (BF16, F16):
         back = carried("int8", Part.KEY, x, F32, destination)
@@ -302,7 +302,7 @@ def test_int8_to_a_float_cache_rounds_code_times_scale_once():
 def test_what_is_not_finite_never_becomes_finite(
     source: Elements, bad: float, destination: Elements
 ):
-    x = block((2, 140, 32), source)
+    x = plane((2, 140, 32), source)
     x[1, 130, 5] = bad
     for name, part in itertools.product(CODECS, Part):
         back = carried(name, part, x, source, destination).float()

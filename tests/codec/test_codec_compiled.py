@@ -28,7 +28,7 @@ shapes = st.tuples(
 )
 
 
-def block(shape: tuple[int, int, int], seed: int, kind: str) -> torch.Tensor:
+def plane(shape: tuple[int, int, int], seed: int, kind: str) -> torch.Tensor:
     chance = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**15), 2**15, shape, generator=chance, dtype=torch.int16)
     if kind == "any bits":
@@ -68,10 +68,10 @@ def coded(way: str, name: str, part: Part, x: torch.Tensor) -> torch.Tensor:
     ),
 )
 @settings(max_examples=300)
-def test_coded_blocks_are_the_same(
+def test_coded_planes_are_the_same(
     name: str, part: Part, shape: tuple[int, int, int], seed: int, kind: str
 ) -> None:
-    x = block(shape, seed, kind)
+    x = plane(shape, seed, kind)
     one, other = coded("by numba", name, part, x), coded("by torch", name, part, x)
     if name == "int8":  # a NaN may have any payload
         codes = x.numel()
@@ -101,7 +101,7 @@ def test_blocks_decoded_from_any_bytes_are_the_same(
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_loops_that_round_otherwise_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = block((2, 130, 64), 1, "ordinary")
+    x = plane((2, 130, 64), 1, "ordinary")
     assert COMPILER.wait()
     loops = loops_for(x, BF16)
     loop = "int8_encode_keys" if name == "int8" else "fp8_encode"

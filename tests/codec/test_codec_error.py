@@ -20,7 +20,7 @@ import torch
 from pd_connector.codec import CODECS, Elements, Part
 from pd_connector.codec.fp8 import powers_of_two
 
-HEADS, GROUP, DIM, TOKENS, BLOCK_TOKENS = 4, 8, 128, 4096, 512
+HEADS, GROUP, DIM, TOKENS, PLANE_TOKENS = 4, 8, 128, 4096, 512
 BF16, FP8 = Elements("bfloat16"), Elements("fp8_e4m3")
 OUTLIERS = {"gauss": 1, "outliers": 4, "strong": 8}
 SHARP, SEEDS = (1, 4), 4
@@ -60,16 +60,16 @@ def error(carry: Carry, kind: str, sharp: float) -> float:
 
 
 def over(name: str, destination: Elements = BF16, source: Elements = BF16) -> Carry:
-    """Over the wire in blocks of BLOCK_TOKENS, into a cache, and read from there."""
+    """Over the wire in planes of PLANE_TOKENS, into a cache, and read from there."""
 
     def carry(part: Part, x: torch.Tensor) -> torch.Tensor:
         arrived = []
-        for block in x.split(BLOCK_TOKENS, 1):
-            shape = tuple(block.shape)
+        for plane in x.split(PLANE_TOKENS, 1):
+            shape = tuple(plane.shape)
             data = torch.empty(
                 CODECS[name].coding.coded_bytes(part, shape, source), dtype=torch.uint8
             )
-            CODECS[name].encode(part, block, source, destination, data)
+            CODECS[name].encode(part, plane, source, destination, data)
             stored = CODECS[name].decode(part, data, shape, source, destination)
             arrived.append(stored.float() * destination.scale)
         return torch.cat(arrived, 1)
@@ -83,11 +83,11 @@ def int8_per_tensor(part: Part, x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_per_head(part: Part, x: torch.Tensor) -> torch.Tensor:
-    """With one scale per head and block."""
+    """With one scale per head and plane."""
     arrived = []
-    for block in x.float().split(BLOCK_TOKENS, 1):
-        scale = powers_of_two(block.abs().amax((1, 2), keepdim=True))
-        arrived.append((block / scale).to(torch.float8_e4m3fn).float() * scale)
+    for plane in x.float().split(PLANE_TOKENS, 1):
+        scale = powers_of_two(plane.abs().amax((1, 2), keepdim=True))
+        arrived.append((plane / scale).to(torch.float8_e4m3fn).float() * scale)
     return torch.cat(arrived, 1)
 
 
@@ -101,7 +101,7 @@ def element_errors(carry: Carry, kind: str) -> tuple[float, float]:
     for seed in range(SEEDS):
         k = torch.randn(HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
         k[:, :, 3::32] *= OUTLIERS.get(kind, 1)
-        k[:, 7::BLOCK_TOKENS] *= LARGE_TOKENS.get(kind, 1)
+        k[:, 7::PLANE_TOKENS] *= LARGE_TOKENS.get(kind, 1)
         k = k.bfloat16()
         errors = (carry(Part.KEY, k).float() - k.float()) / k.float().pow(2).mean(2, True).sqrt()
         total += float(errors.pow(2).mean().sqrt())
@@ -128,7 +128,7 @@ def test_strong_outliers_under_sharp_attention_leave_fp8s_bound_but_not_int8s():
     assert error(over("int8"), "strong", 4) <= CODECS["int8"].coding.error_bound
 
 
-def test_a_scale_per_128_tokens_keeps_what_a_large_token_would_cost_the_rest_of_its_block():
+def test_a_scale_per_128_tokens_keeps_what_a_large_token_would_cost_the_rest_of_its_plane():
     (kind,) = [kind for kind in LARGE_TOKENS if "14" in kind]
     ours, whole = (element_errors(carry, kind)[0] for carry in (over("fp8_e4m3"), fp8_per_head))
     assert ours < 0.65 * whole

@@ -78,10 +78,13 @@ def _fence(o: Operands) -> Function:
 
 @dataclass
 class Mbarrier:
-    """Attributes: `count` arrivals complete a phase; `missing` arrivals and `nbytes` are still to come; `told` is
-    what they who arrive know, `learnt` what they knew in phases that are complete."""
+    """Attributes: warp `maker` made it at its moment `made`; `count` arrivals complete a phase; `missing` arrivals
+    and `nbytes` are still to come; `told` is what they who arrive know, `learnt` what they knew in phases that are
+    complete."""
 
     agent: int
+    maker: int
+    made: int
     count: int
     missing: int
     told: Array
@@ -104,11 +107,21 @@ class Mbarrier:
             self.learnt, self.told = self.told, np.zeros_like(self.told)
 
 
-def _mbarrier_of(launch: Launch, cta: int, address: int, where: object) -> Mbarrier:
+def _mbarrier_of(
+    launch: Launch, cta: int, address: int, warp: int, where: object, proxy: int = 0
+) -> Mbarrier:
+    """`proxy`: 1 for the TMA, which sees a new mbarrier behind a fence of proxies only."""
     found = launch.mbarriers.get((cta, address))
     if found is None:
         raise FaultError(f"no mbarrier was made at {address}: {where}")
     assert isinstance(found, Mbarrier)
+    if launch.clocks.known[proxy, warp, found.maker] < found.made:
+        between = (
+            "fence.proxy.async"
+            if launch.clocks.known[0, warp, found.maker] >= found.made
+            else "barrier"
+        )
+        raise FaultError(f"race: no {between} since an mbarrier was made: {where}")
     return found
 
 
@@ -133,21 +146,22 @@ def _mbarrier(o: Operands) -> Function:
 
     def init(lanes: Lanes) -> None:
         launch = lanes.launch
-        for cta, _, at, count in _threads(lanes, address(lanes), number(lanes)):
+        for cta, warp, at, count in _threads(lanes, address(lanes), number(lanes)):
             here = sum(each == cta for each, _ in launch.mbarriers)
             before = launch.mbarriers.get((cta, at))
             if before is None and here >= MBARRIERS:
                 raise UnknownError(f"more than {MBARRIERS} mbarriers: {where}")
             agent = before.agent if before else launch.clocks.loads(cta, here)
             nothing = np.zeros_like(launch.clocks.known[:, 0])
-            launch.mbarriers[cta, at] = Mbarrier(agent, count, count, nothing, nothing)
+            made = int(launch.clocks.known[0, warp, warp])
+            launch.mbarriers[cta, at] = Mbarrier(agent, warp, made, count, count, nothing, nothing)
 
     def arrive(lanes: Lanes) -> None:
         clocks, expects = lanes.launch.clocks, "expect_tx" in o.modifiers
         told = {warp: clocks.known[:, warp].copy() for warp in lanes.distinct_warps.tolist()}
         clocks.tick(lanes.distinct_warps)
         for cta, warp, at, count in _threads(lanes, address(lanes), number(lanes)):
-            barrier = _mbarrier_of(lanes.launch, cta, at, where)
+            barrier = _mbarrier_of(lanes.launch, cta, at, warp, where)
             arrivals, nbytes = (1, count) if expects else (count, 0)
             barrier.change(arrivals, nbytes, told[warp], where)
 
@@ -162,7 +176,7 @@ def _try_wait(o: Operands) -> Function:
     def try_wait(lanes: Lanes) -> None:
         launch, found, known = lanes.launch, [], set()
         for cta, warp, at, phase in _threads(lanes, address(lanes), parity(lanes)):
-            barrier = _mbarrier_of(launch, cta, at, o.instruction)
+            barrier = _mbarrier_of(launch, cta, at, warp, o.instruction)
             complete = barrier.phase != phase & 1
             found.append(complete)
             if complete and (warp, at) not in known:
@@ -193,7 +207,7 @@ def _tma(o: Operands) -> Function:
         for cta, warp, to, at, tensor, x, y in _threads(lanes, *given):
             words = launch.parameters.load(tensor + 8 * np.arange(len(MAP)), 8).tolist()
             box = dict(zip(MAP, words, strict=True))
-            loads_to = _mbarrier_of(launch, cta, at, where)
+            loads_to = _mbarrier_of(launch, cta, at, warp, where, 1)
             _begin(launch, box, cta, warp, to, loads_to, x, y, where)
 
     return load
@@ -236,7 +250,8 @@ def _begin(
     pieces = np.unique(places // shadow.piece)[None]
     barrier.loads += 1
     moment = barrier.loads
-    shadow.write(warps, pieces, where, None, np.array([barrier.agent]), np.array([moment]))
+    agents, moments = np.array([barrier.agent]), np.array([moment])
+    shadow.write(warps, pieces, where, None, agents, moments, fenced=True)
     launch.shared.store(places, np.uint8(JUNK), 1)
 
     def arrive() -> None:

@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from pd_kernels.attention import (
     alibi,
     decode_plan,
     document,
+    launch,
     mixed,
     mixed_kernel,
     mla_call,
@@ -71,9 +73,9 @@ def _compare(batch: DecodeCall, workers: int, bound: float) -> None:
     out, lse = torch.full(shape, 7.0, dtype=batch.query.dtype), torch.full(shape[:3], 7.0)
     wanted, sums = out.float(), lse.clone()
     reference: Any = reference_mla_decode if latent else reference_paged_decode
-    launch: Any = launch_mla if latent else launch_paged
+    attend: Any = launch_mla if latent else launch_paged
     reference(batch, wanted, sums)
-    launch(batch, out, lse, plan.tensors)
+    attend(batch, out, lse, plan.tensors)
     error = float((out.float() - wanted).norm() / wanted.norm())
     assert error <= bound, f"error {error:.2e}, at most {bound}"
     assert torch.allclose(lse, sums, atol=2e-3), "lse differs"
@@ -130,8 +132,12 @@ def gluon(heads: int = 16, **given: Any) -> None:
         mla(heads, **given)
 
 
-def _on_hopper(module: Any) -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(module, "on_hopper", return_value=True)
+@contextlib.contextmanager
+def _on_hopper(module: Any) -> Iterator[None]:
+    """What is known of calls without a Hopper is not known of these."""
+    known = mock.patch.dict(launch.known_constants, clear=True)
+    with known, mock.patch.object(module, "on_hopper", return_value=True):
+        yield
 
 
 def swapped(heads: Heads = FEW, lengths: Sequence[int] = LENGTHS, **given: Any) -> None:
@@ -158,24 +164,35 @@ def processors(count: int) -> Iterator[None]:
         yield
 
 
-def mixed_steps(cache: torch.dtype = BF16, count: int = 2, aware: bool = True) -> None:
-    """A prefill chunk beside two decodes, with one plan twice."""
+def mixed_steps(
+    cache: torch.dtype = BF16,
+    count: int = 2,
+    aware: bool = True,
+    lengths: Sequence[int] = (70, 33, 90),
+    counts: Sequence[int] = (1, 1, 40),
+    heads: Heads = FEW,
+    launches: int = 2,
+) -> None:
+    """A prefill chunk behind decodes, and the same plan again."""
     torch.manual_seed(2)
-    lengths, counts, heads = [70, 33, 90], [1, 1, 40], Heads(8, 2, 128)
-    starts = [0, 1, 2, 42]
-    given = paged_set(lengths, heads, 16, cache)
+    starts = [0, *itertools.accumulate(counts)]
+    given = paged_set(list(lengths), heads, 16, cache)
+    for each in (given.keys, given.values):
+        _nothing_outside(each, given.table, lengths)
     query = torch.randn(sum(counts), heads.query, heads.dim, dtype=BF16)
     layer = {"query": query.unsqueeze(1), "keys": given.keys, "values": given.values}
+    decodes = counts.count(1)
     with processors(count):
-        plan = mixed.MixedPlan.of(query, given.keys, given.table, given.lengths, starts, 2)
+        plan = mixed.MixedPlan.of(query, given.keys, given.table, given.lengths, starts, decodes)
         wanted = torch.zeros(layer["query"].shape)
         reference_paged_decode(plan.whole(**layer, scale=0.1), wanted, None)
-        for _ in range(2):
+        for _ in range(launches):
             out, calls = torch.full_like(query, 7.0), plan.calls(**layer, scale=0.1)
             launch_mixed(*calls, plan.plans, plan.tickets, out, None, sm_aware=aware)
             error = float((out.float() - wanted[:, 0]).norm() / wanted.norm())
             assert error <= BOUND, f"error {error:.2e}, at most {BOUND}"
-            assert not plan.tickets.any(), "tickets are not zero after a launch"
+            for each in (plan.tickets, *(own.counters for own in plan.plans)):
+                assert not each.any(), "tickets or counters are not zero after a launch"
 
 
 def merge(dim: int, shards: int) -> None:
@@ -246,6 +263,7 @@ DECODES: dict[str, Case] = {
     "mla, 16 heads, 4 queries": functools.partial(mla, queries=4),
     "mla, 24 heads, page 16": functools.partial(mla, 24, page=16),
     "mla, 32 heads, page 16, fp8": functools.partial(mla, 32, page=16, coded=True),
+    "mla, 40 heads, split": functools.partial(mla, 40, [37, 170, 0], workers=4),
     "mla, 128 heads": functools.partial(mla, 128, [70, 37]),
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
     "mla, 128 heads, page 16": functools.partial(mla, 128, [70, 37], page=16),
@@ -257,10 +275,14 @@ DECODES: dict[str, Case] = {
     "gluon, 96 heads, page 128": functools.partial(gluon, 96, page=128, lengths=[200, 37]),
     "gluon, page 256, split": functools.partial(gluon, 64, page=256, lengths=[700], workers=3),
     "gluon, float16": functools.partial(gluon, 64, dtype=torch.float16),
+    "gluon, split": functools.partial(gluon, lengths=[400, 100, 0], workers=4),
     "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
     "mixed": mixed_steps,
     "mixed, fp8": functools.partial(mixed_steps, FP8),
     "mixed, one processor": functools.partial(mixed_steps, count=1, aware=False),
+    "mixed, split": functools.partial(
+        mixed_steps, BF16, 4, True, (400, 70, 20, 300), (1, 1, 1, 40), Heads(4, 1, 128), launches=1
+    ),
     "merge": functools.partial(merge, 128, 4),
     "merge, 80": functools.partial(merge, 80, 7),
     "plan": functools.partial(plan, 64, 0),

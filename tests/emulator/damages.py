@@ -59,7 +59,7 @@ def _bound(old: Instruction) -> Instruction | None:
 
 def _order(old: Instruction) -> Instruction | None:
     """An atomic or a load loses its order; a fence is removed."""
-    if old.name == "fence":
+    if old.name == "fence" or (old.name == "wgmma" and old.modifiers[0] == "fence"):
         return _without(old)
     if old.name in ("atom", "ld") and {"acq_rel", "acquire"} & set(old.modifiers):
         changed = tuple(re.sub("acq_rel|acquire", "relaxed", each) for each in old.modifiers)
@@ -67,18 +67,41 @@ def _order(old: Instruction) -> Instruction | None:
     return None
 
 
+def _arrival(old: Instruction) -> Instruction | None:
+    """An arrival or a commit is left out; an mbarrier waits for one more arrival, or for half of the bytes."""
+    if old.name in ("cp", "wgmma") and "commit_group" in old.modifiers:
+        return _without(old)
+    if old.name != "mbarrier" or old.modifiers[0] not in ("init", "arrive"):
+        return None
+    if old.modifiers[0] == "arrive" and "expect_tx" not in old.modifiers:
+        return _without(old)
+    number = int(old.operands[-1], 0)
+    changed = str(number + 1 if old.modifiers[0] == "init" else number // 2)
+    return replace(old, operands=[*old.operands[:-1], changed], text=f"{old.text} as {changed}")
+
+
+def _guard(old: Instruction) -> Instruction | None:
+    """A load or store, a copy, or an arrival is done by threads that must not."""
+    if not old.predicate or old.name not in ("ld", "st", "atom", "red", "cp", "mbarrier"):
+        return None
+    return replace(old, predicate="", text=f"(all threads) {old.text}")
+
+
 KINDS: dict[str, Callable[[Instruction], Instruction | None]] = {
     "barrier": _barrier,
     "wait": _wait,
     "bound": _bound,
     "order": _order,
+    "arrival": _arrival,
+    "guard": _guard,
 }
+ANY = "any"
 
 
 def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
     """All damages of a kind to instructions that a run has reached. Two barriers with no access between them
-    are one: Triton puts its own beside a kernel's. Comparisons of one line are one: of an unrolled loop, only
-    one may meet the bound."""
+    are one: Triton puts its own beside a kernel's. Comparisons and guards of one line are one: of an unrolled
+    loop, only one may meet the bound."""
     for path, executed in reached.items():
         code, groups = code_at(path).program.code, {}
         last: Any = None
@@ -91,8 +114,8 @@ def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
             key: Any = place
             if kind == "barrier":
                 key = last = place if last is None or code[last].text != old.text else last
-            elif kind == "bound":
-                key = old.line, old.modifiers
+            elif kind in ("bound", "guard"):
+                key = old.line, old.name, old.modifiers
             groups.setdefault(key, {})[place] = new
         for changes in groups.values():
             yield Damage(path, changes)
@@ -101,11 +124,13 @@ def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
 def findings(
     emulator: Emulator, case: Callable[[], None], kind: str, seed: int = 0, step: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """Every damage of a kind, or every `step`-th, in the kernels of a case, and what is found of it; "" if nothing."""
+    """Every damage of a kind or of any, or every `step`-th, in the kernels of a case, and what is found of it; ""
+    if nothing."""
     emulator.reached.clear()
     with emulator.running():
         case()
-    for damage in [*damages(kind, dict(emulator.reached))][::step]:
+    kinds, reached = KINDS if kind == ANY else [kind], dict(emulator.reached)
+    for damage in [each for kind in kinds for each in damages(kind, reached)][::step]:
         problem = ""
         try:
             with emulator.running(seed, damage):

@@ -29,7 +29,7 @@ class _Managed(ctypes.Structure):
     )
 
 
-class Block:
+class Region:
     """Memory that is never given back, only lent again: as by torch's allocator, a kernel that comes too late
     writes into the next tensor."""
 
@@ -42,13 +42,13 @@ class Block:
 
 
 class DeviceMemory:
-    """Blocks that are lent, by their addresses, and those that are free, by the stream that used them: torch lends a
-    block again only on that stream, and at once."""
+    """Regions that are lent, by their addresses, and those that are free, by the stream that used them: torch lends a
+    region again only on that stream, and at once."""
 
     def __init__(self) -> None:
-        self.lent: dict[int, tuple[int, Block]] = {}
-        """Bytes that were asked for, and the block."""
-        self._free: dict[Any, list[Block]] = defaultdict(list)
+        self.lent: dict[int, tuple[int, Region]] = {}
+        """Bytes that were asked for, and the region."""
+        self._free: dict[Any, list[Region]] = defaultdict(list)
         self._deleter = _Managed._fields_[-1][1](self._deleted)
         self._streams: dict[int, Any] = {}
         self.pool: tuple[int, int] | None = None
@@ -59,29 +59,29 @@ class DeviceMemory:
         """Uint8 `[nbytes]` on the device."""
         if self.allocated is not None and nbytes:
             self.allocated.append(nbytes)
-        block = self.lend(nbytes, self.pool or STREAMS.current.cuda_stream)
-        block.shape[0] = nbytes
-        block.managed = _Managed(
-            *(block.address, CUDA, 0, 1, (ctypes.c_uint8 * 2)(*BYTES[:2]), BYTES[2]),
-            *(block.shape, None, 0, block.address, self._deleter),
+        region = self.lend(nbytes, self.pool or STREAMS.current.cuda_stream)
+        region.shape[0] = nbytes
+        region.managed = _Managed(
+            *(region.address, CUDA, 0, 1, (ctypes.c_uint8 * 2)(*BYTES[:2]), BYTES[2]),
+            *(region.shape, None, 0, region.address, self._deleter),
         )
         return torch._C._from_dlpack(
-            _new_capsule(ctypes.addressof(block.managed), b"dltensor", None)
+            _new_capsule(ctypes.addressof(region.managed), b"dltensor", None)
         )
 
-    def lend(self, nbytes: int, stream: Any = 0) -> Block:
+    def lend(self, nbytes: int, stream: Any = 0) -> Region:
         free = self._free[stream]
-        fitting = [block for block in free if nbytes <= block.nbytes <= 2 * nbytes + ALIGNMENT]
+        fitting = [region for region in free if nbytes <= region.nbytes <= 2 * nbytes + ALIGNMENT]
         if fitting:
             free.remove(fitting[-1])
-        block = fitting[-1] if fitting else Block(max(1, nbytes))
-        self.lent[block.address] = nbytes, block
-        self._streams[block.address] = stream
-        return block
+        region = fitting[-1] if fitting else Region(max(1, nbytes))
+        self.lent[region.address] = nbytes, region
+        self._streams[region.address] = stream
+        return region
 
     def give_back(self, address: int) -> None:
-        _, block = self.lent.pop(address)
-        self._free[self._streams[address]].append(block)
+        _, region = self.lent.pop(address)
+        self._free[self._streams[address]].append(region)
 
     def holds(self, address: int) -> bool:
         return any(at <= address < at + nbytes for at, (nbytes, _) in list(self.lent.items()))
@@ -96,8 +96,8 @@ class DeviceMemory:
 
     def spoil(self, pool: tuple[int, int]) -> None:
         """What lies in a graph's memory before a replay is nobody's."""
-        for block in self._free[pool]:
-            block.room.fill(UNWRITTEN)
+        for region in self._free[pool]:
+            region.room.fill(UNWRITTEN)
 
     def _deleted(self, managed: int) -> None:
         self.give_back(_Managed.from_address(managed).context)

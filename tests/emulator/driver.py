@@ -2,6 +2,7 @@
 """Triton's own driver and launchers over a libcuda without a GPU (`libcuda.c`): a launch executes the kernel
 that Triton compiled for sm_90a."""
 
+import atexit
 import ctypes
 import gc
 import os
@@ -120,11 +121,24 @@ def _lend(address: int, nbytes: int) -> int:
     return 0
 
 
+_LASTING: list[torch.Tensor] = []
+"""Tensors of modules, which live as long as this process."""
+
+
+def pass_over_modules() -> None:
+    """From here on `live_memory` looks at objects that are made later, and not at the 200,000 of what has been
+    imported."""
+    gc.collect()
+    _LASTING.extend(each for each in gc.get_objects() if type(each) is torch.Tensor)
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton's library counts what has not been freed
+
+
 def live_memory() -> tuple[np.ndarray, np.ndarray]:
     """First and last address, and one more, of the memory of each torch tensor that is alive; what lies between,
     a kernel must not touch."""
     spans = set()
-    for each in gc.get_objects():
+    for each in [*_LASTING, *gc.get_objects()]:
         if type(each) is torch.Tensor and each.device.type == "cpu":
             storage = each.untyped_storage()
             if storage.nbytes():

@@ -22,6 +22,7 @@ from gangs import PARAMETERS, Code
 from machine import Launch
 from memory import Memory
 from operands import Operands, UnknownError
+from products import check_products
 from ptx import Instruction, Program
 from streams import STREAMS
 
@@ -47,6 +48,7 @@ class Damage(NamedTuple):
             changed = code_of(replace(program, code=[instruction]))
             program.code[place] = instruction
             functions[place], guards[place] = changed.functions[0], changed.guards[0]
+        check_products(program)
         return Code(program, functions, guards)
 
 
@@ -64,7 +66,9 @@ def code_of(program: Program) -> Code:
 
 @functools.cache
 def code_at(path: Path) -> Code:
-    return code_of(Program.parse(path.read_text()))
+    program = Program.parse(path.read_text())
+    check_products(program)
+    return code_of(program)
 
 
 class Emulator:

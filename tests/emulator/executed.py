@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases executed in a process of their own, because kernels may be interpreted in that of the tests."""
+"""Cases executed in processes of their own, because kernels may be interpreted in that of the tests. They are forks of
+one process for each Triton, which imports and compiles once what all need."""
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,15 +25,34 @@ def executed(
         arguments: more of the command's, see `__main__.py`.
         triton: folder of another Triton than this environment's.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [triton, ROOT, ROOT / "kernels", environment.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
-    command = [sys.executable, "-m", "tests.emulator", *names, f"--seed={seed}", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])  # behind what engines log
+    server, log = _server(triton)
+    with tempfile.NamedTemporaryFile("r") as answer:
+        _ask(server, [answer.name, *names, f"--seed={seed}", *arguments])
+        status = server.stdout.readline().strip() if server.stdout else ""
+        lines = answer.read().splitlines()
+    log.seek(0)
+    assert status == "0", "\n".join([*log.read().splitlines(), *lines])[-3000:]
+    told = json.loads(lines[-1])  # behind what engines log
     assert triton is None or triton.name.endswith(told["triton"])
     found: dict[str, Any] = told["cases"]
     return found
+
+
+def _ask(server: subprocess.Popen[str], arguments: list[str]) -> None:
+    assert server.stdin is not None
+    server.stdin.write(json.dumps(arguments) + "\n")
+    server.stdin.flush()
+
+
+@functools.cache
+def _server(triton: Path | None) -> tuple[subprocess.Popen[str], IO[str]]:
+    """A process that executes cases until its input ends, and what it has logged."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [triton, ROOT, ROOT / "kernels", environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
+    command = [sys.executable, "-m", "tests.emulator", "--serve"]
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is closed when this process ends
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+    server = subprocess.Popen(command, **pipes, text=True, env=environment, cwd=ROOT)
+    atexit.register(server.communicate)  # which ends its input
+    return server, log

@@ -65,7 +65,9 @@ class Lanes:
 
     def active(self, value: Any) -> Array:
         """The active threads' values of an operand."""
-        wide = np.broadcast_to(np.asarray(value), (self.count,))
+        wide: Array = np.asarray(value)
+        if wide.shape != (self.count,):
+            wide = np.broadcast_to(wide, (self.count,))
         return wide if self.mask is None else wide[self.mask]
 
     def spread(self, values: Array) -> Array:
@@ -83,7 +85,11 @@ class Lanes:
 
     @property
     def distinct_warps(self) -> Array:
-        return np.unique(self.warps)
+        """Each of them once: warps follow one another, as threads do."""
+        if self.mask is None:
+            return np.arange(self.first // 32, (self.last - 1) // 32 + 1)
+        warps = self.warps
+        return warps[np.diff(warps, prepend=-1) > 0]
 
 
 @dataclass
@@ -128,7 +134,8 @@ def special_registers(grid: tuple[int, int, int], threads: int) -> dict[str, Arr
     lane = np.arange(grid[0] * grid[1] * grid[2] * threads)
     cta, thread = lane // threads, lane % threads
     place = cta, cta // grid[0], cta // (grid[0] * grid[1])
-    every = {"%laneid": thread % 32, "%warpid": thread // 32, "%smid": cta % 132}
+    every = {"%laneid": thread % 32, "%warpid": thread // 32}
+    every["%smid"] = cta * 3 // 4 % 132  # not evenly, as on a GPU
     for axis, letter in enumerate("xyz"):
         every[f"%ctaid.{letter}"] = place[axis] % grid[axis]
         every[f"%nctaid.{letter}"] = np.full(len(lane), grid[axis])

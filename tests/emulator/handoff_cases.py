@@ -96,7 +96,7 @@ class Slots:
         self._own = np.zeros(2 * nbytes, np.uint8)
         self._memory = self._own.reshape(2, nbytes)
         self._pins = Pins(GPU)
-        self._pins.add(self._own, "slots")
+        self._pins.pin(self._own, "slots")
 
     def __getitem__(self, number: int) -> Payload:
         return self._slab.slot(number % 2) if self._slab else self._memory[number % 2].data

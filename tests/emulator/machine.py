@@ -232,7 +232,7 @@ class Launch:
     def _bar(self, gang: Gang, lanes: Lanes, instruction: Instruction) -> list[Gang]:
         gang.at += 1
         if "warp" in instruction.modifiers:
-            self.clocks.tick(np.unique(lanes.warps))
+            self.clocks.tick(lanes.distinct_warps)
             return []
         number, *count = (self._uniform(each, lanes) for each in instruction.operands)
         gang.state, gang.barrier = "barrier", number

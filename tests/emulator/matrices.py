@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of matrices, and how their operands come from shared memory."""
 
+import functools
 import re
 from typing import Any
 
@@ -76,7 +77,7 @@ def _matrix(o: Operands) -> Function:
         pieces, threads = shadow.pieces(places, 16), own.of(launch.lane)
         rows = places.reshape(len(firsts), number, 8)[..., None] + 2 * np.arange(8)
         if loads:
-            shadow.read(own.warps, threads, pieces, where)
+            shadow.read(own.warps, threads, pieces, where, alone=False)
             found = launch.shared.load(rows, 2)
             found = np.ascontiguousarray(found.swapaxes(2, 3) if transposed else found)
             for matrix, words in enumerate(
@@ -200,6 +201,10 @@ def _asynchronous_product(o: Operands) -> Function:
     left_across, right_across = (0, *transposed)[-2:]
     writes, reads = o.writes(0), o.reads(0, F32)
 
+    def words(group: Lanes) -> list[Any]:
+        """The registers of the left operand."""
+        return [each(group).copy() for each in left] if in_registers else []
+
     def begin(lanes: Lanes) -> None:
         launch, firsts = lanes.launch, whole_warps(lanes, where)
         add = np.broadcast_to(adds(lanes), (lanes.count,))
@@ -215,14 +220,12 @@ def _asynchronous_product(o: Operands) -> Function:
             b = _shared_operand(group, _one(right, group), columns, right_across, kind, moment)
             accumulates = bool(add[first])
 
-            def finish(
-                group: Lanes = group, a: Array = a, b: Array = b, again: bool = accumulates
-            ) -> None:
-                _finish(group, a @ b.T, again)
-
+            finish = functools.partial(_finish, group, a @ b.T, accumulates, words(group))
             launch.queue.setdefault(group.first // 32, []).append((moment, finish))
 
-    def _finish(group: Lanes, found: Array, again: bool) -> None:
+    def _finish(group: Lanes, found: Array, again: bool, given: list[Any]) -> None:
+        if any((own != old).any() for own, old in zip(words(group), given, strict=True)):
+            raise FaultError(f"registers of a product under way were written: {where}")
         warp = np.arange(4)[:, None]
         for place, (write, read) in enumerate(zip(writes, reads, strict=True)):
             row = 16 * warp + ROW + 8 * (place % 4 // 2)

@@ -116,45 +116,53 @@ class SharedShadow:
         self.lane = np.zeros(pieces, np.int8)
         self.written = np.zeros(pieces, np.int32)
         self.warps = clocks.per_cta
-        self.reads = np.zeros((2 * self.warps, pieces), np.int32)
+        self.reads = np.zeros((pieces, 2 * self.warps), np.int32)
+        every = np.arange(clocks.warps)[:, None]
+        own = every // self.warps * self.warps + np.arange(self.warps)
+        self.readers = every, np.concatenate([own, clocks.products(own)], 1)
+        """For each warp, the agents that read its CTA's memory: warps, then their products."""
+        self.reader = np.full((pieces, self.warps), -1, np.int8)
+        """The last thread of each warp that read a piece; -1: nobody, or a warp as a whole."""
 
     def pieces(self, addresses: Array, size: int) -> Array:
         """[lanes, pieces of an access]."""
         found: Array = addresses[:, None] // self.piece + np.arange(max(1, size // self.piece))
         return found
 
-    def _agents(self, warps: Array) -> Array:
-        """[lanes, readers] of a CTA: its warps, then their products."""
-        own = (warps // self.warps * self.warps)[:, None] + np.arange(self.warps)
-        return np.concatenate([own, self.clocks.products(own)], 1)
-
-    def read(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
-        """Threads read. What another thread of their warp wrote, they see behind `bar.warp.sync` or a barrier."""
-        self._come_before(warps, pieces, 0, where)
-        beside = (self.writer[pieces] == warps[:, None]) & (self.lane[pieces] != lanes[:, None])
-        if (beside & (self.written[pieces] == self.clocks.now(warps)[:, None])).any():
+    def read(
+        self, warps: Array, lanes: Array, pieces: Array, where: object, alone: bool = True
+    ) -> None:
+        """Threads read, each alone or a warp as a whole. What another thread of their warp wrote, they see behind
+        `bar.warp.sync` or a barrier."""
+        writer, written = self._come_before(warps, pieces, 0, where)
+        now = self.clocks.now(warps)[:, None]
+        beside = (writer == warps[:, None]) & (written == now)
+        if (beside & (self.lane[pieces] != lanes[:, None])).any():
             raise FaultError(
                 f"race: another thread of the warp wrote this, without bar.warp.sync: {where}"
             )
-        self.reads[(warps % self.warps)[:, None], pieces] = self.clocks.now(warps)[:, None]
+        own = (warps % self.warps)[:, None]
+        self.reads[pieces, own] = now
+        self.reader[pieces, own] = lanes[:, None] if alone else -1
 
-    def _come_before(self, warps: Array, pieces: Array, proxy: int, where: object) -> None:
-        writer = self.writer[pieces]
+    def _come_before(
+        self, warps: Array, pieces: Array, proxy: int, where: object
+    ) -> tuple[Array, Array]:
+        """Raise FaultError for what warps do not know of. Returns by whom pieces were written, and when."""
+        writer, written = self.writer[pieces], self.written[pieces]
         if writer.min() < 0:
             raise FaultError(f"uninitialised: shared memory is read that nothing wrote: {where}")
         known = self.clocks.known[proxy, warps[:, None], writer]
         if proxy:  # what the TMA has loaded is seen without a fence
             loaded = writer >= 3 * self.clocks.warps
             known = np.where(loaded, self.clocks.known[0, warps[:, None], writer], known)
-        if (late := known < self.written[pieces]).any():
-            if (
-                proxy
-                and (self.clocks.known[0, warps[:, None], writer] >= self.written[pieces]).all()
-            ):
+        if (late := known < written).any():
+            if proxy and (self.clocks.known[0, warps[:, None], writer] >= written).all():
                 raise FaultError(
                     f"race: no fence.proxy.async since shared memory was written: {where}"
                 )
             raise FaultError(f"race: shared memory is read {self._told(writer[late])}: {where}")
+        return writer, written
 
     def _told(self, writers: Array) -> str:
         kinds = ("another warp wrote it", "a copy is under way to it", "", "the TMA is loading it")
@@ -163,9 +171,8 @@ class SharedShadow:
 
     def read_by_products(self, warps: Array, pieces: Array, moment: int, where: object) -> None:
         """A warpgroup's products read operands. All its warps must come behind what was written."""
-        for warp in warps:
-            self._come_before(np.full(len(pieces), warp), pieces[:, None], int(self.proxies), where)
-        self.reads[self.warps + warps[:, None] % self.warps, pieces] = moment
+        self._come_before(warps, pieces[None], int(self.proxies), where)
+        self.reads[pieces[:, None], self.warps + warps % self.warps] = moment
 
     def write(
         self,
@@ -176,25 +183,44 @@ class SharedShadow:
         agents: Any = None,
         moments: Any = None,
         same: Any = NOWHERE,
+        fenced: bool = False,
     ) -> None:
-        """Warps write, or `agents` that they have told to. `same`: lanes whose values are there already."""
+        """Warps write, or `agents` that they have told to. `same`: lanes whose values are there already. `fenced`:
+        what threads have written must lie behind a fence of proxies."""
         writer = self.writer[pieces]
         known = self.clocks.known[0, warps[:, None], np.maximum(writer, 0)]
         if ((writer >= 0) & (known < self.written[pieces]) & ~same[..., None]).any():
             raise FaultError(
                 f"race: shared memory is written twice without a barrier between: {where}"
             )
-        readers = self.clocks.known[0, warps[:, None], self._agents(warps)]
-        if (self.reads[:, pieces] > readers.T[:, :, None]).any():
+        if fenced:
+            known = self.clocks.known[1, warps[:, None], np.maximum(writer, 0)]
+            of_threads = (writer >= 0) & (writer < 2 * self.clocks.warps)
+            if (of_threads & (known < self.written[pieces])).any():
+                raise FaultError(
+                    f"race: no fence.proxy.async since threads wrote to shared memory: {where}"
+                )
+        readers = self.clocks.known[0][self.readers][warps][:, None]
+        if (self.reads[pieces] > readers).any():
             raise FaultError(f"race: shared memory is written that others still read: {where}")
         if lanes is not None:
+            self._behind_reads(warps, lanes, pieces, where)
             self.lane[pieces] = lanes[:, None]
         self.writer[pieces] = (warps if agents is None else agents)[:, None]
         self.written[pieces] = (self.clocks.now(warps) if moments is None else moments)[:, None]
 
+    def _behind_reads(self, warps: Array, lanes: Array, pieces: Array, where: object) -> None:
+        own = (warps % self.warps)[:, None]
+        reader, now = self.reader[pieces, own], self.clocks.now(warps)[:, None]
+        beside = (reader >= 0) & (reader != lanes[:, None])
+        if (beside & (self.reads[pieces, own] == now)).any():
+            raise FaultError(
+                f"race: another thread of the warp still reads this, without bar.warp.sync: {where}"
+            )
+
 
 class GlobalShadow:
-    """As `SharedShadow`, for the memory of tensors; of readers it keeps the last."""
+    """As `SharedShadow`, for the memory of tensors; of readers it keeps the last, but all that used atomics."""
 
     def __init__(self, clocks: Clocks, starts: Array, ends: Array, piece: int) -> None:
         self.clocks, self.piece = clocks, piece
@@ -203,6 +229,8 @@ class GlobalShadow:
         count = int(self.first[-1])
         self.writer, self.written, self.reader, self.read_at = np.zeros((4, count), np.int32)
         self.atomic = np.zeros(count, bool)
+        self.counted: dict[int, dict[int, int]] = {}
+        """When each warp used a piece last, of those that were used by atomics."""
 
     def check(
         self,
@@ -238,6 +266,10 @@ class GlobalShadow:
             raise FaultError(
                 f"race: global memory that another warp wrote, in no order to it, is {where}"
             )
+        if atomic:
+            self._count(warps, pieces)
+        elif write and self.atomic[pieces].any():
+            self._uncount(warps, pieces, where)
         if not write:
             self.reader[pieces] = warps[:, None]
             self.read_at[pieces] = np.where(atomic, 0, self.clocks.now(warps))[:, None]
@@ -250,3 +282,18 @@ class GlobalShadow:
         self.writer[pieces] = warps[:, None]
         self.written[pieces] = self.clocks.now(warps)[:, None]
         self.atomic[pieces] = atomic
+
+    def _count(self, warps: Array, pieces: Array) -> None:
+        now = self.clocks.now(warps).tolist()
+        for warp, piece, moment in zip(warps.tolist(), pieces[:, 0].tolist(), now, strict=True):
+            self.counted.setdefault(piece, {})[warp] = moment
+
+    def _uncount(self, warps: Array, pieces: Array, where: str) -> None:
+        """A store needs to come behind all atomics, not only the last."""
+        for warp, piece in zip(warps.tolist(), pieces[:, 0].tolist(), strict=True):
+            known = self.clocks.known[0, warp]
+            for other, moment in self.counted.pop(piece, {}).items():
+                if known[other] < moment:
+                    raise FaultError(
+                        f"race: global memory that another warp uses by atomics, in no order to it, is {where}"
+                    )

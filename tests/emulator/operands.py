@@ -147,9 +147,8 @@ class Operands:
 
         def write(lanes: Lanes, value: Any) -> None:
             register = lanes.registers[place]
-            if register is None:
-                register = lanes.registers[place] = junk_of(width, lanes.launch.total)
             value = np.asarray(value)
+            fresh = value.base is None
             if value.dtype != dtype:
                 if value.dtype.itemsize < dtype.itemsize and value.dtype.kind == "i":
                     value = value.astype(f"i{dtype.itemsize}")
@@ -158,6 +157,11 @@ class Operands:
                     if value.dtype.itemsize == dtype.itemsize
                     else value.astype(dtype)
                 )
+            if fresh and lanes.mask is None and value.shape == (lanes.launch.total,):
+                lanes.registers[place] = value  # of all threads, and nothing else has this array
+                return
+            if register is None:
+                register = lanes.registers[place] = junk_of(width, lanes.launch.total)
             if lanes.mask is None:
                 register[lanes.first : lanes.last] = value
             else:

@@ -39,12 +39,11 @@ class Instruction:
     operands: list[str]
     predicate: str = ""
     negated: bool = False
+    lanes: int = field(init=False)
 
-    @property
-    def lanes(self) -> int:
-        if self.name == "wgmma":
-            return 128
-        return 32 if self.name in MATRIX_OPERATIONS and "warp" not in self.modifiers else 1
+    def __post_init__(self) -> None:
+        together = self.name in MATRIX_OPERATIONS and "warp" not in self.modifiers
+        self.lanes = 128 if self.name == "wgmma" else 32 if together else 1
 
     def __str__(self) -> str:
         return f"`{self.text}` ({self.line})"
@@ -100,11 +99,11 @@ def _body(text: str, start: int) -> str:
 
 
 class _Reader:
-    """Goes through a kernel's body. Names of an inline block belong to the block."""
+    """Goes through a kernel's body. Names of a scope belong to the scope."""
 
     def __init__(self, program: Program, files: dict[str, str]) -> None:
         self.program, self.files = program, files
-        self.blocks: list[dict[str, str]] = []
+        self.scopes: list[dict[str, str]] = []
         self.count = 0
         self.line = ""
         self.last_label = ""
@@ -118,14 +117,14 @@ class _Reader:
             if body[place] == "{":
                 self.count += 1
                 end = body.index("}", place)
-                block = body[place:end]
-                own = {*re.findall(r"([$\w]+):(?!:)", block)}
-                for names in re.findall(r"\.reg\s+\.\w+\s+(.*?);", block):
+                scope = body[place:end]
+                own = {*re.findall(r"([$\w]+):(?!:)", scope)}
+                for names in re.findall(r"\.reg\s+\.\w+\s+(.*?);", scope):
                     own |= set(split_operands(names))
-                self.blocks.append({name: f"{name}#{self.count}" for name in own})
+                self.scopes.append({name: f"{name}#{self.count}" for name in own})
                 place += 1
             elif body[place] == "}":
-                self.blocks.pop()
+                self.scopes.pop()
                 place += 1
             elif label := LABEL.match(body, place):
                 self.last_label = self.own(label[1])
@@ -137,9 +136,9 @@ class _Reader:
                 place = end + 1
 
     def own(self, text: str) -> str:
-        """`text` with the names of the block that it stands in."""
-        for block in self.blocks:
-            for name, unique in block.items():
+        """`text` with the names of the scope that it stands in."""
+        for scope in self.scopes:
+            for name, unique in scope.items():
                 text = re.sub(rf"(?<![\w%$.]){re.escape(name)}(?![\w#])", unique, text)
         return text
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Negative controls: compiled kernels with one instruction damaged, here some of each kind.
 
-`python -m tests.emulator --damage barrier` (or `wait`, `bound`, `order`) takes all. What is not found of
+`python -m tests.emulator --damage barrier` (or another kind, or `any`) takes all. What is not found of
 barriers and waits orders nothing, and docs/kernels.md says which these are.
 """
 
@@ -24,13 +24,11 @@ SAMPLES = {
 }
 """Cases of each kind, by how many damages one is taken of."""
 LEFT = {
-    ("order", "paged, many workers"): 1,
     ("order", "paged, 8 queries"): 1,
     ("order", "swapped"): 2,
     ("wait", "swapped"): 3,
 }
-"""Damages that are not found: the order of a merge's last count, because only the last access to a byte is kept;
-one fence of two, probably the other covers the same copies; of three products with the same weights, the fences
+"""Damages that are not found: one fence of two, the other covers the same copies; of three products with the same weights, the fences
 of the second and the third, and the waits of the first two, which the third one's wait covers; and a wait
 between two products that add to the same registers, which are executed in order."""
 

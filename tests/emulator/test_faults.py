@@ -10,6 +10,7 @@ from gangs import PARAMETERS
 from machine import Launch
 from memory import FaultError, Memory
 from operands import UnknownError
+from products import check_products
 from ptx import Program
 
 HEAD = """
@@ -48,6 +49,9 @@ def run(body: str, out: torch.Tensor | None = None, ctas: int = 1, seed: int = 0
 
 SHARE = "st.shared.b32 [%r3], %r0; bar.sync 0; ld.shared.b32 %r6, [%r5]; st.global.b32 [%rd2], %r6;"
 COPY = "cp.async.ca.shared.global [%r3], [%rd2], 4; cp.async.commit_group;"
+READ = "st.shared.b32 [%r3], %r0; bar.sync 0; ld.shared.b32 %r7, [%r3]; xor.b32 %r6, %r3, 4;"
+MADE = "setp.eq.b32 %p1, %r0, 0; @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;"
+WAIT = "mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 1;"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -86,7 +90,11 @@ def test_warps_exchange_words_behind_a_barrier(seed: int) -> None:
             "st.shared.b32 [%r3], %r0; xor.b32 %r6, %r3, 4; bar.warp.sync -1; ld.shared.b32 %r7, [%r6];",
             "",
         ),
+        (f"{READ} st.shared.b32 [%r6], %r0;", "still reads this, without bar.warp.sync"),
+        (f"{READ} bar.warp.sync -1; st.shared.b32 [%r6], %r0;", ""),
         ("$L: bra $L;", "no end"),
+        (f"{MADE} bar.sync 0; {WAIT}", ""),
+        (f"{MADE} {WAIT}", "no barrier since an mbarrier was made"),
     ],
 )
 def test_what_a_kernel_must_not_do(body: str, fault: str) -> None:
@@ -125,3 +133,48 @@ def test_ctas_see_stores_behind_an_atomic_with_release_and_acquire(order: str, f
             run(body.replace("acq_rel", order), words, 2)
     else:
         run(body, words, 2)
+
+
+@pytest.mark.parametrize(("order", "fault"), [("acq_rel", ""), ("relaxed", "uses by atomics")])
+def test_a_count_is_reset_behind_all_that_counted(order: str, fault: str) -> None:
+    """The last to count resets it, so that the last atomic is its own."""
+    body = f"""
+    setp.eq.b32 %p1, %r0, 0;
+    @%p1 atom.global.gpu.{order}.add.u32 %r6, [%rd0], 1;
+    @!%p1 bra $L;
+    setp.eq.b32 %p2, %r6, 1;
+    @%p2 st.global.b32 [%rd0], %r0;
+    $L: mov.u32 %r10, 0;"""
+    if fault:
+        with pytest.raises(FaultError, match=fault):
+            run(body, ctas=2)
+    else:
+        assert run(body, ctas=2)[0] == 0
+
+
+SUMS = "{%f0,%f1,%f2,%f3}"
+PRODUCT = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {SUMS}, %rd0, %rd1, 1, 1, 1, 0, 0;"
+FENCE = "wgmma.fence.sync.aligned;"
+RESCALE = "mul.f32 %f2, %f2, %f2;"
+
+
+@pytest.mark.parametrize(
+    ("body", "right"),
+    [
+        (f"{FENCE} {PRODUCT} {PRODUCT}", True),
+        (PRODUCT, False),
+        (f"{RESCALE} {FENCE} {PRODUCT}", True),
+        (f"{FENCE} {RESCALE} {PRODUCT}", False),
+        (f"$L: {FENCE} {PRODUCT} {RESCALE} bra $L;", True),
+        (f"{FENCE} $L: {PRODUCT} @%p0 bra $L;", True),
+        (f"{FENCE} $L: {PRODUCT} {RESCALE} @%p0 bra $L;", False),
+        (f"@%p0 bra $L; {FENCE} $L: {PRODUCT}", False),
+    ],
+)
+def test_a_product_needs_a_fence_behind_other_uses_of_its_registers(body: str, right: bool) -> None:
+    program = Program.parse(HEAD.replace("{", "{ .reg .f32 %f<4>;", 1) + body + "ret; }")
+    if right:
+        check_products(program)
+    else:
+        with pytest.raises(FaultError, match=r"no wgmma.fence"):
+            check_products(program)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pd_kernels.transfer import Blocks, PayloadShape, Resharding, Stored, finish, new_sums
+from pd_kernels.transfer import PayloadShape, Planes, Resharding, Stored, finish, new_sums
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather, reference_gather
 from pd_kernels.transfer.reshard import launch_reshard, reference_reshard
@@ -32,10 +32,10 @@ class Cache:
         numbers = torch.randn(LAYERS, self.pages + 3, heads, PAGE, sum(dims) + odd) * 3
         self.storage = numbers.to(dtype)
 
-    def blocks(self, codec: str, source: Stored, destination: Stored) -> Blocks:
+    def planes(self, codec: str, source: Stored, destination: Stored) -> Planes:
         parts = [layer[..., : sum(self.dims)].split(self.dims, dim=3) for layer in self.storage]
         values = [part[1] for part in parts] if len(self.dims) > 1 else []
-        return Blocks.of([part[0] for part in parts], values, PAGE, codec, source, destination)
+        return Planes.of([part[0] for part in parts], values, PAGE, codec, source, destination)
 
     def bits(self) -> torch.Tensor:
         """With all NaN alike: which of them a conversion gives is nobody's promise."""
@@ -69,25 +69,25 @@ def transfer(
         first[:, 0, 3], first[:, 1, 6], first[0, 2, 77] = torch.inf, -torch.inf, torch.nan
         second[:, 3, 5] = 448
     kinds = stored(source, dims), stored(destination, dims)
-    blocks = ours.blocks(codec, *kinds)
-    nbytes = blocks.nbytes(tokens)
+    planes = ours.planes(codec, *kinds)
+    nbytes = planes.nbytes(tokens)
 
     def sums() -> torch.Tensor | None:
         return new_sums(nbytes, torch.device("cpu")) if check else None
 
-    def run(launch: Launch, blocks: Blocks, table: torch.Tensor, slot: torch.Tensor) -> bytes:
+    def run(launch: Launch, planes: Planes, table: torch.Tensor, slot: torch.Tensor) -> bytes:
         added = sums()
-        launch(ChunkLaunch(blocks, table, slot, FIRST, tokens, added))
+        launch(ChunkLaunch(planes, table, slot, FIRST, tokens, added))
         return b"" if added is None else finish(added, nbytes)
 
     slots = [torch.full((nbytes + 64,), 0xA5, dtype=torch.uint8) for _ in range(2)]
-    digest = run(reference_gather, blocks, ours.table, slots[0])
-    assert digest == run(launch_gather, blocks, ours.table, slots[1]), "sums of the gather differ"
+    digest = run(reference_gather, planes, ours.table, slots[0])
+    assert digest == run(launch_gather, planes, ours.table, slots[1]), "sums of the gather differ"
     assert torch.equal(*slots), f"{int((slots[0] != slots[1]).sum())} bytes of the payload differ"
     before = theirs.storage.clone()
-    found = run(launch_scatter, theirs.blocks(codec, *kinds), theirs.table, slots[0])
+    found = run(launch_scatter, theirs.planes(codec, *kinds), theirs.table, slots[0])
     by_kernel, theirs.storage = theirs.bits(), before
-    wanted = run(reference_scatter, theirs.blocks(codec, *kinds), theirs.table, slots[0])
+    wanted = run(reference_scatter, theirs.planes(codec, *kinds), theirs.table, slots[0])
     assert found == wanted == digest, "sums of the scatter differ"
     assert torch.equal(by_kernel, theirs.bits()), "pages differ"
 
@@ -97,17 +97,17 @@ def verbatim(check: bool = False) -> None:
     torch.manual_seed(4)
     rows = torch.randint(0, 256, (9, 4, 3 * 1024), dtype=torch.uint8)
     table = torch.tensor([3, 0, 2], dtype=torch.int32)
-    blocks = Blocks.of_rows([rows[:, 1:3]], 2)
-    nbytes = blocks.nbytes(6)
+    planes = Planes.of_rows([rows[:, 1:3]], 2)
+    nbytes = planes.nbytes(6)
     slots = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(2)]
     sums = [new_sums(nbytes, slots[0].device) if check else None for _ in slots]
     for launch, slot, own in zip((reference_gather, launch_gather), slots, sums, strict=True):
-        launch(ChunkLaunch(blocks, table, slot, 0, 6, own))
+        launch(ChunkLaunch(planes, table, slot, 0, 6, own))
     assert torch.equal(*slots), "the payload differs"
     assert sums[0] is None or sums[1] is None or torch.equal(sums[0].sum(), sums[1].sum())
     found, wanted = torch.zeros(2, *rows.shape, dtype=torch.uint8)
     for launch, into in ((launch_scatter, found), (reference_scatter, wanted)):
-        launch(ChunkLaunch(Blocks.of_rows([into[:, 1:3]], 2), table, slots[0], 0, 6, None))
+        launch(ChunkLaunch(Planes.of_rows([into[:, 1:3]], 2), table, slots[0], 0, 6, None))
     assert wanted.any()
     assert torch.equal(found, wanted), "pages differ"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from harness import (
@@ -23,6 +23,7 @@ from pairs import (
     Setup,
 )
 from support.engine_pools import mark_engine_tests, pytest_runtest_makereport, running
+from support.worker_files import files_together
 
 __all__ = ["pytest_runtest_makereport"]
 
@@ -30,6 +31,8 @@ os.environ.setdefault("PD_CONNECTOR_CHECK", "1")  # every engine inherits it
 _HERE = Path(__file__).parent
 MANY_ENGINES = ("test_pool_changes", "test_pool_live", "test_role_kills")
 """Files with up to six engines at a time, of 1.6 GiB each: one of them at a time fits into 24 GiB."""
+FIRST = (*MANY_ENGINES, "test_unlike", "test_audit_live", "test_demo", "test_versions")
+"""Files that take the longest. A worker that began one last would be alone with it."""
 
 
 class Reference(Protocol):
@@ -39,10 +42,19 @@ class Reference(Protocol):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test in this folder starts engines. A file stays with one worker."""
-    for item in mark_engine_tests(items, _HERE):
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("many" if name in MANY_ENGINES else name))
+    """Every test in this folder starts engines."""
+    marked = mark_engine_tests(items, _HERE)
+    places = [place for place, item in enumerate(items) if item.path.parent == _HERE]
+    order = {name: place for place, name in enumerate(FIRST)}
+    marked.sort(key=lambda item: order.get(item.path.stem, len(FIRST)))
+    for place, item in zip(places, marked, strict=True):
+        items[place] = item
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays with one worker, which has its pair."""
+    return files_together(config, log, MANY_ENGINES)
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def test_two_engines_and_a_router_of_a_wheel_answer_as_one_engine(wheel_s_demo):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_it_is_ended_while_engines_start(demo, number):
     family, log = demo
-    # Its guard, two engines and a router.
+    # Its reaper, two engines and a router.
     wait_until(lambda: len(family.survivors()) >= 4, log.read_text)
     # As a terminal does it for Ctrl-C: to the whole foreground group.
     os.killpg(family.pid, number)

@@ -84,6 +84,11 @@ def test_engines_of_other_pages_and_ranks_read_them_as_exactly_as_a_handoff_in_i
         came = completion(reader, PROMPT, 32, cache_salt=salt, kv_transfer_params=params)
     assert received.amount == 1
     assert 0 < distance(reader, PROMPT, came.tokens, came.logprobs) <= BOUNDS["int8"]
+    exact = written.raw
+    params = completion(reader, PROMPT, 1, cache_salt=written.salt, **ask).kv_transfer_params
+    handed = completion(exact, PROMPT, 32, cache_salt=written.salt, kv_transfer_params=params)
+    assert_same_logprobs(handed, written.wanted, TOLERANCE)
+    assert counted(exact, "failed_transfers", cause="codec") >= 1
     for engine in (reader, halves):
         engine.stop()
 

@@ -306,7 +306,7 @@ class ControlTarget:
         """Pages that are offered with this message have the checksum that its header says."""
         try:
             message = messages.decode_producer_message(data)
-            if isinstance(message, messages.OfferedPages):
+            if isinstance(message, messages.LeftInPages):
                 found = decode_header(message.header).checksum
                 for transport in self._transports:
                     transport.found = found

@@ -21,7 +21,6 @@ from fuzz.control import SENDERS
 from fuzz.script import Kind, read
 from fuzz.targets import Targets
 from pd_connector.control.keys import CurveKeys
-from pd_connector.transport.tcp.transport import TcpTransport
 
 CORPUS = Path(__file__).parent / "corpus"
 _TOLERATED = 2000
@@ -114,8 +113,7 @@ def on_live_agent(scripts: Sequence[bytes], *, keyed: bool) -> None:
             if keys:
                 keys.present(one)
             one.connect(f"tcp://127.0.0.1:{producer.agent.port}")
-        tcp = next(t for t in producer.agent._loop._transports if isinstance(t, TcpTransport))
-        ports = producer.agent.port, tcp._address.port
+        ports = producer.agent.port, producer.agent.data_port
         for script in scripts:
             for kind, data in read(script):
                 if kind is Kind.CONSUMER_SAYS and data:

@@ -17,7 +17,7 @@ import triton
 
 from pd_kernels.bench.compiled import Assembly, compiled
 from pd_kernels.bench.sample_launches import chunk
-from pd_kernels.transfer import Blocks, PayloadShape, Resharding, new_sums
+from pd_kernels.transfer import PayloadShape, Planes, Resharding, new_sums
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
 from pd_kernels.transfer.reshard import launch_reshard
@@ -68,10 +68,10 @@ def loads_at_once(sass: str) -> int:
 
 def verbatim(check: bool = False) -> ChunkLaunch:
     rows = torch.zeros(8, 8, 16 * 512, dtype=torch.uint8)
-    blocks = Blocks.of_rows([rows], 1)
-    slot = torch.zeros(blocks.nbytes(4), dtype=torch.uint8)
+    planes = Planes.of_rows([rows], 1)
+    slot = torch.zeros(planes.nbytes(4), dtype=torch.uint8)
     sums = new_sums(len(slot), slot.device) if check else None
-    return ChunkLaunch(blocks, torch.arange(4, dtype=torch.int32), slot, 0, 4, sums)
+    return ChunkLaunch(planes, torch.arange(4, dtype=torch.int32), slot, 0, 4, sums)
 
 
 def reshard() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's cache as blocks of the kernels, and what pd_connector makes of the same chunk on CPU."""
+"""A rank's cache as planes of the kernels, and what pd_connector makes of the same chunk on CPU."""
 
 import random
 
@@ -9,7 +9,7 @@ from support.caches import Rank
 from pd_connector.kv.geometry import Group
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
-from pd_kernels.transfer import Blocks, Stored
+from pd_kernels.transfer import Planes, Stored
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 
 DTYPES = {
@@ -28,20 +28,20 @@ def stored(group: Group, layers: tuple[int, ...]) -> Stored:
     return Stored(dtype, scales if dtype == torch.float8_e4m3fn else ())
 
 
-def side(rank: Rank, route: Route, planned: Chunk, gather: bool) -> tuple[Blocks, list[int]]:
-    """The blocks of a chunk in one rank's cache, and the engine's pages that hold it."""
+def side(rank: Rank, route: Route, planned: Chunk, gather: bool) -> tuple[Planes, list[int]]:
+    """The planes of a chunk in one rank's cache, and the engine's pages that hold it."""
     group = route.source if gather else route.destination
     first = route.source_head if gather else route.destination_head
     heads = range(first, first + len(route.heads))
     layers = planned.layers(route)
-    views = [rank.cache._layers.by_number[layer] for layer in layers]
+    views = [rank.views[layer] for layer in layers]
     pages = rank.pages(group, planned.pages(group.page_size))
     if planned.verbatim:
         planes = [plane for view in views for plane in view.planes]
         whole = planes[0].shape[1] == 1
         rows = planes if whole else [plane[:, heads.start : heads.stop] for plane in planes]
-        return Blocks.of_rows(rows, group.page_size // views[0].key.shape[2]), pages
-    blocks = Blocks.of(
+        return Planes.of_rows(rows, group.page_size // views[0].key.shape[2]), pages
+    planes = Planes.of(
         [view.key for view in views],
         [view.value for view in views] if group.value_dim else [],
         group.page_size,
@@ -50,11 +50,11 @@ def side(rank: Rank, route: Route, planned: Chunk, gather: bool) -> tuple[Blocks
         stored(route.destination, layers),
         heads,
     )
-    return blocks, pages
+    return planes, pages
 
 
 def chunk_of(
-    blocks: Blocks,
+    planes: Planes,
     pages: list[int],
     route: Route,
     planned: Chunk,
@@ -66,9 +66,9 @@ def chunk_of(
     group = route.source if gather else route.destination
     table = torch.tensor(pages, dtype=torch.int32)
     if planned.verbatim:
-        return ChunkLaunch(blocks, table, slot, 0, len(pages) * blocks.page_size, sums)
+        return ChunkLaunch(planes, table, slot, 0, len(pages) * planes.page_size, sums)
     return ChunkLaunch(
-        blocks, table, slot, planned.first_token % group.page_size, planned.tokens, sums
+        planes, table, slot, planned.first_token % group.page_size, planned.tokens, sums
     )
 
 

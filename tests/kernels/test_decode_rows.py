@@ -12,7 +12,7 @@ import torch
 from pd_kernels.bench import __main__ as command
 from pd_kernels.bench import decode, decode_cases, decode_check, timing
 from pd_kernels.bench.decode_goals import geometric_means
-from pd_kernels.bench.report import Comparison, duration, guarded
+from pd_kernels.bench.report import Comparison, duration, rows_or_failure
 
 
 def test_rows_are_printed_and_written_as_they_come(
@@ -26,7 +26,9 @@ def test_rows_are_printed_and_written_as_they_come(
             capsys.readouterr().out
         )
         assert [row["name"] for row in json.loads(path.read_text())] == ["first"]
-        yield from guarded("second", {"page": 16}, iter([duration("half", {}, 1e-6, 1e-6, None)]))
+        yield from rows_or_failure(
+            "second", {"page": 16}, iter([duration("half", {}, 1e-6, 1e-6, None)])
+        )
 
     assert [row.name for row in command.report(measured(), path)] == ["first", "half"]
     assert [row["ok"] for row in json.loads(path.read_text())] == [False, True]
@@ -46,7 +48,7 @@ def test_goals_are_geometric_means_of_what_was_measured() -> None:
         duration(flex, ragged[0], 1e-6, 4e-6, None),
         duration(flex, ragged[1], 4e-6, 4e-6, None),
         duration(flashinfer, uniform, 3e-6, 2e-6, 1.0),
-        *guarded(flex, ragged[1], _raising()),
+        *rows_or_failure(flex, ragged[1], _raising()),
     ]
     means = list(geometric_means(rows, decode_cases.LENGTHS))
     assert [(row.name, row.params["lengths"], row.params["goal"]) for row in means] == [

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
-    "pd_kernels.payload": {"block_bytes"},
-    "pd_kernels.transfer.blocks": {"Blocks.of", "Blocks.of_rows"},
+    "pd_kernels.payload": {"plane_bytes"},
+    "pd_kernels.transfer.planes": {"Planes.of", "Planes.of_rows"},
     "pd_kernels.transfer.gather": {"gather_pages"},
     "pd_kernels.transfer.scatter": {"scatter_pages"},
     "pd_kernels.transfer.reshard": {"PayloadShape", "reshard"},

@@ -13,8 +13,8 @@ import torch
 
 from pd_kernels.bench.caches import CacheViews, Model, make_cache
 from pd_kernels.transfer import (
-    Blocks,
     PayloadShape,
+    Planes,
     Resharding,
     Stored,
     gather_pages,
@@ -38,17 +38,17 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def blocks_of(cache: CacheViews) -> Blocks:
-    return Blocks.of(cache.keys, cache.values, 16, "raw", BF16, BF16)
+def planes_of(cache: CacheViews) -> Planes:
+    return Planes.of(cache.keys, cache.values, 16, "raw", BF16, BF16)
 
 
-def there_and_back(before: Callable[[Blocks], None] = lambda _: None) -> bool:
+def there_and_back(before: Callable[[Planes], None] = lambda _: None) -> bool:
     """Whether a payload that is scattered and gathered again, compiled as one, comes back, and
-    stays in the pages. `before` is told of the blocks that take it."""
+    stays in the pages. `before` is told of the planes that take it."""
     cache = make_cache(MODEL, 6, 16, "LBHNC", torch.bfloat16, "cpu")
-    blocks, into = blocks_of(cache), blocks_of(cache.clone())
-    sent, back, kept = (torch.zeros(blocks.nbytes(TOKENS), dtype=torch.uint8) for _ in range(3))
-    gather_pages(blocks, PAGES, sent, FIRST, TOKENS)
+    planes, into = planes_of(cache), planes_of(cache.clone())
+    sent, back, kept = (torch.zeros(planes.nbytes(TOKENS), dtype=torch.uint8) for _ in range(3))
+    gather_pages(planes, PAGES, sent, FIRST, TOKENS)
     assert sent.any()
     for view in into.views:
         view.zero_()
@@ -71,13 +71,13 @@ def test_what_a_compiled_scatter_writes_is_in_the_pages_and_gathered_from_them()
 
 @pytest.mark.usefixtures("by_kernels")
 def test_with_addresses_from_before_it_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = Blocks.at
+    theirs = Planes.at
 
-    def stale(into: Blocks) -> None:
-        def at(*rest: Any, **named: Any) -> Blocks:
+    def stale(into: Planes) -> None:
+        def at(*rest: Any, **named: Any) -> Planes:
             return replace(theirs(*rest, **named), table=into.table)
 
-        monkeypatch.setattr(Blocks, "at", at)
+        monkeypatch.setattr(Planes, "at", at)
 
     assert not there_and_back(stale)
 

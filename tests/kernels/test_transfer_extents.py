@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pd_kernels.transfer import (
-    Blocks,
+    Planes,
     Stored,
     copy_kernel,
     gather_fp8_kernel,
@@ -50,8 +50,8 @@ def chunk(
 ) -> ChunkLaunch:
     """A chunk in a cache of one page: a recorded launch reads no memory."""
     views = [torch.zeros(1, 2, 16, dim, dtype=source) for _ in range(2)]
-    blocks = Blocks.of(views[:1], views[1:], 16, codec, Stored(source), Stored(theirs))
-    return ChunkLaunch(blocks, torch.zeros(1, dtype=torch.int32), torch.empty(0), 0, tokens, None)
+    planes = Planes.of(views[:1], views[1:], 16, codec, Stored(source), Stored(theirs))
+    return ChunkLaunch(planes, torch.zeros(1, dtype=torch.int32), torch.empty(0), 0, tokens, None)
 
 
 FP8 = torch.float8_e4m3fn
@@ -87,8 +87,8 @@ def test_a_head_four_times_as_large_would_not_and_is_left_to_torch(launched: Rec
 
 def test_many_heads_that_are_each_small_enough_may_be_too_large_together() -> None:
     views = [torch.zeros(1, 8, 16, 128) for _ in range(2)]
-    blocks = Blocks.of(views[:1], views[1:], 16, "raw", *[Stored(torch.float32)] * 2)
+    planes = Planes.of(views[:1], views[1:], 16, "raw", *[Stored(torch.float32)] * 2)
     page, slot = torch.zeros(1, dtype=torch.int32), torch.empty(0)
     most = (1 << 28) // (8 * 128)
-    assert ChunkLaunch(blocks, page, slot, 0, most, None).indexable
-    assert not ChunkLaunch(blocks, page, slot, 0, most + 1, None).indexable
+    assert ChunkLaunch(planes, page, slot, 0, most, None).indexable
+    assert not ChunkLaunch(planes, page, slot, 0, most + 1, None).indexable

@@ -55,14 +55,14 @@ def wanted_payload(rank: Rank, route: Route, planned: Chunk) -> bytes:
 
 def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes:
     """Gather with the kernels or their reference; the sums give pd_connector's checksum."""
-    blocks, pages = side(rank, route, planned, gather=True)
+    planes, pages = side(rank, route, planned, gather=True)
     nbytes = planned.nbytes(route)
     slot = sloppy(1, nbytes + 32)
     behind = slot[nbytes:].clone()
     sums = new_sums(nbytes, slot.device)
-    chunk = chunk_of(blocks, pages, route, planned, slot, True, sums)
+    chunk = chunk_of(planes, pages, route, planned, slot, True, sums)
     chunk.check()
-    assert blocks.nbytes(chunk.tokens) == nbytes
+    assert planes.nbytes(chunk.tokens) == nbytes
     if by_kernel:
         launch_gather(chunk)
     else:
@@ -74,10 +74,10 @@ def gathered(rank: Rank, route: Route, planned: Chunk, by_kernel: bool) -> bytes
 
 
 def scattered(rank: Rank, route: Route, planned: Chunk, payload: bytes, by_kernel: bool) -> None:
-    blocks, pages = side(rank, route, planned, gather=False)
+    planes, pages = side(rank, route, planned, gather=False)
     slot = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     sums = new_sums(len(payload), slot.device)
-    chunk = chunk_of(blocks, pages, route, planned, slot, False, sums)
+    chunk = chunk_of(planes, pages, route, planned, slot, False, sums)
     chunk.check()
     (launch_scatter if by_kernel else reference_scatter)(chunk)
     assert finish(sums, len(payload)) == checksum_of(memoryview(payload))
@@ -229,7 +229,7 @@ def test_codes_at_ties_are_rounded_to_even(
         element_by_element(monkeypatch)
     model = (Layer(1, 128, 128),)
     source = rank_of(model, Setup(dtype=dtype), 128, 1)
-    view = source.cache._layers.by_number[0].key
+    view = source.views[0].key
     halves = (torch.arange(view.numel()).view(view.shape) % 253 - 126) / 2
     view.copy_(halves * 1.5)
     view[:, :, :, ::2] = halves[:, :, :, ::2] * 3

@@ -7,8 +7,8 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from pd_kernels.transfer import Blocks, Stored
-from pd_kernels.transfer.prologue import cache_block, token_offsets
+from pd_kernels.transfer import Planes, Stored
+from pd_kernels.transfer.prologue import cache_plane, token_offsets
 
 FAR = (1 << 31) - 1
 """The longest stride of a view of bytes."""
@@ -17,7 +17,7 @@ FAR = (1 << 31) - 1
 @InterpretedFunction
 def offsets_of_a_page(table, pages, found, TOKENS: tl.constexpr, DTYPE: tl.constexpr):
     place = tl.arange(0, TOKENS)
-    _, page, _, token, _ = cache_block(table, 0, DTYPE, False)
+    _, page, _, token, _ = cache_plane(table, 0, DTYPE, False)
     tl.store(found + place, token_offsets(pages, place, place >= 0, page, token, TOKENS, 1))
 
 
@@ -51,5 +51,5 @@ def test_strides_that_kernels_cannot_hold_are_refused(axis: str) -> None:
         return torch.empty_strided((2, 1, 4, 16), tuple(by_axis.values()), device="meta")
 
     with pytest.raises(ValueError, match="less than 2 GiB apart"):
-        Blocks.of([view(strides[axis])], [], 4, "raw", stored, stored)
-    Blocks.of([view(strides[axis] - 1)], [], 4, "raw", stored, stored)
+        Planes.of([view(strides[axis])], [], 4, "raw", stored, stored)
+    Planes.of([view(strides[axis] - 1)], [], 4, "raw", stored, stored)

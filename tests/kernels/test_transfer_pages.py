@@ -11,7 +11,7 @@ from kernel_caches import sloppy
 
 from pd_kernels.bench.caches import ORDERS, POOLS, CacheViews, Model, make_cache
 from pd_kernels.transfer import (
-    Blocks,
+    Planes,
     Stored,
     finish,
     gather,
@@ -60,8 +60,8 @@ def elements(
 def chunk(
     cache: CacheViews, slot: torch.Tensor, pages: list[int], heads: range | None = None
 ) -> ChunkLaunch:
-    blocks = Blocks.of(cache.keys, cache.values, 16, "raw", BF16, BF16, heads)
-    return ChunkLaunch(blocks, torch.tensor(pages, dtype=torch.int32), slot, FIRST, TOKENS, None)
+    planes = Planes.of(cache.keys, cache.values, 16, "raw", BF16, BF16, heads)
+    return ChunkLaunch(planes, torch.tensor(pages, dtype=torch.int32), slot, FIRST, TOKENS, None)
 
 
 def slot_of(model: Model, heads: int) -> torch.Tensor:
@@ -118,7 +118,7 @@ def wrong_heads(cache: CacheViews, slot: torch.Tensor) -> ChunkLaunch:
 
 def wrong_first_token(cache: CacheViews, slot: torch.Tensor) -> ChunkLaunch:
     right = chunk(cache, slot, PAGES)
-    return ChunkLaunch(right.blocks, right.pages, slot, FIRST + 1, TOKENS, None)
+    return ChunkLaunch(right.planes, right.pages, slot, FIRST + 1, TOKENS, None)
 
 
 @pytest.mark.parametrize("wrong", [wrong_pages, wrong_heads, wrong_first_token])
@@ -135,16 +135,16 @@ def test_a_gather_that_goes_wrong_is_seen_by_comparing_payloads(
 @pytest.mark.parametrize("codec", ["fp8_e4m3", "int8"])
 def test_a_damaged_scale_changes_what_is_decoded_and_the_sums(codec: str) -> None:
     cache = make_cache(MODEL, 6, 16, "LBHNC", torch.bfloat16, "cpu")
-    blocks = Blocks.of(cache.keys, cache.values, 16, codec, BF16, BF16)
-    nbytes, pages = blocks.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
+    planes = Planes.of(cache.keys, cache.values, 16, codec, BF16, BF16)
+    nbytes, pages = planes.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
-    launch_gather(ChunkLaunch(blocks, pages, slot, FIRST, TOKENS, None))
+    launch_gather(ChunkLaunch(planes, pages, slot, FIRST, TOKENS, None))
     outcomes = []
     for damage in (0, 1):
         slot[3] ^= damage
         sums = new_sums(nbytes, slot.device)
         copy = cache.clone()
-        into = Blocks.of(copy.keys, copy.values, 16, codec, BF16, BF16)
+        into = Planes.of(copy.keys, copy.values, 16, codec, BF16, BF16)
         launch_scatter(ChunkLaunch(into, pages, slot, FIRST, TOKENS, sums))
         outcomes.append((copy.storages[0], finish(sums, nbytes)))
     (pages_of_right, digest), (pages_of_wrong, other) = outcomes
@@ -159,9 +159,9 @@ def test_what_was_fp8_before_passes_unchanged_through_powers_of_two(spread: floa
     whole = cache.storages[0]
     whole.copy_((whole.float() * 16).to(torch.float8_e4m3fn).float() * spread)
     before = cache.clone()
-    blocks = Blocks.of(cache.keys, cache.values, 16, "fp8_e4m3", BF16, BF16)
-    slot = torch.zeros(blocks.nbytes(TOKENS), dtype=torch.uint8)
-    there = ChunkLaunch(blocks, torch.tensor(PAGES, dtype=torch.int32), slot, FIRST, TOKENS, None)
+    planes = Planes.of(cache.keys, cache.values, 16, "fp8_e4m3", BF16, BF16)
+    slot = torch.zeros(planes.nbytes(TOKENS), dtype=torch.uint8)
+    there = ChunkLaunch(planes, torch.tensor(PAGES, dtype=torch.int32), slot, FIRST, TOKENS, None)
     launch_gather(there)
     for _, stored in elements(MODEL, cache, "LBHNC", 16):
         stored.zero_()
@@ -171,17 +171,17 @@ def test_what_was_fp8_before_passes_unchanged_through_powers_of_two(spread: floa
 
 def test_cpu_tensors_take_the_reference_and_operators_pass_torchs_own_checks() -> None:
     cache = make_cache(MODEL, 6, 16, "LBHNC", torch.bfloat16, "cpu")
-    blocks = Blocks.of(cache.keys, cache.values, 16, "int8", BF16, BF16)
-    nbytes, pages = blocks.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
+    planes = Planes.of(cache.keys, cache.values, 16, "int8", BF16, BF16)
+    nbytes, pages = planes.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
     slot, by_kernel = (sloppy(seed, nbytes) for seed in (1, 2))
-    gather_pages(blocks, pages, slot, FIRST, TOKENS)
-    launch_gather(ChunkLaunch(blocks, pages, by_kernel, FIRST, TOKENS, None))
+    gather_pages(planes, pages, slot, FIRST, TOKENS)
+    launch_gather(ChunkLaunch(planes, pages, by_kernel, FIRST, TOKENS, None))
     assert torch.equal(slot, by_kernel)
-    scatter_pages(blocks, pages, slot, FIRST, TOKENS)
+    scatter_pages(planes, pages, slot, FIRST, TOKENS)
     args = (
-        *(list(blocks.views), blocks.factors, pages, slot, None, blocks.parts),
-        *(blocks.page_size, FIRST, TOKENS, blocks.codec, blocks.source, blocks.destination),
-        blocks.step,
+        *(list(planes.views), planes.factors, pages, slot, None, planes.parts),
+        *(planes.page_size, FIRST, TOKENS, planes.codec, planes.source, planes.destination),
+        planes.step,
     )
     for operator in (gather._gather, scatter._scatter):
         torch.library.opcheck(
@@ -204,15 +204,15 @@ def test_rows_of_whole_sections_only_are_for_kernels(
     dim: int, codec: str, theirs: torch.dtype, whole: bool
 ) -> None:
     cache = make_cache(Model("one", 1, 1, dim, dim), 2, 16, "LBHNC", torch.bfloat16, "cpu")
-    blocks = Blocks.of(cache.keys, cache.values, 16, codec, BF16, Stored(theirs))
+    planes = Planes.of(cache.keys, cache.values, 16, codec, BF16, Stored(theirs))
     pages, slot = torch.zeros(1, dtype=torch.int32), torch.empty(0)
-    assert ChunkLaunch(blocks, pages, slot, 0, 1, None).whole_sections is whole
+    assert ChunkLaunch(planes, pages, slot, 0, 1, None).whole_sections is whole
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written() -> None:
     cache = make_cache(MODEL, 6, 16, "LBHNC", torch.bfloat16, "cpu")
-    blocks = Blocks.of(cache.keys, cache.values, 16, "raw", BF16, BF16)
-    nbytes, pages = blocks.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
+    planes = Planes.of(cache.keys, cache.values, 16, "raw", BF16, BF16)
+    nbytes, pages = planes.nbytes(TOKENS), torch.tensor(PAGES, dtype=torch.int32)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
     calls: list[tuple[str, tuple[object, ...]]] = [
         (f"slot of {nbytes - 1} bytes: the chunk has {nbytes}", (pages, slot[1:], FIRST, TOKENS)),
@@ -225,26 +225,26 @@ def test_what_cannot_be_is_refused_before_anything_is_written() -> None:
     for told, args in calls:
         for call in (gather_pages, scatter_pages):
             with pytest.raises(ValueError, match=told):
-                call(blocks, *args)  # type: ignore[arg-type]
+                call(planes, *args)  # type: ignore[arg-type]
     assert not slot.any()
 
 
-def test_blocks_that_do_not_belong_together_are_refused() -> None:
+def test_planes_that_do_not_belong_together_are_refused() -> None:
     cache = make_cache(MODEL, 6, 16, "LBHNC", torch.bfloat16, "cpu")
     fp8 = Stored(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"zstd.*raw, fp8_e4m3, int8"):
-        Blocks.of(cache.keys, cache.values, 16, "zstd", BF16, BF16)
+        Planes.of(cache.keys, cache.values, 16, "zstd", BF16, BF16)
     with pytest.raises(ValueError, match="use raw"):
-        Blocks.of(cache.keys, cache.values, 16, "int8", fp8, BF16)
+        Planes.of(cache.keys, cache.values, 16, "int8", fp8, BF16)
     with pytest.raises(ValueError, match="K of 2 layers and V of 1"):
-        Blocks.of(cache.keys, cache.values[:1], 16, "raw", BF16, BF16)
+        Planes.of(cache.keys, cache.values[:1], 16, "raw", BF16, BF16)
     narrow = [cache.keys[0], cache.keys[1][..., :16]]
     with pytest.raises(ValueError, match="dim 32"):
-        Blocks.of(narrow, cache.values, 16, "raw", BF16, BF16)
-    Blocks.of(cache.keys, [each[..., :8] for each in cache.values], 16, "raw", BF16, BF16)
+        Planes.of(narrow, cache.values, 16, "raw", BF16, BF16)
+    Planes.of(cache.keys, [each[..., :8] for each in cache.values], 16, "raw", BF16, BF16)
     with pytest.raises(ValueError, match="divide the page size 24"):
-        Blocks.of(cache.keys, cache.values, 24, "raw", BF16, BF16)
+        Planes.of(cache.keys, cache.values, 24, "raw", BF16, BF16)
     with pytest.raises(ValueError, match="one side's cache"):
-        Blocks.of(cache.keys, cache.values, 16, "raw", fp8, fp8)
+        Planes.of(cache.keys, cache.values, 16, "raw", fp8, fp8)
     with pytest.raises(ValueError, match="3 scales of the destination: wanted 4"):
-        Blocks.of(cache.keys, cache.values, 16, "raw", BF16, Stored(fp8.dtype, (1.0,) * 3))
+        Planes.of(cache.keys, cache.values, 16, "raw", BF16, Stored(fp8.dtype, (1.0,) * 3))

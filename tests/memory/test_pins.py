@@ -91,7 +91,7 @@ def test_memory_is_pinned_whole_and_unpinned_before_its_slab_closes(
     runtime: Runtime, shared: bool
 ) -> None:
     slab, pins = Slab(2, 1 << 20, shared=shared), Pins(GPU)
-    pins.add(slab.memory, "slots")
+    pins.pin(slab.memory, "slots")
     assert list(runtime.pinned) == [slab.address]
     assert runtime.registered == [(2 << 20, 1)]
     pins.release()
@@ -105,7 +105,7 @@ def test_memory_that_goes_by_itself_is_unpinned_while_it_is_still_there(
     runtime: Runtime, shared: bool
 ) -> None:
     slab, pins = Slab(2, 1 << 20, shared=shared), Pins(GPU)
-    pins.add(slab.memory, "slots")
+    pins.pin(slab.memory, "slots")
     address, view = slab.address, slab.slot(1, 100)
     slab.close()
     del slab
@@ -140,13 +140,13 @@ def test_nothing_is_asked_of_cuda_for_a_cache_in_host_memory(
     monkeypatch.setattr(torch.cuda, "device", never)
     memory = np.zeros(4096, np.uint8)
     for device in (None, torch.device("cpu")):
-        Pins(device).add(memory, "slots")
+        Pins(device).pin(memory, "slots")
     producer, consumer = ranks.pair(LONG | TRANSPORTS["shm"])
     producer.offer("t", [5, 3])
     consumer.load(producer.source, "t", [20, 1])
     assert consumer.loaded("t").cause is None
     with pytest.raises(AssertionError, match="CUDA was asked"):
-        Pins(GPU).add(memory, "slots")
+        Pins(GPU).pin(memory, "slots")
 
 
 def test_what_cannot_be_pinned_is_a_warning_that_says_what_to_do(
@@ -154,7 +154,7 @@ def test_what_cannot_be_pinned_is_a_warning_that_says_what_to_do(
 ) -> None:
     runtime.refuses = 2
     slab, pins = Slab(2, 1 << 20), Pins(GPU)
-    pins.add(slab.memory, "landing slots")
+    pins.pin(slab.memory, "landing slots")
     assert "landing slots (2097152 bytes) cannot be pinned" in caplog.text
     assert "error 2" in caplog.text
     assert "ulimit -l" in caplog.text
@@ -181,7 +181,7 @@ def test_memory_for_reading_is_pinned_where_the_device_says_that_it_can(
 
     monkeypatch.setattr(cuda_driver, "supports", supports)
     slab, pins = Slab(2, 1 << 20), Pins(GPU)
-    pins.add(slab.memory, "slots of a producer", read_only=True)
+    pins.pin(slab.memory, "slots of a producer", read_only=True)
     assert runtime.registered == ([(2 << 20, 1 | READ_ONLY)] if answer == "none" else [])
     assert ("mapped for reading only" in caplog.text) is (answer == "no")
     pins.release()
@@ -192,7 +192,7 @@ def test_memory_for_reading_is_pinned_where_the_device_says_that_it_can(
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_gpu_takes_slots_for_pinned_memory_until_they_are_released(shared: bool) -> None:
     slab, pins = Slab(2, 1 << 20, shared=shared), Pins(GPU)
-    pins.add(slab.memory, "slots")
+    pins.pin(slab.memory, "slots")
     assert torch.from_numpy(slab.memory).is_pinned()
     pins.release()
     assert not torch.from_numpy(slab.memory).is_pinned()
@@ -205,7 +205,7 @@ def test_the_next_kernel_is_not_blamed_for_what_could_not_be_pinned(
 ) -> None:
     slab, pins = Slab(2, 1 << 20), Pins(GPU)
     for _ in range(2):
-        pins.add(slab.memory, "slots")
+        pins.pin(slab.memory, "slots")
     assert caplog.text.count("cannot be pinned") == 1
     assert torch.ones(8, device=GPU).sum().item() == 8
     pins.release()

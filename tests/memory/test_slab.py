@@ -28,7 +28,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS))
     def take(self, owner: Hashable) -> None:
-        slot = self.pool.take(owner)
+        slot = self.pool.lend(owner)
         if slot is None:
             assert len(self.held) + len(self.quarantined) == SLOTS
         else:
@@ -90,10 +90,10 @@ TestPool = Pool.TestCase
 
 def test_the_slot_that_has_been_free_longest_is_lent_first() -> None:
     pool = SlotPool(3)
-    assert [pool.take("a") for _ in range(3)] == [0, 1, 2]
+    assert [pool.lend("a") for _ in range(3)] == [0, 1, 2]
     for slot in (1, 0, 2):
         pool.give_back(slot)
-    assert [pool.take("a") for _ in range(4)] == [1, 0, 2, None]
+    assert [pool.lend("a") for _ in range(4)] == [1, 0, 2, None]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -150,7 +150,7 @@ def test_untouched_slots_cost_no_memory() -> None:
 @pytest.mark.parametrize("damage", ["lost", "doubled", "unknown"])
 def test_a_slot_that_is_not_somewhere_exactly_once_is_named(damage: str) -> None:
     pool = SlotPool(3)
-    taken = pool.take("a")
+    taken = pool.lend("a")
     assert taken == 0
     pool.check_integrity()
     if damage == "lost":

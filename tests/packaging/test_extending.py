@@ -41,7 +41,7 @@ def run(toy: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_section_is_tried() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(sections) == len(TRIALS) == 5
+    assert len(sections) == len(TRIALS) == 6
 
 
 @pytest.mark.parametrize("trial", TRIALS)
@@ -54,7 +54,9 @@ def test_the_command_that_the_page_adds_is_there(toy: Path) -> None:
     assert run(toy, "-m", "pd_connector", "hello", "--name", "you").stdout == "hello you\n"
 
 
-@pytest.mark.parametrize("name", ["toy_coding.py", "toy_policy.py", "toy_router.py"])
+@pytest.mark.parametrize(
+    "name", ["toy_coding.py", "toy_policy.py", "toy_router.py", "toy_roles.py"]
+)
 def test_what_planners_and_policies_import_needs_no_torch(name: str, toy: Path) -> None:
     code = f"import sys, {name.removesuffix('.py')}; print('torch' in sys.modules)"
     assert run(toy, "-c", code).stdout == "False\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 MOST = 300
 EXCEPTIONS = {
-    "kernels/pd_kernels/transfer/blocks.py": "device functions that Triton inlines into every transfer kernel",
+    "kernels/pd_kernels/transfer/planes.py": "device functions that Triton inlines into every transfer kernel",
     "pd_connector/vllm/connector.py": "vLLM's interface: a list of hooks of a few lines each",
     "pd_connector/vllm/pool.py": "one hook of vLLM's scheduler after the other",
     "scheduler_plugins/sim/cluster.py": "one simulated clock drives routers, engines and transfers",

@@ -128,7 +128,7 @@ def test_what_codecs_and_dtypes_round_is_far_within_the_tolerance(
 def _change(
     rank: Rank, layer: int, v: bool, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    seen = rank.cache._layers.part(layer, Part.VALUE if v else Part.KEY)
+    seen = rank.view(layer, Part.VALUE if v else Part.KEY)
     seen.copy_(change(seen.clone()))
 
 
@@ -201,7 +201,7 @@ def test_one_page_of_another_request_is_told_by_its_number() -> None:
     group = source.geometry.groups[0]
     for page in (4, 2):
         (place,) = source.pages(group, range(page, page + 1))
-        view = source.cache._layers.part(1, Part.KEY)
+        view = source.view(1, Part.KEY)
         view[place] = torch.randn_like(view[place].float()).to(view.dtype)
     far = {
         (one.layer, one.part, page)
@@ -239,10 +239,10 @@ def test_one_wrong_token_is_named_at_every_page_size_dtype_and_codec(
     (source,) = sources
     number, inside = divmod(token, page_size)
     (page,) = source.pages(source.geometry.groups[0], range(number, number + 1))
-    whole = {part: source.cache._layers.part(1, part)[page].clone() for part in Part}
+    whole = {part: source.view(1, part)[page].clone() for part in Part}
     for codec, (name, wrong) in itertools.product(CODECS, WRONG_TOKEN.items()):
         for part, right in whole.items():
-            view = source.cache._layers.part(1, part)
+            view = source.view(1, part)
             view[page] = right
             view[page, :, inside] = wrong(right.float(), inside).to(view.dtype)
         for route, chunk, found in compared(sources, destination, codecs=(codec, "raw")):
@@ -266,9 +266,9 @@ def test_a_token_that_is_larger_than_all_others_together_hides_none() -> None:
     group = destination.geometry.groups[0]
     for rank in (sources[0], destination):
         (first,) = rank.pages(group, range(1))
-        rank.cache._layers.part(0, Part.KEY)[first, :, 3] *= 100
+        rank.view(0, Part.KEY)[first, :, 3] *= 100
     (last,) = sources[0].pages(group, range(5, 6))
-    sources[0].cache._layers.part(0, Part.KEY)[last, :, 4] = 0
+    sources[0].view(0, Part.KEY)[last, :, 4] = 0
     far = {
         token
         for _, _, found in compared(sources, destination)
@@ -284,7 +284,7 @@ def test_a_token_that_is_almost_zero_does_not_make_rounding_look_large() -> None
     group = destination.geometry.groups[0]
     for rank in (sources[0], destination):
         (page,) = rank.pages(group, range(5, 6))
-        view = rank.cache._layers.part(0, Part.VALUE)
+        view = rank.view(0, Part.VALUE)
         view[page, :, 4] *= 0.001
         view[page, :, 4] += 0.01 * torch.randn_like(view[page, :, 4].float()).to(view.dtype)
     found = [one for _, _, all_ in compared(sources, destination) for one in all_]
@@ -297,7 +297,7 @@ def test_tokens_behind_the_last_that_is_wanted_do_not_count() -> None:
     group = destination.geometry.groups[0]
     (last,) = destination.pages(group, range(6, 7))  # tokens 96 to 111; wanted are those up to 99
     for layer in (0, 1):
-        view = destination.cache._layers.part(layer, Part.KEY)
+        view = destination.view(layer, Part.KEY)
         view[last, :, 4:] = 100
     assert largest(sources, destination) == 0
     view[last, :, 3:] = 100
@@ -306,7 +306,7 @@ def test_tokens_behind_the_last_that_is_wanted_do_not_count() -> None:
 
 def test_pages_that_a_window_has_passed_are_passed_over() -> None:
     sources, (destination,) = pair(Setup(), Setup())
-    source_view = sources[0].cache._layers.part(0, Part.VALUE)
+    source_view = sources[0].view(0, Part.VALUE)
     source_view.zero_()
     pages = {
         page
@@ -324,7 +324,7 @@ def test_a_head_that_is_almost_zero_does_not_make_rounding_look_large() -> None:
     """Rounding in the residual is a large part of a head with a thousandth of the others' size."""
     sources, (destination,) = pair(Setup(), Setup())
     for rank in (sources[0], destination):
-        view = rank.cache._layers.part(0, Part.VALUE)
+        view = rank.view(0, Part.VALUE)
         view[:, 0] *= 0.001
         view[:, 0] += 0.01 * torch.randn_like(view[:, 0].float()).to(view.dtype)
     assert largest(sources, destination) < 0.1
@@ -333,7 +333,7 @@ def test_a_head_that_is_almost_zero_does_not_make_rounding_look_large() -> None:
 def test_what_nobody_can_hold_it_to_does_not_count() -> None:
     """Where this engine computed no number itself, the other's is neither right nor wrong."""
     sources, (destination,) = pair(Setup(), Setup())
-    destination.cache._layers.part(0, Part.KEY)[:, 0, 0] = math.nan
+    destination.view(0, Part.KEY)[:, 0, 0] = math.nan
     assert largest(sources, destination) == 0
 
 

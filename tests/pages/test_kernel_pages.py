@@ -42,9 +42,9 @@ LAYERS: tuple[Model, ...] = (
 )
 
 
-def by_kernels(cache: PagedCache) -> PagedCache:
+def by_kernels(rank: CacheRank) -> PagedCache:
     """The same memory, moved by the operators."""
-    return PagedCache(cache._layers.by_number, cache.geometry, by_kernels=True)
+    return PagedCache(rank.views, rank.geometry, by_kernels=True)
 
 
 def rank_of(model: Model, setup: Setup, tokens: int, seed: int, device: str = "cpu") -> CacheRank:
@@ -86,7 +86,7 @@ def same_both_ways(
     """
     source, twin = (rank_of(model, ours, span[1], 1, device) for device in ("cpu", where))
     host, device = (rank_of(model, theirs, span[1], 2, device) for device in ("cpu", where))
-    sending, landing = by_kernels(twin.cache), by_kernels(device.cache)
+    sending, landing = by_kernels(twin), by_kernels(device)
     paths = routes(source.geometry, host.geometry, (codec, "raw"), (codec, "raw"))
     ways = set()
     slot_bytes = max((page_part_bytes(route) + 4096 for route in paths), default=1) * room
@@ -176,7 +176,7 @@ def test_a_gpu_s_kernels_give_the_payloads_checksums_and_pages_of_the_host(
 def one_chunk() -> tuple[CacheRank, PagedCache, Route, Chunk]:
     rank = rank_of((Layer(2),) * 2, Setup(), 48, 1)
     (route,) = routes(rank.geometry, rank.geometry, ("raw",), ("raw",))
-    return rank, by_kernels(rank.cache), route, Chunk(0, 0, 0, 2, 0, 48, False)
+    return rank, by_kernels(rank), route, Chunk(0, 0, 0, 2, 0, 48, False)
 
 
 def test_another_page_gives_another_checksum() -> None:
@@ -223,7 +223,7 @@ def test_what_no_kernel_takes_goes_the_other_way_and_the_caller_sums(
     def refuse(*what: object) -> None:
         raise ValueError("stride of 2147483648 bytes")
 
-    monkeypatch.setattr("pd_kernels.transfer.Blocks.of", refuse)
+    monkeypatch.setattr("pd_kernels.transfer.Planes.of", refuse)
     rank, cache, route, chunk = one_chunk()
     slot = memoryview(bytearray(chunk.nbytes(route)))
     cache.gather(route, chunk, [0, 1, 2], slot)
@@ -237,7 +237,7 @@ def test_what_no_kernel_takes_goes_the_other_way_and_the_caller_sums(
         cache.gather(route, chunk, [0, 1, 5], slot)
 
 
-def test_a_table_of_blocks_is_made_once_for_all_chunks_of_the_same_layers() -> None:
+def test_a_table_of_planes_is_made_once_for_all_chunks_of_the_same_layers() -> None:
     _, cache, route, chunk = one_chunk()
     assert cache._kernels is not None
     slot = memoryview(bytearray(chunk.nbytes(route)))
@@ -367,11 +367,11 @@ def test_a_payload_that_is_damaged_on_its_way_is_noticed(
 
 def damage(producer: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the producer has summed is changed before it is sent."""
-    start = outbox.Outbox._start
+    start = outbox.Outbox._writer
 
     def damaged(box, send, way, payload, found):
         changed = bytearray(payload)
         changed[100] ^= 4
         return start(box, send, way, memoryview(changed), found)
 
-    monkeypatch.setattr(outbox.Outbox, "_start", damaged)
+    monkeypatch.setattr(outbox.Outbox, "_writer", damaged)

@@ -34,10 +34,13 @@ PAGES, INTO = list(range(5, 505)), list(range(500, 0, -1))
 """Enough for several chunks."""
 
 
-def one_cache(tokens: int = 160) -> tuple[PagedCache, Route]:
-    setup = Setup()
-    rank = CacheRank(setup.geometries((Layer(2),) * 2)[-1], tokens, random.Random(1), "cpu")
-    cache = PagedCache(rank.cache._layers.by_number, rank.cache.geometry, by_kernels=True)
+def one_rank() -> CacheRank:
+    return CacheRank(Setup().geometries((Layer(2),) * 2)[-1], 160, random.Random(1), "cpu")
+
+
+def one_cache(rank: CacheRank | None = None) -> tuple[PagedCache, Route]:
+    rank = rank or one_rank()
+    cache = PagedCache(rank.views, rank.geometry, by_kernels=True)
     (route,) = routes(rank.geometry, rank.geometry, ("raw",), ("raw",))
     return cache, route
 
@@ -110,18 +113,18 @@ def test_a_guess_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_that_were_given_away_since_are_read_again(settles: bool) -> None:
     """Between two turns of the agent pages may be revoked, and written by others: `settle` forgets what
     was read before. Without it, bytes of before would be sent."""
-    cache, route = one_cache()
+    ranks = [one_rank(), one_rank()]
+    cache, route = one_cache(ranks[0])
     slots = [memoryview(bytearray(chunk_of(16).nbytes(route))) for _ in range(2)]
     cache.gather_next(route, chunk_of(16), [3], slots[1])
     cache.gather(route, chunk_of(16), [2], slots[0])
     if settles:
         cache.settle()
-    for layer in cache._layers.by_number.values():
-        layer.key[3] = 7
+    for rank in ranks:
+        for layer in rank.views.values():
+            layer.key[3] = 7
     payload = bytes(cache.gather(route, chunk_of(16), [3], slots[1]))
-    fresh, _ = one_cache()
-    for layer in fresh._layers.by_number.values():
-        layer.key[3] = 7
+    fresh, _ = one_cache(ranks[1])
     wanted = bytes(fresh.gather(route, chunk_of(16), [3], memoryview(bytearray(len(payload)))))
     assert (payload == wanted) is settles
 
@@ -250,7 +253,7 @@ def test_chunks_that_land_together_are_staged_one_ahead(
 
 def hold_back(consumer: Any) -> list[int]:
     """Let a consumer's chunks land two at a time, but for those that nothing follows."""
-    (transport,) = consumer.agent._loop._transports
+    (transport,) = consumer.transports
     poll, kept, polls = transport.poll, [], [0]
     sizes: list[int] = []
 

@@ -373,11 +373,11 @@ def test_torch_moves_fp8_as_integers() -> None:
     """Some of its operations do not exist for FP8 on a GPU."""
     view = torch.randn(6, 2, 16, 8).to(torch.float8_e4m3fn)
     pages = TokenSpan((4, 1), 3, 30, 16, 16)
-    block, other = torch.zeros(2, 27, 8).to(view.dtype), torch.zeros_like(view)
+    plane, other = torch.zeros(2, 27, 8).to(view.dtype), torch.zeros_like(view)
     copier = TorchCopier()
     with Dtypes() as dtypes:
-        copier.read(view, pages, block)
-        copier.write(other, pages, block)
+        copier.read(view, pages, plane)
+        copier.write(other, pages, plane)
     moved = {dtype for name, dtype in dtypes.found if name in ("index_select", "copy_")}
     assert torch.int8 in moved
     assert view.dtype not in moved

@@ -36,7 +36,7 @@ ORDERS = st.sampled_from([(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 1, 3)
     st.booleans(),
     st.integers(0, 8),
 )
-def test_blocks_are_what_indexing_gives(
+def test_planes_are_what_indexing_gives(
     order: tuple[int, ...],
     dim: int,
     cut: tuple[int, int],
@@ -56,15 +56,15 @@ def test_blocks_are_what_indexing_gives(
     wanted = torch.stack([view[page, :, token] for page, token in tokens], 1)
     memory = torch.empty(wanted.nbytes + 8, dtype=torch.uint8)
     places = memory[2 * (odd // 2) :][: wanted.nbytes].view(torch.int16)
-    block = places.view(wanted.shape)
+    plane = places.view(wanted.shape)
     assert RowMatrix.of(view) is not None
     copier = HostCopier()
-    copier.read(view, where, block)
-    assert torch.equal(block, wanted)
+    copier.read(view, where, plane)
+    assert torch.equal(plane, wanted)
 
     before = whole.clone()
-    block += 1
-    copier.write(view, where, block)
+    plane += 1
+    copier.write(view, where, plane)
     for page, token in tokens:
         assert torch.equal(
             view[page, :, token], before[page, heads, token].narrow(1, dim * value, dim) + 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.kv.geometry import Geometry, Group, pages_for
-from pd_connector.plan.chunks import Chunk, blocks, chunk_limit, plan
+from pd_connector.plan.chunks import Chunk, chunk_limit, plan, planes
 from pd_connector.plan.coverage import uncovered
 from pd_connector.plan.route import Route, meet, routes
 from pd_connector.plan.rules import NEWEST_RULES, PlanRules
@@ -230,11 +230,11 @@ def test_blocks_lie_side_by_side_and_fill_the_payload(
             continue
         route, end = paths[chunk.route], 0
         seen = []
-        for block in blocks(route, chunk):
-            assert block.offset == end
-            assert block.shape[:2] == (len(route.heads), chunk.tokens)
-            seen.append((block.layer, block.part))
-            end += block.nbytes
+        for plane in planes(route, chunk):
+            assert plane.offset == end
+            assert plane.shape[:2] == (len(route.heads), chunk.tokens)
+            seen.append((plane.layer, plane.part))
+            end += plane.nbytes
         assert end == chunk.nbytes(route)
         assert (
             len(set(seen))

@@ -147,6 +147,13 @@ def test_a_codec_that_both_permit_comes_before_whole_pages() -> None:
     assert routes(source, source, ["raw"], CODECS)[0].verbatim
 
 
+@pytest.mark.parametrize(("dtype", "error_of"), [("bfloat16", "int8"), ("fp8_e4m3", "raw")])
+def test_a_codec_adds_no_error_to_what_an_fp8_cache_would_store(dtype: str, error_of: str) -> None:
+    (source,), (destination,) = Setup().geometries(MODEL), Setup(dtype=dtype).geometries(MODEL)
+    (route,) = routes(source, destination, ("int8", "raw"), ("int8", "raw"))
+    assert route.error_of == error_of
+
+
 def test_routes_are_made_once() -> None:
     source, destination = Setup().geometries(MODEL)[0], Setup(tp=2).geometries(MODEL)[1]
     assert routes(source, destination, ["raw"], CODECS) is routes(

@@ -12,7 +12,7 @@ from support.pool_records import GEOMETRY, pages_run
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pool.form import (
-    Plane,
+    PagePlane,
     Run,
     View,
     form_problem,
@@ -65,7 +65,7 @@ def test_a_geometry_that_cannot_be_is_named(geometry: Geometry, text: str) -> No
 @pytest.mark.parametrize(
     ("changed", "geometry", "text"),
     [
-        (run(page_size=96, planes=(Plane(2, 3 * BYTES),)), group(page_size=96), "pages of 96"),
+        (run(page_size=96, planes=(PagePlane(2, 3 * BYTES),)), group(page_size=96), "pages of 96"),
         (run(key=seen((2, 32, 8), (1024, 512, 16, 1, 1))), GEOMETRY, "strides"),
         (run(key=seen((2, 32, 2, 4), (1024, 512, 16, 4, 1))), GEOMETRY, "4 axes"),
         (run(value=seen((2, 16, 8), (1024, 512, 16, 1))), GEOMETRY, "shape"),
@@ -79,7 +79,7 @@ def test_a_geometry_that_cannot_be_is_named(geometry: Geometry, text: str) -> No
         ),
         (run(key=seen((1, 32, 8), (1024, 512, 16, 1))), GEOMETRY, "shape"),
         (run(key=seen((2, 32, 4), (1024, 512, 16, 1))), GEOMETRY, "dims"),
-        (run(planes=(Plane(2, 2 * BYTES),)), GEOMETRY, "planes"),
+        (run(planes=(PagePlane(2, 2 * BYTES),)), GEOMETRY, "planes"),
     ],
     ids=[
         "pages that do not divide a chunk",
@@ -99,7 +99,7 @@ def test_a_run_that_does_not_fit_its_cache_is_named(
 
 
 def test_planes_of_half_elements_are_named_even_if_all_bytes_are_right() -> None:
-    halves = (Plane(1, BYTES - 1), Plane(1, BYTES + 1))
+    halves = (PagePlane(1, BYTES - 1), PagePlane(1, BYTES + 1))
     key = View(1, (2, 32, 8), (BYTES // 2, 0, 8, 1), 0)
     changed = run(planes=halves, key=key, value=key)
     assert "planes" in form_problem((changed,), GEOMETRY)

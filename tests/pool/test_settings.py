@@ -161,6 +161,13 @@ def test_memory_outside_a_tmpfs_is_refused(tmp_path: Path) -> None:
         load(True, {settings.SHM_VARIABLE: str(tmp_path)})
 
 
+def test_a_tmpfs_folder_that_is_not_there_is_refused(environment: Mapping[str, str]) -> None:
+    """In a container without `/dev/shm`, `/dev` is a tmpfs."""
+    nowhere = f"{environment[settings.SHM_VARIABLE]}/none"
+    with pytest.raises(ConfigError, match=f"{nowhere}: is not there"):
+        load(True, {settings.SHM_VARIABLE: nowhere})
+
+
 @pytest.mark.parametrize(
     ("line", "root", "limit", "usage", "dropped"),
     [

@@ -27,13 +27,17 @@ def world() -> World:
     return world
 
 
+def outgoing_of(producer: Producer):
+    return producer._transfers["transfer0"]
+
+
 def stream_of(producer: Producer):
-    (stream,) = producer._transfers["transfer0"].streams.values()
+    (stream,) = outgoing_of(producer).streams.values()
     return stream
 
 
 def no_offer(producer: Producer) -> None:
-    outgoing = producer._transfers["transfer0"]
+    outgoing = outgoing_of(producer)
     assert outgoing.offer is not None
     outgoing.offer = outgoing.offer._replace(transfer="transfer9")
 
@@ -51,17 +55,17 @@ def never_accepted(producer: Producer) -> None:
 
 
 def two_readers_of_one(producer: Producer) -> None:
-    producer._transfers["transfer0"].finished[b"other"] = None
+    outgoing_of(producer).finished[b"other"] = None
 
 
 def leased_twice(producer: Producer) -> None:
-    offer = producer._transfers["transfer0"].offer
+    offer = outgoing_of(producer).offer
     assert isinstance(offer, Offer)
     producer.offer(offer._replace(transfer="transfer1"), 1000.0)
 
 
 def still_draining(producer: Producer) -> None:
-    (session,) = producer._transfers["transfer0"].streams
+    (session,) = outgoing_of(producer).streams
     producer._openings._draining._writing[session, "transfer0"] = 1
 
 

@@ -137,7 +137,7 @@ def test_serve_is_told_the_choice_first_and_the_others_after_it():
     found = router(policy="cache_aware")
     body = CompletionRequest(model="m", prompt="x" * 2000)
     home = chosen(found, pending(body, 0))
-    found._fleet.ended("i0", 0.0)
+    found.on_request_completed(ReplicaID("p", DeploymentID("Prefill:m", "app")), "i0")
     assert chosen(found, pending(body, 1)) == home
 
 
@@ -145,7 +145,7 @@ def test_a_chat_is_understood():
     found = router(policy="cache_aware")
     chat = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x" * 2000}])
     home = chosen(found, pending(chat, 0))
-    found._fleet.ended("i0", 0.0)
+    found.on_request_completed(ReplicaID("p", DeploymentID("Prefill:m", "app")), "i0")
     assert chosen(found, pending(chat, 1)) == home
 
 

@@ -94,7 +94,7 @@ class Prefill:
 class Decode(ConcurrentDecode, PDOrchestratorMixin, Engine):
     def __init__(self, connect_timeout_s=5.0, **prefill):
         Engine.__init__(self)
-        self._prefill_handle = Prefill(self, **prefill)
+        self.prefill = self._prefill_handle = Prefill(self, **prefill)
         self._connector_backend_cache = PDConnectorBackend(SimpleNamespace(engine_kwargs={}))
         self._connector_backend_cache._node_id = "here"
         self._connector_backend_cache.config = Config(connect_timeout_s=connect_timeout_s)
@@ -105,12 +105,15 @@ class Decode(ConcurrentDecode, PDOrchestratorMixin, Engine):
 
     async def ask(self, **fields):
         request = CompletionRequest(model="m", prompt="hello", **fields)
-        return [chunk async for chunk in self._pd_handle_request(request)]
+        return [chunk async for chunk in self.answer(request)]
+
+    def answer(self, request):
+        return self._pd_handle_request(request)
 
     async def check_nothing_left(self):
         assert self.open == 0
         await asyncio.gather(*servers._prefills_under_way)
-        assert self._prefill_handle.reserved == 0
+        assert self.prefill.reserved == 0
 
 
 def parts(kind):
@@ -121,10 +124,10 @@ def test_both_engines_are_asked_at_the_same_time():
     async def run():
         decode = Decode()
         assert await decode.ask() == parts(KV)
-        (sent,) = decode._prefill_handle.sent
+        (sent,) = decode.prefill.sent
         assert sent.kv_transfer_params["do_remote_decode"]
         assert decode.outcomes == ["handed_over"]
-        assert decode._prefill_handle.drained == 1
+        assert decode.prefill.drained == 1
         await decode.check_nothing_left()
 
     asyncio.run(run())
@@ -159,7 +162,7 @@ def test_rays_own_server_fails_such_a_request():
     async def run():
         decode = Decode(answer=ConnectionError("the replica died"))
         rays = Rays()
-        rays._prefill_handle = decode._prefill_handle
+        rays._prefill_handle = decode.prefill
         rays._connector_backend_cache = decode._connector_backend_cache
         with pytest.raises(ConnectionError):
             async for _ in rays._pd_handle_request(CompletionRequest(model="m", prompt="hello")):
@@ -174,7 +177,7 @@ def test_without_a_prefill_replica_the_prompt_is_computed_here(bind):
         decode = Decode(connect_timeout_s=0.05, bind=bind)
         assert await decode.ask() == parts(ALONE)
         assert decode.outcomes == ["unbound"]
-        decode._prefill_handle.bind = None
+        decode.prefill.bind = None
         decode._patience._no_wait_before = 0.0  # time to look again
         assert await decode.ask() == parts(KV)
         assert decode.outcomes[1:] == ["handed_over"]
@@ -188,7 +191,7 @@ def test_a_prefill_replica_that_cannot_be_reached_is_not_asked():
         decode = Decode(node="elsewhere")  # a loopback address of another node
         assert await decode.ask() == parts(ALONE)
         assert decode.outcomes == ["unreachable"]
-        assert decode._prefill_handle.sent == []
+        assert decode.prefill.sent == []
         await decode.check_nothing_left()
 
     asyncio.run(run())
@@ -199,7 +202,7 @@ def test_what_one_transfer_cannot_carry_asks_no_prefill_replica():
         decode = Decode()
         assert await decode.ask(n=2) == parts(ALONE)
         assert decode.outcomes == ["several_answers"]
-        assert decode._prefill_handle.sent == []
+        assert decode.prefill.sent == []
 
     asyncio.run(run())
 
@@ -208,11 +211,11 @@ def test_a_client_that_hangs_up_leaves_nothing():
     async def run():
         decode = Decode()
         request = CompletionRequest(model="m", prompt="hello")
-        answer = decode._pd_handle_request(request)
+        answer = decode.answer(request)
         assert await anext(answer) == f"{KV} 0"
         await answer.aclose()
         await decode.check_nothing_left()
-        assert decode._prefill_handle.drained == 1
+        assert decode.prefill.drained == 1
 
     asyncio.run(run())
 
@@ -223,8 +226,8 @@ def test_an_answer_does_not_wait_for_a_prefill_replica_that_hangs():
     async def run():
         decode = Decode(answer=HANG)
         assert await decode.ask() == parts(KV)
-        assert decode._prefill_handle.reserved == 1
-        decode._prefill_handle.goes_on.set()
+        assert decode.prefill.reserved == 1
+        decode.prefill.goes_on.set()
         await decode.check_nothing_left()
 
     asyncio.run(run())
@@ -234,7 +237,7 @@ def test_a_client_that_hangs_up_before_the_first_token_leaves_nothing():
     async def run():
         decode = Decode(answer="slow")
         asking = asyncio.ensure_future(decode.ask())
-        await decode._prefill_handle.ended.wait()
+        await decode.prefill.ended.wait()
         assert decode.open == 1
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -249,8 +252,8 @@ def test_a_prefill_that_serve_cancels_after_its_client_has_gone_leaves_its_place
 
     async def run():
         decode = Decode(answer=HANG)
-        prefill = decode._prefill_handle
-        answer = decode._pd_handle_request(CompletionRequest(model="m", prompt="hello"))
+        prefill = decode.prefill
+        answer = decode.answer(CompletionRequest(model="m", prompt="hello"))
         assert await anext(answer) == f"{KV} 0"
         prefill.answer = asyncio.CancelledError()
         await answer.aclose()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
@@ -73,13 +75,27 @@ def test_engines_that_change_their_sides_and_back_hand_over_as_before(
 
 
 def test_the_router_drains_engines_and_swaps_their_sides(
-    pair: Pair, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """At its start, because they are on other sides than its file says; after an edit of the file; by its API."""
     p, d = pair
     monkeypatch.setenv("PD_ROUTER_ADMIN_KEY", KEY)
-    router = RouterProcess([p.base_url], [d.base_url])
-    port = router.reserve()
-    router.args += ["--admin-port", str(port)]
+    router = RouterProcess([d.base_url], [p.base_url])
+    port, file = router.reserve(), tmp_path / "router.yaml"
+    router.args += ["--admin-port", str(port), "--config", str(file)]
+
+    def write(prefill: SglangEngine, decode: SglangEngine, **more: object) -> None:
+        sides = [("prefill", prefill), ("decode", decode)]
+        engines = [{"url": engine.base_url, "role": role, **more} for role, engine in sides]
+        file.write_text(json.dumps({"engines": engines, "roles": "fixed"}))
+
+    def switched(prefill: SglangEngine, decode: SglangEngine) -> None:
+        until_s = time.monotonic() + 120
+        while (side(prefill), side(decode)) != ("prefill", "decode"):
+            assert time.monotonic() < until_s, router.log_path
+            time.sleep(0.2)
+        router.wait_ready()
+        assert [ask(length) for length in LENGTHS] == [16] * len(LENGTHS)
 
     def swap(prefill: SglangEngine, decode: SglangEngine) -> None:
         roles = [(prefill, "prefill"), (decode, "decode")]
@@ -98,10 +114,13 @@ def test_the_router_drains_engines_and_swaps_their_sides(
             return error.status
         return int(answer["usage"]["completion_tokens"])
 
+    write(d, p, may=["prefill", "decode"])
     try:
         router.start()
         router.wait_ready()
-        assert [ask(length) for length in LENGTHS] == [16] * len(LENGTHS)
+        switched(prefill=d, decode=p)
+        write(p, d)
+        switched(prefill=p, decode=d)
         with ThreadPoolExecutor(4) as threads:
             under_way = [threads.submit(ask, 300 + n) for n in range(4)]
             swap(d, p)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pd_connector.agent.agent import Agent, Outcome
+from pd_connector.agent.loop import Loop
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
@@ -19,6 +20,7 @@ from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Free, Offer
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.transport.base import Transport
 from support.waits import until
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own
@@ -120,9 +122,26 @@ class Rank:
         (group,) = geometry.groups
         self.page_tokens = group.page_size
         seen = {number: views(layer, group) for number, layer in self.layers.items()}
-        cache = PagedCache(seen, geometry)
+        self.cache = PagedCache(seen, geometry)
         roles = {"produces": produces, "consumes": consumes}
-        self.agent = Agent(Config(**settings), engine_id, facts, cache, **roles, **options)
+        self.agent = Agent(Config(**settings), engine_id, facts, self.cache, **roles, **options)
+
+    @property
+    def loop(self) -> Loop:
+        """The agent's present life: a test may break it, hold it up, or look at what it has forgotten."""
+        return self.agent._loop
+
+    @property
+    def transports(self) -> list[Transport]:
+        return self.loop._transports
+
+    def die(self) -> None:
+        """The agent's next turn ends it."""
+
+        def fail(now: float) -> None:
+            raise RuntimeError("a defect")
+
+        self.loop.step = fail  # type: ignore[method-assign]
 
     @property
     def source(self) -> Source:

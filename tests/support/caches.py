@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from pd_connector.codec import DTYPES
+from pd_connector.codec import DTYPES, Part
 from pd_connector.kv.geometry import Geometry, Group, pages_for
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from support.setups import HEADS_APART
@@ -154,7 +154,7 @@ class Rank:
         self.storage: dict[int, torch.Tensor] = {}
         self.shapes: dict[int, Shape] = {}
         self.groups = {layer: group for group in geometry.groups for layer in group.layers}
-        views = {}
+        self.views: dict[int, LayerPages] = {}
         for group in geometry.groups:
             wanted = pages_for(tokens, group.page_size)
             pages = wanted + 2
@@ -167,8 +167,14 @@ class Rank:
                 made = torch.frombuffer(bytearray(noise), dtype=torch.uint8).to(device)
                 self.storage[layer] = made.view(DTYPES[group.dtype])
                 self.shapes[layer] = shape
-                views[layer] = layout.views(self.storage[layer], shape)
-        self.cache = PagedCache(views, geometry)
+                self.views[layer] = layout.views(self.storage[layer], shape)
+        self.cache = PagedCache(self.views, geometry)
+
+    def view(self, layer: int, part: Part) -> torch.Tensor:
+        """K (or the latent) or V of a layer, `[page, kv head, token, dim]`, or tiled."""
+        seen = self.views[layer].value if part is Part.VALUE else self.views[layer].key
+        assert seen is not None, f"layer {layer} has no V"
+        return seen
 
     def pages(self, group: Group, span: range) -> list[int]:
         return self.tables[group.table][span.start : span.stop]

@@ -109,7 +109,7 @@ def counted(
     paths = routes(source, destination, (codec, "raw"), (codec, "raw"))
     unlike = routes(source, destination, (other, "raw"), (other, "raw"))
     for rank, gathers in zip(ranks, (True, False), strict=True):
-        layers = dict(rank.cache._layers.by_number)
+        layers = dict(rank.views)
         if misplaces:
             assert layers[1].value is not None
             moved = misplaced(layers[1].key), misplaced(layers[1].value)

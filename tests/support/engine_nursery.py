@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.tools.launch import engine, proc, sglang
 from pd_connector.tools.launch.engine import on_cpu
-from pd_connector.tools.launch.guard import guarded
+from pd_connector.tools.launch.reaper import launcher_id
 from pd_connector.tools.launch.sglang import sglang_on_cpu
 from support import engine_forks
 
@@ -135,7 +135,7 @@ class Nursery:
                 [python, "-P", engine_forks.__file__, kind],
                 stdin=theirs,
                 env=self.environment
-                | {proc.MARKER: guarded().ljust(engine_forks.MARKER_BYTES, ":")},
+                | {proc.MARKER: launcher_id().ljust(engine_forks.MARKER_BYTES, ":")},
                 process_group=0,
             )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import LayerFacts, ModelFacts
-from pd_connector.pool.form import Plane, Run, View, places, wire_run
+from pd_connector.pool.form import PagePlane, Run, View, places, wire_run
 from pd_connector.pool.keys import CHUNK_TOKENS, inputs_digest, link, root, salt_digest, token_bytes
 from pd_connector.pool.record import (
     HEADER,
@@ -42,7 +42,7 @@ def pages_run(layers: tuple[int, ...] = (0, 2), first_token: int = 0) -> Run:
     """Pages of 32 tokens, two heads that lie apart, `[head][token][K, V]`."""
     strides = (2 * 32 * 16, 32 * 16, 16, 1)
     shape = (2, 32, 8)
-    planes = (Plane(2, 32 * 16 * 2),)
+    planes = (PagePlane(2, 32 * 16 * 2),)
     return Run(
         layers, 32, first_token, planes, View(0, shape, strides, 0), View(0, shape, strides, 8)
     )

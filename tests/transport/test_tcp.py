@@ -473,11 +473,11 @@ def _has_ipv6() -> bool:
 
 def test_who_waits_for_landing_memory_is_not_forgotten_when_somebody_else_gets_some():
     landing = Landing(Slab(1, 64))
-    slot = landing.take()
+    slot = landing.lend()
     assert slot is not None
-    assert landing.take() is None  # it waits
+    assert landing.lend() is None  # it waits
     landing.give_back(slot)
-    assert landing.take() is not None  # another one, in the same turn
+    assert landing.lend() is not None  # another one, in the same turn
     assert landing.starved
 
 

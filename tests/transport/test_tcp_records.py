@@ -308,7 +308,7 @@ def test_a_chunk_that_is_cut_off_is_not_delivered(line: Callable[..., Line]) -> 
     with pytest.raises(ConnectionResetError):
         receiver.receiving.receive()
     receiver.receiving.close()
-    assert {receiver.landing.take(), receiver.landing.take()} == {0, 1}, "slots come home"
+    assert {receiver.landing.lend(), receiver.landing.lend()} == {0, 1}, "slots come home"
 
 
 WRONG: dict[str, tuple[bool, bytes]] = {
@@ -440,7 +440,7 @@ def test_a_chunk_is_sealed_from_pieces_and_opened_into_others(
         else:
             assert isinstance(event.payload, memoryview)
             assert bytes(event.payload) == payload
-    free = [receiver.landing.take() for _ in range(2)]
+    free = [receiver.landing.lend() for _ in range(2)]
     assert free.count(None) == (2 if untagged else 1), "other chunks do not lie in landing memory"
 
 

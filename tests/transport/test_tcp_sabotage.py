@@ -241,7 +241,7 @@ def test_connections_that_end_at_any_byte_cost_their_chunks_and_nothing_else(
     load.poll()
     landing = landing_of(load.consumer)
     landing.recycle()
-    taken = {landing.take() for _ in range(SLOTS)}
+    taken = {landing.lend() for _ in range(SLOTS)}
     assert taken == set(range(SLOTS)), "landing memory comes home"
 
 

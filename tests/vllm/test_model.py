@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told of vLLM's layers: what their kernels and blocks do, and nothing that the engine's limits say."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,11 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from pd_connector.vllm import owners
+from pd_connector import tools
+from pd_connector.kv.checkpoint_files import CheckpointFiles
+from pd_connector.vllm import model, owners
 from pd_connector.vllm.layers import CacheId
-from pd_connector.vllm.model import _encoder, _layer_facts
+from pd_connector.vllm.model import _draft, _encoder, _layer_facts
 
 ROTARY = {"rope_theta": 10000.0}
 """What the config says of rotation."""
@@ -89,3 +92,18 @@ def test_what_an_encoder_makes_of_images_is_part_of_the_config():
         told(video_pruning_rate=0.5, video_pruning_method=each) for each in ("evs", "vidcom2")
     ]
     assert pruned[0] != pruned[1]
+
+
+def test_a_draft_that_comes_from_the_models_own_files_leaves_them_open(monkeypatch):
+    """Such as n-grams, or layers for several tokens (MTP): all bytes of these files are read later."""
+    folder = Path(tools.__file__).parent / "demo" / "model"
+    own, others = (CheckpointFiles.open(folder, "auto") for _ in range(2))
+    monkeypatch.setattr(model, "model_files", lambda *_, **__: (own, others))
+    monkeypatch.setattr(model, "read_config", lambda _: {})
+    told = SimpleNamespace(method="mtp", draft_model_config=SimpleNamespace(dtype="bfloat16"))
+    config = SimpleNamespace(speculative_config=told, load_config=None)
+    assert _draft(config, (own,))
+    assert own.files[0].read(1, 0)
+    with pytest.raises(ValueError, match="closed"):
+        others.files[0].read(1, 0)
+    own.close()

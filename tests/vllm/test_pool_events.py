@@ -80,7 +80,7 @@ def test_blocks_are_told_by_vllms_own_names_once_their_chunk_is_there_and_once_i
     tokens = [token for event in found for token in event.token_ids]
     assert tokens == list(request.prompt_token_ids or ())[: CHUNKS * CHUNK_TOKENS]
     assert {event.medium for event in found} == {"CPU"}
-    store = engine.side.pool._store
+    store = engine.store
     assert {event.ownership for event in found} == {f"pd_connector {store.id}"}
     store.remove(keys_of(engine)[-1:])
     (gone,) = events(engine, 1)

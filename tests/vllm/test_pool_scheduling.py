@@ -333,6 +333,27 @@ def test_where_a_window_slides_the_first_chunks_are_loaded_again() -> None:
     of.assert_nothing_held()
 
 
+def test_where_vllm_wants_fewer_tokens_than_it_was_told_the_first_ones_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM computes the end of some sliding windows anew."""
+    of = engine()
+    stored(of, 3)
+    connector = of.scheduler.connector
+    matched = connector.get_num_new_matched_tokens
+
+    def fewer(*what: Any) -> tuple[int | None, bool]:
+        found, loads = matched(*what)
+        return found and found - PAGE, loads
+
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", fewer)
+    add(of, "a", 3 * CHUNK_TOKENS + 30, max_tokens=2)
+    of.step()
+    (load,) = fills(of)
+    assert (load.first_token, load.stop_token) == (0, 3 * CHUNK_TOKENS - PAGE)
+    assert [chunk.number for chunk in load.chunks] == [0, 1, 2]
+
+
 def test_requests_at_once_read_a_chunk_once() -> None:
     of = engine()
     stored(of, 3)

@@ -16,7 +16,7 @@ from pd_connector.tools.bench.sample import Sample
 SHAPE: Shape = (8, 512, 128)
 _BFLOAT16 = Elements("bfloat16")
 _CALLS = 8
-"""Blocks timed together, because one block takes only a tenth of a millisecond."""
+"""Planes timed together, because one plane takes only a tenth of a millisecond."""
 
 
 def measure(runs: int, shape: Shape = SHAPE) -> list[Comparison]:

@@ -25,7 +25,7 @@ the same plan, merges split rows.
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from pd_kernels.attention.mla_call import GLUON_TILE, LATENT, ROPE
 from pd_kernels.attention.mla_gluon_sides import attend_side
@@ -102,6 +102,7 @@ def latent_attention_tma(
         mbarrier.init(told.index(place), count=1)
         # Both sides read the weights, which lie in the buffer of the part with RoPE.
         mbarrier.init(empty.index(place), count=2 if place % 3 == 2 else 1)
+    fence_async_shared()  # the TMA sees the new barriers, too
 
     buffers = (kept, kept_tails, full, empty)
     own = (query, lengths, out, lse, counters, partials, weights, work_range)

@@ -130,8 +130,9 @@ def store_lines(target, row, line, column, results, weight, SHAPE: tl.constexpr)
     index += head * SHAPE[GROUP] + number % SHAPE[GROUP]
     exists = exists & (line < SHAPE[HEIGHT])
     _store(out, index, column, results, exists, SHAPE[DIM])
-    if SHAPE[WITH_LSE]:
-        tl.store(lse + index, weight * _LN2, mask=exists)
+    if SHAPE[WITH_LSE]:  # noqa: SIM102 - known at compile time
+        if column == 0:  # programs that merge other columns of these lines have the same number
+            tl.store(lse + index, weight * _LN2, mask=exists)
 
 
 @triton.jit

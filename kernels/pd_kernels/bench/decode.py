@@ -31,7 +31,7 @@ from pd_kernels.bench.decode_cases import (
 from pd_kernels.bench.decode_goals import geometric_means
 from pd_kernels.bench.merging import measure_merging
 from pd_kernels.bench.mixed import STEPS, measure_mixed
-from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
+from pd_kernels.bench.report import Comparison, Param, duration, rows_or_failure, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 from pd_kernels.tuning import tuned
 
@@ -110,7 +110,7 @@ def _measured(quick: bool, only: Sequence[str], wrong: Collection[str]) -> Itera
     for case in cases(quick, copy):
         if case.matches(only):
             print(f"{case.name}: {', '.join(map(str, case.params.values()))}", flush=True)
-            yield from guarded(case.name, case.params, case.rows, case.kernel in wrong)
+            yield from rows_or_failure(case.name, case.params, case.rows, case.kernel in wrong)
             torch.cuda.empty_cache()
 
 

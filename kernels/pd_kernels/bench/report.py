@@ -53,7 +53,7 @@ def duration(
     return Comparison(name, params, ours_s * 1e6, baseline_s * 1e6, "us", ratio, bar, passed)
 
 
-def guarded(
+def rows_or_failure(
     name: str, params: Mapping[str, Param], rows: Iterator[Comparison], wrong: bool = False
 ) -> Iterator[Comparison]:
     """Yield the rows of a case. If the case raises, yield one more row, which is not ok and has the

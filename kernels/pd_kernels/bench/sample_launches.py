@@ -13,7 +13,7 @@ from pd_kernels.attention.mla_call import CODED_BYTES, MlaCall
 from pd_kernels.attention.mla_gluon import launch_mla_gluon
 from pd_kernels.attention.paged_call import FP8, PagedCall
 from pd_kernels.attention.paged_kernel import launch_paged
-from pd_kernels.transfer import Blocks, Stored, new_sums
+from pd_kernels.transfer import Planes, Stored, new_sums
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 
 BF16 = torch.bfloat16
@@ -44,11 +44,11 @@ def chunk(
     stored, wanted = (
         Stored(dtype, (0.3,) * len(dims) if dtype == FP8 else ()) for dtype in (source, destination)
     )
-    blocks = Blocks.of([key], value, 16, codec, stored, wanted)
-    nbytes = blocks.nbytes(100)
+    planes = Planes.of([key], value, 16, codec, stored, wanted)
+    nbytes = planes.nbytes(100)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
     sums = new_sums(nbytes, slot.device) if check else None
-    return ChunkLaunch(blocks, torch.arange(8, dtype=torch.int32), slot, 5, 100, sums)
+    return ChunkLaunch(planes, torch.arange(8, dtype=torch.int32), slot, 5, 100, sums)
 
 
 class Launched(NamedTuple):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 
 from pd_kernels.bench.caches import LLAMA_8B, MODELS, PAGED, RESHARD, CacheViews, Model, make_cache
-from pd_kernels.bench.report import Comparison, Param, duration, guarded, throughput
+from pd_kernels.bench.report import Comparison, Param, duration, rows_or_failure, throughput
 from pd_kernels.bench.timing import copies, copy_bandwidth, seconds
 from pd_kernels.bench.transfer_baselines import torch_gather, torch_reshard
 from pd_kernels.transfer import (
-    Blocks,
     PayloadShape,
+    Planes,
     Resharding,
     Stored,
     gather_pages,
@@ -49,12 +49,12 @@ def measure_transfer(quick: bool, wrong: Collection[str] = ()) -> Iterator[Compa
         for page_size, order in LAYOUTS[:2] if quick else LAYOUTS:
             told: dict[str, Param] = {"model": model.name, "tokens": tokens, "page": page_size}
             rows = _paged(model, tokens, page_size, order, copy)
-            yield from guarded(PAGED, told | {"layout": order}, rows, PAGED in wrong)
+            yield from rows_or_failure(PAGED, told | {"layout": order}, rows, PAGED in wrong)
             torch.cuda.empty_cache()
     for ranks in () if quick else itertools.product(RANKS, RANKS):
         told = {"model": LLAMA_8B.name, "tokens": 7_500, "ranks": f"{ranks[0]} to {ranks[1]}"}
         rows = _reshard(told, LLAMA_8B, ranks, copy)
-        yield from guarded(RESHARD, told, rows, RESHARD in wrong)
+        yield from rows_or_failure(RESHARD, told, rows, RESHARD in wrong)
 
 
 def _paged(
@@ -68,8 +68,8 @@ def _paged(
     raw: dict[str, Comparison] = {}  # by direction
     for codec in ("raw", "fp8_e4m3", "int8"):
         stored = Stored(BF16)
-        blocks = [Blocks.of(c.keys, c.values, page_size, codec, stored, stored) for c in caches]
-        nbytes = blocks[0].nbytes(tokens)
+        planes = [Planes.of(c.keys, c.values, page_size, codec, stored, stored) for c in caches]
+        nbytes = planes[0].nbytes(tokens)
         slots = [torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(sets)]
         sums = [new_sums(nbytes, torch.device(DEVICE)) for _ in range(sets)]
         params: Mapping[str, Param] = {
@@ -80,7 +80,7 @@ def _paged(
             "codec": codec,
         }
         moved = raw_bytes + nbytes
-        args = list(zip(blocks, tables, slots, strict=True))
+        args = list(zip(planes, tables, slots, strict=True))
         ours_s = seconds([_call(gather_pages, *each, 0, tokens) for each in args])
         yield from _rates("gather", params, moved / ours_s, copy, raw)
         checked_s = seconds(

@@ -38,9 +38,9 @@ def torch_reshard(
     split.
 
     Args:
-        shape: blocks of a rank, heads of the whole model, bytes of one head of one block.
+        shape: planes of a rank, heads of the whole model, bytes of one head of one plane.
     """
-    blocks, heads, run = shape
-    joined = torch.cat([slab.view(blocks, -1, run) for slab in sources], 1)[:, :heads]
+    planes, heads, run = shape
+    joined = torch.cat([slab.view(planes, -1, run) for slab in sources], 1)[:, :heads]
     for slab, part in zip(destinations, joined.chunk(len(destinations), 1), strict=True):
-        slab.view(blocks, -1, run).copy_(part)
+        slab.view(planes, -1, run).copy_(part)

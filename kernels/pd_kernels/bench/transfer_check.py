@@ -17,8 +17,8 @@ from pd_kernels.bench.caches import (
 )
 from pd_kernels.bench.random_cases import Problems, problems
 from pd_kernels.transfer import (
-    Blocks,
     PayloadShape,
+    Planes,
     Resharding,
     Stored,
     finish,
@@ -49,14 +49,14 @@ def _verbatim(chance: random.Random) -> str:
         torch.randint(0, 256, (40, 8, 1024 * chance.choice([1, 9])), dtype=torch.uint8).to(DEVICE)
     ] * 2
     pages = torch.tensor(chance.sample(range(20), 7), dtype=torch.int32, device=DEVICE)
-    blocks = Blocks.of_rows([row[:, 2:5] for row in rows], 2)
-    nbytes = blocks.nbytes(14)
+    planes = Planes.of_rows([row[:, 2:5] for row in rows], 2)
+    nbytes = planes.nbytes(14)
     slots = [torch.full((nbytes,), 0xA5, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     sums = [new_sums(nbytes, slots[0].device) for _ in range(3)]
-    reference_gather(ChunkLaunch(blocks, pages, slots[0], 0, 14, sums[0]))
-    launch_gather(ChunkLaunch(blocks, pages, slots[1], 0, 14, sums[1]))
+    reference_gather(ChunkLaunch(planes, pages, slots[0], 0, 14, sums[0]))
+    launch_gather(ChunkLaunch(planes, pages, slots[1], 0, 14, sums[1]))
     found = torch.zeros_like(rows[0])
-    into = Blocks.of_rows([found[:, 2:5]], 2)
+    into = Planes.of_rows([found[:, 2:5]], 2)
     half = slots[0][: into.nbytes(14)]
     launch_scatter(ChunkLaunch(into, pages, half, 0, 14, None))
     places = [int(page) * 2 + part for page in pages for part in range(2)]
@@ -75,9 +75,9 @@ def _paged(chance: random.Random) -> str:
     source, destination = (chance.choice([*FLOATS[:2], *FLOATS, FP8]) for _ in range(2))
     codec = "raw" if source == FP8 else chance.choice(["raw", "fp8_e4m3", "int8"])
     tokens, first = chance.choice(TOKENS), chance.choice([0, 0, 5])
-    blocks = len(dims) * model.layers if dims[1] else model.layers
+    planes = len(dims) * model.layers if dims[1] else model.layers
     ours_stored, their_stored = (
-        Stored(dtype, tuple(chance.choice([1.0, 0.25, 0.3]) for _ in range(blocks)))
+        Stored(dtype, tuple(chance.choice([1.0, 0.25, 0.3]) for _ in range(planes)))
         if dtype == FP8
         else Stored(dtype)
         for dtype in (source, destination)
@@ -85,7 +85,7 @@ def _paged(chance: random.Random) -> str:
     told = f"{model} {codec} {source} to {destination}, tokens {first}+{tokens}"
     ours, pages = _side(chance, model, source, first + tokens)
     theirs, their_pages = _side(chance, model, destination, first + tokens)
-    coded = Blocks.of(ours.keys, ours.values, pages[1], codec, ours_stored, their_stored)
+    coded = Planes.of(ours.keys, ours.values, pages[1], codec, ours_stored, their_stored)
     nbytes = coded.nbytes(tokens)
 
     def gathered(launch: Callable[[ChunkLaunch], None]) -> tuple[torch.Tensor, bytes]:
@@ -103,7 +103,7 @@ def _paged(chance: random.Random) -> str:
 
     def scattered(launch: Callable[[ChunkLaunch], None]) -> tuple[CacheViews, bytes]:
         cache = theirs.clone()
-        into = Blocks.of(cache.keys, cache.values, their_pages[1], codec, ours_stored, their_stored)
+        into = Planes.of(cache.keys, cache.values, their_pages[1], codec, ours_stored, their_stored)
         sums = new_sums(nbytes, wanted.device)
         launch(ChunkLaunch(into, their_pages[0], wanted, first, tokens, sums))
         return cache, finish(sums, nbytes)

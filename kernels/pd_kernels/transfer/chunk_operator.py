@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from pd_kernels.transfer.blocks import Blocks
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
+from pd_kernels.transfer.planes import Planes
 
 Run = Callable[[ChunkLaunch], None]
 
@@ -42,21 +42,21 @@ class ChunkOperator:
             # views.
             self._run(chunk)
             return
-        blocks = chunk.blocks
+        planes = chunk.planes
         self.registered(
-            list(blocks.views),
-            blocks.factors,
+            list(planes.views),
+            planes.factors,
             chunk.pages,
             chunk.slot,
             chunk.sums,
-            blocks.parts,
-            blocks.page_size,
+            planes.parts,
+            planes.page_size,
             chunk.first_token,
             chunk.tokens,
-            blocks.codec,
-            blocks.source,
-            blocks.destination,
-            blocks.step,
+            planes.codec,
+            planes.source,
+            planes.destination,
+            planes.step,
         )
 
     def _run(self, chunk: ChunkLaunch) -> None:
@@ -85,7 +85,7 @@ class ChunkOperator:
     ) -> None:
         # A compiler may pass copies of the views. Kernels use the addresses in the table, so the
         # table is made from the views passed.
-        blocks = Blocks.at(
+        planes = Planes.at(
             views,
             factors,
             parts=parts,
@@ -95,4 +95,4 @@ class ChunkOperator:
             destination=destination,
             step=step,
         )
-        self._run(ChunkLaunch(blocks, pages, slot, first_token, tokens, sums))
+        self._run(ChunkLaunch(planes, pages, slot, first_token, tokens, sums))

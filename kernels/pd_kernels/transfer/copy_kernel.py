@@ -4,7 +4,7 @@
 
 It serves `raw` between caches of the same dtype and scales, `verbatim`, and `fp8_e4m3` codes that
 go into an FP8 cache. A vector is 16 bytes of the payload. A program copies consecutive vectors of
-one head of one block, or, for `verbatim`, of one layer. K and V of the same tokens are neighbours
+one head of one plane, or, for `verbatim`, of one layer. K and V of the same tokens are neighbours
 in the launch, because engines store them side by side.
 """
 
@@ -14,8 +14,8 @@ import triton.language as tl
 from pd_kernels.transfer.chunk_launch import WORDS, ChunkLaunch
 from pd_kernels.transfer.prologue import (
     UNSPECIALISED,
-    cache_block,
-    payload_block,
+    cache_plane,
+    payload_plane,
     row_vectors,
     token_offsets,
 )
@@ -56,7 +56,7 @@ def copy_pages(
     VECTORS: tl.constexpr,
 ):
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part, head, section, scales = payload_block(
+    part, head, section, scales = payload_plane(
         column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
     )
     if CHECK and not GATHER:  # noqa: SIM102 - known at compile time, unlike the next
@@ -75,7 +75,7 @@ def copy_pages(
         place, first_vector = first + row, head * (tokens * width)
         inside = vector < tokens * width
 
-    cache, page, head_stride, token, dim = cache_block(table, layer * PARTS + part, WORD, WIDE)
+    cache, page, head_stride, token, dim = cache_plane(table, layer * PARTS + part, WORD, WIDE)
     there = token_offsets(pages, place, inside, page, token, VIEW, PAGES)
     if VERBATIM:
         there += (row % HEADS) * head_stride
@@ -106,28 +106,28 @@ def launch_copy(chunk: ChunkLaunch, gather: bool) -> None:
 
     The kernel sums 8-byte words only. A separate launch sums rows that are not aligned to 16 bytes.
     """
-    blocks, fused = chunk.blocks, chunk.sums is not None and chunk.blocks.wide
-    element = blocks.views[0].element_size()
-    widths = [dim * element // 16 for dim in blocks.dims]
-    vectors = chunk.tokens * max(widths) * (blocks.heads if chunk.verbatim else 1)
+    planes, fused = chunk.planes, chunk.sums is not None and chunk.planes.wide
+    element = planes.views[0].element_size()
+    widths = [dim * element // 16 for dim in planes.dims]
+    vectors = chunk.tokens * max(widths) * (planes.heads if chunk.verbatim else 1)
     tiles = triton.cdiv(vectors, VECTORS)
     scale_tiles = triton.cdiv(chunk.most_scale_sections, VECTORS) if fused and not gather else 0
-    columns = 1 if chunk.verbatim else blocks.parts * blocks.heads
+    columns = 1 if chunk.verbatim else planes.parts * planes.heads
     if chunk.sums is not None and not fused and not gather:
         launch_payload_sums(chunk.payload, chunk.sums)
-    copy_pages[(columns, tiles + scale_tiles, blocks.layers)](
+    copy_pages[(columns, tiles + scale_tiles, planes.layers)](
         **chunk.operands(summed=fused),
         tiles=tiles,
-        HEADS=blocks.heads,
+        HEADS=planes.heads,
         KEY_VECTORS=widths[0],
         VALUE_VECTORS=widths[-1],
-        WORD=WORDS[8 if blocks.wide else element],
+        WORD=WORDS[8 if planes.wide else element],
         VERBATIM=chunk.verbatim,
         GATHER=gather,
         CHECK=fused,
         VECTORS=VECTORS,
         num_warps=WARPS,
-        maxnreg=None if blocks.wide else NARROW_REGISTERS,
+        maxnreg=None if planes.wide else NARROW_REGISTERS,
     )
     if chunk.sums is not None and not fused and gather:
         launch_payload_sums(chunk.payload, chunk.sums)

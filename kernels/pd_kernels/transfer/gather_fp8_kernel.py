@@ -34,8 +34,8 @@ from pd_kernels.transfer.packed_numerics import (
 )
 from pd_kernels.transfer.prologue import (
     UNSPECIALISED,
-    cache_block,
-    payload_block,
+    cache_plane,
+    payload_plane,
     row_vectors,
     token_offsets,
 )
@@ -120,7 +120,7 @@ def _write_codes(slot, sums, words, begin, inside, copy, CHECK: tl.constexpr):
 
 @triton.jit
 def _write_scale(slot, sums, section, scales, number, count, scale, CHECK: tl.constexpr, copy):
-    """Store scale `number` of the `count` scales of a block, and add it to the sums. The last
+    """Store scale `number` of the `count` scales of a plane, and add it to the sums. The last
     program also stores the zeros behind the scales."""
     at = section * 16 + number * 4
     tl.store((slot + at).to(tl.pointer_type(tl.float32)), scale)
@@ -231,13 +231,13 @@ def gather_fp8(
 ):
     READ: tl.constexpr = tl.int32 if PACKED else SOURCE
     column, super_page, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part, head, section, scales = payload_block(
+    part, head, section, scales = payload_plane(
         column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
     )
-    block = layer * PARTS + part
+    plane = layer * PARTS + part
     width = row_vectors(part, KEY_VECTORS, VALUE_VECTORS)
-    cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
-        table, block, READ, WIDE
+    cached, page_stride, head_stride, token_stride, dim_stride = cache_plane(
+        table, plane, READ, WIDE
     )
     cached += head * head_stride
     begin = super_page * _SUPER_PAGE * width  # vector of the head
@@ -254,7 +254,7 @@ def gather_fp8(
         power, finite = _scale_of(held, SOURCE, PACKED, PIECES)
         scale, factor = power_of_two(power), power_of_two(-power)
     else:
-        scale = tl.load(factors + block)
+        scale = tl.load(factors + plane)
     copy = super_page + column
     EACH: tl.constexpr = 2 if PACKED else 1
     first_word = (section + scales) * 2 + (head * tokens * width + begin) * EACH

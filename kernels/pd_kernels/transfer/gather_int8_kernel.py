@@ -29,8 +29,8 @@ from pd_kernels.transfer.packed_numerics import (
 )
 from pd_kernels.transfer.prologue import (
     UNSPECIALISED,
-    cache_block,
-    payload_block,
+    cache_plane,
+    payload_plane,
     token_offsets,
 )
 from pd_kernels.transfer.sums import add_pieces, add_words
@@ -249,10 +249,10 @@ def gather_int8(
 ):
     READ: tl.constexpr = tl.int32 if PACKED else SOURCE
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part, head, section, _ = payload_block(
+    part, head, section, _ = payload_plane(
         column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
     )
-    cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
+    cached, page_stride, head_stride, token_stride, dim_stride = cache_plane(
         table, layer * PARTS + part, READ, WIDE
     )
     cached += head * head_stride

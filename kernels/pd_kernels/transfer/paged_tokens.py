@@ -45,8 +45,8 @@ def read_tokens(
 
 
 def write_tokens(
-    view: torch.Tensor, pages: list[int], first_token: int, page_size: int, block: torch.Tensor
+    view: torch.Tensor, pages: list[int], first_token: int, page_size: int, plane: torch.Tensor
 ) -> None:
-    """Copy `block`, `[head, token, dim]`, into the pages of `view`, `[page, head, token, dim]`."""
-    for page, there, here in spans(pages, first_token, block.shape[1], page_size, view.shape[2]):
-        view[page, :, there] = block[:, here]
+    """Copy `plane`, `[head, token, dim]`, into the pages of `view`, `[page, head, token, dim]`."""
+    for page, there, here in spans(pages, first_token, plane.shape[1], page_size, view.shape[2]):
+        view[page, :, there] = plane[:, here]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The first work of every gather and scatter kernel: find its block in the payload and in the
+"""The first work of every gather and scatter kernel: find its plane in the payload and in the
 cache.
 
 A launch has three extents: column (K or V of a head), tile (some tokens) and layer. Device
@@ -19,7 +19,7 @@ value."""
 
 
 @triton.jit
-def payload_block(
+def payload_plane(
     column,
     layer,
     layer_sections,
@@ -28,13 +28,13 @@ def payload_block(
     value_scales,
     PARTS: tl.constexpr,
 ):
-    """Where the block of a program lies in the payload.
+    """Where the plane of a program lies in the payload.
 
     Returns:
         part: 0 for K (or a latent), 1 for V.
-        head: the KV head within the block.
-        section: the section of 16 bytes at which the block begins, int64.
-        scales: sections of the block's scales; the codes begin behind them.
+        head: the KV head within the plane.
+        section: the section of 16 bytes at which the plane begins, int64.
+        scales: sections of the plane's scales; the codes begin behind them.
     """
     part, head = column % PARTS, column // PARTS
     section = layer.to(tl.int64) * layer_sections + part * key_sections
@@ -53,8 +53,8 @@ def row_vectors(part, KEY_VECTORS: tl.constexpr, VALUE_VECTORS: tl.constexpr):
 
 
 @triton.jit
-def cache_block(table, block, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """The place of a block in the cache: a pointer to elements of DTYPE, and strides in these
+def cache_plane(table, plane, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """The place of a plane in the cache: a pointer to elements of DTYPE, and strides in these
     elements.
 
     WIDE says that the address and the strides of page, head and token are multiples of 16 bytes,
@@ -63,13 +63,13 @@ def cache_block(table, block, DTYPE: tl.constexpr, WIDE: tl.constexpr):
 
     Returns:
         cached: pointer to the view's first element.
-        page: stride, int32. `Blocks` refuses views whose strides of page, token or dim need more
+        page: stride, int32. `Planes` refuses views whose strides of page, token or dim need more
             bits.
         head: stride, int64, because it can span a layer's whole cache.
         token, dim: strides, int32.
     """
     ELEMENT: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    row = table + block * 5
+    row = table + plane * 5
     address = tl.load(row)
     page = (tl.load(row + 1) // ELEMENT).to(tl.int32)
     head = tl.load(row + 2)

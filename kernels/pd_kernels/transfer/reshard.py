@@ -15,8 +15,8 @@ import triton
 
 from pd_kernels.payload import (
     SECTION_BYTES,
-    BlockBytes,
-    block_bytes,
+    PlaneBytes,
+    plane_bytes,
     scale_bytes_per_head,
 )
 from pd_kernels.transfer.reshard_kernel import SCALES, VECTORS, WARPS, reshard_heads
@@ -66,10 +66,10 @@ class PayloadShape(NamedTuple):
     def first_head(self, rank: int, ranks: int) -> int:
         return rank * self.heads // ranks
 
-    def parts(self, heads: int) -> tuple[BlockBytes, ...]:
-        """Sizes of the blocks of one layer with `heads` heads."""
+    def parts(self, heads: int) -> tuple[PlaneBytes, ...]:
+        """Sizes of the planes of one layer with `heads` heads."""
         return tuple(
-            block_bytes(self.codec, part == 0, heads, self.tokens, dim, self.element_bytes)
+            plane_bytes(self.codec, part == 0, heads, self.tokens, dim, self.element_bytes)
             for part, dim in enumerate(self.dims)
         )
 
@@ -254,10 +254,10 @@ def reference_reshard(resharding: Resharding) -> None:
             padding.zero_()
 
 
-def _blocks(
+def _planes(
     payload: PayloadShape, heads: int, slab: torch.Tensor
 ) -> list[tuple[int, torch.Tensor]]:
-    """Each block of a payload: 0 for K or 1 for V, and its bytes."""
+    """Each plane of a payload: 0 for K or 1 for V, and its bytes."""
     parts = payload.parts(heads)
     sizes = [part.total for part in parts] * payload.layers
     pieces = slab[: sum(sizes)].split(sizes)
@@ -267,18 +267,18 @@ def _blocks(
 def _head_runs(
     payload: PayloadShape, heads: int, head: int, slab: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The scales and the codes of one head, in each block in turn."""
+    """The scales and the codes of one head, in each plane in turn."""
     runs = []
-    for part, block in _blocks(payload, heads, slab):
+    for part, plane in _planes(payload, heads, slab):
         scale, code = payload.scale_bytes(part), payload.code_bytes(part)
-        codes = block[payload.parts(heads)[part].scales :]
-        runs += [block[head * scale : (head + 1) * scale], codes[head * code : (head + 1) * code]]
+        codes = plane[payload.parts(heads)[part].scales :]
+        runs += [plane[head * scale : (head + 1) * scale], codes[head * code : (head + 1) * code]]
     return runs
 
 
 def _paddings(payload: PayloadShape, heads: int, slab: torch.Tensor) -> list[torch.Tensor]:
-    """The zeros behind the scales of each block."""
+    """The zeros behind the scales of each plane."""
     return [
-        block[heads * payload.scale_bytes(part) : payload.parts(heads)[part].scales]
-        for part, block in _blocks(payload, heads, slab)
+        plane[heads * payload.scale_bytes(part) : payload.parts(heads)[part].scales]
+        for part, plane in _planes(payload, heads, slab)
     ]

@@ -18,7 +18,7 @@ WARPS = 4
 def _begin(
     layer, part, heads, key_scales, key_codes, value_scales, value_codes, PARTS: tl.constexpr
 ):
-    """Where a layer's block begins in a payload of `heads` heads, and the bytes of its scales:
+    """Where a layer's plane begins in a payload of `heads` heads, and the bytes of its scales:
     int64."""
     key = (heads * key_scales + 15) // 16 * 16
     value = (heads * value_scales + 15) // 16 * 16

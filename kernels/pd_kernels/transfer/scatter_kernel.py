@@ -12,8 +12,8 @@ from pd_kernels.payload import SUPER_PAGE
 from pd_kernels.transfer.numerics import stored
 from pd_kernels.transfer.prologue import (
     UNSPECIALISED,
-    cache_block,
-    payload_block,
+    cache_plane,
+    payload_plane,
     row_vectors,
     token_offsets,
 )
@@ -32,7 +32,7 @@ def registers(wide: bool, check: bool, alike: bool) -> int:
     """Registers of a thread. Nothing spills, and loads of several programs overlap.
 
     Args:
-        wide: see `Blocks.wide`.
+        wide: see `Planes.wide`.
         check: whether the kernel adds to the sums.
         alike: whether K and V have the same dim.
     """
@@ -70,7 +70,7 @@ def scatter_decoded(
     VECTORS: tl.constexpr,
 ):
     column, tile, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part, head, section, scales = payload_block(
+    part, head, section, scales = payload_plane(
         column, layer, layer_sections, key_sections, key_scales, value_scales, PARTS
     )
     if CHECK:  # noqa: SIM102 - known at compile time, unlike the next
@@ -110,7 +110,7 @@ def scatter_decoded(
         value = value * factor.to(tl.float32)
     converted = stored(value, tl.load(factors + layer * PARTS + part), STEP, DESTINATION)
 
-    cached, page_stride, head_stride, token_stride, dim_stride = cache_block(
+    cached, page_stride, head_stride, token_stride, dim_stride = cache_plane(
         table, layer * PARTS + part, DESTINATION, WIDE
     )
     there = token_offsets(pages, first + token, inside, page_stride, token_stride, VIEW, PAGES)

@@ -153,7 +153,7 @@ def add_section(sums, slot, first_section, sections, VECTORS: tl.constexpr, copy
 
 @triton.jit
 def add_scales(sums, slot, section, scales, head, number, VECTORS: tl.constexpr, copy):
-    """Add a part of a block's scales and the zeros behind them: VECTORS sections, from `number *
+    """Add a part of a plane's scales and the zeros behind them: VECTORS sections, from `number *
     VECTORS` on.
 
     The scales of all heads lie together, so only the programs of head 0 add them.

@@ -81,7 +81,7 @@ class Auditor:
         ending, self._ending = self._ending, []
         for producer, why in ending:
             if session := self._sessions.get(producer.source):
-                self._keeper.end(session, Cause.AUDIT, why, now)
+                self._keeper.end_session(session, Cause.AUDIT, why, now)
 
     def change_model(self, facts: ModelFacts) -> None:
         """This engine serves other weights: every producer has to pass again."""

@@ -45,10 +45,10 @@ class ChunkReceiver:
         self._sessions = sessions
         self._act = act
 
-    def read(
+    def read_left(
         self,
         session: OpenSession,
-        offered: messages.Offered | messages.OfferedPages,
+        left: messages.LeftInSlot | messages.LeftInPages,
         now: float,
     ) -> None:
         """Fetch a chunk that the producer left: from its send slot into the landing slot that was granted for it,
@@ -57,13 +57,13 @@ class ChunkReceiver:
         Raises TransportError if the read cannot start.
         """
         source = session.source
-        wanted = self._consumer.granted(source, offered.transfer, offered.slot)
-        if session.path is None or not wanted or self._inbox.reads(source, offered.slot):
-            self._sessions.send(session, messages.Taken(offered.offer))
+        wanted = self._consumer.granted(source, left.transfer, left.slot)
+        if session.path is None or not wanted or self._inbox.is_reading(source, left.slot):
+            self._sessions.send(session, messages.Taken(left.number))
             return
-        pieces = self._inbox.read(source, session.path, offered)
+        pieces = self._inbox.begin_read(source, session.path, left)
         if pieces is not None:
-            self._take_in(Landed(offered.header, offered.slot, pieces), now)
+            self._take_in(Landed(left.header, left.slot, pieces), now)
 
     def landed(self, landed: Sequence[Landed], now: float) -> None:
         """Chunks have landed; each counts once it fits the plan and its checksum is right."""
@@ -130,6 +130,6 @@ class ChunkReceiver:
 
     def _tell_taken(self, slot: int) -> None:
         """Tell the producer that a chunk has been read, if one was left for this landing slot."""
-        for source, taken in self._inbox.taken(slot):
+        for source, taken in self._inbox.end_read(slot):
             if session := self._sessions.get(source):
                 self._sessions.send(session, taken)

@@ -74,7 +74,7 @@ class ConsumerCommands:
             case Load() | Hold() if cause is not None:
                 self._fail(command, cause, detail, now)
             case Load():
-                self._inbox.begin(command, fence)
+                self._inbox.fill_after(command, fence)
                 self._act(self._consumer.load(command, now), now)
             case Hold(request, transfer, peers, watch, engine_id, keep):
                 hold = self._consumer.hold

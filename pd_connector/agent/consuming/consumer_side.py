@@ -29,6 +29,7 @@ from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import SlotPool
+from pd_connector.pool.codecs import pool_codecs
 from pd_connector.protocol.consuming.consumer import Consumer
 from pd_connector.protocol.consuming.incoming import (
     Action,
@@ -82,7 +83,8 @@ class ConsumerSide:
         self._dialler = Dialler(resources)
         self._sessions = OpenSessions(config, self._dialler)
         self._pairs = PairCounts(self._telemetry)
-        self._inbox = Inbox(cache, gate, self._telemetry, self._pairs)
+        codecs = pool_codecs(config, consumes=True).readable
+        self._inbox = Inbox(cache, gate, self._telemetry, self._pairs, codecs)
         self._receiver = ChunkReceiver(
             resources, self._consumer, self._inbox, self._sessions, self._act
         )
@@ -99,7 +101,7 @@ class ConsumerSide:
             self._inbox,
             self._outage,
             act=self._act,
-            read=self._receiver.read,
+            read=self._receiver.read_left,
             unlike=self._unlike,
         )
         self._auditor = Auditor(

@@ -10,6 +10,7 @@ import numpy as np
 from pd_connector.agent.consuming.pair_counts import PairCounts
 from pd_connector.agent.page_gate import PageGate, RevokedError
 from pd_connector.errors import Cause, TransportError
+from pd_connector.kv.coding import coarsest
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
@@ -75,6 +76,9 @@ class ChunkPages(Destination):
 class Inbox:
     """Used by the agent's thread only.
 
+    Args:
+        codecs: in which KV may have passed that is used here.
+
     How a chunk gets into pages, by the type of `PlaceChunk.payload`:
 
     | payload | the producer's way (`Outbox`) | into pages | checksum that is compared |
@@ -86,8 +90,14 @@ class Inbox:
     """
 
     def __init__(
-        self, cache: PagedCache, gate: PageGate, telemetry: Telemetry, pairs: PairCounts
+        self,
+        cache: PagedCache,
+        gate: PageGate,
+        telemetry: Telemetry,
+        pairs: PairCounts,
+        codecs: Sequence[str],
     ) -> None:
+        self._codecs = codecs
         self._gate = gate
         self._cache = cache
         self._telemetry = telemetry
@@ -95,7 +105,7 @@ class Inbox:
         self._reading: dict[Key, int] = {}  # the number that `Taken` repeats
         self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
 
-    def begin(self, load: Load, fence: Any) -> None:
+    def fill_after(self, load: Load, fence: Any) -> None:
         """The load's pages are filled after the work that `fence` stands for: it may still write
         them for the request that had them before."""
         self._loads.setdefault(load.transfer, (load.request, fence))
@@ -103,33 +113,31 @@ class Inbox:
     def forget(self, request: str) -> None:
         self._loads = {t: known for t, known in self._loads.items() if known[0] != request}
 
-    def reads(self, source: Source, slot: int) -> bool:
+    def is_reading(self, source: Source, slot: int) -> bool:
         """Whether a chunk that this producer left for this slot is being read."""
         return (source, slot) in self._reading
 
-    def read(
-        self, source: Source, path: ReceivePath, offered: messages.Offered | messages.OfferedPages
+    def begin_read(
+        self, source: Source, path: ReceivePath, left: messages.LeftInSlot | messages.LeftInPages
     ) -> Pieces | None:
         """Begin to read a chunk. Returns where it lies, if it is read from pages, at once.
 
         Raises TransportError if the read cannot start.
         """
-        self._reading[source, offered.slot] = offered.offer
-        if isinstance(offered, messages.OfferedPages):
-            addresses = np.frombuffer(offered.addresses[: len(offered.addresses) // 8 * 8], "<u8")
-            return Pieces(addresses, offered.piece_bytes)
-        path.transport.read(
-            path.expected, offered.send_slot, offered.nbytes, offered.slot, offered.header
-        )
+        self._reading[source, left.slot] = left.number
+        if isinstance(left, messages.LeftInPages):
+            addresses = np.frombuffer(left.addresses[: len(left.addresses) // 8 * 8], "<u8")
+            return Pieces(addresses, left.piece_bytes)
+        path.transport.read(path.expected, left.send_slot, left.nbytes, left.slot, left.header)
         return None
 
-    def taken(self, slot: int) -> list[tuple[Source, messages.Taken]]:
+    def end_read(self, slot: int) -> list[tuple[Source, messages.Taken]]:
         """The chunk that was left for this landing slot has been read, or is not wanted.
         Returns whom to tell, and what."""
         keys = [key for key in self._reading if key[1] == slot]
         return [(key[0], messages.Taken(self._reading.pop(key))) for key in keys]
 
-    def lost(self, source: Source) -> None:
+    def forget_reads(self, source: Source) -> None:
         """The session has ended: forget what this producer left to be read."""
         self._reading = {key: number for key, number in self._reading.items() if key[0] != source}
 
@@ -143,6 +151,12 @@ class Inbox:
         Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """
         request, fence = self._loads[place.header.transfer]
+        passed = place.header.passed
+        if passed not in self._codecs:
+            return (
+                Cause.CODEC,
+                f"its KV was computed on KV that had passed in {passed}, which this engine does not permit",
+            )
         try:
             with self._gate.touching(request):
                 checksum, distances = self._fill(place, path, fence)
@@ -152,7 +166,9 @@ class Inbox:
             detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
         if place.comparison is not None:
-            place.comparison.add(place.route, distances)
+            place.comparison.note(place.route, distances, passed)
+        else:
+            self._cache.passed = coarsest((self._cache.passed, passed, place.route.error_of))
         self._telemetry.count("received_chunks")
         self._telemetry.count("received_bytes", place.header.nbytes)
         self._pairs.received(place)

@@ -250,7 +250,7 @@ class OpenSessions:
         idle = (s for s in self._sessions.values() if s.path and not wants(s.source))
         return min(idle, key=lambda session: session.last_wanted, default=None)
 
-    def end(self, session: OpenSession) -> None:
+    def end_session(self, session: OpenSession) -> None:
         """Close the connection; what was sent before is still delivered, if that is possible."""
         source, connection = session.source, session.connection
         self._sessions.pop(source)
@@ -265,7 +265,7 @@ class OpenSessions:
 
     def close(self) -> None:
         for session in self:
-            self.end(session)
+            self.end_session(session)
         self._epoll.close()
 
 

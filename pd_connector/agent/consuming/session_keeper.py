@@ -51,7 +51,7 @@ class SessionKeeper:
         inbox: Inbox,
         outage: OutageWatch,
         act: Callable[[Sequence[Action], float], None],
-        read: Callable[[OpenSession, messages.Offered | messages.OfferedPages, float], None],
+        read: Callable[[OpenSession, messages.LeftInSlot | messages.LeftInPages, float], None],
         unlike: Callable[[Source, str], None],
     ) -> None:
         self._config = resources.config
@@ -82,7 +82,7 @@ class SessionKeeper:
             try:
                 message = messages.decode_producer_message(data)
             except MalformedMessageError as error:
-                self.end(session, Cause.MALFORMED_MESSAGE, str(error), now)
+                self.end_session(session, Cause.MALFORMED_MESSAGE, str(error), now)
                 return
             if isinstance(message, messages.Pulse):
                 # With many sessions nearly all messages are these, of engines that live.
@@ -100,7 +100,7 @@ class SessionKeeper:
                 return
             self._sessions.heard(session, now)
         if session.has_event and (lost := self._sessions.lost(session)):
-            self.end(session, *lost, now)
+            self.end_session(session, *lost, now)
 
     def _dispatch(
         self, session: OpenSession, message: messages.ProducerMessage, now: float
@@ -111,14 +111,14 @@ class SessionKeeper:
                 self._welcome(session, message, now)
             case messages.Reject():
                 detail = f"{message.detail} (producer's schema {message.oldest}-{message.newest})"
-                self.end(session, _cause(message.cause), detail, now)
+                self.end_session(session, _cause(message.cause), detail, now)
             case messages.Ready():
                 self._act(self._consumer.ready(source, message.transfer), now)
-            case messages.Offered() | messages.OfferedPages():
+            case messages.LeftInSlot() | messages.LeftInPages():
                 try:
                     self._read(session, message, now)
                 except TransportError as error:
-                    self.end(session, Cause.TRANSPORT, str(error), now)
+                    self.end_session(session, Cause.TRANSPORT, str(error), now)
             case messages.Accept():
                 self._act(self._consumer.accept(source, message, now), now)
             case messages.Refuse():
@@ -128,11 +128,11 @@ class SessionKeeper:
 
     def _welcome(self, session: OpenSession, welcome: messages.Welcome, now: float) -> None:
         if session.path is not None:
-            return self.end(session, Cause.MALFORMED_MESSAGE, "a second welcome", now)
+            return self.end_session(session, Cause.MALFORMED_MESSAGE, "a second welcome", now)
         try:
             session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
         except RefusedError as refused:
-            return self.end(session, refused.cause, str(refused), now)
+            return self.end_session(session, refused.cause, str(refused), now)
         session.facts = welcome.facts
         # An older producer does not say: it is taken to be as patient as this side.
         unsaid_s = min(self._config.session_timeout_s, self._config.lease_s)
@@ -155,7 +155,7 @@ class SessionKeeper:
             return
         session.agreed = None
         if problem := self._dialler.weights_problem(session.facts):  # found meanwhile
-            self.end(session, Cause.MODEL, problem, now)
+            self.end_session(session, Cause.MODEL, problem, now)
         else:
             self._act(self._consumer.session_up(session.source, agreed, now), now)
 
@@ -192,14 +192,14 @@ class SessionKeeper:
         if session.deadline <= now:
             if session.path is None:
                 self._silences.waited(session.source, now, now)
-            self.end(session, session.timeout_cause, "the producer does not answer", now)
+            self.end_session(session, session.timeout_cause, "the producer does not answer", now)
             return
         if self._consumer.wants(session.source):
             session.last_wanted = now
         if session.path is None or session.last_wanted + self._config.idle_timeout_s > now:
             self._sessions.look_again(session)
         else:
-            self.end(session, Cause.NOT_NEEDED, "nothing was wanted for idle_timeout_s", now)
+            self.end_session(session, Cause.NOT_NEEDED, "not wanted for idle_timeout_s", now)
 
     @property
     def _heartbeat_interval_s(self) -> float:
@@ -234,14 +234,14 @@ class SessionKeeper:
         """End the session that has been idle longest, if there is one."""
         idle = self._sessions.oldest_idle(self._consumer.wants)
         if idle is not None:
-            self.end(idle, Cause.NOT_NEEDED, "its place was needed for another producer", now)
+            self.end_session(idle, Cause.NOT_NEEDED, "another producer needed its place", now)
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
         """The engine serves other weights: KV that is under way is of no use, and every producer
         must be compared with again."""
         self._dialler.change_model(facts)
         for session in self._sessions:
-            self.end(session, Cause.MODEL, "this engine's weights have changed", now)
+            self.end_session(session, Cause.MODEL, "this engine's weights have changed", now)
 
     def know_weights(self, full: bytes) -> None:
         """All bytes of this engine's weights were read: those are compared where both sides have read them."""
@@ -264,9 +264,9 @@ class SessionKeeper:
         without a sign. A peer that writes by itself has no such connection."""
         session = self._sessions.get(source)
         if session and session.path and not session.path.transport.one_sided:
-            self.end(session, Cause.STALLED, "no chunk within stall_timeout_s", now)
+            self.end_session(session, Cause.STALLED, "no chunk within stall_timeout_s", now)
 
-    def end(self, session: OpenSession, cause: Cause, detail: str, now: float) -> None:
+    def end_session(self, session: OpenSession, cause: Cause, detail: str, now: float) -> None:
         """End a session: what was wanted of its producer fails with this cause."""
         source, path = session.source, session.path
         detail = named_for_what_it_is(source.host, cause, detail)
@@ -276,10 +276,10 @@ class SessionKeeper:
         silenced = path is None or path.transport.silenced(path.expected)
         if path is not None:
             path.transport.dismiss(path.expected)
-        self._inbox.lost(source)
+        self._inbox.forget_reads(source)
         down = self._consumer.session_down(source, cause, detail, now, silenced=silenced)
         self._act(down, now)
-        self._sessions.end(session)  # last, because a `Cancel` may have been sent just now
+        self._sessions.end_session(session)  # last, because a `Cancel` may have been sent just now
 
     def _attempt(
         self, work: Callable[[OpenSession, float], None], session: OpenSession, now: float
@@ -288,7 +288,7 @@ class SessionKeeper:
 
         def give_up() -> None:
             if self._sessions.holds(session):
-                self.end(session, Cause.INTERNAL, "an unexpected error, see this log", now)
+                self.end_session(session, Cause.INTERNAL, "an unexpected error, see this log", now)
 
         what = "session with {}:{}".format(*session.source[:2])
         with confined(self._telemetry, what, give_up):

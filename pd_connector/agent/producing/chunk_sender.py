@@ -90,9 +90,9 @@ class ChunkSender:
         if following is not None and following.kept:
             self._outbox.post_next(following, self._sessions[following.session].path)
 
-    def ended(self, key: Key, ok: bool, detail: str) -> None:
+    def chunk_ended(self, key: Key, ok: bool, detail: str) -> None:
         """A chunk has arrived, or certainly will not."""
-        in_flight = self._outbox.ended(key)
+        in_flight = self._outbox.chunk_ended(key)
         if in_flight is None:
             return
         session, transfer = in_flight.session, in_flight.transfer

@@ -33,38 +33,38 @@ class InFlight(NamedTuple):
     in_order: bool = False  # it arrives after the chunks that were written to its session before it
 
 
-class Underway:
+class ChunksInFlight:
     """All chunks of a producer that are on their way."""
 
     def __init__(self, stall_timeout_s: float) -> None:
         """`stall_timeout_s`: a session is stuck after this time without a chunk that arrives."""
         self.chunks: dict[Key, InFlight] = {}
         self._stall_timeout_s = stall_timeout_s
-        self._full: set[bytes] = set()
+        self._backpressured: set[bytes] = set()
         # Sessions with a chunk in order, since the last `timed_out`.
         self._arrived: set[bytes] = set()
         self._moving_until: dict[bytes, float] = {}  # sessions whose chunks in order arrive
 
     @property
-    def full(self) -> Collection[bytes]:
+    def backpressured(self) -> Collection[bytes]:
         """Sessions with the most chunks under way that a session may have."""
-        return self._full
+        return self._backpressured
 
-    def begin(self, key: Key, in_flight: InFlight) -> None:
+    def chunk_begun(self, key: Key, in_flight: InFlight) -> None:
         """Note a chunk that is under way from now on."""
         self.chunks[key] = in_flight
-        if self._is_full(in_flight.session):
-            self._full.add(in_flight.session)
+        if self._is_backpressured(in_flight.session):
+            self._backpressured.add(in_flight.session)
 
-    def ended(self, key: Key) -> InFlight | None:
+    def chunk_ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
         in_flight = self.chunks.pop(key, None)
         if in_flight is None:
             return None
         if in_flight.in_order:
             self._arrived.add(in_flight.session)
-        if not self._is_full(in_flight.session):
-            self._full.discard(in_flight.session)
+        if not self._is_backpressured(in_flight.session):
+            self._backpressured.discard(in_flight.session)
         return in_flight
 
     def left_to(self, session: bytes, number: int) -> bool:
@@ -92,12 +92,12 @@ class Underway:
         }
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless the full sessions are exactly those with the most chunks under way."""
+        """Raises RuntimeError unless the backpressured sessions are exactly those with the most chunks under way."""
         sessions = {chunk.session for chunk in self.chunks.values()}
-        full = {session for session in sessions if self._is_full(session)}
-        if full != self._full:
-            raise RuntimeError(f"backpressured {self._full}, wanted {full}")
+        found = {session for session in sessions if self._is_backpressured(session)}
+        if found != self._backpressured:
+            raise RuntimeError(f"backpressured {self._backpressured}, wanted {found}")
 
-    def _is_full(self, session: bytes) -> bool:
+    def _is_backpressured(self, session: bytes) -> bool:
         chunks = [chunk for chunk in self.chunks.values() if chunk.session == session]
         return any(len(chunks) >= chunk.most for chunk in chunks)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.in_flight import LEFT, InFlight, Key, SendPath, Underway
+from pd_connector.agent.producing.in_flight import LEFT, ChunksInFlight, InFlight, Key, SendPath
 from pd_connector.config import Config
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.device_slab import DeviceSlab
@@ -44,7 +44,7 @@ class Outbox:
     | slot written | else | a send slot | of the payload; none if the transport verifies |
 
     Attributes:
-        underway: chunks that have been posted and have not ended.
+        in_flight: chunks that have been posted and have not ended.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Outbox:
         self._cache = cache
         self._sending = sending
         self._gate = gate
-        self.underway = Underway(config.stall_timeout_s)
+        self.in_flight = ChunksInFlight(config.stall_timeout_s)
         self._numbers = itertools.count()
         self._free_slots = deque(range(sending.slots))
         self._fences: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class Outbox:
     @property
     def busy(self) -> bool:
         """Whether chunks are under way."""
-        return bool(self.underway.chunks)
+        return bool(self.in_flight.chunks)
 
     @property
     def held(self) -> int:
@@ -79,9 +79,9 @@ class Outbox:
     def backpressured(self) -> Collection[bytes]:
         """Sessions with the most chunks under way that a session may have. They get no more until a chunk
         has ended."""
-        return self.underway.full
+        return self.in_flight.backpressured
 
-    def fence(self, request: str, fence: Any, tokens: int) -> None:
+    def gather_after(self, request: str, fence: Any, tokens: int) -> None:
         """The request's pages are gathered after the work that `fence` stands for. It computes them up to
         `tokens` tokens, in all layers."""
         if fence is not None:
@@ -112,16 +112,16 @@ class Outbox:
             if (run := self._in_place(send, path)) is not None:
                 checksum = checksum_of(run)
                 confirm()  # if the pages change from here on, the checksum tells
-                start = self._start(send, path, run, checksum)
-                self._write(start, send, path, len(run), None, now)
+                start = self._writer(send, path, run, checksum)
+                self._start_write(start, send, path, len(run), None, now)
                 return None
             send_slot, payload, prepared = self._fill(send, path, confirm)
         try:  # the pages are no longer read: the engine need not wait for the rest
             if path.read:
                 checksum = self._checksum(payload, path)
                 return self._leave_slot(send, payload, checksum, send_slot, now)
-            start = prepared or self._start(send, path, payload, self._checksum(payload, path))
-            self._write(start, send, path, len(payload), send_slot, now)
+            start = prepared or self._writer(send, path, payload, self._checksum(payload, path))
+            self._start_write(start, send, path, len(payload), send_slot, now)
         except BaseException:
             self._free_slots.append(send_slot)
             raise
@@ -143,9 +143,9 @@ class Outbox:
         """See `PagedCache.settle`."""
         self._cache.settle()
 
-    def ended(self, key: Key) -> InFlight | None:
+    def chunk_ended(self, key: Key) -> InFlight | None:
         """A chunk has arrived, or certainly will not; None if it was not under way."""
-        in_flight = self.underway.ended(key)
+        in_flight = self.in_flight.chunk_ended(key)
         if in_flight is not None and in_flight.send_slot is not None:
             self._free_slots.append(in_flight.send_slot)
         return in_flight
@@ -153,14 +153,14 @@ class Outbox:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every send slot is free or under way exactly once. A session is
         backpressured exactly if it has as many chunks under way as it may have."""
-        chunks = self.underway.chunks.values()
+        chunks = self.in_flight.chunks.values()
         used = [one.send_slot for one in chunks if one.send_slot is not None]
         if sorted([*self._free_slots, *used]) != list(range(self._sending.slots)):
             raise RuntimeError(
                 f"send slots: {sorted(self._free_slots)} free and {sorted(used)} under way, "
                 f"wanted each of 0-{self._sending.slots - 1} once"
             )
-        self.underway.check_integrity()
+        self.in_flight.check_integrity()
 
     def _in_place(self, send: SendChunk, path: SendPath) -> memoryview | None:
         """The chunk where its pages lie, if the transport can write it from there."""
@@ -226,14 +226,14 @@ class Outbox:
         joined = found.joined()
         return joined if len(joined.addresses) <= messages.MAX_PIECES else None
 
-    def _start(
+    def _writer(
         self, send: SendChunk, path: SendPath, payload: Payload, checksum: bytes
     ) -> Callable[[], int]:
         """What starts to write a payload with this checksum."""
         header = self._header(send, len(payload), checksum)
         return functools.partial(path.transport.write, path.link, header, payload, send.slot)
 
-    def _write(
+    def _start_write(
         self,
         start: Callable[[], int],
         send: SendChunk,
@@ -247,16 +247,16 @@ class Outbox:
         in_flight = self._in_flight(send, send_slot, nbytes, now)
         if path.transport.sends_from is not None:
             in_flight = in_flight._replace(most=_MOST_WRITES, in_order=True)
-        self.underway.begin((path.transport.name, token), in_flight)
+        self.in_flight.chunk_begun((path.transport.name, token), in_flight)
 
     def _leave_slot(
         self, send: SendChunk, payload: Payload, checksum: bytes, send_slot: int, now: float
     ) -> messages.Message:
         header = self._header(send, len(payload), checksum)
         number = self._leave(self._in_flight(send, send_slot, len(payload), now))
-        return messages.Offered(
+        return messages.LeftInSlot(
             transfer=send.transfer,
-            offer=number,
+            number=number,
             send_slot=send_slot,
             slot=send.slot,
             nbytes=len(payload),
@@ -269,9 +269,9 @@ class Outbox:
         header = self._header(send, pieces.nbytes, checksum)
         number = self._leave(self._in_flight(send, None, pieces.nbytes, now))
         addresses = pieces.addresses.astype("<u8").tobytes()
-        return messages.OfferedPages(
+        return messages.LeftInPages(
             transfer=send.transfer,
-            offer=number,
+            number=number,
             slot=send.slot,
             piece_bytes=pieces.piece_bytes,
             addresses=addresses,
@@ -281,7 +281,7 @@ class Outbox:
     def _leave(self, in_flight: InFlight) -> int:
         """Note a chunk that is left for the consumer to read; returns its number."""
         number = next(self._numbers)
-        self.underway.begin((LEFT, number), in_flight._replace(most=_MOST_LEFT))
+        self.in_flight.chunk_begun((LEFT, number), in_flight._replace(most=_MOST_LEFT))
         return number
 
     def _in_flight(
@@ -291,4 +291,4 @@ class Outbox:
         return InFlight(send.session, send.transfer, send_slot, nbytes, deadline)
 
     def _header(self, send: SendChunk, nbytes: int, checksum: bytes) -> bytes:
-        return encode_header(send.header(self._epoch, nbytes, checksum))
+        return encode_header(send.header(self._epoch, nbytes, checksum, self._cache.passed))

@@ -115,10 +115,10 @@ class ProducerCommands:
                 self._producer.expect(transfer, now)
             case Offer(request=request, tokens=tokens):
                 if not self._told_before(command):
-                    self._outbox.fence(request, fence, tokens)
+                    self._outbox.gather_after(request, fence, tokens)
                 self._act(self._producer.offer(command, now))
             case Computed(transfer, request, tokens, stop_layer):
-                self._outbox.fence(request, fence, tokens if stop_layer is None else 0)
+                self._outbox.gather_after(request, fence, tokens if stop_layer is None else 0)
                 self._act(self._producer.computed(transfer, request, tokens, stop_layer))
             case Revoke(transfer, request, doubtful_since):
                 self._outbox.forget(request)

@@ -194,7 +194,7 @@ class ProducerSide:
         """A write has ended."""
         if not written.ok:
             self._next_sweep = 0.0  # its link may be broken
-        self._sender.ended((transport.name, written.token), written.ok, written.detail)
+        self._sender.chunk_ended((transport.name, written.token), written.ok, written.detail)
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
@@ -205,7 +205,7 @@ class ProducerSide:
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""
-        for sender in self._outbox.underway.timed_out(now):
+        for sender in self._outbox.in_flight.timed_out(now):
             if sender in self._sessions:
                 detail = "a chunk was not moved within stall_timeout_s"
                 self._reject(sender, Cause.STALLED, detail, now)
@@ -242,8 +242,8 @@ class ProducerSide:
             case messages.Credit():
                 self._producer.credit(sender, message.transfer, message.slots)
             case messages.Taken():
-                if self._outbox.underway.left_to(sender, message.offer):
-                    self._sender.ended((LEFT, message.offer), True, "")
+                if self._outbox.in_flight.left_to(sender, message.number):
+                    self._sender.chunk_ended((LEFT, message.number), True, "")
             case messages.Done():
                 self._act(self._producer.done(sender, message.transfer))
             case messages.Cancel():
@@ -284,9 +284,9 @@ class ProducerSide:
             logger.info("consumer %s %s: session ended", one_line(session.engine_id), why)
         self._listener.release(sender, now)
         self._act(self._producer.session_lost(sender))
-        for key in self._outbox.underway.unread_by(sender):
+        for key in self._outbox.in_flight.unread_by(sender):
             # If it still reads there, its checksum will be wrong.
-            self._sender.ended(key, False, "the session has ended")
+            self._sender.chunk_ended(key, False, "the session has ended")
         session.path.transport.disconnect(session.path.link)
 
     def _act(self, actions: list[Action]) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pd_connector.errors import ConfigError
-from pd_connector.pool.store.folder import Folder, private_folder
+from pd_connector.pool.store.folder import Folder, private_folder, unusable
 
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
+_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 TOLD_BYTES = 4096
 """The most bytes that a process tells others."""
@@ -32,9 +33,13 @@ class Alive:
         self._path = folder.path / "writers"
         self._folder = private_folder(self._path, "pool")
         self.name, self._lock, self._told = "", -1, b""
-        while self._lock < 0:
-            self.name = f"{os.getpid():x}x{secrets.token_hex(4)}"
-            self._lock = self._taken(self.name)
+        try:
+            while self._lock < 0:
+                self.name = f"{os.getpid():x}x{secrets.token_hex(4)}"
+                self._lock = self._taken(self.name)
+        except OSError as error:
+            os.close(self._folder)
+            raise unusable(self._path, error, "pool.memory") from error
         _of_this_process.add(self)
 
     def _taken(self, name: str) -> int:
@@ -75,7 +80,8 @@ class Alive:
         found = []
         for name in self.names():
             with contextlib.suppress(OSError):
-                lock = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._folder)
+                # Without waiting: the name could be a pipe's.
+                lock = os.open(name, _LOOK, dir_fd=self._folder)
                 try:
                     if (about := os.read(lock, TOLD_BYTES).strip()) and self.is_alive(name):
                         found.append(about)
@@ -154,12 +160,14 @@ def claim(disk: Folder, memory: Folder) -> int:
         ConfigError: another pool uses the folder.
     """
     name = identity_of(memory).encode()
-    lock = os.open("pool", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=disk.root)
+    try:
+        lock = os.open("pool", _FLAGS, 0o600, dir_fd=disk.root)
+    except OSError as error:
+        raise unusable(disk.path, error, "pool.dir") from error
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, _TAKE)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, name, 0)
+            write_claim(lock, memory)
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if os.pread(lock, 256, 0) != name:
             raise OSError("another name")
@@ -170,6 +178,13 @@ def claim(disk: Folder, memory: Folder) -> int:
             "containers share one (Docker: --ipc), or name a folder for each (config key pool.dir)"
         ) from None
     return lock
+
+
+def write_claim(lock: int, memory: Folder) -> None:
+    """Name the memory folder in the file of a `claim`."""
+    name = identity_of(memory).encode()
+    os.pwrite(lock, name, 0)
+    os.ftruncate(lock, len(name))
 
 
 _of_this_process: "weakref.WeakSet[Alive]" = weakref.WeakSet()

@@ -166,7 +166,10 @@ class Books:
         """
         old = self.name
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        lock = os.open("books.lock", flags, 0o600, dir_fd=self._folder.root)
+        try:
+            lock = os.open("books.lock", flags, 0o600, dir_fd=self._folder.root)
+        except OSError:
+            return False
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self.name == old:

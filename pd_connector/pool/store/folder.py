@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pd_connector.errors import ConfigError, Miss, PoolError
+from pd_connector.pool.store.base import MEMORY
 from pd_connector.pool.store.entry import LINK, Entry, entry_of, file_name
 
 VERSION = "v1"
@@ -31,6 +32,13 @@ RESERVE_BYTES = 512 << 10
 def charge_of(nbytes: int) -> int:
     """What a part costs of a budget: its blocks, and one more for its names and its row in the books."""
     return -(-nbytes // PAGE) * PAGE + PAGE
+
+
+def unusable(path: Path, error: OSError, key: str) -> ConfigError:
+    """What is told of a folder in which files cannot be made."""
+    return ConfigError(
+        f"{path}: {error.strerror}: name a folder in which this user can make files (config key {key})"
+    )
 
 
 def private_folder(path: Path, key: str) -> int:
@@ -54,9 +62,7 @@ def private_folder(path: Path, key: str) -> int:
             f"{path}: there is no folder {path.parent}: create it, or mount it (config key {key})"
         ) from None
     except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}: name a folder of this user (config key {key})"
-        ) from error
+        raise unusable(path, error, key) from error
     found = os.fstat(descriptor)
     problem = ""
     if found.st_uid != os.geteuid():
@@ -91,7 +97,7 @@ class Folder:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, private_folder(path, key))
             opened = []
-            for folder in (self.path, *(self.path / name for name in ("index", "data", "staged"))):
+            for folder in self._paths():
                 opened.append(private_folder(folder, key))
                 undo.callback(os.close, opened[-1])
             self.root, self.index, self.data, self.staged = opened
@@ -103,18 +109,24 @@ class Folder:
     def renew(self) -> None:
         """Open the folder anew where the old one was: somebody has removed it. Descriptors keep their numbers, so other
         threads need not know. Raises ConfigError."""
+        if self.name == MEMORY:  # the pool has made the folder above, too
+            os.close(private_folder(self.path.parents[1], self._key))
         with contextlib.closing(Folder(self.name, self.path.parent, self._key)) as new:
             for old, fresh in zip(self._opened(), new._opened(), strict=True):
                 os.dup2(fresh, old, inheritable=False)
+
+    def _paths(self) -> list[Path]:
+        return [self.path, *(self.path / name for name in ("index", "data", "staged"))]
 
     def _opened(self) -> tuple[int, ...]:
         return self.root, self.index, self.data, self.staged
 
     @property
     def is_there(self) -> bool:
-        """Whether the path still leads to this folder."""
+        """Whether its path, and those of its folders, still lead to what is open here."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.root))
+            pairs = zip(self._paths(), self._opened(), strict=True)
+            return all(os.path.samestat(os.lstat(path), os.fstat(one)) for path, one in pairs)
         except OSError:
             return False
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_connector.pool.store.alive import Alive, claim
+from pd_connector.pool.store.alive import Alive, claim, write_claim
 from pd_connector.pool.store.base import DISK, MEMORY, Refusal, Why
 from pd_connector.pool.store.books import WAIT_S, Books, BooksError
 from pd_connector.pool.store.entry import Entry, entry_of, file_name
@@ -72,7 +72,8 @@ class Holdings:
             if disk is not None:
                 self.folders.append(Folder(DISK, disk.path, "pool.dir"))
                 undo.callback(self.folders[1].close)
-                undo.callback(os.close, claim(self.folders[1], self.folders[0]))
+                self._claim = claim(self.folders[1], self.folders[0])
+                undo.callback(os.close, self._claim)
             self.alive = Alive(self.folders[0])
             undo.callback(self.alive.close)
             self.books = Books(self.folders[0])
@@ -83,6 +84,12 @@ class Holdings:
             self.wake = threading.Event()
             self._stamps = itertools.count()
             self._closing = undo.pop_all()
+
+    def memory_renewed(self) -> None:
+        """The memory folder was removed, and made anew."""
+        self.alive.renew()
+        if len(self.folders) > 1:
+            write_claim(self._claim, self.folders[0])
 
     def close(self) -> None:
         self.flush()

@@ -116,10 +116,13 @@ class Keeper:
         store = self._store
         for folder in store.folders:
             if not folder.is_there:
-                log.warning("pool: %s was removed, and is made anew", folder.path)
+                log.warning(
+                    "pool: %s, or a folder in it, was removed, and is made anew", folder.path
+                )
                 folder.renew()
+                store.books.damaged = "a folder was removed"
                 if folder is store.folders[MEMORY_TIER]:
-                    store.alive.renew()
+                    store.memory_renewed()
         if store.books.damaged:
             self.make_books_anew(store.books.damaged)
         if not self._told:

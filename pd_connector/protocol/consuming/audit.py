@@ -96,7 +96,7 @@ class Comparison:
         self._far: dict[int, list[_Far]] = {}  # by layer
         self._sums: dict[tuple[int, Part], tuple[float, float, Tolerance]] = {}
 
-    def add(self, route: Route, found: Iterable[Distance], passed: str = RAW.name) -> None:
+    def note(self, route: Route, found: Iterable[Distance], passed: str = RAW.name) -> None:
         """Take note of a chunk, whose checksum was right.
 
         Args:

@@ -49,7 +49,7 @@ class Grants:
     ) -> list[int]:
         """Grant as many slots as there are, up to `wanted`."""
         taken: list[int] = []
-        while len(taken) < wanted and (slot := self._pool.take((transfer, source))) is not None:
+        while len(taken) < wanted and (slot := self._pool.lend((transfer, source))) is not None:
             taken.append(slot)
         stream.slots += taken
         return taken

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_connector.errors import Cause, Miss
+from pd_connector.kv.coding import RAW
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
@@ -74,7 +75,7 @@ class PlaceChunk(NamedTuple):
     early: bool = False  # it came while the prompt was still computed
 
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
-        """Why this is not what the plan wants, or None. The checksum is compared when the chunk is placed."""
+        """Why this is not what the plan wants, or None. Checksum and codecs are looked at when the chunk is placed."""
         chunk = self.chunk
         nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
         if self.header != wanted or nbytes != wanted.nbytes:
@@ -155,7 +156,9 @@ class ProducerSession:
         """Whether the next transfer is coded."""
         return self.choice is None or self.choice.coded
 
-    def header(self, load: Load, route: Route, chunk: Chunk, checksum: bytes) -> ChunkHeader:
+    def header(
+        self, load: Load, route: Route, chunk: Chunk, checksum: bytes, passed: str = RAW.name
+    ) -> ChunkHeader:
         """What the header of this chunk of a route must say."""
         return header_of(
             chunk,
@@ -165,6 +168,7 @@ class ProducerSession:
             codec=route.codec,
             nbytes=chunk.nbytes(route),
             checksum=checksum,
+            passed=passed,
         )
 
     def measured(self, nbytes: int, seconds: float, *, coded: bool = True) -> None:

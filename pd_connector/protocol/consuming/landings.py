@@ -127,8 +127,9 @@ class Landings:
         incoming = self._transfers.get(place.header.transfer)
         assert incoming is not None
         assert incoming.load is not None
-        session = self._sessions[place.source]
-        return session.header(incoming.load, place.route, place.chunk, place.header.checksum)
+        session, told = self._sessions[place.source], place.header
+        what = incoming.load, place.route, place.chunk
+        return session.header(*what, told.checksum, told.passed)
 
     def placed(
         self, place: PlaceChunk, problem: Cause | None, detail: str, now: float

@@ -174,7 +174,9 @@ class Openings:
         self._draining.lost(session)
         return actions
 
-    def end(self, outgoing: OutgoingTransfer, cause: Cause | None, detail: str) -> list[Action]:
+    def end_transfer(
+        self, outgoing: OutgoingTransfer, cause: Cause | None, detail: str
+    ) -> list[Action]:
         """End a transfer: who reads or watches it is refused, and its pages may be freed."""
         transfer = outgoing.transfer
         self._transfers.remove(outgoing)
@@ -215,7 +217,7 @@ class Openings:
             return []
         # A prefill that is under way goes on to its end, where its pages are freed at once.
         if outgoing.final or self._past.is_unwanted(transfer) or not outgoing.expected:
-            return self.end(outgoing, outgoing.cause, "")
+            return self.end_transfer(outgoing, outgoing.cause, "")
         return []
 
 

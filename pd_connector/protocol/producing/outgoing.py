@@ -84,7 +84,7 @@ class SendChunk(NamedTuple):
         wanted = len(self.chunk.pages(self.route.source.page_size))
         return len(self.pages) == wanted and min(self.pages) >= 0
 
-    def header(self, epoch: int, nbytes: int, checksum: bytes) -> ChunkHeader:
+    def header(self, epoch: int, nbytes: int, checksum: bytes, passed: str) -> ChunkHeader:
         """What this producer says of the chunk."""
         return header_of(
             self.chunk,
@@ -94,6 +94,7 @@ class SendChunk(NamedTuple):
             codec=self.route.codec,
             nbytes=nbytes,
             checksum=checksum,
+            passed=passed,
         )
 
 

@@ -88,7 +88,7 @@ class Producer:
             self._transfers.schedule(outgoing)
             self._transfers.lease(outgoing)
             if outgoing.all_finished:
-                return self._openings.end(outgoing, outgoing.cause, "")
+                return self._openings.end_transfer(outgoing, outgoing.cause, "")
             actions += self._evict(outgoing)
         actions += outgoing.tell_watchers()
         for session in list(outgoing.streams):
@@ -147,13 +147,15 @@ class Producer:
             return []
         if outgoing.offer is not None and not outgoing.offered_by(request):
             return []
-        ended = self._openings.end(outgoing, Cause.PREFILL_ENDED, "the prefill request ended early")
+        ended = self._openings.end_transfer(
+            outgoing, Cause.PREFILL_ENDED, "the prefill request ended early"
+        )
         return [action for action in ended if not isinstance(action, Free)]  # it knows
 
     def give_up(self, transfer: str, detail: str) -> list[Action]:
         """Something went wrong that nobody has foreseen: end this transfer, whatever its state."""
         outgoing = self._transfers.get(transfer)
-        return self._openings.end(outgoing, Cause.INTERNAL, detail) if outgoing else []
+        return self._openings.end_transfer(outgoing, Cause.INTERNAL, detail) if outgoing else []
 
     def watch(
         self, session: SessionId, transfer: str, now: float, *, keep: bool = False
@@ -240,7 +242,7 @@ class Producer:
         """End every transfer: its KV must not be used any more."""
         actions: list[Action] = []
         for outgoing in list(self._transfers):
-            actions += self._openings.end(outgoing, cause, detail)
+            actions += self._openings.end_transfer(outgoing, cause, detail)
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -248,7 +250,7 @@ class Producer:
         actions: list[Action] = []
         for outgoing in self._transfers.due(now):
             if outgoing.expires <= now:
-                actions += self._openings.end(outgoing, *outgoing.expiry)
+                actions += self._openings.end_transfer(outgoing, *outgoing.expiry)
             else:
                 self._transfers.schedule(outgoing)
         self._past.tick(now)
@@ -281,5 +283,5 @@ class Producer:
             if oldest is None:
                 break
             detail = "more than lease_share of the cache was leased"
-            actions += self._openings.end(oldest, Cause.LEASE_EVICTED, detail)
+            actions += self._openings.end_transfer(oldest, Cause.LEASE_EVICTED, detail)
         return actions

@@ -3,6 +3,7 @@
 
 import msgspec
 
+from pd_connector.kv.coding import RAW
 from pd_connector.plan.chunks import Chunk
 from pd_connector.protocol.wire.fields import Count, Fingerprint, Name, decode
 
@@ -20,6 +21,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
         codec: name of the route's codec.
         nbytes: bytes of the payload.
         checksum: of the payload. It may be empty only if the transport verifies every byte of the chunk.
+        passed: the coarsest codec in which KV had passed before, on which this KV may have been computed.
     """
 
     transfer: Name
@@ -34,6 +36,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     codec: Name
     nbytes: Count
     checksum: Fingerprint
+    passed: Name = RAW.name
 
 
 def header_of(
@@ -45,6 +48,7 @@ def header_of(
     codec: str,
     nbytes: int,
     checksum: bytes,
+    passed: str,
 ) -> ChunkHeader:
     """The header of the plan's `chunk`: what a producer says, and what a consumer compares with."""
     return ChunkHeader(
@@ -60,6 +64,7 @@ def header_of(
         codec=codec,
         nbytes=nbytes,
         checksum=checksum,
+        passed=passed,
     )
 
 

@@ -162,19 +162,21 @@ class Credit(Message, frozen=True):
     slots: Slots
 
 
-class Offered(Message, frozen=True):
+class LeftInSlot(Message, frozen=True, tag="Offered"):
     """Producer, in a session with `read`: a chunk lies in my send slot, to be read into the
-    landing slot that was granted. `offer` is the number of the chunk that is left, in this session."""
+    landing slot that was granted. `number` counts the chunks that are left in this session.
+
+    On the wire it is `Offered`, and the number is `offer`."""
 
     transfer: Name
-    offer: Count
+    number: Count = msgspec.field(name="offer")
     send_slot: Slot
     slot: Slot
     nbytes: Count
     header: Header
 
 
-class OfferedPages(Message, frozen=True):
+class LeftInPages(Message, frozen=True, tag="OfferedPages"):
     """Producer, to an `Open` with `direct`: a chunk lies in leased pages of mine, to be read there.
     It counts against the landing slot that was granted, although the slot is not used.
 
@@ -183,7 +185,7 @@ class OfferedPages(Message, frozen=True):
     """
 
     transfer: Name
-    offer: Count
+    number: Count = msgspec.field(name="offer")
     slot: Slot
     piece_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     addresses: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PIECES)]
@@ -191,9 +193,10 @@ class OfferedPages(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """Consumer: the chunk that was left under this number has been read, or will not be read."""
+    """Consumer: the chunk that was left under this number has been read, or will not be read. On the wire the number
+    is `offer`."""
 
-    offer: Count
+    number: Count = msgspec.field(name="offer")
 
 
 class Done(Message, frozen=True):
@@ -257,7 +260,16 @@ class Ranks(Message, frozen=True):
 
 ConsumerMessage = AskRanks | Hello | Watch | Open | Credit | Taken | Done | Cancel | Heartbeat
 ProducerMessage = (
-    Ranks | Welcome | Reject | Ready | Accept | Offered | OfferedPages | Refuse | Cancelled | Pulse
+    Ranks
+    | Welcome
+    | Reject
+    | Ready
+    | Accept
+    | LeftInSlot
+    | LeftInPages
+    | Refuse
+    | Cancelled
+    | Pulse
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -3,7 +3,7 @@
 
 - `family`: a process and everything it started, ended as one, and counted (`Census`)
 - `proc`: processes as `/proc` shows them
-- `guard`: ends the families of a launcher that died without ending them
+- `reaper`: ends the families of a launcher that died without ending them
 - `ports`: ports that no other program takes between choosing and listening
 - `service`: an HTTP server that is such a family: readiness, log, restart
 - `start_log`: how far a start has come, and why it failed, from the log

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from pd_connector.tools.launch import proc
-from pd_connector.tools.launch.guard import guarded
+from pd_connector.tools.launch.reaper import launcher_id
 
 POLITE_S = 15.0
 """How long a family may take to end after SIGTERM."""
@@ -53,7 +53,7 @@ class Family:
         popen: Popen = subprocess.Popen,
     ) -> None:
         self.id = uuid.uuid4().hex
-        lineage = [os.environ.get(proc.MARKER, ""), guarded(), self.id]
+        lineage = [os.environ.get(proc.MARKER, ""), launcher_id(), self.id]
         environment = {
             **os.environ,
             **(env or {}),

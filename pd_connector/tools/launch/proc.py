@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes as `/proc` shows them, and the guard's program, which ends processes that a launcher left behind.
+"""Processes as `/proc` shows them, and the reaper's program, which ends processes that a launcher left behind.
 
-Uses only the standard library, and is run by path: the guard must start in a moment and stay small.
+Uses only the standard library, and is run by path: the reaper must start in a moment and stay small.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def signal_all(processes: Iterable[Process], number: int) -> None:
 
 
 def watch(launcher: str, parent: str) -> None:
-    """Wait until the launcher has ended, then end all processes with its id (the guard's program)."""
+    """Wait until the launcher has ended, then end all processes with its id (the reaper's program)."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # A fork of the launcher may hold the pipe open after the launcher's death, so both are watched.

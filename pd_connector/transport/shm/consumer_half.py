@@ -241,7 +241,7 @@ class ConsumerHalf:
             producer.links.append(connection.link)
             self._connected[connection.token] = producer
             if producer.window is not None:
-                self._pins.add(producer.window, "slots of a producer", read_only=True)
+                self._pins.pin(producer.window, "slots of a producer", read_only=True)
 
     def _end_reads(self) -> list[Landed]:
         landed: list[Landed] = []

@@ -37,7 +37,7 @@ class Landing:
             return None
         return self.destinations(head.header, head.slot, head.nbytes)
 
-    def take(self) -> int | None:
+    def lend(self) -> int | None:
         """Lend a slot, if one is free."""
         if self._free:
             return self._free.pop()

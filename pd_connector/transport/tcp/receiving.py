@@ -263,7 +263,7 @@ class Receiving:
         if self._opener is not None and self._opener.in_parts:
             self._destination = self._landing.destination(self._head)
         if self._destination is None:
-            self._slot = self._landing.take()
+            self._slot = self._landing.lend()
             if self._slot is None:
                 return False
         self._landed = 0

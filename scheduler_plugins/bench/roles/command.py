@@ -60,7 +60,7 @@ def shift(
     A rate of 1.0 is, in each half, the capacity of the best fixed ratio in that very window.
     """
     with exit_codes(Console(stderr=True)):
-        traces = {path.stem: _read(path, requests) for path in (code, conv)}
+        traces = _both(code, conv, requests)
         found = list[shifting.Shifted]()
         for kind in _fleets(fleet):
             halves = shifting.capacities(kind, traces, jobs, _say)
@@ -93,7 +93,7 @@ def steady(
     Parts of the requests that are served in time, beside the best fixed ratio.
     """
     with exit_codes(Console(stderr=True)):
-        traces = {path.stem: _read(path, requests) for path in (code, conv)}
+        traces = _both(code, conv, requests)
         tables, rows = (
             list[tuple[str, list[Comparison]]](),
             Table("fleet", "workload", "load", "best fixed", *steadying.POLICIES, box=None),
@@ -232,6 +232,13 @@ def _fleets(name: str) -> list[FleetKind]:
     if name not in FLEETS:
         raise BenchError(f"fleet {name!r}: must be all or one of {', '.join(FLEETS)}")
     return [FLEETS[name]]
+
+
+def _both(code: Path, conv: Path, requests: int) -> dict[str, list[Waiting]]:
+    """Both traces by name."""
+    if code.stem == conv.stem:
+        raise BenchError(f"{code} and {conv}: both are {code.stem!r} in the tables; give two names")
+    return {path.stem: _read(path, requests) for path in (code, conv)}
 
 
 def _read(path: Path, requests: int | None) -> list[Waiting]:

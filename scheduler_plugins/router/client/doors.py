@@ -23,7 +23,7 @@ FOR_OPERATORS = ("/", "/live", "/health", "/metrics")
 """Endpoints whose answers name engines."""
 
 
-def is_guarded(path: str) -> bool:
+def needs_key(path: str) -> bool:
     """Whether an endpoint requires the clients' key, if one is set."""
     return path.startswith("/v1/") or path in ONE_ENGINE or path == VERSION
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from pd_connector.hosts import is_loopback, numeric_address
-from scheduler_plugins.router.client.doors import FOR_OPERATORS, is_guarded
+from scheduler_plugins.router.client.doors import FOR_OPERATORS, needs_key
 from scheduler_plugins.router.settings.config import RouterConfig
 
 ANY = "*"
@@ -102,7 +102,7 @@ def marking(
     async def mark(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.popall(_ALLOWED_ORIGIN, None)  # an engine must not decide on origins
         origin = request.headers.get("Origin")
-        if origin and is_guarded(request.path) and _may(origin, allowed):
+        if origin and needs_key(request.path) and _may(origin, allowed):
             response.headers[_ALLOWED_ORIGIN] = ANY if ANY in allowed else origin
             response.headers["Access-Control-Expose-Headers"] = _SHOWN
         if allowed and ANY not in allowed:

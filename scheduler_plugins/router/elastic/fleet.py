@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Member
 from scheduler_plugins.router.settings.elastic import MOVABLE
@@ -25,6 +26,11 @@ class Groups:
         groups = dict[str, list[BackendEngine]]()
         problems = set[str]()
         for engine in engines:
+            if engine.whole and engine.up and engine.standing.place.may:
+                problems.add(
+                    f"{engine.url} is never moved: it is an SGLang engine that works alone; start it with "
+                    "--disaggregation-mode and --enable-pd-role-switch, or take `may` out"
+                )
             if engine.role in MOVABLE and not engine.whole:
                 groups.setdefault(engine.standing.place.group, []).append(engine)
         found = {}
@@ -46,8 +52,10 @@ class Groups:
 def _member(engine: BackendEngine) -> Member:
     standing = engine.standing
     place, moving = standing.place, standing.moving
+    if moving is None and engine.switches and not standing.problem:
+        moving = standing.wanted  # the settings win over a policy
     home = standing.home(engine.role)
-    wanted = place.may | {home} if place.may else frozenset()
+    wanted = place.may | {home} if place.may and standing.wanted is None else frozenset()
     return Member(
         engine,
         moving or engine.role,
@@ -64,12 +72,23 @@ def _cannot(engine: BackendEngine) -> str:
     """Why an engine never gets a role that it may have; empty: it can have all, or it is not known yet."""
     place = engine.standing.place
     lacking = sorted(place.may - engine.able - {engine.role})
-    if not lacking or not engine.up or engine.kind is None or not engine.asked_for_address:
+    sglang = engine.kind is Kind.SGLANG
+    known = engine.up and engine.kind is not None and (sglang or engine.asked_for_address)
+    if not lacking or not known or engine.standing.problem:  # the log has said the problem
         return ""
-    return (
-        f"{engine.url} is never moved to {', '.join(lacking)}: it cannot. A vLLM engine needs PDConnector with "
-        '"kv_role": "kv_both", an SGLang engine --enable-pd-role-switch'
-    )
+    if not sglang:
+        found = "decodes only (kv_consumer, or no PDConnector)"
+        if engine.addresses:
+            found = "prefills only (kv_producer)"
+        do = 'start it with PDConnector and "kv_role": "kv_both"'
+    elif engine.switches:
+        found, do = (
+            "is an SGLang engine, which has one side",
+            f"take {', '.join(lacking)} out of `may`",
+        )
+    else:
+        found, do = "is an SGLang engine with a fixed side", "start it with --enable-pd-role-switch"
+    return f"{engine.url} is never moved to {', '.join(lacking)}: it {found}; {do}"
 
 
 def _all_on_both_sides(group: str, engines: Sequence[BackendEngine]) -> str:

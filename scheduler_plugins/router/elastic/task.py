@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task that asks the role policy every second, and has its decisions carried out."""
+"""The task that asks every second which engines shall change their role, and has it carried out."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from math import inf
 
 from scheduler_plugins.router.elastic.fleet import Groups
+from scheduler_plugins.router.elastic.homing import Homing
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.moving import SETTINGS, MoveFailedError, Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.policies.added import PolicyError
 from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S
 from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move
 from scheduler_plugins.router.roles.controller import RoleController
@@ -28,6 +31,10 @@ FIRST_S = 120.0
 more slowly, engines of the other side would take its place."""
 EVERY_S = 1.0
 """Pause between two questions to the policy."""
+SLOW_S = 0.2
+"""A policy that takes longer for one decision is named in the log. The router serves nothing meanwhile."""
+TELL_S = 60.0
+"""Time between two log lines about a policy that fails or is slow."""
 
 
 def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
@@ -48,6 +55,11 @@ def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
     return told
 
 
+def _by(name: str, move: Move) -> Move:
+    """The move, with the name of what decided it in its cause."""
+    return move._replace(cause=f"{name}: {move.cause}")
+
+
 class Elastic:
     """One controller for each group. A router that does not lead its fellows asks none of them."""
 
@@ -59,9 +71,11 @@ class Elastic:
         self._mover = mover
         self._front = front
         self._groups = Groups()
+        self._homing = Homing(pool)
         self._begun_s = asyncio.get_running_loop().time()
         self._controllers: dict[str, tuple[Moving, Bounds, RoleController]] = {}
         self._moves = set[asyncio.Task[None]]()
+        self._told_s: dict[str, float] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -86,7 +100,9 @@ class Elastic:
                 logger.exception("the role policy failed")
 
     def tick(self, now_s: float) -> None:
-        """Ask the policy once, and begin what it decides."""
+        """Begin what the settings want of SGLang engines. Ask the policy once, and begin what it decides."""
+        for move in self._homing.moves(now_s):
+            self._begin(self._homing, _by("settings", move), "settings")
         moving = self._pool.config.moving
         if moving is None or not self._pool.leads:
             self._controllers.clear()
@@ -101,8 +117,35 @@ class Elastic:
             for engine in self._pool.engines:
                 (controller.pin if engine.standing.pinned else controller.release)(engine.name)
             waiting = {group: front[group]} if group in front else {}
-            for move in controller.moves(Fleet(members, self._pool.history, waiting), now_s):
-                self._begin(controller, move, moving)
+            begun_s = time.perf_counter()
+            moves = controller.moves(Fleet(members, self._pool.history, waiting), now_s)
+            took_s = time.perf_counter() - begun_s
+            self._tell(group, moving.policy, controller.fault, took_s, now_s)
+            for move in (_by(moving.policy, one) for one in moves):
+                if moving.dry_run:
+                    self._only_say(controller, move)
+                else:
+                    self._begin(controller, move, moving.policy)
+
+    def _tell(
+        self, group: str, policy: str, fault: Exception | None, took_s: float, now_s: float
+    ) -> None:
+        """Log what is wrong with a policy, at most once a minute for each group."""
+        if (fault is None and took_s <= SLOW_S) or now_s - self._told_s.get(group, -inf) < TELL_S:
+            return
+        self._told_s[group] = now_s
+        if fault is not None:
+            logger.error(
+                "group %s: role policy %s failed: %s",
+                *(group, policy, fault if isinstance(fault, PolicyError) else repr(fault)),
+                exc_info=None if isinstance(fault, PolicyError) else fault,
+            )
+        if took_s > SLOW_S:
+            logger.warning(
+                "group %s: role policy %s took %.2f s for one decision, and the router served nothing meanwhile; it must "
+                "take less than %g s",
+                *(group, policy, took_s, SLOW_S),
+            )
 
     def _awaits(self, group: str) -> bool:
         """Whether an engine of the group has never been up."""
@@ -127,40 +170,43 @@ class Elastic:
         )
         return made
 
-    def _begin(self, controller: RoleController, move: Move, moving: Moving) -> None:
-        engine = next(one for one in self._pool.engines if one.name == move.engine)
-        if moving.dry_run:
-            logger.info(
-                "dry run: %s would move from %s to %s: %s",
-                *(engine.url, engine.role, move.role, move.cause),
-            )
-            self._pool.metrics.role_moves.labels(engine.role, move.role, "dry_run").inc()
-            self._note(engine, move, "dry run")
-            controller.done(move.engine, asyncio.get_running_loop().time())
-            return
+    def _only_say(self, controller: RoleController, move: Move) -> None:
+        engine = self._engine(move)
+        logger.info(
+            "dry run: %s would move from %s to %s: %s",
+            *(engine.url, engine.role, move.role, move.cause),
+        )
+        self._pool.metrics.role_moves.labels(engine.role, move.role, "dry_run").inc()
+        self._note(engine, move, "dry run")
+        controller.done(move.engine, asyncio.get_running_loop().time())
+
+    def _begin(self, decider: RoleController | Homing, move: Move, cause: str) -> None:
+        engine = self._engine(move)
         carrying = asyncio.create_task(
-            self._carry_out(controller, engine, move, moving.policy), name=f"move {engine.url}"
+            self._carry_out(decider, engine, move, cause), name=f"move {engine.url}"
         )
         self._moves.add(carrying)
         carrying.add_done_callback(self._moves.discard)
 
     async def _carry_out(
-        self, controller: RoleController, engine: BackendEngine, move: Move, policy: str
+        self, decider: RoleController | Homing, engine: BackendEngine, move: Move, cause: str
     ) -> None:
         clock, outcome = asyncio.get_running_loop().time, self._note(engine, move, "moving")
+        pinned = engine.standing.pinned
         try:
-            await self._mover.move(
-                engine, move.role, pinned=False, cause=policy, why=f"{policy}: {move.cause}"
-            )
+            await self._mover.move(engine, move.role, pinned=pinned, cause=cause, why=move.cause)
         except MoveFailedError as failure:
-            controller.failed(move.engine, clock(), str(failure))
+            decider.failed(move.engine, clock(), str(failure))
             outcome("given up" if failure.step == SETTINGS else str(failure))
         except BaseException as error:
-            controller.failed(move.engine, clock(), repr(error))
+            decider.failed(move.engine, clock(), repr(error))
             raise
         else:
-            controller.done(move.engine, clock())
+            decider.done(move.engine, clock())
             outcome("done")
+
+    def _engine(self, move: Move) -> BackendEngine:
+        return next(one for one in self._pool.engines if one.name == move.engine)
 
     def _note(self, engine: BackendEngine, move: Move, outcome: str) -> Callable[[str], None]:
         """Show the decision on the live page. Returns a function that sets its outcome."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from scheduler_plugins.qos.yaml_text import explained
 from scheduler_plugins.router.client.answers import error_body
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import is_known_host, is_of_foreign_page
@@ -62,7 +63,7 @@ def create_admin(pool: EnginePool, mover: Mover, operator: Operator, host: str) 
         operator: checks the operator's token; other clients get no answer.
         host: the address to listen on.
     """
-    app = web.Application(middlewares=[_guard])
+    app = web.Application(middlewares=[_for_operators_only])
     app[_POOL], app[_MOVER], app[_OPERATOR], app[_HOST] = pool, mover, operator, host
     app.router.add_get(ENGINES, _list)
     app.router.add_post(ENGINES, _add)
@@ -74,7 +75,7 @@ def create_admin(pool: EnginePool, mover: Mover, operator: Operator, host: str) 
 
 
 @web.middleware
-async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
+async def _for_operators_only(request: web.Request, handler: Any) -> web.StreamResponse:
     if "Origin" in request.headers or is_of_foreign_page(request, (), request.app[_HOST]):
         return _error(
             "the admin API refuses requests of web pages: use a program outside of the browser", 403
@@ -98,12 +99,20 @@ async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
     return response
 
 
+async def _read(request: web.Request, wanted: Any) -> Any:
+    """The request's body, as this msgspec type. Raises ValueError, or msgspec.DecodeError if it is no JSON."""
+    try:
+        return msgspec.json.decode(await request.read(), type=wanted)
+    except msgspec.ValidationError as error:
+        raise ValueError(explained(str(error), wanted)) from None
+
+
 async def _list(request: web.Request) -> web.StreamResponse:
     return _told(request.app[_POOL])
 
 
 async def _add(request: web.Request) -> web.StreamResponse:
-    asked, pool = msgspec.json.decode(await request.read(), type=_Add), request.app[_POOL]
+    asked, pool = await _read(request, _Add), request.app[_POOL]
     config, url = pool.config, base_url("url", asked.url)
     if any(engine.url == url and not pool.leaves(engine) for engine in pool.engines):
         raise ValueError(f"url {url}: the router has this engine already")
@@ -116,7 +125,7 @@ async def _add(request: web.Request) -> web.StreamResponse:
 
 
 async def _remove(request: web.Request) -> web.StreamResponse:
-    asked, pool = msgspec.json.decode(await request.read(), type=_Asked), request.app[_POOL]
+    asked, pool = await _read(request, _Asked), request.app[_POOL]
     url = base_url("url", asked.url)
     if not _is_given(pool, url):
         _check_named_itself(pool, _known(pool, url).url)
@@ -125,21 +134,22 @@ async def _remove(request: web.Request) -> web.StreamResponse:
 
 
 async def _drain(request: web.Request) -> web.StreamResponse:
-    asked, pool = msgspec.json.decode(await request.read(), type=_Drain), request.app[_POOL]
+    asked, pool = await _read(request, _Drain), request.app[_POOL]
     pool.drain(_known(pool, asked.url), asked.drain)
     return _told(pool)
 
 
 async def _set_role(request: web.Request) -> web.StreamResponse:
     """Give engines roles, and pin them. All changes of a list are made together, or none."""
-    asked = msgspec.json.decode(await request.read(), type=_Changes)
+    asked = await _read(request, _Changes)
     pool, mover = request.app[_POOL], request.app[_MOVER]
-    changes = {
-        _known(pool, one.url): Role(one.role)
-        for one in ([asked] if isinstance(asked, _SetRole) else asked)
-    }
-    for engine, role in changes.items():
-        mover.check(engine, role)
+    changes = dict[BackendEngine, Role]()
+    for one in [asked] if isinstance(asked, _SetRole) else asked:
+        engine = _known(pool, one.url)
+        if engine in changes:
+            raise ValueError(f"url {engine.url}: is named twice in the list; name it once")
+        changes[engine] = Role(one.role)
+        mover.check(engine, changes[engine])
     _check_sides(pool, changes)
     why = "the operator has asked for it (POST /engines/role)"
     moves = [
@@ -157,7 +167,7 @@ async def _set_role(request: web.Request) -> web.StreamResponse:
 
 
 async def _release(request: web.Request) -> web.StreamResponse:
-    asked, pool = msgspec.json.decode(await request.read(), type=_Asked), request.app[_POOL]
+    asked, pool = await _read(request, _Asked), request.app[_POOL]
     pool.release(_known(pool, asked.url))
     return _told(pool)
 

@@ -20,13 +20,14 @@ from scheduler_plugins.router.client.connections import (
 from scheduler_plugins.router.client.doors import (
     VERSION,
     id_of,
-    is_guarded,
     may_enter,
+    needs_key,
     passed_headers,
 )
 from scheduler_plugins.router.client.downstream import ClientGoneError
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import marking, preflight, why_refused
+from scheduler_plugins.router.client.stopping import Stopping
 from scheduler_plugins.router.endpoints.app_keys import (
     BACKEND,
     BODIES,
@@ -36,6 +37,7 @@ from scheduler_plugins.router.endpoints.app_keys import (
     METRICS,
     OPERATOR,
     SHARED,
+    STOPPING,
 )
 from scheduler_plugins.router.endpoints.backend import (
     Backend,
@@ -95,6 +97,7 @@ def create_app(
     app[METRICS] = Metrics()
     app[BACKEND] = backend or OneProcess()
     app[OPERATOR] = Operator(config.admin_key)
+    app[STOPPING] = Stopping()
     app.cleanup_ctx.append(engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: following(app, settings))
@@ -124,7 +127,7 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
         return asked
     if (why := why_refused(request, request.app[CONFIG])) is not None:
         return closing(error_response(why, "permission_error", 403))
-    if is_guarded(request.path) and not may_enter(request, request.app[CONFIG].client_key):
+    if needs_key(request.path) and not may_enter(request, request.app[CONFIG].client_key):
         message = "wrong or no API key (the router's PD_ROUTER_CLIENT_KEY)"
         return closing(error_response(message, "authentication_error", 401))
     try:
@@ -182,7 +185,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     try:
         client_request = ClientRequest(shared, request, headers, parsed)
         with request.app[CONNECTIONS].serving(request):
-            found = await _within(client_request, limit_s, request_id)
+            found = await _within(client_request, limit_s, request_id, request.app[STOPPING])
             client_request.trace.finish(found[1])
             return found
     except body.BadRequestError as error:
@@ -222,25 +225,28 @@ def _bad_request(error: body.BadRequestError, request_id: str) -> web.Response:
 
 
 async def _within(
-    client_request: ClientRequest, limit_s: float, request_id: str
+    client_request: ClientRequest, limit_s: float, request_id: str, stopping: Stopping
 ) -> tuple[web.StreamResponse, str]:
-    """Serve the request, or give it up once the client's time limit has passed."""
-    if limit_s == math.inf:
-        return await client_request.serve()
-    scope = asyncio.timeout(limit_s)
+    """Serve the request, or give it up once the client's time limit has passed, or that of a router that stops."""
+    scope = asyncio.timeout(None if limit_s == math.inf else limit_s)
     try:
         async with scope:
-            return await client_request.serve()
+            with stopping.bounds(scope):
+                return await client_request.serve()
     except TimeoutError:
         if not scope.expired():
             raise
     why = f"the client's limit of {limit_s * 1e3:g} ms ({TIMEOUT_HEADER}) has passed"
+    kind, status, outcome, cut_off = "timeout", 504, "deadline", "deadline"
+    if stopping.over:
+        why, kind, status = "the router is being stopped", "service_unavailable", 503
+        outcome, cut_off = "unavailable", "interrupted"
     if client_request.begun:
-        outcome = "ok" if client_request.ended else "deadline"
-        return await client_request.interrupt(why), outcome
-    response = error_response(f"request {request_id}: {why}", "timeout", 504)
+        cut_off = "ok" if client_request.ended else cut_off
+        return await client_request.interrupt(why), cut_off
+    response = error_response(f"request {request_id}: {why}", kind, status)
     response.headers[REQUEST_ID] = request_id
-    return response, "deadline"
+    return (response if status == 504 else retry_after(response, 1)), outcome
 
 
 async def _read(request: web.Request, room: Reservation) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from aiohttp import web
 
 from scheduler_plugins.router.client.connections import BodyBudget, ConnectionLimit
 from scheduler_plugins.router.client.operator import Operator
+from scheduler_plugins.router.client.stopping import Stopping
 from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.endpoints.page import LiveState
 from scheduler_plugins.router.engines.moving import Mover
@@ -21,3 +22,4 @@ BACKEND = web.AppKey("backend", Backend)
 OPERATOR = web.AppKey("operator", Operator)
 MOVER = web.AppKey("mover", Mover)
 LIVE = web.AppKey("live", LiveState)
+STOPPING = web.AppKey("stopping", Stopping)

@@ -116,6 +116,14 @@ def _of_engine(engine: BackendEngine, now_s: float) -> Iterator[Trouble]:
             (f"{url}: {engine.reason}",),
             "Start the engine with PDConnector and kv_role kv_producer or kv_both.",
         )
+    if engine.standing.problem:
+        yield Trouble(
+            "PDRoleMoveFails",
+            "warning",
+            "Engines are not on the side that the settings say.",
+            (engine.standing.problem,),
+            "Do what the line of the engine says.",
+        )
     if engine.circuit.cause:
         yield Trouble(
             "PDEnginePaused",

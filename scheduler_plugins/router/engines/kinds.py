@@ -31,6 +31,7 @@ class SglangFacts(NamedTuple):
         bootstrap_port: port where an SGLang decode engine looks up a prefill engine's ranks.
         switches: whether it changes its side on request.
         tells_side: whether `mode` is its side now. Without our backend it is the side of its start.
+        started: the side of its start.
     """
 
     mode: str
@@ -39,6 +40,7 @@ class SglangFacts(NamedTuple):
     bootstrap_port: int | None
     switches: bool = False
     tells_side: bool = False
+    started: str = ""
 
     @property
     def whole(self) -> bool:
@@ -88,6 +90,7 @@ def sglang_facts(raw: bytes) -> SglangFacts | None:
     return SglangFacts(
         mode=next(iter(sides)) if len(sides) == 1 else told["disaggregation_mode"],
         tells_side=len(sides) == 1,
+        started=told["disaggregation_mode"],
         model=str(model),
         replicas=replicas if len(replicas) == len(addresses) else (),
         bootstrap_port=port if isinstance(port, int) else None,

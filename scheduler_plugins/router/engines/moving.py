@@ -15,7 +15,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.settings.elastic import Place
+from scheduler_plugins.router.settings.elastic import MOVABLE, Place
 from scheduler_plugins.router.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,13 @@ class Mover:
         """Raises ValueError if the engine can never have this role, or is moving."""
         if engine.standing.moving is not None:
             raise ValueError(f"url {engine.url}: moves to {engine.standing.moving}; wait for that")
-        if engine.kind is not Kind.SGLANG or engine.role is role or engine.whole:
+        if engine.role is role or engine.whole:
+            return
+        if engine.kind is not Kind.SGLANG:
+            if engine.asked_for_address and role in MOVABLE - engine.able:
+                raise ValueError(
+                    f'url {engine.url}: this engine cannot {role}; start it with PDConnector and "kv_role": "kv_both"'
+                )
             return
         if not engine.switches:
             raise ValueError(
@@ -97,9 +103,9 @@ class Mover:
             if engine.kind is Kind.SGLANG:
                 await self._ready(engine)
         standing = engine.standing
-        if standing.place != place and not standing.allows(role):
-            why = "its entry in the settings has changed while it moved"
-            await self.move(engine, standing.home(role), pinned=False, cause="settings", why=why)
+        if standing.place != place:  # edited too late to end the move: the edit holds from now on
+            edited, standing.place = standing.place, place
+            pool.replace(engine, edited)
 
     async def _switch(self, engine: BackendEngine, role: Role, place: Place) -> None:
         """Drain an SGLang engine and have it change its side. `place`: by the settings at the beginning."""

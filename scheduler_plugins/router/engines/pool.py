@@ -51,12 +51,8 @@ class EnginePool(Pool):
         caches: EngineCaches | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            caches: filled with what engines have cached; None: a new object.
-            on_change: called when an engine or its state has changed.
-        """
+        """Start nothing yet. `caches` is filled with what engines have cached. `on_change` is called when an engine or its
+        state has changed."""
         self._config = config
         self._session = session
         self.metrics = metrics
@@ -124,7 +120,7 @@ class EnginePool(Pool):
                 if self.leaves(engine):
                     self._leaving.pop(engine).cancel()
                     engine.draining = False
-                self._replace(engine, place)
+                self.replace(engine, place)
             elif not (unknown or self.leaves(engine)):
                 leaving.append(engine)
         joining = [self.add(url, place) for url, place in wanted.items()]
@@ -135,9 +131,9 @@ class EnginePool(Pool):
                 self.caches.follow(engine, *found, ranks=engine.ranks, first=engine.ranks[0])
         self._on_change()
 
-    def _replace(self, engine: BackendEngine, place: Place) -> None:
+    def replace(self, engine: BackendEngine, place: Place) -> None:
         """The engine has this place in the settings. It goes home, even if it was pinned, if its home has changed, or if
-        it may no longer have its role."""
+        it may no longer have its role. An SGLang engine is not there before it has been switched."""
         standing, role = engine.standing, engine.role
         before, standing.place = standing.place, place
         taken = before.may != place.may and self._config.moving is not None
@@ -145,12 +141,14 @@ class EnginePool(Pool):
             return
         home = standing.home(role) if before.home == place.home else place.home
         if home is None:
-            engine.role_given = False
+            engine.role_given, standing.wanted = False, None
+        elif role is not home and not engine.computes_prompts:  # an SGLang engine of one side
+            standing.pinned, standing.wanted = False, home
+            self.look_again(engine)
         else:
             if role is not home:
                 self.metrics.role_moves.labels(role, home, "settings").inc()
             self.set_role(engine, home, pinned=False)
-            self.look_again(engine)  # an SGLang engine may be on the other side
 
     def add(self, url: str, place: Place) -> BackendEngine:
         """Start to watch an engine. It gets requests once it is up."""
@@ -214,6 +212,7 @@ class EnginePool(Pool):
         if version is None:
             version = Version(standing.version.number + 1, self.name)
         standing.version, standing.pinned = version, pinned
+        standing.wanted, standing.problem = None, ""
         if engine.role is not role or not engine.role_given:
             engine.role_given = True
             engine.change_role(role, asyncio.get_running_loop().time())

@@ -43,6 +43,10 @@ class Standing:
     """Whether an operator gave the role. The controller leaves the engine alone until it is released."""
     moving: Role | None = None
     """The role that the engine moves to; None: it is steady."""
+    wanted: Role | None = None
+    """The side that a steady SGLang engine is to be switched to; None: it is where it should be."""
+    problem: str = ""
+    """Why an SGLang engine is not on the side that the settings give it, and what to do. Empty: nothing is wrong."""
     version: Version = field(default_factory=Version)
     told_home: Role | None = None
     """The role that the engine said it has, if the settings give it none."""
@@ -70,4 +74,8 @@ class Standing:
             told["pinned"] = True
         if self.moving is not None:
             told["moving"] = self.moving
+        if self.wanted is not None:
+            told["wanted"] = self.wanted
+        if self.problem:
+            told["problem"] = self.problem
         return told

@@ -16,6 +16,7 @@ from scheduler_plugins.router.engines.failures import EngineFailedError, Unreach
 from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
 from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
 from scheduler_plugins.router.engines.looks import Looks
+from scheduler_plugins.router.engines.sides import settle
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -168,16 +169,7 @@ class EngineWatch:
         engine.was_vllm = facts is None
         engine.whole = facts is not None and facts.whole
         engine.switches = facts is not None and facts.switches and not facts.whole
-        if facts is not None and facts.tells_side and engine.role != facts.mode and engine.switches:
-            # It starts on the side of its command line, whatever it was switched to before.
-            engine.change_role(Role(facts.mode), asyncio.get_running_loop().time())
-        side = Role.PREFILL if engine.role is Role.CPU_PREFILL else engine.role
-        if facts is not None and facts.mode != side and not facts.whole:
-            logger.warning(
-                "%s is named as a %s engine, but was started with --disaggregation-mode %s; name it on that side, or "
-                "start it again with the other mode",
-                *(engine.url, engine.role, facts.mode),
-            )
+        settle(engine, facts, self._config().moving, asyncio.get_running_loop().time())
         if engine.whole:
             logger.info(
                 "%s has no --disaggregation-mode: it gets no KV, and answers requests that pairs cannot",

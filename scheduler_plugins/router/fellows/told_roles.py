@@ -7,6 +7,7 @@ they agree whatever was lost or late. A router that was started anew has version
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 
 import msgspec
@@ -15,6 +16,8 @@ from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.standing import Version
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.settings.elastic import MOVABLE
+
+logger = logging.getLogger(__name__)
 
 MOST_NUMBER = 1 << 53
 """Upper bound of an accepted version."""
@@ -59,6 +62,11 @@ class ToldRoles:
             self._note_move(engine.url, router, one.moving)
             version = Version(one.number, one.router)
             if one.role in MOVABLE and engine.standing.version < version < (MOST_NUMBER,):
+                if one.role is not engine.role:
+                    logger.info(
+                        "%s is %s and no longer %s: router %s says so",
+                        *(engine.url, one.role, engine.role, router),
+                    )
                 self._pool.set_role(engine, one.role, pinned=one.pinned, version=version)
         for url in [url for url, by in self._moved_by.items() if by == router and url not in told]:
             self._note_move(url, router, None)

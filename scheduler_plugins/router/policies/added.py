@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from math import inf
 from random import Random
 
 from pd_connector.errors import ConfigError, PDConnectorError
@@ -26,7 +28,7 @@ GROUP = "scheduler_plugins.policies"
 
 
 class PolicyError(PDConnectorError):
-    """Another package's policy made a decision that the router cannot follow."""
+    """A policy failed, or made a decision that cannot be followed."""
 
 
 def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
@@ -44,7 +46,8 @@ def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
         return None
     found = extension.load()
     if _is(found, Rule):
-        return Checked(Sides(found(), (decode or found)()), extension)
+        rule: Callable[[], Rule] = extension.make
+        return Checked(Sides(rule(), (decode or rule)()), extension)
     if not _is(found, Policy):
         raise _wrong(extension, "policy", found, "base.Policy or sides.Rule")
     if decode:
@@ -52,7 +55,7 @@ def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
             f"policy {name!r}, which {extension.source} adds, chooses on both sides: leave "
             "decode_policy out"
         )
-    return Checked(found(), extension)
+    return Checked(extension.make(), extension)
 
 
 def added_rule(name: str) -> Callable[[], Rule] | None:
@@ -67,8 +70,7 @@ def added_rule(name: str) -> Callable[[], Rule] | None:
     found = extension.load()
     if not _is(found, Rule):
         raise _wrong(extension, "decode policy", found, "sides.Rule")
-    rule: Callable[[], Rule] = found
-    return rule
+    return extension.make
 
 
 def added_names() -> list[str]:
@@ -81,26 +83,32 @@ def added_names() -> list[str]:
 
 
 class Checked(Policy):
-    """Raises PolicyError, which names the package, if the router cannot follow a decision."""
+    """Raises PolicyError, which names the package, if a policy fails or the router cannot follow its decision."""
 
     def __init__(self, policy: Policy, extension: Extension) -> None:
         self.policy = policy
         self._extension = extension
 
     def decide(self, request: Request, view: View, now_s: float, random: Random) -> Decision:
-        decision = self.policy.decide(request, view, now_s, random)
+        whose = f"policy {self._extension.name!r}, which {self._extension.source} adds,"
+        try:
+            decision = self.policy.decide(request, view, now_s, random)
+        except Exception as error:  # another package's policy can raise anything
+            raise PolicyError(f"{whose} failed: {error!r}") from error
         if problem := _problem(decision, view):
-            raise PolicyError(
-                f"policy {self._extension.name!r}, which {self._extension.source} adds, decided "
-                f"{decision!r}: {problem}"
-            )
+            raise PolicyError(f"{whose} decided {decision!r}: {problem}")
         return decision
 
 
 def _problem(decision: object, view: View) -> str:
     """What is wrong with a decision; empty if nothing is."""
-    if isinstance(decision, Reject | Defer):
-        return ""
+    if isinstance(decision, Reject):
+        cause: object = decision.cause
+        if not cause or not isinstance(cause, str):
+            return "cause must be a word, the metric's label"
+        return _wrong_time("retry_after_s", decision.retry_after_s, 0.0, inf)
+    if isinstance(decision, Defer):
+        return _wrong_time("until_s", decision.until_s, -sys.float_info.max, sys.float_info.max)
     if not isinstance(decision, Route):
         return "must be a Route, Reject or Defer (scheduler_plugins/router/policies/base.py)"
     prefill, slow = (
@@ -116,6 +124,12 @@ def _problem(decision: object, view: View) -> str:
     if decision.pull_from is not None and decision.pull_from not in sources:
         return f"pull_from must be None or one of {', '.join(sources) or '(none is there)'}"
     return ""
+
+
+def _wrong_time(name: str, value: object, least: float, most: float) -> str:
+    if isinstance(value, int | float) and least <= value <= most:  # NaN is neither
+        return ""
+    return f"{name} must be a number of seconds from {least:g} to {most:g}"
 
 
 def _is(found: object, base: type | tuple[type, ...]) -> bool:

@@ -17,7 +17,7 @@ from scheduler_plugins.router.policies.base import (
 )
 from scheduler_plugins.router.policies.conductor import Conductor
 from scheduler_plugins.router.policies.least_tpot import LeastTpot
-from scheduler_plugins.router.policies.sides import Rule, Sides
+from scheduler_plugins.router.policies.sides import Rule, Sides, least
 
 MARGIN = 0.8
 """Part of the promised TPOT that a step of the decode engine may take while it computes the prompt."""
@@ -38,12 +38,12 @@ class Arrow(Policy):
         if prefill and request.ttft_slo_s != float("inf"):
             p = self._prefill.choose(request, prefill, view, now_s, random)
             if p.expected_s > request.ttft_slo_s:
-                alone = self._alone(request, view, now_s)
+                alone = self._alone(request, view, now_s, random)
                 if alone is not None:
                     return alone
         return self._sides.decide(request, view, now_s, random)
 
-    def _alone(self, request: Request, view: View, now_s: float) -> Route | None:
+    def _alone(self, request: Request, view: View, now_s: float, random: Random) -> Route | None:
         able = list[tuple[float, str]]()
         for one in view.engines(Role.DECODE):
             own_s = one.queued_s(now_s) + one.costs.prefill_s(request.tokens)
@@ -53,7 +53,7 @@ class Arrow(Policy):
             )
             if kept and one.free_kv >= request.tokens and one.role is Role.DECODE:
                 able.append((own_s, one.name))
-        return Route(None, min(able)[1]) if able else None
+        return Route(None, least(able, lambda one: one[0], random)[1]) if able else None
 
     def _step_s(self, request: Request, engine: EngineView) -> float:
         """The longest step of the engine while it computes the prompt; 0 if no sequence would wait for it."""

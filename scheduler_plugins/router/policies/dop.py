@@ -22,7 +22,7 @@ from scheduler_plugins.router.policies.base import (
     cached_tokens,
 )
 from scheduler_plugins.router.policies.least_tpot import LeastTpot
-from scheduler_plugins.router.policies.sides import Choice, Rule
+from scheduler_plugins.router.policies.sides import Choice, Rule, least
 
 AHEAD = 8
 """An engine with fewer prompts gets the next. Others wait in the router, where they can still go elsewhere."""
@@ -71,7 +71,7 @@ class FullestRoom(Rule):
                 able.append((one.context, step_s, one))
         if not able:
             return self._otherwise.choose(request, engines, view, now_s, random)
-        _, step_s, chosen = max(able, key=lambda one: one[0])
+        _, step_s, chosen = least(able, lambda one: -one[0], random)
         return Choice(chosen, step_s)
 
 
@@ -95,7 +95,7 @@ class Dop(Policy):
             found = self._decode.choose(request, decode, view, now_s, random)
             return found if isinstance(found, Reject | Defer) else Route(None, found.engine.name)
         self._note(request, prefill, view, now_s)
-        p = self._divided(request, prefill, now_s)
+        p = self._divided(request, prefill, now_s, random)
         expected_s = p.queued_s(now_s) + self._waiting[request.id].costs_s[p.name]
         if now_s + expected_s - request.arrival_s > request.ttft_slo_s:
             del self._waiting[request.id]
@@ -131,13 +131,17 @@ class Dop(Policy):
             for name in late:
                 del self._waiting[name]
 
-    def _divided(self, request: Request, engines: Sequence[EngineView], now_s: float) -> EngineView:
-        """The engine of this request."""
+    def _divided(
+        self, request: Request, engines: Sequence[EngineView], now_s: float, random: Random
+    ) -> EngineView:
+        """The engine of this request. Engines of one speed are in any order: the first of them would get what comes
+        while all are idle."""
         before = [one for one in self._waiting.values() if one.request.id != request.id]
         before.sort(key=lambda one: one.request.arrival_s)
         waiting = [self._waiting[request.id], *before[: MOST - 1]]
         waiting.sort(key=lambda one: (one.request.tokens, one.request.id))
-        by_speed = sorted(engines, key=lambda one: -one.costs.prefill_s(10_000))
+        by_speed = random.sample(engines, len(engines))
+        by_speed.sort(key=lambda one: -one.costs.prefill_s(10_000))
         costs_s = [[one.costs_s.get(e.name, _NEVER_S) for one in waiting] for e in by_speed]
         weights = [1 / one.request.tokens for one in waiting]
         queued_s = [one.queued_s(now_s) for one in by_speed]

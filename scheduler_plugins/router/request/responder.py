@@ -20,7 +20,12 @@ from scheduler_plugins.router.client.answers import (
 from scheduler_plugins.router.client.downstream import Downstream
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import Exchange, excerpt
-from scheduler_plugins.router.engines.failures import EngineFailedError, RefusedError, ended_early
+from scheduler_plugins.router.engines.failures import (
+    EXCERPT_BYTES,
+    EngineFailedError,
+    RefusedError,
+    ended_early,
+)
 from scheduler_plugins.router.handoff.first_token import FirstTokenPatch
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 from scheduler_plugins.router.handoff.usage import DETAILS
@@ -93,6 +98,8 @@ class Responder:
         # Held until it is complete: if the engine dies halfway, another one can still answer.
         content = await answer.read_all()
         if answer.status == 200:
+            if self._end_mark and not _looks_like_json(content):
+                raise _no_answer(content)
             aborted = self._end_mark and ABORTED in content
             if aborted and not await self._wanted_abort(answer.engine):
                 raise ended_early()
@@ -251,6 +258,19 @@ class Responder:
 def _engines_own(error: tuple[int, str]) -> EngineFailedError:
     """The failure for an error (status and message) that an engine put into its stream."""
     return EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
+
+
+def _looks_like_json(content: bytes) -> bool:
+    """Whether an answer can be the JSON object of a completion. It is not parsed: engines may write NaN."""
+    stripped = content.strip()
+    return stripped.startswith(b"{") and stripped.endswith(b"}")
+
+
+def _no_answer(content: bytes) -> EngineFailedError:
+    """The failure for a page of a proxy, or another server's answer. It comes fast, so an engine that were believed
+    would get nearly all requests."""
+    said = " ".join(content[:EXCERPT_BYTES].decode("utf-8", "replace").split())
+    return EngineFailedError("malformed", f"it answered 200 without a JSON object: {said}")
 
 
 async def _to_its_end(answer: Exchange) -> None:

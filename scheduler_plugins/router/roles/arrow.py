@@ -47,19 +47,19 @@ class ArrowPaper(GroupPolicy):
 
 
 def _move(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises
-    p = group.prefill_pressure(ttft_s)
+    _, tpot_s = group.promises
+    p = group.prefill_pressure()
     d = min((decode_part(one, tpot_s) for one in group.decode), default=0.0)
     if d > MARGIN:
-        left = group.prefill_pressure(ttft_s, fewer=1)
+        left = group.prefill_pressure(fewer=1)
         if left > SPARE or (mover := group.mover(Role.PREFILL, Role.DECODE)) is None:
             return None
-        cause = f"arrow: the best decode engine at {d:.2f} of its promise; prefill keeps {left:.2f} with one less"
+        cause = f"the best decode engine at {d:.2f} of its promise; prefill keeps {left:.2f} with one less"
         return Move(mover.name, Role.DECODE, cause)
-    left = group.decode_pressure(tpot_s, fewer=1)
+    left = group.decode_pressure(fewer=1)
     if p <= MARGIN or left > SPARE or (mover := group.mover(Role.DECODE, Role.PREFILL)) is None:
         return None
-    cause = f"arrow: prefill at {p:.2f} of its promise; decode keeps {left:.2f} with one less"
+    cause = f"prefill at {p:.2f} of its promise; decode keeps {left:.2f} with one less"
     return Move(mover.name, Role.PREFILL, cause)
 
 
@@ -77,9 +77,9 @@ def _paper(group: Group) -> Move | None:
         kept = wait_s < ttft_s * (len(prefill) - 1) / len(prefill)
         mover = group.mover(Role.PREFILL, Role.DECODE, lambda one: one.view.queued_s(now_s))
         if mover is not None and (kept or len(decode) < len(prefill)):
-            cause = f"arrow_paper: the best decode engine has {min(steps_s):.3f} s a token"
+            cause = f"the best decode engine has {min(steps_s):.3f} s a token"
             return Move(mover.name, Role.DECODE, cause)
     empty = [one for one in decode if not one.view.batch and Role.PREFILL in one.may]
     if len(decode) > 1 and empty and empty[0].role is Role.DECODE:
-        return Move(empty[0].name, Role.PREFILL, "arrow_paper: it has no sequence to decode")
+        return Move(empty[0].name, Role.PREFILL, "it has no sequence to decode")
     return None

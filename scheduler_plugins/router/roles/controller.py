@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from scheduler_plugins.router.policies.added import PolicyError
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
 
@@ -46,6 +47,9 @@ class RoleController:
     | repair | if all engines of a side are dead, an engine of the other side moves at once; only `may` and pins hold.
         It goes home after a dwell, when the side has other engines again |
 
+    A policy that fails, or proposes what no fleet can do, loses that proposal and nothing else: guards and repairs go on.
+    `fault` says what was wrong in the last call of `moves`.
+
     The caller carries out each move that `moves` returns, and then calls `done` or `failed`. Until then the engine is
     moving. Times are those of any clock. A clock that jumps back delays moves by at most the dwell.
     """
@@ -61,6 +65,7 @@ class RoleController:
     ) -> None:
         """`min_prefill`, `min_decode`: of each group."""
         self.policy = policy
+        self.fault: Exception | None = None
         self._dwell_s = dwell_s
         self._pause_s = pause_s
         self._minima = {Role.PREFILL: min_prefill, Role.DECODE: min_decode}
@@ -118,9 +123,9 @@ class RoleController:
             for one in seen
             if one.name in self._repaired and one.home in one.may
         ]
-        for move in [*homes, *self.policy.decide(fleet._replace(members=seen), now_s)]:
-            member = members_by_name.get(move.engine)
-            if member is None or member.group in found or move.role is member.role:
+        for move in [*homes, *self._proposed(fleet._replace(members=seen), now_s)]:
+            member = members_by_name[move.engine]
+            if member.group in found or move.role is member.role:
                 continue
             if move.role in member.may:
                 found[member.group] = move
@@ -128,6 +133,20 @@ class RoleController:
         for name, move in found.items():
             self._begin(name, members_by_name[move.engine].role, move, now_s)
         return list(found.values())
+
+    def _proposed(self, fleet: Fleet, now_s: float) -> list[Move]:
+        """The moves that the policy proposes and that have a meaning."""
+        self.fault, found = None, list[Move]()
+        names = [one.name for one in fleet.members]
+        try:
+            for move in self.policy.decide(fleet, now_s):
+                if problem := _problem(move, names):
+                    self.fault = PolicyError(f"it proposed {move!r}: {problem}")
+                else:
+                    found.append(move._replace(role=Role(move.role)))
+        except Exception as error:  # another package's policy can raise anything
+            self.fault = error
+        return found
 
     def _begin(self, group: str, role: Role, move: Move, now_s: float) -> None:
         self._moving[move.engine] = move.role
@@ -217,6 +236,18 @@ class RoleController:
             self._failures[name] = (min(failed_s, now_s), count)
         for swing in self._swings.values():
             swing.moved_s = min(swing.moved_s, now_s)
+
+
+def _problem(move: object, engines: Sequence[str]) -> str:
+    """Why a proposal has no meaning; empty if it has one."""
+    if not isinstance(move, Move):
+        return "must be a Move (scheduler_plugins/router/roles/base.py)"
+    if move.engine not in engines:
+        return f"engine must be one of {', '.join(engines)}"
+    if move.role not in list(_TOWARDS):
+        return f"role must be one of {', '.join(_TOWARDS)}"
+    cause: object = move.cause
+    return "" if isinstance(cause, str) else "cause must be a text"
 
 
 def _direction(before: Role, after: Role) -> int:

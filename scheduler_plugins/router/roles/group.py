@@ -17,6 +17,10 @@ from scheduler_plugins.router.roles.history import History, Seen
 
 PROMISE_S = 60.0
 """Promises are those of the arrivals of this time."""
+TOLD_S = 10.0
+"""Without known costs of decode, the time per token is that of answers which ended within this time."""
+LEAST_ANSWERS = 10
+"""A mean length of fewer answers than this says little: answers of a longer time count then."""
 FILL = 0.9
 """Part of the room for KV that sequences fill at the most. With more, sequences are preempted."""
 MOST_BATCH = 256.0
@@ -85,8 +89,8 @@ class Group:
         every = [one.view.costs for one in self.members]
         return CostModel.mean([one for one in every if one.knows_decode] or every)
 
-    def prefill_pressure(self, ttft_s: float, fewer: int = 0) -> float:
-        """Seconds of queued prompts for each prefill engine, front included, as a part of the promise.
+    def prefill_pressure(self, fewer: int = 0) -> float:
+        """Seconds of queued prompts for each prefill engine, front included, as a part of the promised TTFT.
 
         `fewer`: as if this number of engines had left, and the others had their queues.
         """
@@ -95,16 +99,19 @@ class Group:
             return inf
         queued_s = sum(one.view.queued_s(self.now_s) for one in side)
         queued_s += self.front.tokens * self.costs.a
-        return queued_s / (len(side) - fewer) / ttft_s
+        return queued_s / (len(side) - fewer) / self.promises[0]
 
-    def decode_pressure(self, tpot_s: float, fewer: int = 0) -> float:
-        """The larger of: time per token as a part of the promise, KV in use as a part of the room."""
+    def decode_pressure(self, fewer: int = 0) -> float:
+        """The larger of: time per token as a part of the promise, KV in use as a part of the room.
+
+        `fewer`: as if this number of engines had left, and the others had their sequences.
+        """
         side = self.decode
         if len(side) <= fewer:
             return inf
         spread = len(side) / (len(side) - fewer)
-        parts = [decode_part(one, tpot_s, spread) for one in side]
-        told = self.seen(10).tpot_ratio if not self.costs.knows_decode else 0.0
+        parts = [decode_part(one, self.promises[1], spread) for one in side]
+        told = self.seen(TOLD_S).tpot_ratio if not self.costs.knows_decode else 0.0
         return max(sum(parts) / len(parts), told)
 
     def work(self, seconds: float) -> Work | None:
@@ -135,7 +142,7 @@ class Group:
         # Short prompts share the steps of a busy engine.
         steps = uncached / costs.chunk_tokens if costs.chunk_tokens else 1.0
         prefill_s = costs.c * steps + costs.a * uncached + costs.b * spread * uncached**2
-        ended = seen if seen.answers >= 10 else longer
+        ended = seen if seen.answers >= LEAST_ANSWERS else longer
         answer = ended.answered / ended.answers
         return Work(prefill_s, answer * self.token_s(prompt + answer / 2))
 

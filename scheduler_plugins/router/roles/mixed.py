@@ -23,9 +23,8 @@ class Mixed(GroupPolicy):
 
 
 def _move(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises
-    p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
-    told = f"mixed: prefill {p:.2f}, decode {d:.2f} of the promise"
+    p, d = group.prefill_pressure(), group.decode_pressure()
+    told = f"prefill {p:.2f}, decode {d:.2f} of the promise"
     if max(p, d) > FULL:
         source = Role.DECODE if p >= d else Role.PREFILL
         mover = group.mover(source, Role.BOTH)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.base import Member, Move
+from scheduler_plugins.router.roles.base import Move
 from scheduler_plugins.router.roles.group import Group, GroupPolicy, Work
 
 HIGH = 0.8
@@ -13,9 +15,12 @@ TURN = 0.95
 """The side that got the last engine gives one back only if the other side has more pressure than this. Between `HIGH` and
 this no promise is missed, and near the right ratio the two sides would take turns."""
 TOGETHER_S = 1.0
-"""Engines that got their roles within this time got them from the settings."""
-MISSED = 0.07
-"""A group that misses or refuses this part of its requests is under a pressure of 1."""
+"""Engines that got their roles within this time got them from the settings: none of them came last."""
+MISSED_S, MISSED, LEAST_SEEN = 60.0, 0.07, 20.0
+"""A group that misses or refuses the part `MISSED` of its requests within `MISSED_S` is under a pressure of 1. So help
+comes from 0.8 * 0.07 = 5.6 % on, when over half of the tenth is used up that a goal of 90 % in time allows. A part of
+fewer than `LEAST_SEEN` requests counts as of that many: one late request must not move an engine. Chosen in the
+simulator, as `LOADS_S` is (docs/benchmarks/roles-sim.md)."""
 LOADS_S = (20.0, 40.0)
 """A move must suit the load of each of these times. The short one knows a shift, the long one outlasts a burst."""
 
@@ -42,31 +47,34 @@ class Pressure(GroupPolicy):
 
 
 def _move(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises
-    p, d = group.prefill_pressure(ttft_s), group.decode_pressure(tpot_s)
+    p, d = group.prefill_pressure(), group.decode_pressure()
     works = [group.work(seconds) for seconds in LOADS_S]
     sides = len(group.prefill), len(group.decode)
-    missed, mean = _missed(group) / MISSED, group.mean_work(LOADS_S[-1])
-    if max(p, d) <= HIGH and mean is not None and missed > HIGH:
+    missed, mean = _missed(group), group.mean_work(LOADS_S[-1])
+    told = ""
+    if max(p, d) <= HIGH and mean is not None and missed / MISSED > HIGH:
+        told = f"{missed:.0%} of the last minute's requests were late or refused; "
         # Both are means. The sequences of a moment would make decode answer for a minute of late prompts.
         if mean.prefill / max(1, sides[0]) >= mean.decode / max(1, sides[1]):
-            p = max(p, missed)
+            p = max(p, missed / MISSED)
         else:
-            d = max(d, missed)
+            d = max(d, missed / MISSED)
     if max(p, d) <= HIGH:
         return None
     if p >= d:
-        source, target = Role.DECODE, Role.PREFILL
-        left = group.decode_pressure(tpot_s, fewer=1)
+        source, target, left = Role.DECODE, Role.PREFILL, group.decode_pressure(fewer=1)
     else:
-        source, target = Role.PREFILL, Role.DECODE
-        left = group.prefill_pressure(ttft_s, fewer=1)
+        source, target, left = Role.PREFILL, Role.DECODE, group.prefill_pressure(fewer=1)
     mover = group.mover(source, target)
     if max(p, d) <= TURN and _got_last(group, source):
         return None
     if mover is None or left > HIGH or not all(_evens_out(one, sides, source) for one in works):
         return None
-    return _told(mover, target, p, d, left)
+    pressures = f"{told}prefill {p:.2f}, decode {d:.2f} of the promise (limit {HIGH})"
+    load = _load(works, sides)
+    return Move(
+        mover.name, target, f"{pressures}; {source} has {left:.2f} with one engine less; {load}"
+    )
 
 
 def _got_last(group: Group, side: Role) -> bool:
@@ -77,10 +85,10 @@ def _got_last(group: Group, side: Role) -> bool:
 
 
 def _missed(group: Group) -> float:
-    """Part of the last minute's requests that were refused or came late."""
-    seen = group.seen(60.0)
+    """Part of the last requests that were refused or came late."""
+    seen = group.seen(MISSED_S)
     late = seen.ttft_missed + seen.refusals
-    return max(late / max(20.0, seen.ttft_promised + seen.refusals), seen.tpot_missed_share)
+    return max(late / max(LEAST_SEEN, seen.ttft_promised + seen.refusals), seen.tpot_missed_share)
 
 
 def _evens_out(work: Work | None, sides: tuple[int, int], source: Role) -> bool:
@@ -92,10 +100,13 @@ def _evens_out(work: Work | None, sides: tuple[int, int], source: Role) -> bool:
     return work.fullest(p + step, d - step) < work.fullest(p, d)
 
 
-def _told(mover: Member, target: Role, p: float, d: float, left: float) -> Move:
-    other = Role.DECODE if target is Role.PREFILL else Role.PREFILL
-    cause = (
-        f"pressure: prefill {p:.2f}, decode {d:.2f} of the promise (limit {HIGH}); "
-        f"{other} has {left:.2f} with one engine less"
-    )
-    return Move(mover.name, target, cause)
+def _load(works: Sequence[Work | None], sides: tuple[int, int]) -> str:
+    """The load of each of `LOADS_S`, in words."""
+    told = [
+        f"{one.prefill:.1f} and {one.decode:.1f} ({seconds:.0f} s)"
+        for one, seconds in zip(works, LOADS_S, strict=True)
+        if one is not None
+    ]
+    if not told:
+        return "the load is not known"
+    return f"{sides[0]} prefill and {sides[1]} decode engines have work for {', '.join(told)}"

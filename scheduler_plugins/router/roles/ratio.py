@@ -40,7 +40,7 @@ def _move(group: Group) -> Move | None:
     if mover is None:
         return None
     cause = (
-        f"ratio: a request takes {work.prefill:.3f} s of prefill and {work.decode:.3f} s of decode; "
+        f"a request takes {work.prefill:.3f} s of prefill and {work.decode:.3f} s of decode; "
         f"{best}:{p + d - best} fits it better than {p}:{d}"
     )
     return Move(mover.name, target, cause)

@@ -52,5 +52,5 @@ def create(name: str) -> RolePolicy:
             f"role policy {name!r}, which {extension.source} adds, is {found!r}: must be a subclass of "
             "scheduler_plugins.router.roles.base.RolePolicy"
         )
-    policy: RolePolicy = found()
+    policy: RolePolicy = extension.make()
     return policy

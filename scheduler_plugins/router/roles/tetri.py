@@ -44,5 +44,5 @@ def _move(group: Group) -> Move | None:
     mover = group.mover(source, target)
     if mover is None:
         return None
-    cause = f"tetri: prefill used {p:.0%} and decode {d:.0%} of its capacity in {OVER_S:.0f} s"
+    cause = f"prefill used {p:.0%} and decode {d:.0%} of its capacity in {OVER_S:.0f} s"
     return Move(mover.name, target, cause)

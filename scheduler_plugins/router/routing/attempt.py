@@ -44,7 +44,7 @@ class RejectedError(AllOverloadedError):
     """The policy rejected the request."""
 
     def __init__(self, reject: Reject) -> None:
-        retry_after_s = max(1, min(ceil(reject.retry_after_s), LONGEST_RETRY_S))
+        retry_after_s = max(1, ceil(min(reject.retry_after_s, LONGEST_RETRY_S)))
         super().__init__(
             retry_after_s,
             f"the request would break its promise ({reject.cause}); retry in {retry_after_s} s",

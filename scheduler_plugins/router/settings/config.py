@@ -284,7 +284,7 @@ class RouterConfig:
                 raise ValueError(f"places {url}: no engine has this URL")
             if place.may and url in self.cpu_prefill:
                 raise ValueError(
-                    f"{url}: may: an engine of role cpu_prefill cannot change its role"
+                    f"engines '{url}': may: an engine of role cpu_prefill cannot change its role; take `may` out"
                 )
         placed = self.placed(lambda url: (url,))
         names = {place.group for url, place in placed.items() if is_name(url)}

@@ -98,7 +98,8 @@ def check_groups(
         named: groups that have names, which stand for an unknown number of engines.
 
     Raises:
-        ValueError: a route or a bound names a group that no engine is in, or a bound cannot be kept.
+        ValueError: a route or a bound names a group that no engine is in, a bound cannot be kept, or a group has no
+            engine that can decode.
     """
     known = sorted({place.group for place in places} | set(named))
     for n, route in enumerate(routes):
@@ -114,11 +115,16 @@ def check_groups(
             )
         if group not in named:
             _check_bound(group, bound, [place for place in places if place.group == group])
+    for group in set(known) - set(named):
+        if not any(_able(place, Role.DECODE) for place in places if place.group == group):
+            raise ValueError(
+                f"groups: no engine of group '{group}' can decode; give it a decode engine, or its engines another group"
+            )
 
 
 def _check_bound(group: str, bound: Bounds, places: Collection[Place]) -> None:
     for side, fewest in ((Role.PREFILL, bound.min_prefill), (Role.DECODE, bound.min_decode)):
-        able = sum(place.home is None or bool({side, Role.BOTH} & _all(place)) for place in places)
+        able = sum(_able(place, side) for place in places)
         if able < fewest:
             raise ValueError(
                 f"groups: {group}: min_{side} {fewest}: only {able} of its engines can {side}; "
@@ -130,6 +136,11 @@ def _check_bound(group: str, bound: Bounds, places: Collection[Place]) -> None:
             f"groups: {group}: min_prefill {bound.min_prefill} and min_decode {bound.min_decode} need more than its "
             f"{len(places)} engines; lower one"
         )
+
+
+def _able(place: Place, side: Role) -> bool:
+    """Whether the engine may serve this side, or is asked for its side."""
+    return place.home is None or bool({side, Role.BOTH} & _all(place))
 
 
 def _all(place: Place) -> frozenset[Role]:

@@ -60,6 +60,12 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     group: str = DEFAULT_GROUP
     """Its group. Engines of a group serve the same requests, with one model."""
 
+    def __post_init__(self) -> None:
+        if not self.group:
+            raise ValueError(
+                f"group '': must be a name; leave it out for the group {DEFAULT_GROUP!r}"
+            )
+
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engines: tuple[EngineEntry, ...]
@@ -132,12 +138,22 @@ class SettingsFile(Watched[RouterConfig]):
 
 
 def _places(entries: Sequence[EngineEntry]) -> dict[str, Place]:
-    """Allowed roles and groups, by URL. If all entries are plain, there are none."""
-    return {
-        base_url("engines", entry.url): Place(None, frozenset(map(Role, entry.may)), entry.group)
-        for entry in entries
-        if any(one.may or one.group != DEFAULT_GROUP for one in entries)
-    }
+    """Allowed roles and groups, by URL. If all entries are plain, there are none.
+
+    Raises:
+        ValueError: two entries of one engine differ.
+    """
+    found = dict[str, Place]()
+    if not any(one.may or one.group != DEFAULT_GROUP for one in entries):
+        return found
+    for entry in entries:
+        place = Place(None, frozenset(map(Role, entry.may)), entry.group)
+        if found.setdefault(base_url("engines", entry.url), place) != place:
+            raise ValueError(
+                f"engines '{entry.url}': two entries of it differ in may or group; write one entry with role both, or "
+                "give both entries the same"
+            )
+    return found
 
 
 def _with_class(routes: Sequence[Route], classes: Sequence[QosClass]) -> tuple[Route, ...]:

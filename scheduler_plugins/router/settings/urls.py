@@ -33,7 +33,7 @@ def base_urls(side: str, given: Sequence[str]) -> tuple[str, ...]:
     urls = tuple(base_url(side, url) for url in given)
     for url in urls:
         if urls.count(url) > 1:
-            raise ValueError(f"{side} {url}: given {urls.count(url)} times; name it once")
+            raise ValueError(f"{side} '{url}': given {urls.count(url)} times; name it once")
     return urls
 
 

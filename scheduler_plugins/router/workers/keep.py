@@ -25,7 +25,7 @@ _GRACE_S = 5.0
 
 
 async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> None:
-    """Run the router in several processes until SIGINT or SIGTERM. Raises OSError if it cannot listen."""
+    """Run the router in several processes until SIGINT, SIGTERM or SIGHUP. Raises OSError if it cannot listen."""
     ended = on_signals()
     metrics = Metrics()
     with _reserved(config) as port:

@@ -106,8 +106,9 @@ async def work(end: socket.socket) -> None:
     """Serve clients until the keeper ends or sends SIGTERM."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    # A terminal sends SIGINT to all processes. Only the keeper acts on it.
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    # A terminal sends these to all processes. Only the keeper acts on them.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, lambda: None)
     link = await link_to_keeper(end)
     begin = await link.receive()
     assert isinstance(begin, messages.Begin), begin

@@ -39,7 +39,7 @@ from scheduler_plugins.sim.mock.clock import ClockedEngine, Generation
 from scheduler_plugins.sim.mock.events import Publisher, WatchedBlocks
 from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids, token_ids
 from scheduler_plugins.sim.mock.settings import MockSettings
-from scheduler_plugins.sim.mock.transfers import KV, Moved, Transfers, transfer_s
+from scheduler_plugins.sim.mock.transfers import KV, Moved, Transfers, arrival
 
 _DEFAULT_MAX_TOKENS = 16
 _CONTEXT_TOKENS = 1 << 20
@@ -239,10 +239,10 @@ class MockEngine:
         """Wait until the KV is computed there, until it has room here, and for the time of its way."""
         assert self._session is not None
         network = self.settings.network
-        moved_s, tokens = await transfer_s(self._session, source, transfer, network)
+        arrived = await arrival(self._session, source, transfer, network)
         async with self.clock.room(waiting.tokens):
-            await asyncio.sleep(moved_s / self.clock.speed)
-            self._moved.received(tokens)
+            await asyncio.sleep(arrived.transfer_s / self.clock.speed)
+            self._moved.received(arrived, source)
             return self.clock.receive(waiting)
 
     async def _stream(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -17,6 +18,14 @@ CHUNK_TOKENS = 256
 """Tokens of a chunk, for the counts only."""
 _WAIT_S = 300.0
 _KEPT = 10_000
+
+
+class Arrived(NamedTuple):
+    """The KV of a prompt, as a decode engine would get it."""
+
+    transfer_s: float
+    tokens: int
+    early: bool  # asked for before it was computed
 
 
 class Moved:
@@ -34,10 +43,18 @@ class Moved:
         self._counts["early_chunks_total{"] += (chunks - 1) * early
         self._counts["sent_bytes_total{"] += round(tokens * self._network.kv_bytes_per_token)
 
-    def received(self, tokens: int) -> None:
-        """The KV of a prompt would have arrived."""
-        self._counts["received_bytes_total{"] += round(tokens * self._network.kv_bytes_per_token)
-        self._counts["received_chunks_total{"] += -(-tokens // CHUNK_TOKENS)
+    def received(self, arrived: Arrived, producer: str) -> None:
+        """The KV of a prompt would have arrived from `producer` (HOST:PORT)."""
+        chunks = -(-arrived.tokens // CHUNK_TOKENS)
+        nbytes = round(arrived.tokens * self._network.kv_bytes_per_token)
+        early = (chunks - 1) * arrived.early
+        self._counts["received_bytes_total{"] += nbytes
+        self._counts["received_chunks_total{"] += chunks
+        pair = f'producer="{producer}",'
+        self._counts[f'pair_bytes_total{{codec="raw",{pair}'] += nbytes
+        self._counts[f'pair_chunks_total{{prompt="computing",{pair}'] += early
+        self._counts[f'pair_chunks_total{{prompt="computed",{pair}'] += chunks - early
+        self._counts[f'pair_transfers_total{{result="received",{pair}'] += 1
         self._counts["received_transfers_total{"] += 1
         self._counts['asked_transfers_total{codec="raw",'] += 1
         self._counts['handoffs_total{cause="handed_over",'] += 1
@@ -82,15 +99,16 @@ class Transfers:
         return self._known[transfer]
 
 
-async def transfer_s(
+async def arrival(
     session: aiohttp.ClientSession, source: str, transfer: str, network: Network
-) -> tuple[float, int]:
-    """Wait until `source` (HOST:PORT) has computed the KV. Returns the seconds of its transfer, and its tokens."""
+) -> Arrived:
+    """Wait until `source` (HOST:PORT) has computed the KV."""
     async with session.get(f"http://{source}{KV}/{transfer}") as answer:
         found = await answer.json()
         if answer.status != 200:
             raise web.HTTPBadGateway(text=f"no KV: {found}")
-    size = network.exposed_bytes(int(found["tokens"]), found["prefill_s"])
-    if not found["prefill_s"]:
-        size = found["tokens"] * network.kv_bytes_per_token
-    return network.latency_s + size / network.bytes_per_s, int(found["tokens"])
+    tokens, early = int(found["tokens"]), found["prefill_s"] > 0
+    size = network.exposed_bytes(tokens, found["prefill_s"])
+    if not early:
+        size = tokens * network.kv_bytes_per_token
+    return Arrived(network.latency_s + size / network.bytes_per_s, tokens, early)

@@ -41,6 +41,7 @@ class Cache:
     """Gathers zeros."""
 
     last_checksum = b""
+    passed = "raw"
 
     def gather(
         self, route: Any, chunk: Any, pages: Any, slot: memoryview, fence: Any
@@ -85,7 +86,7 @@ class Bench:
         self.outbox.check_integrity()
 
     def arrive(self, token: int) -> None:
-        assert self.outbox.ended(("wire", token)) is not None
+        assert self.outbox.chunk_ended(("wire", token)) is not None
         self.outbox.check_integrity()
 
 
@@ -114,12 +115,12 @@ def test_a_write_that_waits_behind_others_which_arrive_is_not_late():
         bench.post(b"one", 0.0)
     bench.post(b"two", 0.0)
     bench.arrive(0)
-    assert bench.outbox.underway.timed_out(9.0) == set()
-    assert bench.outbox.underway.timed_out(10.0) == {b"two"}, (
+    assert bench.outbox.in_flight.timed_out(9.0) == set()
+    assert bench.outbox.in_flight.timed_out(10.0) == {b"two"}, (
         "another session's chunks do not count for it"
     )
-    assert bench.outbox.underway.timed_out(18.9) == {b"two"}
-    assert bench.outbox.underway.timed_out(19.0) == {b"one", b"two"}, (
+    assert bench.outbox.in_flight.timed_out(18.9) == {b"two"}
+    assert bench.outbox.in_flight.timed_out(19.0) == {b"one", b"two"}, (
         "nothing more of it has arrived"
     )
 
@@ -131,5 +132,5 @@ def test_where_chunks_arrive_in_any_order_each_has_its_deadline(own_slots: bool)
     bench.post(b"one", 0.0)
     bench.post(b"one", 0.0)
     bench.arrive(1)
-    assert bench.outbox.underway.timed_out(5.0) == set()
-    assert bench.outbox.underway.timed_out(10.0) == (set() if own_slots else {b"one"})
+    assert bench.outbox.in_flight.timed_out(5.0) == set()
+    assert bench.outbox.in_flight.timed_out(10.0) == (set() if own_slots else {b"one"})

@@ -129,7 +129,7 @@ def test_another_requests_offer_is_not_taken_back_while_it_waits(ranks: Ranks) -
     step = Step()
     offer(producer, "t", step, tokens=PROMPT, final=True)
     consumer.load(producer.source, "t", [4, 5, 6], wait=True)
-    side = producer.agent._loop.producer_side
+    side = producer.loop.producer_side
     assert side is not None
     until(lambda: (known := side._producer._transfers.get("t")) and known.streams)
     producer.agent.submit(Withdraw("t", "another request"))
@@ -183,7 +183,7 @@ def test_a_look_at_the_device_is_no_turn(ranks: Ranks, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(PagedCache, "happened", happened)
     offer(producer, "t", step, tokens=PROMPT, final=True)
-    loop = producer.agent._loop
+    loop = producer.loop
     turns = 0
     take_turn = loop.step
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Books that are held, damaged or gone, file systems without room, folders removed by hand: saves may fail, look-ups do not."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -158,14 +159,28 @@ def test_books_of_nobody_knows_what_are_not_followed(open_store: Open, folder: P
     assert there(store, chain("a", 1)) == 1
 
 
-def test_a_pool_removed_by_hand_begins_anew(open_store: Open, folder: Path) -> None:
+@pytest.mark.parametrize("removed", ["", "pool", "pool/v1/data", "pool/v1/staged"])
+def test_a_pool_removed_by_hand_begins_anew(open_store: Open, folder: Path, removed: str) -> None:
     store = open_store()
     save(store, chain("a", 2))
-    shutil.rmtree(folder / "pool")
-    assert there(store, chain("a", 2)) == 0
-    assert save(store, chain("b", 2), patience_s=30) == 2
-    assert there(store, chain("b", 2)) == 2
-    assert problems(store) == []
+    shutil.rmtree(folder / removed)
+    if removed != "pool/v1/staged":
+        with pytest.raises(PoolError):
+            loads(store, *chain("a", 1))
+    names = (f"b{number}" for number in itertools.count())
+    assert eventually(lambda: save(store, chain(next(names), 2), patience_s=30) == 2)
+    last = next(names)
+    assert save(store, chain(last, 2), patience_s=30) == there(store, chain(last, 2)) == 2
+    assert eventually(lambda: not problems(store))
+
+
+def test_an_engine_that_starts_after_the_memory_was_removed_shares_the_disk(
+    open_store: Open, folder: Path
+) -> None:
+    store = open_store(disk=64 << 20)
+    shutil.rmtree(folder)
+    assert save(store, chain("a", 1), patience_s=30) == 1
+    assert there(open_store(disk=64 << 20), chain("a", 1)) == 1
 
 
 def test_a_forked_child_keeps_nothing_of_its_dead_parent(open_store: Open, folder: Path) -> None:
@@ -222,6 +237,44 @@ def small(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs root, to mount a small file system")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_file_system_that_takes_no_file_is_named_at_the_start(
+    folder: Path, small: Path, tier: str
+) -> None:
+    """It was used, and is read-only since."""
+
+    def start() -> LocalStore:
+        memory = Space((small if tier == "memory" else folder) / "pool", 1 << 26)
+        return LocalStore(memory, Space(small / "kv", 1 << 26) if tier == "disk" else None)
+
+    start().close()
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    with pytest.raises(ConfigError, match=rf"{small}/.*Read-only file system.*pool\."):
+        start()
+
+
+def test_a_lock_of_the_books_that_cannot_be_opened_costs_saves(folder: Path) -> None:
+    LocalStore(Space(folder / "pool", 1 << 26)).close()
+    for name in (folder / "pool" / "v1").glob("books*"):
+        name.unlink()
+    (folder / "pool" / "v1" / "books.lock").mkdir()
+    store = LocalStore(Space(folder / "pool", 1 << 26))
+    try:
+        assert isinstance(begin(store, *chain("a", 1)), Refusal)
+    finally:
+        store.close()
+
+
+def test_a_pipe_among_the_processes_keeps_nobody_waiting(folder: Path) -> None:
+    store = LocalStore(Space(folder / "pool", 1 << 26), visits=True)
+    try:
+        os.mkfifo(folder / "pool" / "v1" / "writers" / "1x1", 0o600)
+        store.tell(b"about")
+        assert store.told() == [b"about"]
+    finally:
+        store.close()
 
 
 def test_a_full_memory_takes_new_chunks_in_the_place_of_old_ones(small: Path) -> None:

@@ -52,7 +52,7 @@ def right(*layers: int) -> list[Distance]:
 
 def judged(*found: Distance) -> object:
     comparison = Comparison()
-    comparison.add(ROUTE, found)
+    comparison.note(ROUTE, found)
     return comparison.judge([PRODUCER], ROUTES)
 
 
@@ -90,7 +90,7 @@ def test_kv_that_had_passed_in_a_codec_before_may_be_further_away(
     """As a chunk of the pool whose writer took it in INT8."""
     for whole in (0.06, 0.08):
         comparison = Comparison()
-        comparison.add(ROUTE, [distance(0, KEY, [whole], whole), *right(1)], passed)
+        comparison.note(ROUTE, [distance(0, KEY, [whole], whole), *right(1)], passed)
         assert (comparison.judge([PRODUCER], ROUTES) is None) == (whole < allowed)
 
 
@@ -117,7 +117,7 @@ def test_what_is_no_distance_is_far(what: float, where: str) -> None:
 def test_nothing_is_concluded_before_all_has_come() -> None:
     """A chunk of a running prefill may be taken back; then the load fails, and is not judged."""
     comparison = Comparison()
-    comparison.add(ROUTE, [distance(0, KEY, [1.0], 1.0)])
+    comparison.note(ROUTE, [distance(0, KEY, [1.0], 1.0)])
     assert comparison.counterparts == ()
 
 
@@ -129,7 +129,7 @@ def test_a_layer_of_which_nothing_was_compared_is_not_passed_over() -> None:
 def test_a_comparison_tells_how_far_apart_pages_and_layers_were() -> None:
     comparison = Comparison()
     assert str(comparison) == "nothing was compared"
-    comparison.add(ROUTE, [*right(0, 1), distance(0, VALUE, [0.02], 0.01, by_token=[0.05])])
+    comparison.note(ROUTE, [*right(0, 1), distance(0, VALUE, [0.02], 0.01, by_token=[0.05])])
     assert str(comparison) == (
         "5 pages of layers compared, largest distance K 0.01, V 0.02; of a token K 0.01, V 0.05; "
         "of a whole layer K 0.001, V 0.01"

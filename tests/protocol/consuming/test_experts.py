@@ -39,7 +39,7 @@ def judged(far: dict[int, dict[int, float]], *, experts: bool = True) -> str:
                 span=range(TOKENS),
                 moved=sorted(moved, key=lambda one: -one.distance)[:MOST_MOVED],
             )
-            comparison.add(ROUTE, [distance])
+            comparison.note(ROUTE, [distance])
     problem = comparison.judge([], [])
     return problem[1] if problem else ""
 

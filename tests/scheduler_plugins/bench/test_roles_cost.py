@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU time of requests with and without roles."""
+"""The CPU time of requests with and without roles, and what the commands refuse."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import ast
 import inspect
 import sys
 
+from typer.testing import CliRunner
+
+from scheduler_plugins.bench.roles.command import app
 from scheduler_plugins.bench.roles.request_cost import UnknowingRouter, cpu_s
 from scheduler_plugins.router.engines.observed import Observer
 
@@ -32,3 +35,9 @@ def test_cpu_time_is_that_of_the_process() -> None:
             assert router.running
     finally:
         router.stop()
+
+
+def test_two_traces_of_one_name_are_refused() -> None:
+    ended = CliRunner().invoke(app, ["shift", "monday/code.csv", "tuesday/code.csv"])
+    assert ended.exit_code == 2
+    assert "give two names" in ended.stderr

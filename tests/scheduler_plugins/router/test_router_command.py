@@ -140,7 +140,7 @@ def test_a_host_that_can_be_no_name_ends_with_a_message(workers: str) -> None:
     assert_ends("cannot listen on x..y:0", *options)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_command_listens_without_any_engine_alive_and_ends_on_a_signal(number: int) -> None:
     command = [*COMMAND, "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--port", "0"]
     router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

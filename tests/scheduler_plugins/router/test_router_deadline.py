@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's own limit, at the moments at which it must not spoil an answer."""
+"""The client's own limit, at the moments at which it must not spoil an answer, and the limit of a router that stops."""
 
 import asyncio
 from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import Reply, World, event, forever, run, says
+from router_fakes import FakeEngine, Reply, World, event, forever, run, says, until
 
 from scheduler_plugins.router.client.downstream import Downstream
+from scheduler_plugins.router.client.stopping import LAST_S
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 
 LIMIT = "X-Request-Timeout-Ms"
@@ -113,5 +114,35 @@ def test_a_stream_that_is_late_says_so_and_its_connection_serves_again(limit: Li
                 assert reply.events[-1]["error"]["type"] == "stream_interrupted"
                 assert LIMIT in reply.events[-1]["error"]["message"]
             assert await world.metric("requests_total", outcome="deadline") == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_router_that_stops_tells_the_clients_whose_time_is_over(stream: bool) -> None:
+    """A stream gets the error event, and a request without an answer 503; nobody waits for the limit twice."""
+
+    async def scenario() -> None:
+        async with World(shutdown_timeout_s=0.3) as world:
+            world.d[0].behave = says(event("a"), then="hang") if stream else hangs
+            asked = asyncio.create_task(world.complete(stream=stream))
+            await until(lambda: world.d[0].running == 1, "the engine has the request")
+            if stream:
+                await asyncio.sleep(0.1)
+            begun_s = asyncio.get_running_loop().time()
+            await world.server.close()
+            assert asyncio.get_running_loop().time() - begun_s < 0.3 + LAST_S
+            reply = await asked
+            assert "the router is being stopped" in reply.text
+            if stream:
+                assert reply.events[0] == {"text": "a"}
+                assert reply.events[-1]["error"]["type"] == "stream_interrupted"
+            else:
+                assert reply.status == 503
+                assert reply.headers["Retry-After"] == "1"
+
+    async def hangs(_: FakeEngine, __: web.Request, ___: dict[str, Any]) -> web.StreamResponse:
+        await forever()
+        raise AssertionError
 
     run(scenario())

@@ -50,6 +50,31 @@ def test_a_redirection_never_shows_a_client_where_an_engine_is(code: int, engine
     run(scenario())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("content", ["<html>Welcome</html>", '{"choices": [{"te', "[1, 2]", ""])
+def test_an_engine_that_answers_200_with_no_completion_gets_no_client(
+    content: str, stream: bool
+) -> None:
+    """A proxy's page, or another server at its port. It is the fastest, so it would get nearly all requests."""
+
+    async def odd(_: FakeEngine, __: web.Request, ___: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(text=content, content_type="text/html")
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave = odd
+            for _ in range(12):
+                assert (await world.complete(stream=stream)).status == 200
+            assert await world.metric("retries_total", cause="malformed") == 5  # then it is paused
+            world.d[1].behave = world.p[0].behave = odd
+            reply = await world.complete(stream=stream)
+            assert reply.status == 503
+            assert "malformed" in reply.text
+            assert not content or content not in reply.text
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("then", ["end", "hang", "die"])
 @pytest.mark.parametrize("more", [b"", DONE, event("late"), b": comment\n\n"])
 def test_nothing_comes_after_the_end_mark(more: bytes, then: str) -> None:

@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.engines.traffic import read
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.sim.mock.events import (
@@ -59,6 +60,14 @@ async def ask(session: aiohttp.ClientSession, port: int, path: str = "completion
         raw = await answer.read()
         assert answer.status == 200, raw
         return raw
+
+
+async def cached(session: aiohttp.ClientSession, port: int) -> tuple[float, float]:
+    """Tokens of all prompts, and those that were cached, as `/metrics` says."""
+    async with session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+        rows = (line.rsplit(" ", 1) for line in (await answer.text()).splitlines())
+        found = {name.partition("{")[0]: float(value) for name, value in rows}
+    return found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]
 
 
 def test_answers_have_as_many_tokens_as_asked_and_say_what_was_cached() -> None:
@@ -187,10 +196,11 @@ def test_the_router_hands_over_between_mocks() -> None:
                     session, router.port, prompt=TEXT * 4, max_tokens=20 + n, stream=True
                 )
                 assert raw.count(b" word") == 20 + n
-            computed = sorted(one._asked for one in p)
+            shown = [await cached(session, one.port) for one in p]
+            computed = sorted(queries for queries, _ in shown)
             assert computed[0] == 0, "one prefix, one prefill engine"
             assert computed[1] == 6 * len(text_ids((TEXT * 4).encode()))
-            assert p[0]._found + p[1]._found > 0.7 * computed[1]
+            assert sum(hits for _, hits in shown) > 0.7 * computed[1]
             assert not any(one._engine.prefill for one in d), "decode engines computed no prompt"
             assert all(one._engine.busy_s == 0.0 for one in d)
 
@@ -250,6 +260,11 @@ def test_two_mocks_hand_over_as_sglang_s_router_asks() -> None:
                 _, raw = await asyncio.gather(
                     ask(session, p.port, **asked), ask(session, d.port, **asked)
                 )
+                async with session.get(f"http://127.0.0.1:{d.port}/metrics") as answer:
+                    counted = read(await answer.text(), 0.0).producers
+            (pair,) = counted.values()
+            assert [*counted] == [f"127.0.0.1:{p.port}"], "the live page shows KV by pair"
+            assert (pair.transfers, pair.failed, pair.chunks, [*pair.codecs]) == (1, 0, 1, ["raw"])
             assert raw.count(b" word") == 5
             assert p._engine.busy_s > 0
             assert d._engine.busy_s == 0.0, "the decode engine computed no prompt"

@@ -37,6 +37,18 @@ def test_what_one_cannot_use_goes_to_the_others() -> None:
     assert ended["p0-0"] == pytest.approx(3.0, abs=0.05)
 
 
+@pytest.mark.parametrize("at_s", [3 * 3600.0, 2.6e6])
+def test_a_fast_link_late_in_a_long_trace_comes_to_an_end(at_s: float) -> None:
+    """Then the clock resolves no less than a thousand bytes' time."""
+    links, ended = Links(Network(bytes_per_s=9e11, latency_s=0.0)), list[float]()
+    for n in range(50):
+        links.start(f"p{n % 3}", f"d{n % 4}", 1e6 + 7.3 * n, at_s + n * 1e-7, ended.append)
+    for _ in range(1000):
+        if links.next_event_s < inf:
+            links.advance(links.next_event_s)
+    assert len(ended) == 50
+
+
 def test_a_dead_engines_transfers_end_nowhere() -> None:
     links, ended = Links(NETWORK), list[float]()
     links.start("p0", "d0", 100, 0.0, ended.append)

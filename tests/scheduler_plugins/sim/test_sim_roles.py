@@ -10,6 +10,7 @@ import pytest
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.policies.added import PolicyError
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy
@@ -53,6 +54,41 @@ def test_the_controller_is_asked_until_the_last_request_ends() -> None:
     times = [at_s for at_s, _ in policy.seen]
     assert times[:3] == [0.5, 1.0, 1.5]
     assert ended_s - 0.5 <= times[-1] <= ended_s + 0.5
+
+
+def test_a_month_without_requests_is_not_millions_of_questions() -> None:
+    policy = Sees()
+    early = load(1000, 50, 20, 5.0)
+    month_s = 30 * 86400.25
+    late = [replace(one, id=f"late {one.id}", arrival_s=one.arrival_s + month_s) for one in early]
+    served = cluster({"p": Role.PREFILL, "d": Role.DECODE}).run(
+        [*early, *late], controller=RoleController(policy)
+    )
+    assert all(one.end_s is not None for one in served)
+    times = [at_s for at_s, _ in policy.seen]
+    assert len(times) < 3000
+    (pause_s,) = [b - a for a, b in pairwise(times) if b - a != 1.0]
+    assert month_s - 2000 < pause_s < month_s
+    assert all(at_s % 1.0 == 0.0 for at_s in times)  # asked as if it had gone on
+
+
+def test_a_simulation_ends_although_no_engine_is_left_for_its_requests() -> None:
+    dies = [Change(2.0, lambda all_, now_s, n=name: all_.die(n, now_s)) for name in "pd"]
+    served = cluster({"p": Role.PREFILL, "d": Role.DECODE}).run(
+        load(1000, 50, 20, 5.0), dies, controller=RoleController(Sees())
+    )
+    assert served[-1].rejected == "unavailable"
+
+
+def test_a_policy_that_fails_ends_the_simulation_and_is_named() -> None:
+    class Ghosts(RolePolicy):
+        def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+            return [Move("ghost", Role.DECODE, "it is lonely")]
+
+    with pytest.raises(PolicyError, match=r"ghost.*engine must be one of p, d"):
+        cluster({"p": Role.PREFILL, "d": Role.DECODE}).run(
+            load(1000, 50, 20, 5.0), controller=RoleController(Ghosts())
+        )
 
 
 def test_the_history_counts_every_request_once() -> None:

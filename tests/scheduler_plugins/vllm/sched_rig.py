@@ -27,6 +27,8 @@ from vllm.v1.request import Request, RequestStatus
 from measure.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.vllm.cache import CacheView
+from scheduler_plugins.vllm.discard import SuffixDiscard
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
 BLOCK = PAGE_SIZE
@@ -159,7 +161,7 @@ class Rig:
             self.scheduler._steps.fit = SimpleNamespace(
                 model=fixed, note=lambda *_: None, catch_up=lambda: None
             )
-            self.scheduler._order.estimator._costs = self.scheduler._steps.fit
+            self.order.estimator._costs = self.fit
         self.worker = Worker()
         whole = [isinstance(one, FullAttentionSpec) for one in groups or ()]
         self._group = whole.index(True) if whole else 0
@@ -167,13 +169,28 @@ class Rig:
         self.ended: list[str] = []
         self._depth = depth
         self._open: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._asked: dict[str, tuple[list[int], int]] = {}
-        self._arrivals = 0
+        self.asked: dict[str, tuple[list[int], int]] = {}
+        self.arrivals = 0
 
     @property
     def order(self) -> WaitingQueue:
         """The order of what waits."""
         return self.scheduler._order
+
+    @property
+    def cache(self) -> CacheView:
+        """What the scheduler knows of the engine's prefix cache."""
+        return self.scheduler._cache
+
+    @property
+    def discard(self) -> SuffixDiscard:
+        """What the scheduler drops from the cache first."""
+        return self.scheduler._discard
+
+    @property
+    def fit(self) -> Any:
+        """The cost model that the scheduler learns from its steps."""
+        return self.scheduler._steps.fit
 
     def set_balances(self, seconds: Mapping[str, float]) -> None:
         """Let classes have earned this much, and not used."""
@@ -196,8 +213,8 @@ class Rig:
         extra: dict[str, Any] = {"kv_transfer_params": kv} if kv else {}
         if qos is not None:
             extra["qos"] = qos
-        self._arrivals += 1
-        self._asked[name] = list(prompt), max_tokens
+        self.arrivals += 1
+        self.asked[name] = list(prompt), max_tokens
         return Request(
             request_id=name,
             prompt_token_ids=list(prompt),
@@ -205,7 +222,7 @@ class Rig:
                 max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
             ),
             pooling_params=None,
-            arrival_time=1.7e9 + self._arrivals * 1e-3 if arrival_s is None else arrival_s,
+            arrival_time=1.7e9 + self.arrivals * 1e-3 if arrival_s is None else arrival_s,
             lora_request=lora,
             priority=priority,
             block_hasher=_hasher,
@@ -218,7 +235,7 @@ class Rig:
         return request
 
     def abort(self, name: str) -> None:
-        self._asked.pop(name, None)
+        self.asked.pop(name, None)
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self, kv: KVConnectorOutput | None = None) -> dict[str, int]:
@@ -260,7 +277,7 @@ class Rig:
 
     def assert_served(self) -> None:
         """Every request that was not aborted has its one right answer; nothing is held."""
-        for name, (prompt, count) in self._asked.items():
+        for name, (prompt, count) in self.asked.items():
             assert self.answers.get(name) == answer(prompt, count), name
         scheduler = self.scheduler
         assert not scheduler.requests

@@ -89,6 +89,10 @@ class Following:
     def blocks(self) -> int:
         return self.prefixes.match(PROMPT, [Engine()], 64, 0.0)[0]
 
+    async def hears(self, *frames: bytes) -> None:
+        """A message of the publisher's."""
+        await self.follower._received(frames)
+
     async def has(self, blocks: int) -> None:
         await until(lambda: self.blocks == blocks)
 
@@ -124,7 +128,7 @@ def test_events_fill_the_index_and_those_before_the_router_came_are_replayed(
 async def received(following: Following, number: int, what: Any) -> None:
     """A live batch with that number, whatever came before it."""
     payload = kv_events.msgspec.msgpack.encode(what)
-    await following.follower._received((b"", number.to_bytes(8, "big"), payload))
+    await following.hears(b"", number.to_bytes(8, "big"), payload)
 
 
 def test_a_gap_is_filled_by_a_replay(tmp_path: Path) -> None:
@@ -198,10 +202,10 @@ def test_messages_that_are_no_events_cost_the_engines_part_only(tmp_path: Path) 
     async def scenario() -> None:
         async with Following(tmp_path, replay=False, live=False) as following:
             await received(following, 0, batch(0, 3))
-            await following.follower._received((b"x",))
-            await following.follower._received((b"", b"short", b""))
+            await following.hears(b"x")
+            await following.hears(b"", b"short", b"")
             assert following.blocks == 3
-            await following.follower._received((b"", (1).to_bytes(8, "big"), b"\xc1"))
+            await following.hears(b"", (1).to_bytes(8, "big"), b"\xc1")
             assert following.blocks == 0
             await received(following, 2, batch(0, 1))
             assert following.blocks == 1

@@ -19,16 +19,16 @@ from scheduler_plugins.vllm.request_queue import describe
 
 def believed(rig: Rig, prompt: list[int]) -> int:
     """Tokens that our queue takes to be cached."""
-    rig.scheduler._cache.tell(rig.order.prefix_index)
-    request = describe(rig.request("probe", prompt), rig.scheduler._cache)
-    del rig._asked["probe"]
+    rig.cache.tell(rig.order.prefix_index)
+    request = describe(rig.request("probe", prompt), rig.cache)
+    del rig.asked["probe"]
     return rig.order.estimator.known_tokens(request)
 
 
 def found(rig: Rig, prompt: list[int]) -> int:
     """Tokens that vLLM finds."""
     tokens = rig.hit_tokens(rig.request("probe", prompt))
-    del rig._asked["probe"]
+    del rig.asked["probe"]
     return tokens
 
 
@@ -83,7 +83,7 @@ def test_a_reset_of_the_cache_is_seen_and_so_is_what_comes_after_it() -> None:
     rig.run()
     assert assert_agree(rig, [prompt]) == [96]
     assert rig.scheduler.reset_prefix_cache()
-    assert type(rig.scheduler._cache.pool.cached_block_hash_to_block) is BlockHashToBlockMap
+    assert type(rig.cache.pool.cached_block_hash_to_block) is BlockHashToBlockMap
     rig.add("b", prompt[:40])
     rig.run()
     assert assert_agree(rig, [prompt]) == [32]
@@ -94,7 +94,7 @@ def test_blocks_evicted_by_number_are_seen() -> None:
     prompt = words(1, 100)
     rig.add("a", prompt)
     rig.run()
-    pool = rig.scheduler._cache.pool
+    pool = rig.cache.pool
     third = [b for b in pool.blocks if b.block_hash is not None][2]
     pool.evict_blocks({third.block_id})
     (hits,) = assert_agree(rig, [prompt])
@@ -113,7 +113,7 @@ def test_a_block_that_is_cached_twice_and_lost_once_is_still_there() -> None:
     assert twins[0] is not twins[1]
     longer = prompt + rig.answers["a"]
     for twin, hits in zip(twins, (48, 32), strict=True):
-        rig.scheduler._cache.pool.evict_blocks({twin.block_id})
+        rig.cache.pool.evict_blocks({twin.block_id})
         assert assert_agree(rig, [longer]) == [hits]
 
 
@@ -131,9 +131,9 @@ def test_a_request_that_must_not_read_the_cache_finds_nothing() -> None:
     rig.add("a", prompt)
     rig.run()
     request = rig.request("b", prompt)
-    assert describe(request, rig.scheduler._cache).block_hashes
+    assert describe(request, rig.cache).block_hashes
     request.skip_reading_prefix_cache = True
-    assert describe(request, rig.scheduler._cache).block_hashes == ()
+    assert describe(request, rig.cache).block_hashes == ()
 
 
 class _Ears:
@@ -172,7 +172,7 @@ def _hybrid() -> list[object]:
 
 def test_of_several_groups_the_one_with_full_attention_counts() -> None:
     rig = Rig(groups=_hybrid(), blocks=129)
-    view = rig.scheduler._cache
+    view = rig.cache
     assert view.group == 1
     prompt = words(1, 100)
     rig.add("a", prompt)

@@ -21,14 +21,14 @@ def post(n: int, blocks: int = 3) -> list[int]:
 def hits(rig: Rig, prompt: list[int]) -> int:
     """Blocks of a prompt that vLLM would find."""
     tokens = rig.hit_tokens(rig.request("probe", [*prompt, 0]))
-    del rig._asked["probe"]
+    del rig.asked["probe"]
     return tokens // BLOCK
 
 
 def serve(rig: Rig, prompts: Iterable[list[int]], max_tokens: int = 1) -> None:
     """One after the other."""
     for prompt in prompts:
-        rig.add(f"r{rig._arrivals}", prompt, max_tokens)
+        rig.add(f"r{rig.arrivals}", prompt, max_tokens)
         rig.run()
 
 
@@ -98,8 +98,8 @@ def test_what_a_waiting_request_would_find_is_shared(budget: int) -> None:
     rig.add("waits", PROFILE + post(1))
     while "first" not in rig.ended:
         rig.step()
-    spare = {rig.scheduler._cache.block_hash(b) for b in _spare_blocks(rig)}
-    mine = rig.scheduler._cache.hashes(rig.request("probe", PROFILE + post(0)))
+    spare = {rig.cache.block_hash(b) for b in _spare_blocks(rig)}
+    mine = rig.cache.hashes(rig.request("probe", PROFILE + post(0)))
     assert spare == set(mine[4:])
 
 
@@ -129,14 +129,14 @@ def test_blocks_that_vllm_frees_later_are_spare_when_they_are_free() -> None:
     assert len(_spare_blocks(rig)) == 7
     rig.add("holds", PROFILE + post(0) + words(7, BLOCK - 4), 3)
     rig.step()
-    discard, held = rig.scheduler._discard, _held(rig, "holds")
+    discard, held = rig.discard, _held(rig, "holds")
     discard._found.clear()
-    discard.ended(held, rig.scheduler._cache.stored(rig.scheduler.requests["holds"]))
-    rig.scheduler._discard.make_room(8)
+    discard.ended(held, rig.cache.stored(rig.scheduler.requests["holds"]))
+    rig.discard.make_room(8)
     assert len(_spare_blocks(rig)) == 7, "held, so not yet to be taken"
     rig.run()
     rig.assert_served()
-    rig.scheduler._discard.make_room(8)
+    rig.discard.make_room(8)
     assert {b.block_id for b in _first_free(rig, 8)} >= {b.block_id for b in _spare_blocks(rig)}
 
 
@@ -159,7 +159,7 @@ def test_a_prefill_for_another_engine_leaves_what_the_next_prompt_begins_with(ma
 def test_the_free_queue_keeps_all_its_blocks(needed: int) -> None:
     rig = Rig(blocks=15, max_model_len=14 * BLOCK, seqs=1)
     serve(rig, [PROFILE + post(n) for n in range(3)])
-    rig.scheduler._discard.make_room(needed)
+    rig.discard.make_room(needed)
     queue = rig.scheduler.kv_cache_manager.block_pool.free_block_queue
     assert len({b.block_id for b in queue.get_all_free_blocks()}) == queue.num_free_blocks == 14
     serve(rig, [words(50, needed * BLOCK - 1)])
@@ -172,8 +172,8 @@ def _held(rig: Rig, name: str) -> list[KVCacheBlock]:
 
 
 def _spare_blocks(rig: Rig) -> list[object]:
-    discard = rig.scheduler._discard
-    rig.scheduler._cache.tell(rig.order.prefix_index)
+    discard = rig.discard
+    rig.cache.tell(rig.order.prefix_index)
     rig.order.refresh(100)
     discard.catch_up()
     discard._sort_out()

@@ -350,7 +350,7 @@ def test_a_request_that_is_added_again_takes_the_place_of_itself() -> None:
     assert len(rig.scheduler.waiting) == 1
     with pytest.raises(ValueError, match="does not wait"):
         rig.scheduler.waiting.remove_request(rig.request("b", words(2, 5)))
-    del rig._asked["b"]
+    del rig.asked["b"]
     rig.run()
     rig.assert_served()
 
@@ -359,7 +359,7 @@ def test_a_pooling_request_has_the_class_in_its_id(section) -> None:
     rig = Rig(additional=section("  policy: fcfs" + CLASSES))
     for name, qos in (("a", "free"), ("b", "premium"), ("c", "none")):
         generation = rig.request(name, words(ord(name), 20))
-        del rig._asked[name]
+        del rig.asked[name]
         request = Request(
             request_id=f"embd-{with_class(name, qos)}-0-1a2b3c4d",
             prompt_token_ids=list(generation.prompt_token_ids),

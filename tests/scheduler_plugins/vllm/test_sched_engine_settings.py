@@ -111,7 +111,7 @@ def test_a_profile_is_believed_from_the_first_request_on(tmp_path: Path) -> None
     path = tmp_path / "model.json"
     save(path, CostModel(a=0.5))
     rig = Rig(additional={"pd_cost_model": str(path)}, seconds_per_token=None)
-    assert rig.scheduler._steps.fit.model.a == 0.5
+    assert rig.fit.model.a == 0.5
     path.write_text("{}")
     with pytest.raises(ProfileError):
         Rig(additional={"pd_cost_model": str(path)})

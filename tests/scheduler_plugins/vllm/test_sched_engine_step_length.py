@@ -33,7 +33,7 @@ def rig(tmp_path: Path) -> Make:
     def make(qos: str, *, tokens: float = 24, known: bool = True, **more: object) -> Rig:
         """`tokens`: as many take ten times what a step costs without any."""
         rig = Rig(budget=BUDGET, additional={"pd_scheduler": str(path)}, **more)
-        fit = rig.scheduler._steps.fit
+        fit = rig.fit
         fit.model = replace(fit.model, c=tokens * fit.model.a / 10, known=known)
         rig.add("long", words(1, 300), qos=qos)
         for name in ("premium", "standard", "free"):

@@ -108,9 +108,9 @@ def test_the_engines_own_steps_teach_the_model(depth: int) -> None:
     for n in range(40):
         rig.add(f"r{n}", words(n, 8 * (1 + n)), 4)
         rig.run()
-    rig.scheduler._steps.fit._learn()
-    assert rig.scheduler._steps.fit._prefills == 40 + 8, "eight are cut into two chunks"
-    assert rig.scheduler._steps.fit._decodes == 40 * 3
+    rig.fit._learn()
+    assert rig.fit._prefills == 40 + 8, "eight are cut into two chunks"
+    assert rig.fit._decodes == 40 * 3
 
 
 def test_a_preemption_between_steps_does_not_change_what_the_last_one_computed() -> None:

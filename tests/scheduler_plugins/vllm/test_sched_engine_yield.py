@@ -25,7 +25,7 @@ def rig_of(tmp_path: Path, bound: int = 256, policy: str = "fcfs", **more: Any) 
     path = tmp_path / "scheduler.yaml"
     path.write_text(CLASSES.format(bound=bound, policy=policy))
     rig = Rig(budget=64, additional={"pd_scheduler": str(path)}, **more)
-    rig.scheduler._steps.fit.model = replace(rig.scheduler._steps.fit.model, c=0.0)
+    rig.fit.model = replace(rig.fit.model, c=0.0)
     rig.set_balances({"premium": 1.0, "free": 0.0})
     return rig
 

@@ -204,6 +204,31 @@ def test_pools_that_keep_chunks_in_different_codecs_are_told(
 
 
 @pytest.mark.parametrize(
+    ("prefill", "decode", "fits"),
+    [
+        ({"pool": {"codec": "int8"}}, {}, False),
+        ({"pool": {"codec": "int8"}}, {"pool": True}, False),
+        ({"pool": {"codec": "int8", "read": False}}, {}, True),
+        ({"pool": {"codec": "int8"}}, {"pool": {"codec": "int8"}}, True),
+        ({"pool": {"codec": "int8"}}, {"codec": "int8"}, True),
+        ({"pool": True}, {}, True),
+    ],
+)
+def test_a_prefill_engine_whose_kv_a_decode_engine_would_refuse_is_told(
+    tmp_path: Path, prefill: dict[str, object], decode: dict[str, object], fits: bool
+) -> None:
+    file = tmp_path / "engines.yaml"
+    sides = ("kv_producer", prefill), ("kv_consumer", decode)
+    configs = [
+        {**RIGHT, "kv_role": role, "kv_connector_extra_config": {"host": "::1", **more}}
+        for role, more in sides
+    ]
+    file.write_text("engines: " + json.dumps(configs))
+    refused = [one for one in told(str(file)) if "loads INT8 chunks" in one.found]
+    assert [one.status for one in refused] == ([] if fits else [Status.FAIL])
+
+
+@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("a: [", "is no YAML"),

@@ -313,10 +313,10 @@ def test_ctrl_c_reaches_the_launcher_alone_which_ends_its_family(launcher):
     assert not any(map(alive, pids))
 
 
-def test_a_guard_ends_with_its_launcher(launcher):
+def test_a_reaper_ends_with_its_launcher(launcher):
     process, pids = launcher("tidy")
-    guards = {p.pid for p in proc.table().values() if p.parent == process.pid} - {pids[2]}
-    assert len(guards) == 1
+    reapers = {p.pid for p in proc.table().values() if p.parent == process.pid} - {pids[2]}
+    assert len(reapers) == 1
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=DEADLINE_S)
-    until(lambda: not any(map(alive, guards)), "the guard's end")
+    until(lambda: not any(map(alive, reapers)), "the reaper's end")

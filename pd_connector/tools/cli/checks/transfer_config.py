@@ -113,6 +113,28 @@ def together(configs: Sequence[Written]) -> Iterator[Finding]:
             "the codec of the engine that was first, and engines that do not permit it compute the prompt",
             "set `pool.codec` alike on all engines of a host",
         )
+    by_role = [(str(part.get("kv_role")), _extra_of(part)) for _, part in ours]
+    coded = any(role == "kv_producer" and _loads_int8(extra) for role, extra in by_role)
+    if coded and any(role == "kv_consumer" and not _permits_int8(extra) for role, extra in by_role):
+        yield Finding(
+            ours[0][0],
+            "pool.codec",
+            Status.FAIL,
+            "a prefill engine loads INT8 chunks, and what it computes on them has their error: decode engines that permit raw "
+            "only refuse all KV of that engine, once it has loaded one",
+            "set `pool.codec: raw` on prefill engines, or permit int8 on decode engines (`codec`, or `pool.codec`)",
+        )
+
+
+def _loads_int8(extra: Mapping[str, Any]) -> bool:
+    pool = extra.get("pool")
+    return _kept_in(pool) == "int8" and isinstance(pool, Mapping) and pool.get("read") is not False
+
+
+def _permits_int8(extra: Mapping[str, Any]) -> bool:
+    return (
+        "int8" in (_kept_in(extra.get("pool")), extra.get("codec")) or extra.get("codec") == "auto"
+    )
 
 
 def _kept_in(pool: object) -> str:

@@ -89,6 +89,26 @@ def test_a_decision_is_carried_out_counted_logged_and_shown(
     run(scenario())
 
 
+def test_a_policy_that_fails_or_is_slow_is_named_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_module, "SLOW_S", 0.0)
+
+    async def scenario() -> None:
+        async with both_kinds(World(1, 2, roles="wanted")) as world:
+            elastic, now_s = await ready(world), later()
+            for second in range(100):
+                Wanted.moves = [Move("ghost", PolicyRole.PREFILL, f"{second} s passed")]
+                elastic.tick(now_s + second)
+            (first, second) = [text for text in caplog.messages if "wanted failed" in text]
+            assert "0 s passed" in first
+            assert "60 s passed" in second
+            assert "engine must be one of http" in first
+            assert sum("role policy wanted took 0.00 s" in text for text in caplog.messages) == 2
+
+    run(scenario())
+
+
 def test_the_home_of_an_engine_that_was_asked_is_what_it_said() -> None:
     """The settings give it no role. After a move it must still be known where it belongs."""
 

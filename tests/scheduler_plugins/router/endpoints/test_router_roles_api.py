@@ -85,6 +85,28 @@ def test_a_list_with_one_bad_change_changes_nothing() -> None:
     run(scenario())
 
 
+def test_a_change_that_cannot_be_is_refused_with_what_to_do() -> None:
+    async def scenario() -> None:
+        async with Elastic(decode=2) as world:
+            world.d[1].engine_id = None
+            await until(lambda: all(one.asked_for_address for one in world.engines), "all asked")
+            (able, bare), role = world.d, "/role"
+            engine = world.known(bare)
+            engine.set_addresses(())
+            for asked, said in (
+                ({"url": bare.url, "role": "prefill"}, "start it with PDConnector"),
+                ({"url": able.url, "role": "prefil"}, "did you mean 'prefill'?"),
+                ({"url": able.url, "rolle": "prefill"}, "did you mean 'role'?"),
+                ([{"url": able.url, "role": one} for one in ("both", "decode")], "named twice"),
+            ):
+                status, told = await ask(world.server, role, asked)
+                assert status == 400
+                assert said in told["error"]["message"], told
+            assert set(roles(world).values()) == {"prefill", "decode"}
+
+    run(scenario())
+
+
 def test_an_engine_of_both_sides_is_one_engine_and_not_its_own_partner() -> None:
     async def scenario() -> None:
         async with Elastic(policy="least_delay") as world:

@@ -60,6 +60,12 @@ def test_prompts_that_only_engines_without_a_gpu_compute_in_time() -> None:
     assert found(late=0.05) == []
 
 
+def test_an_engine_on_another_side_than_the_settings_say() -> None:
+    astray = engine("q", Role.PREFILL)
+    astray.standing.problem = "q: is a prefill engine, but the settings say decode"
+    assert found(P, astray, D) == ["PDRoleMoveFails"]
+
+
 def test_prefill_engines_without_an_address() -> None:
     bare = replace(P, addresses=(), reason="start it with PDConnector")
     assert found(P, bare, D) == ["PDPrefillWithoutAddress"]

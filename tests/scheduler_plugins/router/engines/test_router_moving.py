@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from router_fakes import FakeEngine, World, run, slow, until
+from router_fakes import World, run, slow, until
+from sglang_fakes import Switching
 
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.engines import moving
@@ -23,54 +22,6 @@ from scheduler_plugins.router.settings.elastic import Place
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "REFUSED_S", 0.05)
-
-
-class Switching(FakeEngine):
-    """An SGLang engine that can change its side."""
-
-    def __init__(self, name: str, mode: str) -> None:
-        super().__init__(name, f"engine-{name}")
-        self.mode, self.switches = mode, True
-        self.asked: list[str] = []
-        self.refusals: list[dict[str, Any]] = []
-        """What it answers before it obeys."""
-        self.then = ""
-        """What it does instead of obeying: `die`, `die switched`, `other` (it says yes and stays)."""
-        self.meanwhile: Callable[[], None] = lambda: None
-        """Called while it switches."""
-
-    def routes(self, app: web.Application) -> None:
-        super().routes(app)
-        app.router.add_get("/server_info", self._info)
-        app.router.add_post("/pd_role_switch", self._switch)
-
-    async def _info(self, request: web.Request) -> web.StreamResponse:
-        address = {"remote_engine_id": self.engine_id, "remote_host": "127.0.0.1"}
-        address |= {"remote_port": 7001}
-        ours = {"side": self.mode, **(address if self.mode == "prefill" else {})}
-        told = {
-            "disaggregation_mode": "prefill",  # of its start, whatever its side is now
-            "disaggregation_bootstrap_port": 1,
-            "served_model_name": "m",
-            "enable_pd_role_switch": self.switches,
-            "internal_states": [{"pd_connector": ours}],
-        }
-        return web.json_response(told)
-
-    async def _switch(self, request: web.Request) -> web.StreamResponse:
-        role = (await request.json())["new_role"]
-        self.asked.append(role)
-        assert self.running == 0, "it is idle"
-        self.meanwhile()
-        if self.refusals:
-            return web.json_response({"success": False, **self.refusals.pop(0)}, status=400)
-        if self.then.startswith("die"):
-            self.mode = role if self.then == "die switched" else self.mode
-            assert request.transport is not None
-            request.transport.abort()
-        elif self.then != "other":
-            self.mode = role
-        return web.json_response({"success": True, "message": "ok"})
 
 
 def world(**settings: Any) -> World:
@@ -210,8 +161,9 @@ def test_an_engine_that_switched_while_the_settings_changed_goes_home() -> None:
 
             fake.meanwhile = edit
             await to_prefill(mover, engine)
-            assert (engine.role, fake.mode) == (Role.DECODE, "decode")
-            assert fake.asked == ["prefill", "decode"]
+            await until(lambda: engine.role is Role.DECODE, "the edit holds")
+            assert (fake.asked, fake.mode) == (["prefill", "decode"], "decode")
+            await until(lambda: engine.standing.wanted is None, "it is where it should be")
             assert await made.metric("role_moves_total", cause="settings") == 1
 
     run(scenario())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -65,7 +66,11 @@ def engine_of(router: RouterServer, fake: FakeEngine) -> BackendEngine:
     return next(engine for engine in pool_of(router).engines if engine.url == fake.url)
 
 
-def test_a_role_given_at_one_router_holds_at_all_with_its_pin() -> None:
+def test_a_role_given_at_one_router_holds_at_all_with_its_pin_and_each_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
     async def scenario() -> None:
         a, b = addresses(2)
         async with engines() as fakes, server(fakes, a, b) as one, server(fakes, b, a) as two:
@@ -73,6 +78,8 @@ def test_a_role_given_at_one_router_holds_at_all_with_its_pin() -> None:
             theirs = engine_of(two, fakes[1])
             await until(lambda: theirs.role is Role.PREFILL, "the other router is told")
             assert theirs.standing.pinned
+            said = f"is prefill and no longer decode: router {pool_of(one).name} says so"
+            assert [f"{theirs.url} {said}" in text for text in caplog.messages].count(True) == 1
             pool_of(two).release(theirs)
             await until(lambda: not engine_of(one, fakes[1]).standing.pinned, "and of its release")
             assert engine_of(one, fakes[1]).role is Role.PREFILL

@@ -13,7 +13,7 @@ from scheduler_plugins.router.policies.sides import Sides
 from scheduler_plugins.router.settings.config import RouterConfig
 
 MODULE = """
-from scheduler_plugins.router.policies.base import Policy, Role, Route
+from scheduler_plugins.router.policies.base import Defer, Policy, Reject, Role, Route
 from scheduler_plugins.router.policies.sides import Choice, Rule
 
 class First(Policy):
@@ -32,6 +32,27 @@ class Nothing(Policy):
     def decide(self, request, view, now_s, random):
         pass
 
+class Breaks(Policy):
+    def decide(self, request, view, now_s, random):
+        raise RuntimeError("a bug")
+
+class Unmade(Policy):
+    def __init__(self, size):
+        self.size = size
+    decide = None
+
+class Vague(Policy):
+    def decide(self, request, view, now_s, random):
+        return Reject("full", float("nan"))
+
+class Nameless(Policy):
+    def decide(self, request, view, now_s, random):
+        return Reject(None, 1.0)
+
+class Never(Policy):
+    def decide(self, request, view, now_s, random):
+        return Defer(float("inf"))
+
 seven = 7
 """
 POINTS = {
@@ -39,6 +60,11 @@ POINTS = {
     "last": "toy:Last",
     "nowhere": "toy:Nowhere",
     "nothing": "toy:Nothing",
+    "breaks": "toy:Breaks",
+    "unmade": "toy:Unmade",
+    "vague": "toy:Vague",
+    "nameless": "toy:Nameless",
+    "never": "toy:Never",
     "seven": "toy:seven",
     "round_robin": "toy:First",
 }
@@ -104,16 +130,17 @@ def test_another_packages_rule_chooses_on_the_side_that_it_is_named_for(tmp_path
     assert "must be a subclass of scheduler_plugins.router.policies.sides.Rule" in no_rule
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("nowhere", "p must be None or one of p0, p1"),
-        ("nothing", "must be a Route, Reject or Defer"),
-    ],
-)
-def test_a_decision_that_cannot_be_followed_names_its_package(
-    tmp_path: Path, name: str, problem: str
-) -> None:
-    (told,) = decided(tmp_path, name)
-    assert f"policy {name!r}, which package 'toy'" in told
-    assert problem in told
+def test_a_policy_that_fails_or_cannot_be_followed_names_its_package(tmp_path: Path) -> None:
+    problems = {
+        "nowhere": "p must be None or one of p0, p1",
+        "nothing": "must be a Route, Reject or Defer",
+        "breaks": "failed: RuntimeError('a bug')",
+        "unmade": "cannot be made without arguments: TypeError",
+        "vague": "retry_after_s must be a number of seconds from 0 to inf",
+        "nameless": "cause must be a word",
+        "never": "until_s must be a number of seconds from",
+    }
+    told = decided(tmp_path, *problems)
+    for (name, problem), line in zip(problems.items(), told, strict=True):
+        assert f"{name!r}, which package 'toy'" in line
+        assert problem in line

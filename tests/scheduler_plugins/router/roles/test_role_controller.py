@@ -269,6 +269,50 @@ def test_a_clock_that_jumps_back_delays_moves_by_no_more_than_the_dwell() -> Non
     assert fleet.tick(31.0)
 
 
+class Raises(RolePolicy):
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        raise RuntimeError("a bug")
+
+
+class Nothing(RolePolicy):
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("policy", [Raises(), Nothing()])
+def test_a_dead_side_is_repaired_although_the_policy_fails(policy: RolePolicy) -> None:
+    fleet = world(policy, 2, 2)
+    fleet.dead = {"d0", "d1"}
+    assert [move.role for move in fleet.tick(0.0)] == [D]
+    assert isinstance(fleet.controller.fault, RuntimeError | TypeError)
+    fleet.controller.policy = Fixed()
+    fleet.tick(1.0)
+    assert fleet.controller.fault is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (Move("ghost", P, "x"), "engine must be one of p0, p1, d0, d1"),
+        (Move(["d0"], P, "x"), "engine must be one of"),  # type: ignore[arg-type]
+        (Move("d0", Role.WHOLE, "x"), "role must be one of prefill, both, decode"),
+        (Move("d0", None, "x"), "role must be one of"),  # type: ignore[arg-type]
+        (Move("d0", P, None), "cause must be a text"),  # type: ignore[arg-type]
+        (("d0", P, "x"), "must be a Move"),
+    ],
+)
+def test_a_proposal_without_a_meaning_is_named_and_the_others_count(wrong: Move, why: str) -> None:
+    fleet = world(Proposes(wrong, Move("d1", P, "x")))
+    assert [move.engine for move in fleet.tick(0.0)] == ["d1"]
+    assert why in str(fleet.controller.fault)
+
+
+def test_a_role_that_is_given_as_a_word_is_that_role() -> None:
+    fleet = world(Proposes(Move("d0", "decode", "stays"), Move("d1", "prefill", "x")))  # type: ignore[arg-type]
+    assert [(move.engine, move.role) for move in fleet.tick(0.0)] == [("d1", P)]
+    assert fleet.roles["d1"] is P
+
+
 def test_a_policy_sees_only_moves_that_are_possible() -> None:
     seen = list[Fleet]()
 

@@ -102,6 +102,8 @@ def test_pressure_remembers_promises_that_were_missed(late: dict[str, float]) ->
     told = history(prompt=1500, answer=10, **late)  # type: ignore[arg-type]
     (move,) = Pressure().decide(fleet({"p0": 0.1}, {"d0": 9000, "d1": 9000}, told), NOW_S)
     assert move.role is P
+    assert "of the last minute's requests were late or refused" in move.cause
+    assert "1 prefill and 2 decode engines have work for" in move.cause, "the third condition"
 
 
 def test_pressure_blames_the_side_that_was_full_while_promises_were_missed() -> None:

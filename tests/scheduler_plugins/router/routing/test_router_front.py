@@ -63,7 +63,7 @@ def test_requests_wait_at_the_router_while_engines_have_enough_to_do() -> None:
             prefill.load.prefill_sent("another", 10**6, 3600.0, asyncio.get_running_loop().time())
             waiting = asyncio.create_task(world.complete())
             shared = world.app[SHARED]
-            await until(lambda: bool(shared.front._others("")), "it waits at the router")
+            await until(lambda: bool(shared.front.waiting), "it waits at the router")
             assert world.p[0].bodies == world.d[0].bodies == []
             refused = await world.complete()
             assert refused.status == 429
@@ -88,7 +88,7 @@ def test_a_prompt_larger_than_any_cache_stops_nobody() -> None:
                 assert large.status == 200, "the engine's own answer"
             decode.load.decode_sent("another", 10, 10)
             waiting = asyncio.create_task(world.complete(prompt="word " * 10_000))
-            await until(lambda: bool(world.app[SHARED].front._others("")), "it waits for room")
+            await until(lambda: bool(world.app[SHARED].front.waiting), "it waits for room")
             decode.load.decode_ended("another")
             assert (await waiting).status == 200
 
@@ -113,7 +113,7 @@ def test_a_wait_that_would_break_the_promise_is_refused_before_it_begins() -> No
             shared = world.app[SHARED]
             blocker = Turn("only", 3600.0, 1, lambda: False)
             task = asyncio.create_task(shared.front.wait(blocker, shared.config))
-            await until(lambda: bool(shared.front._others("")), "somebody waits for long")
+            await until(lambda: bool(shared.front.waiting), "somebody waits for long")
             refused = await world.complete()
             assert refused.status == 429
             assert await world.metric("rejected_total", qos="only", cause="ttft") == 1

@@ -67,6 +67,8 @@ def test_a_route_leads_to_a_group_and_the_first_engines_group_is_the_default() -
         ("groups: {chat: {min_prefill: 2, min_decode: 2}}", "need more than its 2 engines"),
         ("groups: {chat: {min_decode: 0}}", "min_decode 0: must be 1 or more"),
         ("roles: presure", "presure"),
+        ("roles: dry-run:presure", "router.yaml:7: role policy 'presure' is not known"),
+        ("groups: {chat: }", "router.yaml:7: groups: Expected `object`, got `null`"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_change(more: str, said: str) -> None:
@@ -74,6 +76,32 @@ def test_what_cannot_be_is_refused_with_what_to_change(more: str, said: str) -> 
     with pytest.raises(SettingsError, match=said.split(";")[0].replace("(", r"\(")) as error:
         read(text)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (
+            '{url: "http://a:1", role: decode, may: [prefill], group: chat}',
+            "two entries of it differ",
+        ),
+        ('{url: "a:1", role: decode, group: chat}', "two entries of it differ in may or group"),
+        ('{url: "http://d:1", role: decode, group: ""}', "group '': must be a name"),
+        (
+            '{url: "http://d:1", role: prefill, group: alone}',
+            "no engine of group 'alone' can decode",
+        ),
+    ],
+)
+def test_an_entry_that_would_be_ignored_or_could_serve_nobody_is_refused(
+    entry: str, said: str
+) -> None:
+    """The later of two entries won; a group without a decode engine answered by its prefill engine alone."""
+    with pytest.raises(SettingsError) as refused:
+        read(ENGINES + f"  - {entry}\nroles: fixed")
+    assert said in str(refused.value)
+    fine = '{url: "http://a:1", role: decode, may: [prefill, decode], group: chat}'
+    read(ENGINES + f"  - {fine}\nroles: fixed")
 
 
 def test_a_cpu_engine_cannot_change_its_role() -> None:

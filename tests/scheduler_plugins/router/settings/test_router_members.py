@@ -105,7 +105,7 @@ limits:
             "role: decoder",
             "f.yaml:4: role 'decoder': must be one of ask, both, cpu_prefill, decode, prefill; did you mean 'decode'?",
         ),
-        ("attempts: 3", "attempts: many", "f.yaml:8: Expected `float`, got `str`"),
+        ("attempts: 3", "attempts: many", "f.yaml:8: limits: Expected `float`, got `str`"),
         ("attempts: 3", "attempts: 0", "f.yaml:9: attempts 0: must be 1 or more"),
         ("least_delay", "leest", "f.yaml:5: policy 'leest' is not known"),
         ('"b:2"', '"ftp://b"', "f.yaml:3: decode 'ftp://b': must look like"),

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from router_fakes import FakeEngine, World, run, until
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.index.hashes import token_bytes, token_list
 from scheduler_plugins.router.prompt.body import with_tokens
+from scheduler_plugins.router.tokens import worker_pool
 from scheduler_plugins.router.tokens.agreement import difference
 from scheduler_plugins.router.tokens.token_worker import (
     _TEXTS,
@@ -22,15 +24,33 @@ from scheduler_plugins.router.tokens.token_worker import (
     files_digest,
     tokenize,
 )
+from scheduler_plugins.router.tokens.worker_pool import _Process
 
 WORDS = ["<unk>", "user", ":", "hello", "world", "!", "you"]
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}{% if add_generation_prompt %}!{% endif %}"
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[_Process]:
+    process = _Process()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def own_process() -> None:
+    """The test's router starts its worker process, and ends it."""
+
+
 @pytest.fixture(autouse=True)
-def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process takes seconds to start."""
-    monkeypatch.setattr("scheduler_plugins.router.tokens.worker_pool.WORKERS", 1)
+def one_worker(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, process: _Process
+) -> None:
+    """Each process takes seconds to start. It serves one model after the other, so these tests share it."""
+    monkeypatch.setattr(worker_pool, "WORKERS", 1)
+    if "own_process" not in request.fixturenames:
+        monkeypatch.setattr(worker_pool, "_Process", lambda: process)
+        monkeypatch.setattr(worker_pool.WorkerPool, "close", lambda pool: None)
 
 
 @pytest.fixture
@@ -119,11 +139,15 @@ async def followed(world: World) -> None:
     pool.caches.follow(pool.engines[0], "ipc:///nowhere/at/all", None)
 
 
+async def learnt(world: World) -> None:
+    await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+
+
 async def knows(world: World, source: str) -> None:
     """Wait until the router knows who tokenizes. The first request makes it ask."""
     tokens = world.app[SHARED].tokens
     await world.complete()
-    await until(lambda: tokens._model is not None, "the model is known")
+    await learnt(world)
     assert tokens.source == source
     for engine in world.p + world.d:
         engine.bodies.clear()
@@ -135,6 +159,7 @@ async def prompts(world: World, prompt: Any) -> list[Any]:
     return [engine.bodies[-1]["prompt"] for engine in (world.p[0], world.d[0])]
 
 
+@pytest.mark.usefixtures("own_process")
 def test_both_sides_get_the_tokens_of_a_tokenizer_that_agrees_with_theirs(model: Path) -> None:
     async def scenario() -> None:
         async with World(tokenizer=str(model)) as world:
@@ -223,7 +248,7 @@ def test_one_clients_bad_prompt_takes_the_tokens_from_nobody(model: Path) -> Non
                 engine.tokenize = tokenizer
             await followed(world)
             await world.complete()
-            await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+            await learnt(world)
             assert await prompts(world, "bad") == ["bad"] * 2
             tokens = await world.app[SHARED].tokens.of({"prompt": "good"})
             assert tokens.tokens == token_bytes([7, 7])
@@ -262,7 +287,7 @@ def test_without_tokenizer_and_endpoint_prompts_are_known_by_their_text() -> Non
         async with World() as world:
             await followed(world)
             await world.complete()
-            await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+            await learnt(world)
             assert await prompts(world, "hello world") == ["hello world"] * 2
             assert (await world.get("/health")).json["tokens"] == "text"
 
@@ -307,7 +332,7 @@ def test_engines_that_do_not_tokenize_alike_are_sent_text(model: Path) -> None:
             world.d[0].tokenize = lambda asked: [8, 8]
             await followed(world)
             await world.complete()
-            await until(lambda: world.app[SHARED].tokens._model is not None, "the model is known")
+            await learnt(world)
             assert await prompts(world, "hello world") == ["hello world"] * 2
 
     run(scenario())

@@ -62,6 +62,18 @@ async def kept() -> AsyncIterator[Keeper]:
         await fake.die()
 
 
+async def mirror(keeper: Keeper, link: socket.socket) -> MirrorPool:
+    """The engines as the second worker knows them."""
+    return MirrorPool(await link_to_keeper(link), SharedCounts(keeper._memory.map, 1), Metrics())
+
+
+def first_told(keeper: Keeper) -> messages.Engines:
+    """The engines of which a worker is told when it starts."""
+    child = keeper.children[0]
+    (told,) = (one for one in child.begin(child) if isinstance(one, messages.Engines))
+    return told
+
+
 def test_a_worker_that_took_an_engine_for_down_hears_that_it_is_up_again() -> None:
     """Though all that the keeper knows of it is as before: it was down for less than the pause between two messages."""
 
@@ -75,7 +87,7 @@ def test_a_worker_that_took_an_engine_for_down_hears_that_it_is_up_again() -> No
             engine = keeper.pool.engines[1]
             assert (known.url, known.up) == (engine.url, True)
             kind = engine.kind
-            keeper._heard(ear, messages.Failed(known.id, "connect", "refused", True))
+            ear.heard(ear, messages.Failed(known.id, "connect", "refused", True))
             engine.set_up()
             engine.kind = kind
             await until(lambda: len(ear.told) > count, "the worker is told again")
@@ -89,9 +101,8 @@ def test_a_worker_gives_up_what_it_has_at_an_engine_that_has_left() -> None:
     async def scenario() -> None:
         async with kept() as keeper:
             link, _ = socket.socketpair()
-            counts = SharedCounts(keeper._memory.map, 1)
-            pool = MirrorPool(await link_to_keeper(link), counts, Metrics())
-            told = keeper._engines()
+            pool = await mirror(keeper, link)
+            told = first_told(keeper)
             pool.use(told)
             stays, leaves = pool.engines
             pool.use(msgspec.structs.replace(told, engines=told.engines[:1]))
@@ -109,10 +120,9 @@ def test_a_worker_knows_which_engines_a_request_is_for_as_the_keeper_does() -> N
     async def scenario() -> None:
         async with kept() as keeper:
             link, _ = socket.socketpair()
-            counts = SharedCounts(keeper._memory.map, 1)
-            pool = MirrorPool(await link_to_keeper(link), counts, Metrics())
+            pool = await mirror(keeper, link)
             keeper.pool.engines[1].context_tokens = 4096
-            pool.use(keeper._engines())
+            pool.use(first_told(keeper))
             for theirs, ours in zip(pool.engines, keeper.pool.engines, strict=True):
                 assert ours.was_vllm
                 for name in ("kind", "was_vllm", "whole", "models", "context_tokens"):
@@ -126,8 +136,7 @@ def test_the_keeper_knows_what_happens_to_the_requests_of_its_workers() -> None:
     async def scenario() -> None:
         async with kept() as keeper:
             ours, theirs = socket.socketpair()
-            counts = SharedCounts(keeper._memory.map, 1)
-            pool = MirrorPool(await link_to_keeper(theirs), counts, Metrics())
+            pool = await mirror(keeper, theirs)
             pool.waiting = lambda: {"default": Front(2, 30, 0.5)}
             link = await link_to_worker(ours)
             pool.history.arrived(0.0, "default", 100, 2.0, 0.1)
@@ -136,7 +145,7 @@ def test_the_keeper_knows_what_happens_to_the_requests_of_its_workers() -> None:
             pool.history.refused(0.0, "default")
             pool.history.overflowed(0.0, "default")
             child = keeper.children[0]
-            keeper._heard(child, await link.receive())
+            child.heard(child, await link.receive())
             now_s = asyncio.get_running_loop().time()
             seen = keeper.pool.history.over(now_s, 10, "default")
             assert (seen.arrivals, seen.uncached, seen.answered, seen.refusals) == (1, 80, 7, 1)
@@ -144,7 +153,7 @@ def test_the_keeper_knows_what_happens_to_the_requests_of_its_workers() -> None:
             (beat,) = keeper.pool.metrics.pulse.beats(now_s + BEAT_S)
             assert (beat.arrivals, beat.overflows) == (1, 1), "the page advises for all workers"
             assert keeper.waiting() == {"default": Front(2, 30, 0.5)}
-            keeper._ended(child)
+            child.ended(child)
             assert keeper.waiting() == {}, "what waited in a worker that has ended is gone"
             link.close()
 
@@ -162,7 +171,7 @@ def test_workers_show_the_last_minutes_of_all_processes() -> None:
             await until(lambda: bool(ear.beats), "the worker is told")
             (beat,) = ear.beats[-1].beats
             assert beat.ttft == (1.5, 1.5)
-            new = keeper._begin(ear)[-1]
+            new = ear.begin(ear)[-1]
             assert new == ear.beats[-1], "a worker that starts anew is told at once"
             telling.cancel()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard: a small process that outlives its launcher, and ends the families that the launcher leaves behind.
+"""The reaper: a small process that outlives its launcher, and ends the families that the launcher leaves behind.
 
-However the launcher dies (an exception, SIGKILL, a closed terminal), the kernel closes its end of a pipe. The guard
+However the launcher dies (an exception, SIGKILL, a closed terminal), the kernel closes its end of a pipe. The reaper
 reads the other end, and then ends every process with the launcher's marker (`proc.watch`). PR_SET_PDEATHSIG is not
 enough: it reaches only direct children, and fires when the *thread* that started them ends.
 """
@@ -18,26 +18,26 @@ from typing import NamedTuple
 from pd_connector.tools.launch import proc
 
 
-class _Guard(NamedTuple):
+class _Reaper(NamedTuple):
     launcher: str  # id that marks everything this launcher starts
     process: subprocess.Popen[bytes]
     pipe: int  # the launcher's end, open as long as the launcher lives
 
 
-_guards: dict[int, _Guard] = {}  # by the launcher's own pid: a fork needs its own guard
+_reapers: dict[int, _Reaper] = {}  # by the launcher's own pid: a fork needs its own reaper
 _lock = threading.Lock()
 
 
-def guarded() -> str:
-    """The id of this launcher. The first call starts its guard."""
+def launcher_id() -> str:
+    """The id of this launcher. The first call starts its reaper."""
     with _lock:
-        guard = _guards.get(os.getpid())
-        if guard is None or guard.process.poll() is not None:
-            guard = _guards[os.getpid()] = _start(uuid.uuid4().hex)
-        return guard.launcher
+        reaper = _reapers.get(os.getpid())
+        if reaper is None or reaper.process.poll() is not None:
+            reaper = _reapers[os.getpid()] = _start(uuid.uuid4().hex)
+        return reaper.launcher
 
 
-def _start(launcher: str) -> _Guard:
+def _start(launcher: str) -> _Reaper:
     reading, writing = os.pipe()
     environment = {k: v for k, v in os.environ.items() if k != proc.MARKER}
     process = subprocess.Popen(
@@ -51,4 +51,4 @@ def _start(launcher: str) -> _Guard:
         process_group=0,
     )
     os.close(reading)
-    return _Guard(launcher, process, writing)
+    return _Reaper(launcher, process, writing)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pd_kernels.payload import CODEC_NAMES, BlockBytes, block_bytes
+from pd_kernels.payload import CODEC_NAMES, PlaneBytes, plane_bytes
 from pd_kernels.transfer.view_table import all_wide, view_table
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -22,7 +22,7 @@ class Stored(NamedTuple):
 
     Attributes:
         dtype: one of `DTYPES`.
-        scales: one scale per block, for FP8 caches; empty if all are 1.
+        scales: one scale per plane, for FP8 caches; empty if all are 1.
     """
 
     dtype: torch.dtype
@@ -32,14 +32,14 @@ class Stored(NamedTuple):
     def is_fp8(self) -> bool:
         return bool(self.dtype == torch.float8_e4m3fn)
 
-    def scale(self, block: int) -> float:
-        return self.scales[block] if self.scales else 1.0
+    def scale(self, plane: int) -> float:
+        return self.scales[plane] if self.scales else 1.0
 
 
-class BlockSizes(NamedTuple):
-    """Bytes of the blocks of one layer in a payload: K (or the latent), then V if there is one."""
+class PlaneSizes(NamedTuple):
+    """Bytes of the planes of one layer in a payload: K (or the latent), then V if there is one."""
 
-    parts: tuple[BlockBytes, ...]
+    parts: tuple[PlaneBytes, ...]
 
     @property
     def total(self) -> int:
@@ -47,24 +47,24 @@ class BlockSizes(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
-    """The blocks of one cache that pass along one route. A block is K or V of one layer.
-    `Blocks.of` makes it.
+class Planes:
+    """The planes of one cache that pass along one route. A plane is K or V of one layer.
+    `Planes.of` makes it.
 
     Attributes:
         views: K and V of each layer in turn (or one latent each), `[page, head, token, dim]` with
             the heads that move and any strides. For `verbatim`, uint8 `[page, head, 1, bytes]`. The
             memory belongs to the engine and is not copied.
-        table: int64 `[block, 5]` on the device: the address, and the strides of page, head, token
+        table: int64 `[plane, 5]` on the device: the address, and the strides of page, head, token
             and dim in bytes.
-        factors: float32 `[block]` on the device, see `step`.
-        parts: blocks of a layer: 1 for latents and `verbatim`, otherwise 2.
+        factors: float32 `[plane]` on the device, see `step`.
+        parts: planes of a layer: 1 for latents and `verbatim`, otherwise 2.
         page_size: tokens of a page of the engine. A page of `views` may be a part of it.
         codec: `raw`, `fp8_e4m3`, `int8` or `verbatim`.
         source: dtype of the producer's cache.
         destination: dtype of the consumer's cache.
         step: how a decoded value is converted for the destination. `times`: multiply the value by
-            the block's factor (the source is FP8, and the two sides' scales differ). `over`: divide
+            the plane's factor (the source is FP8, and the two sides' scales differ). `over`: divide
             the value by the factor (only the destination is FP8). `none`: store the value
             unchanged.
         wide: whether all addresses and strides allow 16-byte accesses.
@@ -91,8 +91,8 @@ class Blocks:
         source: Stored,
         destination: Stored,
         heads: range | None = None,
-    ) -> "Blocks":
-        """Describe the blocks of some layers. This copies a small table to the device, and touches
+    ) -> "Planes":
+        """Describe the planes of some layers. This copies a small table to the device, and touches
         no KV.
 
         Args:
@@ -114,13 +114,13 @@ class Blocks:
             Two layers of 3 KV heads; only heads 1 and 2 move.
 
             >>> import torch
-            >>> from pd_kernels.transfer import Blocks, Stored
+            >>> from pd_kernels.transfer import Planes, Stored
             >>> keys, values = torch.zeros(2, 2, 6, 3, 16, 32).bfloat16()  # layer, page, head, token, dim
             >>> bf16 = Stored(torch.bfloat16)
-            >>> blocks = Blocks.of(keys, values, 16, "int8", bf16, bf16, heads=range(1, 3))
-            >>> blocks.layers, blocks.heads, blocks.dims
+            >>> planes = Planes.of(keys, values, 16, "int8", bf16, bf16, heads=range(1, 3))
+            >>> planes.layers, planes.heads, planes.dims
             (2, 2, (32, 32))
-            >>> blocks.nbytes(tokens=100)
+            >>> planes.nbytes(tokens=100)
             26656
         """
         if codec not in CODEC_NAMES:
@@ -137,7 +137,7 @@ class Blocks:
         for name, scales in (("source", source.scales), ("destination", destination.scales)):
             if scales and len(scales) != len(views):
                 raise ValueError(f"{len(scales)} scales of the {name}: wanted {len(views)}")
-        factors = [_factor(source, destination, block) for block in range(len(views))]
+        factors = [_factor(source, destination, plane) for plane in range(len(views))]
         return cls.at(
             views,
             torch.tensor(factors, dtype=torch.float32, device=views[0].device),
@@ -150,7 +150,7 @@ class Blocks:
         )
 
     @classmethod
-    def of_rows(cls, rows: Sequence[torch.Tensor], parts_per_page: int) -> "Blocks":
+    def of_rows(cls, rows: Sequence[torch.Tensor], parts_per_page: int) -> "Planes":
         """Describe whole pages of some layers that pass as bytes (`verbatim`).
 
         Args:
@@ -163,8 +163,8 @@ class Blocks:
 
         Example:
             >>> import torch
-            >>> from pd_kernels.transfer import Blocks
-            >>> pages = Blocks.of_rows([torch.zeros(6, 8, 1024, dtype=torch.uint8)] * 2, parts_per_page=1)
+            >>> from pd_kernels.transfer import Planes
+            >>> pages = Planes.of_rows([torch.zeros(6, 8, 1024, dtype=torch.uint8)] * 2, parts_per_page=1)
             >>> pages.nbytes(tokens=3)  # 2 layers, 3 pages, 8 heads of 1024 bytes
             49152
         """
@@ -195,8 +195,8 @@ class Blocks:
         source: torch.dtype,
         destination: torch.dtype,
         step: str,
-    ) -> "Blocks":
-        """Make blocks with these attributes, and make their table from the addresses of the views.
+    ) -> "Planes":
+        """Make planes with these attributes, and make their table from the addresses of the views.
 
         Raises:
             ValueError: elements of a page are more than 2 GiB apart.
@@ -214,11 +214,11 @@ class Blocks:
             wide=all_wide(views),
         )
 
-    def stand_in(self) -> "Blocks":
-        """Make blocks of one layer and one page of zeros, in separate memory, that use the same
+    def stand_in(self) -> "Planes":
+        """Make planes of one layer and one page of zeros, in separate memory, that use the same
         kernels.
 
-        Moving one token of these blocks compiles the kernels before real chunks come.
+        Moving one token of these planes compiles the kernels before real chunks come.
         """
         views = [view.new_zeros((1, *view.shape[1:])) for view in self.views[: self.parts]]
         factors = self.factors[: self.parts]
@@ -237,12 +237,12 @@ class Blocks:
         """Elements of one token of one head: for K, and for V if there is one."""
         return tuple(view.shape[3] for view in self.views[: self.parts])
 
-    def sizes(self, tokens: int) -> BlockSizes:
-        """Sizes of a layer's blocks in a chunk of `tokens` tokens. For `verbatim`, `tokens` counts
+    def sizes(self, tokens: int) -> PlaneSizes:
+        """Sizes of a layer's planes in a chunk of `tokens` tokens. For `verbatim`, `tokens` counts
         pages."""
-        return BlockSizes(
+        return PlaneSizes(
             tuple(
-                block_bytes(self.codec, part == 0, self.heads, tokens, dim, self.source.itemsize)
+                plane_bytes(self.codec, part == 0, self.heads, tokens, dim, self.source.itemsize)
                 for part, dim in enumerate(self.dims)
             )
         )
@@ -264,7 +264,7 @@ class Blocks:
 def _interleaved(
     keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], heads: range | None
 ) -> tuple[list[torch.Tensor], int]:
-    """K and V of each layer in turn, with only `heads`; and the number of blocks per layer."""
+    """K and V of each layer in turn, with only `heads`; and the number of planes per layer."""
     if len(values) and len(values) != len(keys):
         raise ValueError(f"K of {len(keys)} layers and V of {len(values)}: must be as many")
     paired = zip(keys, values, strict=True) if len(values) else ((key,) for key in keys)
@@ -274,19 +274,19 @@ def _interleaved(
     return views, 2 if len(values) else 1
 
 
-def _step(source: Stored, destination: Stored, blocks: int) -> str:
+def _step(source: Stored, destination: Stored, planes: int) -> str:
     if source.is_fp8 and destination.is_fp8:
-        same = all(source.scale(block) == destination.scale(block) for block in range(blocks))
+        same = all(source.scale(plane) == destination.scale(plane) for plane in range(planes))
         return "none" if same else "times"
     if source.is_fp8:
         return "times"
     return "over" if destination.is_fp8 else "none"
 
 
-def _factor(source: Stored, destination: Stored, block: int) -> float:
+def _factor(source: Stored, destination: Stored, plane: int) -> float:
     if source.is_fp8:
-        return source.scale(block) / (destination.scale(block) if destination.is_fp8 else 1.0)
-    return destination.scale(block) if destination.is_fp8 else 1.0
+        return source.scale(plane) / (destination.scale(plane) if destination.is_fp8 else 1.0)
+    return destination.scale(plane) if destination.is_fp8 else 1.0
 
 
 def _check(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather and scatter block by block. Copiers read and write pages; codecs code and decode the blocks between."""
+"""Gather and scatter plane by plane. Copiers read and write pages; codecs code and decode the planes between."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,16 @@ from pd_connector.kv.geometry import Group
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.copiers import Copier, HostCopier, TorchCopier, as_tensor
 from pd_connector.pages.row_matrix import Words
-from pd_connector.plan.chunks import Block, Chunk, blocks
+from pd_connector.plan.chunks import Chunk, Plane, planes
 from pd_connector.plan.route import Route
 
 
-class BlockCopies:
+class PlaneCopies:
     """Copies between the pages of one cache and payloads in host memory. On a GPU all work is queued on the current
     stream, and may still run when a call returns.
 
     Attributes:
-        copier: copies single blocks.
+        copier: copies single planes.
     """
 
     def __init__(self, layers: CacheLayers) -> None:
@@ -37,18 +37,18 @@ class BlockCopies:
             for rows, index, part in self._layers.payload_by_plane(*where, payload):
                 self.copier.take_rows(rows, index, part)
             return
-        for block in blocks(route, chunk):
-            span = self._layers.tokens(chunk, block.layer, route.source, pages)
-            view = self._layers.view(block)[:, heads]
-            out = torch.from_numpy(payload[block.offset : block.offset + block.nbytes])
+        for plane in planes(route, chunk):
+            span = self._layers.tokens(chunk, plane.layer, route.source, pages)
+            view = self._layers.view(plane)[:, heads]
+            out = torch.from_numpy(payload[plane.offset : plane.offset + plane.nbytes])
             if route.codec == "raw" and not self._on_gpu:  # the bits unchanged
-                self.copier.read(view, span, out.view(view.dtype).view(block.shape))
+                self.copier.read(view, span, out.view(view.dtype).view(plane.shape))
                 continue
-            x = torch.empty(block.shape, dtype=view.dtype, device=self._device)
+            x = torch.empty(plane.shape, dtype=view.dtype, device=self._device)
             self.copier.read(view, span, x)
             coded = torch.empty_like(out, device=self._device) if self._on_gpu else out
-            source, wanted = _elements(route.source, block), _elements(route.destination, block)
-            load_codec(route.codec).encode(block.part, x, source, wanted, coded)
+            source, wanted = _elements(route.source, plane), _elements(route.destination, plane)
+            load_codec(route.codec).encode(plane.part, x, source, wanted, coded)
             if coded is not out:
                 out.copy_(coded, non_blocking=True)
 
@@ -60,19 +60,19 @@ class BlockCopies:
             for rows, index, part in self._layers.payload_by_plane(*where, payload):
                 self.copier.put_rows(rows, index, part)
             return
-        for block in blocks(route, chunk):
-            coded = as_tensor(payload[block.offset : block.offset + block.nbytes])
+        for plane in planes(route, chunk):
+            coded = as_tensor(payload[plane.offset : plane.offset + plane.nbytes])
             decoded = load_codec(route.codec).decode(
-                block.part,
+                plane.part,
                 coded.to(self._device, non_blocking=True),
-                block.shape,
-                _elements(route.source, block),
-                _elements(route.destination, block),
+                plane.shape,
+                _elements(route.source, plane),
+                _elements(route.destination, plane),
             )
-            span = self._layers.tokens(chunk, block.layer, route.destination, pages)
-            self.copier.write(self._layers.view(block)[:, heads], span, decoded)
+            span = self._layers.tokens(chunk, plane.layer, route.destination, pages)
+            self.copier.write(self._layers.view(plane)[:, heads], span, decoded)
 
 
-def _elements(group: Group, block: Block) -> Elements:
-    key, value = group.scale(block.layer)
-    return Elements(group.dtype, value if block.part is Part.VALUE else key)
+def _elements(group: Group, plane: Plane) -> Elements:
+    key, value = group.scale(plane.layer)
+    return Elements(group.dtype, value if plane.part is Part.VALUE else key)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side that an SGLang engine is on, beside the side that it should be on.
+
+Its own word counts for requests: it cannot serve the other side. If the sides differ, the router has it switched, or
+says what is in the way.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.engines.kinds import SglangFacts
+from scheduler_plugins.router.settings.elastic import Moving
+
+logger = logging.getLogger(__name__)
+
+_SIDES = (Role.PREFILL, Role.DECODE)
+
+
+def settle(
+    engine: BackendEngine, facts: SglangFacts | None, moving: Moving | None, now_s: float
+) -> None:
+    """Use the engine on the side that it tells, and note the side that it should be switched to.
+
+    It is switched if its entry in the settings has been edited, if it is pinned, if it was on that side until it was
+    started again, or if a role policy may move it. A side to which somebody else has switched it stays.
+
+    Args:
+        facts: what the engine has just told; None: it is no SGLang engine, and serves any side at once.
+        moving: the policy that moves engines; None: none.
+    """
+    standing, before = engine.standing, engine.role
+    if facts is None or facts.mode not in _SIDES:
+        if standing.wanted is not None:
+            engine.change_role(standing.wanted, now_s)
+        standing.wanted, standing.problem = None, ""
+        return
+    if facts.switches and not facts.tells_side:
+        _say(engine, _untold(engine, facts.mode))
+        return
+    side = Role(facts.mode)
+    if standing.place.home is None:
+        standing.told_home = Role(facts.started)
+    if _side(before) is not side:
+        engine.change_role(side, now_s)
+    elif standing.wanted is None and not standing.problem:
+        return
+    if standing.moving is not None:
+        return  # what moves it decides
+    wish = standing.wanted or (before if standing.pinned else standing.home(side))
+    decided = standing.wanted is not None
+    standing.wanted = None
+    if _side(wish) is side:
+        _say(engine, "")
+    elif wish not in _SIDES:
+        _say(
+            engine,
+            f"{engine.url}: is a {side} engine, but the settings say {wish}, so it is used for {side}. An SGLang engine "
+            f"has one side: name it as prefill or as decode",
+        )
+    elif not decided and facts.started != side:
+        kept = moving is not None and side in standing.place.may
+        _say(engine, "" if kept else _switched_by_others(engine, side, wish))
+    else:
+        restarted = engine.starts > 0 and before is wish
+        permitted = _permits(engine, moving)
+        if decided or standing.pinned or restarted or not permitted:
+            standing.wanted, permitted = wish, ""
+        flag = "" if engine.switches else "start it with --enable-pd-role-switch"
+        _say(engine, _in_the_way(engine, side, wish, [one for one in (flag, permitted) if one]))
+
+
+def _side(role: Role) -> Role:
+    return Role.PREFILL if role is Role.CPU_PREFILL else role
+
+
+def _permits(engine: BackendEngine, moving: Moving | None) -> str:
+    """What the settings lack for the router to switch the engine without an edit; empty: nothing."""
+    if not engine.standing.place.may:
+        return "give it `may: [prefill, decode]`"
+    if moving is None or moving.dry_run:
+        return "set `roles` to a policy (`fixed` moves nothing later)"
+    return ""
+
+
+def _in_the_way(engine: BackendEngine, side: Role, wish: Role, lacking: list[str]) -> str:
+    if not lacking:
+        return ""
+    return (
+        f"{engine.url}: is a {side} engine, but the settings say {wish}, so it is used for {side}. For the router to "
+        f"switch it, {' and '.join(lacking)}. Or start it with --disaggregation-mode {wish}, or name it as {side}"
+    )
+
+
+def _switched_by_others(engine: BackendEngine, side: Role, wish: Role) -> str:
+    return (
+        f"{engine.url}: was switched to {side} while it ran, but the settings say {wish}; it is used for {side}. Switch "
+        f"it back by POST /engines/role, or name it as {side}"
+    )
+
+
+def _untold(engine: BackendEngine, started: str) -> str:
+    """The engine tells only the side of its start."""
+    if engine.standing.wanted or started == _side(engine.role):
+        return ""
+    return (
+        f"{engine.url}: was started with --disaggregation-mode {started}, but the settings say {engine.role}. It does "
+        f"not tell whether it was switched since, so it is used for {engine.role}. Start it with "
+        "--disaggregation-transfer-backend pd_connector, which tells, or name it on the right side"
+    )
+
+
+def _say(engine: BackendEngine, problem: str) -> None:
+    """Keep what is wrong with the engine's side. The log says it once."""
+    if problem and problem != engine.standing.problem:
+        logger.warning("%s", problem)
+    engine.standing.problem = problem
