@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 PACKAGES = ("pd_connector", "pd_kernels")
 NAMES_OF_A_PLACE = 3
 
@@ -197,7 +199,8 @@ class Streams:
                 assert work.stream is not None
                 self.finish(work.stream, work.place)
         else:
-            work()
+            with torch.inference_mode():  # an engine may have queued it in this mode
+                work()
         stream.work.popleft()
         stream.done += 1
 
