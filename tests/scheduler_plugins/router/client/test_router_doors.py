@@ -147,7 +147,7 @@ def test_a_dns_name_becomes_several_engines_and_is_followed(
     caplog.set_level("INFO")
 
     async def scenario() -> None:
-        fakes = [FakeEngine(f"d{n}") for n in range(3)]
+        fakes = [FakeEngine(f"d{n}", f"engine-d{n}") for n in range(3)]
         prefill = FakeEngine("p", "engine-p")
         await prefill.start()
         port = 0
