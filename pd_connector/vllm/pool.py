@@ -271,10 +271,10 @@ class PoolSide:
                 prompt.stepped = True
                 prompt.writes &= not provisional
                 continue
-            saving = prompt.writes and not prompt.adapter and self._computed(prompt, computed)
-            pages = self._saves.present(prompt) if saving or prompt.audited else ()
+            new = self._computed(prompt, computed if prompt.writes and not prompt.adapter else 0)
+            pages = self._saves.present(prompt) if new or prompt.audited else ()
             saves += self._audit.compare(prompt, computed, pages, self.model)
-            saves += self._saves_of(prompt, computed, pages) if saving else ()
+            saves += self._saves_of(prompt, new, pages)
         return saves
 
     def finished(
@@ -299,7 +299,7 @@ class PoolSide:
             computed, pages = request.num_computed_tokens, self._saves.present(prompt, pages)
             commands += self._audit.compare(prompt, computed, pages, self.model)
             if prompt.writes:
-                commands += self._saves_of(prompt, computed, pages)
+                commands += self._saves_of(prompt, self._computed(prompt, computed), pages)
         self._audit.give_up(prompt)
         if prompt.ask.pin_s:
             last = request.num_prompt_tokens // CHUNK_TOKENS
@@ -313,9 +313,9 @@ class PoolSide:
         return range(prompt.kept, stop if self.model else 0)
 
     def _saves_of(
-        self, prompt: PoolPrompt, computed: int, pages: Sequence[Sequence[int]]
+        self, prompt: PoolPrompt, new: range, pages: Sequence[Sequence[int]]
     ) -> list[Save]:
-        if not (new := self._computed(prompt, computed)):
+        if not new:
             return []
         request, stop = prompt.request, new.stop
         keys = prompt.keys or [prompt.root(self.model)]

@@ -11,7 +11,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Move
-from scheduler_plugins.router.roles.controller import DWELL_S, LONGEST_PAUSE_S
+from scheduler_plugins.router.roles.controller import DWELL_S, pause_s
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ class Homing:
             wish = (engine, one.standing.wanted)
             before = self._failures.get(wish)
             count = 1 if before is None else before.failures + 1
-            pause_s = min(LONGEST_PAUSE_S, DWELL_S * 2 ** (count - 1))
-            again = f"the switch to {one.standing.wanted} is tried again after {pause_s:g} s"
-            self._failures[wish] = _Failure(now_s + pause_s, count, f"{one.url}: {cause}; {again}")
+            wait_s = pause_s(count, DWELL_S)
+            again = f"the switch to {one.standing.wanted} is tried again after {wait_s:g} s"
+            self._failures[wish] = _Failure(now_s + wait_s, count, f"{one.url}: {cause}; {again}")
             logger.info("%s: %s", one.url, again)
 
     def _is_due(self, wish: _Wish, now_s: float) -> bool:

@@ -24,6 +24,11 @@ _TOWARDS = {Role.PREFILL: -1, Role.BOTH: 0, Role.DECODE: 1}
 _SIDES = (Role.PREFILL, Role.DECODE)
 
 
+def pause_s(failures: int, first_s: float) -> float:
+    """Seconds until a move is tried again that has failed this number of times in a row."""
+    return float(min(LONGEST_PAUSE_S, first_s * 2 ** (failures - 1)))
+
+
 @dataclass
 class _Swing:
     """The last moves of a group in one direction or the other."""
@@ -171,7 +176,7 @@ class RoleController:
             return True
         since_s = max(member.since_s, self._since_s.get(member.name, -inf))
         failed_s, failures = self._failures.get(member.name, (-inf, 0))
-        again_s = failed_s + min(LONGEST_PAUSE_S, self._dwell_s * 2 ** (failures - 1))
+        again_s = failed_s + pause_s(failures, self._dwell_s)
         swing = self._swings.get(member.group)
         paused = swing is not None and now_s - swing.moved_s < self._pause_s
         return paused or now_s - since_s < self._dwell_s or now_s < again_s

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.errors import ConfigError, did_you_mean
+from pd_connector.pool.codecs import pool_codecs
 from pd_connector.pool.settings import check as check_pool
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
@@ -132,9 +133,12 @@ def _loads_int8(extra: Mapping[str, Any]) -> bool:
 
 
 def _permits_int8(extra: Mapping[str, Any]) -> bool:
-    return (
-        "int8" in (_kept_in(extra.get("pool")), extra.get("codec")) or extra.get("codec") == "auto"
-    )
+    told = {key: extra[key] for key in ("codec", "codec_max_error", "pool") if key in extra}
+    try:
+        config = Config.load(told, {}, ENGINE_HOST_VARIABLE)
+    except ConfigError:
+        return True  # another finding says what is wrong
+    return "int8" in pool_codecs(config, consumes=True).readable
 
 
 def _kept_in(pool: object) -> str:
