@@ -212,7 +212,6 @@ def test_pools_that_keep_chunks_in_different_codecs_are_told(
         ({"pool": {"codec": "int8"}}, {"pool": {"codec": "int8"}}, True),
         ({"pool": {"codec": "int8"}}, {"codec": "int8"}, True),
         ({"pool": {"codec": "int8"}}, {"codec": "auto"}, True),
-        ({"pool": {"codec": "int8"}}, {"codec": "auto", "codec_max_error": 0.001}, False),
         ({"pool": True}, {}, True),
     ],
 )

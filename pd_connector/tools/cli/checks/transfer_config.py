@@ -133,7 +133,7 @@ def _loads_int8(extra: Mapping[str, Any]) -> bool:
 
 
 def _permits_int8(extra: Mapping[str, Any]) -> bool:
-    told = {key: extra[key] for key in ("codec", "codec_max_error", "pool") if key in extra}
+    told = {key: extra[key] for key in ("codec", "pool") if key in extra}
     try:
         config = Config.load(told, {}, ENGINE_HOST_VARIABLE)
     except ConfigError:
