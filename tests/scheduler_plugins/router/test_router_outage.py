@@ -81,6 +81,7 @@ def test_a_decode_engine_that_was_started_as_kv_producer_is_named(
             told = "" if consumes else "its kv_role is kv_producer"
             assert told in engine.warning
             assert bool(engine.warning) is not consumes
+            assert (await world.get("/health")).json["disaggregates"] is consumes
 
     run(scenario())
 
