@@ -10,8 +10,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
+from pd_connector.errors import Cause
 from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import describe_params, prefill_params
+from pd_connector.remedies import remedy_of
 from pd_connector.tools.cli.app import fail
 from pd_connector.tools.cli.checks import peer
 from pd_connector.tools.cli.checks.peer import Ask, PeerError
@@ -114,7 +116,10 @@ def judge(prefill: Engine, decode: Engine, sleep: Callable[[float], None] = time
                 break
     except (PeerError, ValueError, TypeError) as error:
         return Verdict(False, str(error) or repr(error))
-    return Verdict(False, f"no verdict ({ended}): the decode engine's log says why")
+    if ended not in list(Cause):
+        return Verdict(False, f"no verdict ({ended}): the decode engine's log says why")
+    do = remedy_of(ended)
+    return Verdict(False, f"no verdict ({ended}): {do}; the decode engine's log says more")
 
 
 def _round(prefill: Engine, decode: Engine, sleep: Callable[[float], None]) -> str:
