@@ -60,7 +60,7 @@ def audit(
     Ends with status 1 if a pair does not pass.
     """
     try:
-        engines = [look(url, peer.asker(url, api_key)) for url in map(_full, peers)]
+        engines = [look(url, named(url, peer.asker(url, api_key))) for url in map(_full, peers)]
         pairs = list(pairs_of(engines))
     except PeerError as error:
         fail(str(error))
@@ -80,6 +80,18 @@ def audit(
 
 def _full(url: str) -> str:
     return url if url.startswith(("http://", "https://")) else f"http://{url}"
+
+
+def named(url: str, ask: Ask) -> Ask:
+    """Ask so that an error names the engine."""
+
+    def asked(path: str, body: Mapping[str, Any] | None) -> str:
+        try:
+            return ask(path, body)
+        except PeerError as error:
+            raise PeerError(f"{url}: {error}") from None
+
+    return asked
 
 
 def look(url: str, ask: Ask) -> Engine:
