@@ -66,7 +66,7 @@ class Loop:
 
     Args:
         commands: what the engine asks for.
-        gate: shut by the engine's thread for requests whose pages may not be touched.
+        gate: shut by the engine's thread for requests whose pages must not be touched.
         report: told of every outcome.
         steps: of the engine.
         ranks: all ranks of this engine, as far as it has introduced them.

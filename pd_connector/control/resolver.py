@@ -17,7 +17,7 @@ from pd_connector.hosts import numeric_address
 _MOST_LOOKUPS = 4
 """At a time; each takes a thread until the name server has answered."""
 _HUNG_S = 30.0
-"""A lookup that takes longer does not count: the name is looked up anew, and others go on."""
+"""A lookup that takes longer does not count: the name is looked up again, and others go on."""
 _MOST_THREADS = 32
 _ASKED_S = 30.0
 """A name that waits for its lookup is forgotten if it is not asked for within this time."""

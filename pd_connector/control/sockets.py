@@ -201,7 +201,7 @@ class Connection:
         return arrived
 
     def lost(self) -> tuple[Cause, str] | None:
-        """Why the connection is no more, or of no use, once that is so."""
+        """Why the connection has gone, or cannot be used; None while it can."""
         while readable(self.monitor):
             event = recv_monitor_message(self.monitor)
             if event["event"] in _LOST:

@@ -80,7 +80,7 @@ class ConfigFiles:
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: `config.json` or `params.json` is no JSON object.
+            ValueError: `config.json` or `params.json` is not a JSON object.
         """
         config = self._object(CONFIG)
         beside = {

@@ -44,7 +44,7 @@ def safetensors(file: OpenFile) -> list[Tensor]:
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
-            raise ValueError(f"{file.name}: the safetensors header is no JSON: {error}") from None
+            raise ValueError(f"{file.name}: the safetensors header is not JSON: {error}") from None
     found = []
     try:
         for name, told in header.items():

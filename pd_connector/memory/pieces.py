@@ -127,7 +127,9 @@ def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
     digest = xxhash.xxh3_128()
     size = math.gcd(theirs.piece_bytes, ours.piece_bytes)
     if ours.nbytes > _MAX_CUTS * size:
-        raise ValueError(f"pieces of {theirs.piece_bytes} and {ours.piece_bytes} bytes hardly fit")
+        raise ValueError(
+            f"pieces of {theirs.piece_bytes} and {ours.piece_bytes} bytes: their common divisor {size} is too small"
+        )
     there, here = theirs.cut(size).addresses, ours.cut(size).addresses
     step = min(_MAX_VECTORS, max(1, _BLOCK_BYTES // size))
     for first in range(0, len(here), step):

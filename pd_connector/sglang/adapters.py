@@ -90,7 +90,7 @@ def _content(path: str, files: AdapterFiles | None) -> str:
             raise OSError(f"{path} has changed while SGLang loaded it")
         return files.fingerprint()
     if (folder := _folder(path)) is None:
-        raise OSError(f"{path} is no folder on this disk")
+        raise OSError(f"{path} is not a folder on this disk")
     return adapter_fingerprint(folder)
 
 

@@ -26,7 +26,7 @@ _GREETING = b"\xff"
 """The first byte of ZeroMQ's protocol, which both sides send at once."""
 _GREETING_S = 0.1
 AT_ONCE = 16
-"""Look-ups that run side by side. Each ends within `connect_timeout_s`, so invented addresses seldom delay others."""
+"""Look-ups that run side by side. Each ends within `connect_timeout_s`, so invented addresses rarely delay others."""
 _POLL_S = 0.02
 MOST_FAILED = 256
 """Most failed look-ups that are remembered; above it the failed ones are forgotten. Their requests may have been

@@ -52,7 +52,7 @@ def folder_text(model: "ModelConfig", place: str) -> ConfigText | None:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a config is no JSON object, or a file was exchanged while vLLM read it.
+        ValueError: a config is not a JSON object, or a file was exchanged while vLLM read it.
     """
     told: dict[str, ConfigText | str | None] = getattr(model, _TOLD, {})
     if place in told:

@@ -265,7 +265,7 @@ class PoolSide:
         for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
             resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
-            self._saves.note(prompt, anew=resumed or not prompt.stepped)
+            self._saves.note(prompt, moved=resumed or not prompt.stepped)
             if not prompt.stepped:
                 # Pages that it found in the cache may be filled by this very step.
                 prompt.stepped = True

@@ -140,7 +140,7 @@ def test_results_are_taken_up_on_another_machine(tmp_path: Path) -> None:
 def test_a_failed_step_is_tried_again_when_its_sources_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, state: str
 ) -> None:
-    """What is wrong is mended between two calls; what is not mended costs no second try."""
+    """Errors are fixed between two calls. Without a fix there is no second try."""
     monkeypatch.setattr("gpu_run.step.ROOT", tmp_path)
     (tmp_path / "kernels").mkdir()
     source = tmp_path / "kernels" / "one.py"
@@ -181,7 +181,7 @@ def test_all_output_together_fits_what_a_host_gives_back(
 def test_a_step_is_run_again_without_losing_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is wrong is mended while the GPU is there."""
+    """Errors are fixed while the GPU is there."""
     told = tmp_path / "told"
     steps = [step(name, f"open({str(told)!r}, 'a').write({name!r})") for name in ("a", "b")]
     monkeypatch.setattr(

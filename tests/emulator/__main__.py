@@ -6,7 +6,7 @@ at last JSON: for each case, what was wrong with it, "" if nothing. With `--dama
 instruction that was damaged, what was found, "" if nothing. `--damage event` takes a handoff's waits for streams.
 
 With `--serve` the arguments come as lines of JSON behind the name of a file for the answer. Each line is executed in a
-fork, which imports nothing anew.
+fork, which imports nothing a second time.
 """
 
 import argparse

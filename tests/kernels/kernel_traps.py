@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton's interpreter gets wrong or lacks, mended: conversions between floats, the
+"""What Triton's interpreter gets wrong or lacks, corrected: conversions between floats, the
 instructions that kernels name, and, before Triton 3.9, fused multiply-adds, which it rounded twice.
-What cannot be mended is named: numpy 2.5. What it computes for nothing is left out, half of its time.
+What cannot be corrected is named: numpy 2.5. What it computes for nothing is left out, half of its time.
 """
 
 import contextlib

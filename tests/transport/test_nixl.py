@@ -35,7 +35,7 @@ def kind() -> str:
 
 @pytest.fixture
 def stranger() -> Any:
-    """A NIXL agent that is no transport of ours."""
+    """A NIXL agent that is not a transport of ours."""
     agent = api.nixl_agent("stranger", api.nixl_agent_config(False, backends=[]))
     agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
     return agent

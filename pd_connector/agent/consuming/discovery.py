@@ -26,7 +26,7 @@ def ask_ranks(config: Config, host: str, port: int, deadline: float) -> tuple[Pe
         deadline: on `time.monotonic`, in seconds.
 
     Raises:
-        RefusedError: the address may not be dialled, nobody answers, or not as a rank does.
+        RefusedError: the address is not allowed, or no rank answers there.
     """
     if not config.permits(host):
         raise RefusedError(

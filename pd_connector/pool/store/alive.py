@@ -58,7 +58,7 @@ class Alive:
         return self._lock >= 0
 
     def renew(self) -> None:
-        """Take the lock anew, in a folder that was made anew."""
+        """Take the lock again, in a folder that was created again."""
         fresh = private_folder(self._path, "pool")
         os.dup2(fresh, self._folder, inheritable=False)
         os.close(fresh)

@@ -44,7 +44,7 @@ class Why(StrEnum):
     )
     FULL = "full"  # nothing can be evicted, or the file system has no room
     QUOTA = "quota"  # room could only come from tenants within their quota
-    UNWELL = "unwell"  # the books are held by a stopped process, are being made anew, or are gone
+    UNWELL = "unwell"  # the books are held by a stopped process, are being rebuilt, or are gone
 
 
 class Refusal(NamedTuple):
@@ -123,7 +123,7 @@ class Writing(ABC):
         every process.
 
         Returns:
-            False if the part was not kept: the books are held by a stopped process, or were made anew meanwhile.
+            False if the part was not kept: the books are held by a stopped process, or were rebuilt meanwhile.
         """
 
     @abstractmethod
@@ -259,8 +259,8 @@ class Store(ABC):
         """What has changed since an earlier page, the same for every process of the host.
 
         Args:
-            after: `next` of the page before, 0 for the whole. If the journal no longer reaches back to it, or was made
-                anew, the whole begins again.
+            after: `next` of the page before, 0 for the whole. If the journal no longer reaches back to it, or was
+                rebuilt, the whole begins again.
 
         Raises:
             PoolError: REFUSED, the books cannot be read at the moment.

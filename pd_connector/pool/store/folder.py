@@ -107,7 +107,7 @@ class Folder:
         self._closing.close()
 
     def renew(self) -> None:
-        """Open the folder anew where the old one was: somebody has removed it. Descriptors keep their numbers, so other
+        """Open the folder again where the old one was: somebody has removed it. Descriptors keep their numbers, so other
         threads need not know. Raises ConfigError."""
         if self.name == MEMORY:  # the pool has made the folder above, too
             os.close(private_folder(self.path.parents[1], self._key))

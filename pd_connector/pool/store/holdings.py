@@ -86,7 +86,7 @@ class Holdings:
             self._closing = undo.pop_all()
 
     def memory_renewed(self) -> None:
-        """The memory folder was removed, and made anew."""
+        """The memory folder was removed, and created again."""
         self.alive.renew()
         if len(self.folders) > 1:
             write_claim(self._claim, self.folders[0])

@@ -117,7 +117,7 @@ class Keeper:
         for folder in store.folders:
             if not folder.is_there:
                 log.warning(
-                    "pool: %s, or a folder in it, was removed, and is made anew", folder.path
+                    "pool: %s, or a folder in it, was removed, and is created again", folder.path
                 )
                 folder.renew()
                 store.books.damaged = "a folder was removed"
@@ -132,7 +132,7 @@ class Keeper:
     def make_books_anew(self, why: str) -> None:
         """Replace the books by what the folders say."""
         if self._store.books.make_anew(lambda books: fill(books, self._store)):
-            log.info("pool: books made anew from the folders, because %s", why)
+            log.info("pool: books rebuilt from the folders, because %s", why)
             self._told = False
             self._take_stock()
 

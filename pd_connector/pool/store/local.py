@@ -142,7 +142,7 @@ class LocalStore(Store):
         for folder in self._folders:
             for _ in range(
                 2
-            ):  # it may be evicted and stored anew between the look at the entry and the file
+            ):  # it may be evicted and stored again between the look at the entry and the file
                 text = folder.text(key)
                 entry = entry_of(text)
                 if entry is None or part not in entry.parts:

@@ -36,7 +36,7 @@ class Listening:
         ports: the first free one is taken; 0 lets the system choose.
 
     Raises:
-        OSError: it is no address of this machine, or no port is free.
+        OSError: it is not an address of this machine, or no port is free.
     """
 
     def __init__(

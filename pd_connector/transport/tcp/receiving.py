@@ -91,7 +91,7 @@ class Receiving:
 
         Raises:
             OSError: the connection has ended.
-            FrameError: the peer sent what it may not.
+            FrameError: the peer sent what the protocol forbids.
         """
         events: list[Event] = []
         taken = 0
@@ -272,7 +272,7 @@ class Receiving:
         return True
 
     def _fill(self, nbytes: int, events: list[Event]) -> None:
-        """So much more of the chunk is in its memory."""
+        """This many more bytes of the chunk are in its memory."""
         assert self._landing is not None
         assert self._head is not None
         self._landed += nbytes

@@ -41,7 +41,9 @@ class UcxWorkers:
     def renew_if_spent(self) -> None:
         """Make a new worker where UCX does not listen any more, or the current one is worn."""
         if self._current.is_deaf:
-            logger.warning("ucx: its listening socket is closed (no descriptors?): begun again")
+            logger.warning(
+                "ucx: its listening socket is closed (no descriptors?), and is opened again"
+            )
             self._renew()
         else:
             self.renew_if_worn()
@@ -60,7 +62,7 @@ class UcxWorkers:
                 self._current.forget_closed()
 
     def leave(self, user: int) -> None:
-        """A link or a source is no more: workers that served nobody else end."""
+        """A link or a source has gone: workers that served nobody else end."""
         for worker in self:
             worker.users.discard(user)
         for worker in [worker for worker in self._spent if not worker.users]:

@@ -84,7 +84,7 @@ class Downstream:
 
     async def interrupt(self, message: str) -> web.StreamResponse:
         """End a stream that cannot go on, with an error event. The connection stays open, because the client's next
-        request may already be on its way. A completed answer stays as it is. An answer that is no stream, or was
+        request may already be on its way. A completed answer stays as it is. An answer that is not a stream, or was
         stopped at its end, has no place for an event, so its connection is closed."""
         if self.ended:
             return self._begun

@@ -51,7 +51,7 @@ async def _address_of(ask: Ask, headers: Mapping[str, str], model: str) -> Produ
 
 
 def decoded(raw: bytes) -> object:
-    """The JSON value in `raw`. Raises EngineFailedError if it is no JSON."""
+    """The JSON value in `raw`. Raises EngineFailedError if it is not JSON."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):

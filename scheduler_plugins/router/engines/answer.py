@@ -15,7 +15,7 @@ HELD_BYTES = 256 << 10
 
 
 class BrokenAnswerError(ConnectionError):
-    """The connection broke before the answer was complete, or the bytes are no HTTP."""
+    """The connection broke before the answer was complete, or the bytes are not HTTP."""
 
 
 class Flow(Protocol):

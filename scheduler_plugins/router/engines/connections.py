@@ -57,7 +57,7 @@ class EngineConnections:
 
         Raises:
             NotConnectedError: no connection within `connect_timeout_s`; nothing was sent.
-            BrokenAnswerError: the connection broke, or the bytes are no HTTP.
+            BrokenAnswerError: the connection broke, or the bytes are not HTTP.
             ValueError: a header cannot be sent.
         """
         parts = urlsplit(url)

@@ -36,7 +36,7 @@ class Told(NamedTuple):
 
 
 def from_report(raw: bytes, host: str) -> Told | None:
-    """Read an answer of `/pd/load`; None if it is no load report.
+    """Read an answer of `/pd/load`; None if it is not a load report.
 
     Args:
         host: the engine's host, for addresses that name none.

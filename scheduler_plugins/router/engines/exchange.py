@@ -226,7 +226,7 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
     """Raise the error that a status stands for.
 
     Args:
-        wanted: the only status that is no error. None: 2xx is no error, and 4xx except 429 is the client's error. A
+        wanted: the only status that is not an error. None: 2xx is not an error, and 4xx except 429 is the client's error. A
             redirection is an error of the engine: it would show the client where engines are.
 
     Raises:

@@ -92,7 +92,7 @@ class Mover:
                     await self._switch(engine, role, place)
             except MoveFailedError as failure:
                 logger.warning("%s stays %s: %s", engine.url, engine.role, failure)
-                if failure.step != SETTINGS:  # the operator's wish is no fault
+                if failure.step != SETTINGS:  # the operator's wish is not a fault
                     pool.metrics.role_moves.labels(before, role, f"failed_{failure.step}").inc()
                 span.failed(str(failure))
                 raise

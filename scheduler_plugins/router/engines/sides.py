@@ -27,7 +27,7 @@ def settle(
     started again, or if a role policy may move it. A side to which somebody else has switched it stays.
 
     Args:
-        facts: what the engine has just told; None: it is no SGLang engine, and serves any side at once.
+        facts: what the engine has just told; None: it is not an SGLang engine, and serves any side at once.
         moving: the policy that moves engines; None: none.
     """
     standing, before = engine.standing, engine.role

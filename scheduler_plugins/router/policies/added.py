@@ -38,7 +38,7 @@ def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
         decode: makes the rule named for decode; None: none is named.
 
     Raises:
-        ConfigError: the policy cannot be loaded, is no policy, or chooses both sides although a
+        ConfigError: the policy cannot be loaded, is not a policy, or chooses both sides although a
             rule for decode is named.
     """
     extension = load_entry_points(GROUP).get(name)
@@ -62,7 +62,7 @@ def added_rule(name: str) -> Callable[[], Rule] | None:
     """Another package's rule for the decode side; None if nothing has this name.
 
     Raises:
-        ConfigError: the rule cannot be loaded, or is no rule.
+        ConfigError: the rule cannot be loaded, or is not a rule.
     """
     extension = load_entry_points(GROUP).get(name)
     if extension is None:

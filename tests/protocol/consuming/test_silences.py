@@ -49,7 +49,7 @@ def test_an_answer_ends_the_pause():
     silences.answered("p")
     assert not silences.pause("p", 20)
     silences.waited("p", 20, 30)
-    assert not silences.pause("p", 30), "it is counted anew"
+    assert not silences.pause("p", 30), "it is counted again"
 
 
 def test_after_a_pause_one_tries_for_all():

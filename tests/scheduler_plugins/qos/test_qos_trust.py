@@ -72,7 +72,7 @@ def test_a_signature_is_believed_once() -> None:
         found = signed_class(headers(value), KEY, seen, 1000.0 + after_s)
         assert found == ("premium" if after_s == 0.0 else None)
     again = signed("premium", "r1", KEY, 1001.0)
-    assert signed_class(headers(again), KEY, seen, 1001.0) == "premium", "a retry is signed anew"
+    assert signed_class(headers(again), KEY, seen, 1001.0) == "premium", "a retry is signed again"
 
 
 def test_a_copy_that_is_changed_does_not_use_up_the_signature() -> None:
@@ -115,7 +115,7 @@ def test_a_secret_is_stretched_and_each_use_of_it_has_a_key_of_its_own(
     assert stretched == [1 << 15]
     fellows, connector = CurveKeys.derive(phrase, b"pd-router"), CurveKeys.derive(phrase)
     assert len({classes, *fellows, *connector}) == 9
-    assert class_key("") == b"", "no secret is no key"
+    assert class_key("") == b"", "without a secret there is no key"
 
 
 @pytest.mark.parametrize("weak", ["a", "secret", "aaaaaaaaaaaaaaaaaaaaaaaa", "01234567" * 5])

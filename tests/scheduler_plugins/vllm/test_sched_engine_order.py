@@ -156,7 +156,7 @@ def test_another_class_may_take_the_room_that_a_big_request_waits_for_only_so_of
     rig.step()
     rig.add("big", words(1, 140), qos="free")
     rig.step()  # turned back
-    # Premium has credit as long as the work that is given out is hardly its own.
+    # Premium has credit while hardly any of the work that is given out is its own.
     rig.set_balances({"premium": 1e9})
     for n in range(12):
         rig.add(f"small{n}", words(10 + n, 10), 2, qos="premium")

@@ -232,7 +232,7 @@ def test_a_prefill_engine_whose_kv_a_decode_engine_would_refuse_is_told(
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("{{- if .Values.x }}\na: 1\n{{- end }}", "helm template"),
         ("replicas: 3", "no kv_connector in it"),
     ],

@@ -160,7 +160,7 @@ class PoolStack(OurStack):
         self._begin(side, config, setup, (*OUR_SCHEDULER, *POOL_REPORTS), env)
 
     def kill_engines(self) -> None:
-        """End both engines with SIGKILL, and start them anew."""
+        """End both engines with SIGKILL, and start them again."""
         for engine in self.engines:
             engine.kill()
         for engine in self.engines:

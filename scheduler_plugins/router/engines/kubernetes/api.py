@@ -109,7 +109,7 @@ async def events(
 
 
 def _event(where: str, event: Any) -> dict[str, Any]:
-    """The event. Raises StatusError: it is an error; ValueError: it is no event."""
+    """The event. Raises StatusError: it is an error; ValueError: it is not an event."""
     if not isinstance(event, dict) or not isinstance(event.get("object"), dict):
         raise ValueError(f"no event: {str(event)[:200]}")
     if event.get("type") == "ERROR":

@@ -28,7 +28,7 @@ LIST_S = 5.0
 LISTS_S = 300.0
 """Time after which a forbidden watch is tried again."""
 STEADY_S = 1.0
-"""A connection that lived longer was no failure to connect."""
+"""A connection that lived longer was not a failure to connect."""
 RESUMED = 3
 """A watch that failed more often in a row is not resumed: the pods are listed again. A server that was restored from a
 backup does not know the version."""
@@ -148,7 +148,7 @@ class Pods:
         if not self._told_forbidden:
             self._told_forbidden = True
             logger.warning(
-                "%s: the account may not watch pods, so they are listed every %g s: give it the verb `watch`",
+                "%s: the account is not allowed to watch pods, so they are listed every %g s: give it the verb `watch`",
                 self._url,
                 LIST_S,
             )

@@ -150,4 +150,4 @@ def test_of_a_long_prompt_the_beginning_is_hashed_and_all_is_counted() -> None:
     assert text.size_bytes == 32 * MIB
     assert len(text.data) == KEPT_BYTES
     image = prompt_of(body.parse(LARGE["an image"], body.CHAT))
-    assert image.size_bytes < 10, "an image is no text"
+    assert image.size_bytes < 10, "an image is not text"

@@ -98,7 +98,7 @@ limits:
         (
             "attempts",
             "attemps",
-            "f.yaml:9: limits: 'attemps' is no limit; did you mean 'attempts'?",
+            "f.yaml:9: limits: 'attemps' is not a limit; did you mean 'attempts'?",
         ),
         (
             "role: decode",

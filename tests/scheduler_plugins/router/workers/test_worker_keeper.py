@@ -172,7 +172,7 @@ def test_workers_show_the_last_minutes_of_all_processes() -> None:
             (beat,) = ear.beats[-1].beats
             assert beat.ttft == (1.5, 1.5)
             new = ear.begin(ear)[-1]
-            assert new == ear.beats[-1], "a worker that starts anew is told at once"
+            assert new == ear.beats[-1], "a restarted worker is told at once"
             telling.cancel()
 
     run(scenario())
