@@ -222,7 +222,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if not names:
             raise wrong("transports", names, 'must name at least one, such as ["tcp"]')
         if AUTO in names and len(names) > 1:
-            raise wrong("transports", names, f"`{AUTO}` must stand alone: it chooses all of them")
+            raise wrong(
+                "transports", names, f"`{AUTO}` must be the only item: it chooses all of them"
+            )
         for name in names:
             if name not in (*TRANSPORTS, AUTO) and name not in load_entry_points(TRANSPORT_GROUP):
                 raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")

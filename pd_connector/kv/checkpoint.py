@@ -67,7 +67,7 @@ class ConfigFiles:
 
     @property
     def exchanged(self) -> str:
-        """Name of a file that was exchanged or written to since it was opened; empty if there is none."""
+        """Name of a file that was replaced or written to since it was opened; empty if there is none."""
         for name, file in self._files.items():
             if file.renamed or file.changed:
                 return name

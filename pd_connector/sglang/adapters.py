@@ -53,7 +53,7 @@ class Adapters:
         known = getattr(manager, _LOADED, {}).get(lora_id, _UNSEEN)
         if known.problem:
             raise PDConnectorError(
-                f"adapter {loaded.lora_name} cannot be told by content: {known.problem}; load it from files"
+                f"adapter {loaded.lora_name} cannot be identified by its content: {known.problem}; load it from files"
             )
         return f"{loaded.lora_name} {known.fingerprint}"
 

@@ -125,7 +125,7 @@ def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int
         raise ValueError(f"its registry names {replicas} replicas: wanted 1 to {MAX_REPLICAS}")
     if replicas > 1 and not engine.get("follow_bootstrap_room", True):
         raise ValueError(
-            f"it has {replicas} replicas, and a room does not tell which one: start it with "
+            f"it has {replicas} replicas, and a bootstrap room does not identify one: start it with "
             "--load-balance-method follow_bootstrap_room"
         )
     rows = [_ask(host, port, replica, deadline) for replica in range(replicas)]

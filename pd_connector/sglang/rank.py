@@ -98,7 +98,7 @@ class Rank:
         """What the KV of these tokens of a request depends on.
 
         Raises:
-            PDConnectorError: its adapter cannot be told by content.
+            PDConnectorError: its adapter cannot be identified by its content.
         """
         return fingerprint(req, tokens, self._adapters.name(req.lora_id))
 

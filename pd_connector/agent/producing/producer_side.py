@@ -69,7 +69,7 @@ class ProducerSide:
         )
         if config.insecure and is_loopback(config.host):
             logger.warning(
-                "insecure: true, but host is %s: engines on other machines are told to dial themselves. Set `host` "
+                "insecure: true, but host is %s: engines on other machines would dial themselves. Set `host` "
                 "(config key, or PD_CONNECTOR_HOST) to an address of this machine",
                 config.host,
             )

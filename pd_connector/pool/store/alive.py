@@ -174,7 +174,7 @@ def claim(disk: Folder, memory: Folder) -> int:
     except OSError:
         os.close(lock)
         raise ConfigError(
-            f"{disk.path.parent}: another pool uses this folder, that of a container with its own /dev/shm: let the "
+            f"{disk.path.parent}: the pool of a container with its own /dev/shm uses this folder: let the "
             "containers share one (Docker: --ipc), or name a folder for each (config key pool.dir)"
         ) from None
     return lock

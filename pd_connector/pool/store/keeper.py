@@ -124,12 +124,12 @@ class Keeper:
                 if folder is store.folders[MEMORY_TIER]:
                     store.memory_renewed()
         if store.books.damaged:
-            self.make_books_anew(store.books.damaged)
+            self.rebuild_books(store.books.damaged)
         if not self._told:
             self._tell_budgets()
             self._told = True
 
-    def make_books_anew(self, why: str) -> None:
+    def rebuild_books(self, why: str) -> None:
         """Replace the books by what the folders say."""
         if self._store.books.make_anew(lambda books: fill(books, self._store)):
             log.info("pool: books rebuilt from the folders, because %s", why)

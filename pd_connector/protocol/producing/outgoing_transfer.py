@@ -142,5 +142,5 @@ class OutgoingTransfer:
             raise RuntimeError("all readers have ended, and its pages are still leased")
         for session, stream in self.streams.items():
             if stream.writing and self.offer is None and not self.expected:
-                raise RuntimeError(f"reader {session!r} was sent KV that nobody offered")
+                raise RuntimeError(f"reader {session!r} was sent KV that was not offered")
             stream.check_integrity()

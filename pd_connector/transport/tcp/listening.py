@@ -135,7 +135,7 @@ class Listening:
         assert self._address is not None
         dial, code = read_dial(frame)
         if dial.listener != self._address.identity:
-            raise FrameError("somebody else was dialled")
+            raise FrameError("the dialler wanted another listener")
         if not same(code, dial_code(self._shared, self._address, dial)):
             raise FrameError("the dialler does not know the secret")
         return dial

@@ -38,7 +38,7 @@ async def addresses_of(
     if again != addresses[0] or len({address.engine_id for address in addresses}) < ranks:
         raise EngineFailedError(
             "status",
-            f"its {ranks} data-parallel ranks cannot be told apart by {HEADER}: give each a URL of its own "
+            f"its {ranks} data-parallel ranks cannot be distinguished by {HEADER}: give each a URL of its own "
             "(--data-parallel-external-lb)",
         )
     return tuple(addresses)

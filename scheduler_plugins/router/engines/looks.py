@@ -65,7 +65,7 @@ class Looks:
         try:
             told = await self._ask.store()
         except EngineFailedError as failure:
-            logger.debug("%s does not tell of its KV pool: %s", engine.url, failure)
+            logger.debug("%s does not report its KV pool: %s", engine.url, failure)
             if failure.cause != "timeout":  # a busy engine may be late
                 engine.store = None
             return

@@ -233,7 +233,7 @@ class EngineWatch:
             try:
                 handover = await self._handover()
             except EngineFailedError as failure:
-                logger.debug("%s does not tell whether it hands KV over: %s", engine.url, failure)
+                logger.debug("%s does not report whether it hands KV over: %s", engine.url, failure)
                 return
             if engine.up and engine.starts == starts and not engine.hands_over:
                 engine.model, engine.addresses = handover.model, handover.addresses

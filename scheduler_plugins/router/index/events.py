@@ -107,5 +107,5 @@ def _decoded(payload: bytes) -> Batch:
     try:
         batch = _ARRAY_DECODER.decode(payload)
     except msgspec.MsgspecError:
-        raise EventError(f"no batch of KV events: {first}") from None
+        raise EventError(f"not a batch of KV events: {first}") from None
     return Batch(batch.ts, list(batch.events), batch.data_parallel_rank)

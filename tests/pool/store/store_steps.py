@@ -65,7 +65,7 @@ def act(store: LocalStore, action: str) -> None:
     else:
         assert action == "rebuild the books"
         with contextlib.suppress(BooksError):
-            store.keeper.make_books_anew("a test wants it")
+            store.keeper.rebuild_books("a test wants it")
 
 
 def child(folder: Path, action: str, number: int, line: int) -> None:

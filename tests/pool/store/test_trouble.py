@@ -394,7 +394,7 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
     monkeypatch.setattr(keeper, "fill", fill)
     monkeypatch.setattr(keeper, "take_stock", take_stock)
     with pytest.raises(BooksError):
-        maker.keeper.make_books_anew("a test wants it")
+        maker.keeper.rebuild_books("a test wants it")
     assert there(other, keys) == 3
     assert problems(other) == []
 
@@ -409,7 +409,7 @@ def test_a_chunk_that_no_books_have_is_not_kept(
 
     def enters(*arguments: Any) -> None:
         enter(*arguments)
-        maker.keeper.make_books_anew("a test wants it")
+        maker.keeper.rebuild_books("a test wants it")
 
     def adopts(*_: Any, **__: Any) -> None:
         raise BooksError("the machine is busy")

@@ -348,7 +348,7 @@ def test_a_request_that_is_added_again_takes_the_place_of_itself() -> None:
     rig.scheduler.waiting.add_request(request)
     rig.scheduler.waiting.prepend_request(request)
     assert len(rig.scheduler.waiting) == 1
-    with pytest.raises(ValueError, match="does not wait"):
+    with pytest.raises(ValueError, match="is not waiting"):
         rig.scheduler.waiting.remove_request(rig.request("b", words(2, 5)))
     del rig.asked["b"]
     rig.run()
