@@ -109,7 +109,7 @@ def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
     Args:
         pid: the other process, as this process numbers it.
         theirs: memory of that process.
-        ours: memory of this process, with as many bytes, in pieces of any size.
+        ours: memory of this process, with the same number of bytes, in pieces of any size.
 
     Returns:
         The checksum of `ours` after the copy (see `Pieces.checksum`).

@@ -89,7 +89,7 @@ def test_a_note_that_says_what_cannot_be_is_dropped(
 def test_a_payload_outside_of_the_sending_slab_is_refused(make_end: MakeEnd) -> None:
     producer, consumer = make_end(), make_end()
     route, _ = meet(producer, consumer)
-    with pytest.raises(TransportError, match="does not lie in the sending slab"):
+    with pytest.raises(TransportError, match="is not in the sending slab"):
         producer.transport.write(route, b"", memoryview(bytearray(100)), 0)
 
 

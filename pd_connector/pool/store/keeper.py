@@ -44,7 +44,7 @@ _UNCOPIED_SHARE = 7 / 8
 """Above this share of the memory's budget, chunks that the disk lacks are copied to it, so that room is always made at once."""
 _COPIED_IN_A_TURN = 64
 _FEW_CHUNKS = 1000
-"""Books for as many are made in a tenth of a second."""
+"""Books for this number are made in a tenth of a second."""
 _MOST_PROMOTED = 256
 """Chunks that wait for being copied to memory. If there are more, the oldest are forgotten."""
 
