@@ -207,8 +207,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def unpin(self, keys: Sequence[bytes], holder: str = "") -> None:
-        """End the pins of this holder."""
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """End this store's pins."""
 
     @abstractmethod
     def was_stored(self, key: bytes) -> bool:

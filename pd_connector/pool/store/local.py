@@ -100,8 +100,8 @@ class LocalStore(Store):
                 self._holdings.forget(folder, key, text)
         return None
 
-    def unpin(self, keys: Sequence[bytes], holder: str = "") -> None:
-        rows = [(key, holder or self._holdings.alive.name) for key in keys]
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        rows = [(key, self._holdings.alive.name) for key in keys]
         with contextlib.suppress(BooksError), self._books.transaction() as books:
             books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
 

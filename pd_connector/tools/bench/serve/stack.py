@@ -58,7 +58,7 @@ class VllmRouterProcess(Service):
     """vLLM's router, from an environment of its own."""
 
     def __init__(self, environment: Path, prefill: str, decode: str, log_path: Path) -> None:
-        super().__init__(RIVAL_ROUTER, "127.0.0.1", None, log_path)
+        super().__init__(RIVAL_ROUTER, log_path)
         self._program = str(program(environment))
         self._engines = ["--prefill", prefill, "--decode", decode]
         self._metrics_port = self.reserve()
