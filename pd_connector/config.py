@@ -50,7 +50,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     data_port: int | str = 0
     """The same for the data of the transport `tcp`. `nixl` and `ucx` choose ports themselves."""
     insecure: bool = False
-    """Allow addresses other than loopback without a key. KV is then plaintext, open to anyone."""
+    """Allow addresses other than loopback without a key. KV is then plaintext, open to all."""
     transports: tuple[str, ...] = (AUTO,)
     """Transports this engine offers, best first. The producer takes the first of its own that reaches the
     consumer. `shm` reaches processes of the same user on the same machine. `tcp` needs no other package.

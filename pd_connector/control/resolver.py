@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host names to numeric addresses, without making anybody wait.
+"""Host names to numeric addresses, without making a caller wait.
 
 A name server may take half a minute to answer. libzmq looks names up in its only I/O thread, and
 every session would stop meanwhile. So it gets numeric addresses only. Names are looked up here, in
@@ -51,7 +51,7 @@ class Resolver:
         self._closed = False
         self._threads = 0
         self._running: dict[str, float] = {}  # lookups that count, and when they began
-        self._queued: dict[str, float] = {}  # names, and when somebody last asked for them
+        self._queued: dict[str, float] = {}  # names, and when they were last asked for
         # Address, or what went wrong, and until when that is believed.
         self._known: dict[str, tuple[str, str, float]] = {}
 
@@ -75,7 +75,7 @@ class Resolver:
         return None
 
     def close(self) -> None:
-        """Nobody is woken any more. A lookup under way ends by itself."""
+        """No thread is woken any more. A lookup under way ends by itself."""
         with self._lock:
             self._closed = True
 

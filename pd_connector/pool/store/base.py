@@ -2,7 +2,7 @@
 """The seam between the pool and what keeps its chunks.
 
 A chunk is a set of parts, one from each rank of its writer, under one key. A store takes parts as opaque bytes: it knows their
-names and lengths, and neither header nor record. A chunk exists when all its parts are published; before that nobody finds it.
+names and lengths, and neither header nor record. A chunk exists when all its parts are published; before that it cannot be found.
 
 Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
@@ -185,7 +185,7 @@ class Store(ABC):
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
         """Which chunks of a chain are there, as many as keys.
 
-        The chunks found count as used now. Takes about 2 us a key, and waits for nobody. Files are not opened: `pin` does.
+        The chunks found count as used now. Takes about 2 us a key, and never waits. Files are not opened: `pin` does.
 
         Args:
             keys: of one chain, the first chunk first. After the first that is missing, all are None, found or not.
@@ -212,7 +212,7 @@ class Store(ABC):
 
     @abstractmethod
     def was_stored(self, key: bytes) -> bool:
-        """Whether a missing chunk has been there before, as far as the journal remembers. Waits for nobody."""
+        """Whether a missing chunk has been there before, as far as the journal remembers. Never waits."""
 
     @abstractmethod
     def begin(

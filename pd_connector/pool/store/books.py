@@ -4,7 +4,7 @@
 With a rollback journal, not WAL: WAL maps a file into every process, and truncating that file would kill them all. A
 transaction takes about 50 us and does no other I/O. If a process is stopped within one, the others' transactions fail after
 `WAIT_S`; after `PATIENCE_S` they make new books under a new name, from what the folders say, and go on. What the stopped
-process then commits goes into the old books, which nobody reads.
+process then commits goes into the old books, which are no longer read.
 """
 
 import contextlib

@@ -46,7 +46,7 @@ class OutgoingTransfer:
     def expiry(self) -> tuple[Cause, str]:
         """What it means that it has expired."""
         if self.final and self.ends_early:
-            return Cause.LEASE_EVICTED, "nobody had room for it within wait_timeout_s"
+            return Cause.LEASE_EVICTED, "no decode engine had room for it within wait_timeout_s"
         if self.final:
             return Cause.LEASE_EXPIRED, "the lease has expired"
         if self.expected:

@@ -153,7 +153,7 @@ class Producer:
         return [action for action in ended if not isinstance(action, Free)]  # it knows
 
     def give_up(self, transfer: str, detail: str) -> list[Action]:
-        """Something went wrong that nobody has foreseen: end this transfer, whatever its state."""
+        """An unforeseen error: end this transfer, whatever its state."""
         outgoing = self._transfers.get(transfer)
         return self._openings.end_transfer(outgoing, Cause.INTERNAL, detail) if outgoing else []
 
@@ -235,7 +235,7 @@ class Producer:
                 outgoing.extend(now + config.lease_s, now + config.wait_timeout_s)
 
     def session_lost(self, session: SessionId) -> list[Action]:
-        """A consumer is gone. Nobody will fetch what it had opened."""
+        """A consumer is gone. What it had opened will not be fetched."""
         return self._openings.session_lost(session)
 
     def end_all(self, cause: Cause, detail: str) -> list[Action]:
@@ -275,7 +275,7 @@ class Producer:
         self._openings.check_integrity()
 
     def _evict(self, new: OutgoingTransfer) -> list[Action]:
-        """If too many pages are leased, end the oldest transfers that nobody has begun to fetch. So decode
+        """If too many pages are leased, end the oldest transfers whose fetch has not begun. So decode
         engines that do not come for them, or come without room, cannot hold this engine's cache."""
         actions: list[Action] = []
         while self._transfers.leased_pages > self._most_leased:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The port of a producer, and connections that are not authenticated yet.
 
-Anybody can dial. A dialler has a few seconds to prove, by one frame of fixed size, that it was told
+Any program can dial. A dialler has a few seconds to prove, by one frame of fixed size, that it was told
 this transport's secret. The number of pending connections is bounded: the oldest is closed first.
 """
 
@@ -119,7 +119,7 @@ class Listening:
         self._watch.close_socket(self._socket)
 
     def _pause(self, now: float) -> None:
-        """Accept nobody for a while."""
+        """Accept no connection for a while."""
         self._resumes = now + self._pace.heartbeat_s
         self._watch.wish(self._socket, self, read=False, write=False)
 
@@ -131,7 +131,7 @@ class Listening:
         return True
 
     def _proven(self, frame: bytes) -> DialFrame:
-        """Raises FrameError unless this is a dial by somebody who was told our secret."""
+        """Raises FrameError unless the dialler was told our secret."""
         assert self._address is not None
         dial, code = read_dial(frame)
         if dial.listener != self._address.identity:
@@ -152,7 +152,7 @@ class Listening:
 
 
 class _PendingConnection:
-    """Somebody who has dialled."""
+    """A connection that has been accepted."""
 
     def __init__(self, sock: socket.socket, deadline: float, listening: Listening) -> None:
         self.sock = sock

@@ -230,7 +230,7 @@ class Receiving:
         with self._destination.memory(self._landed, self._landed + nbytes) as parts:
             if parts:
                 self._opener.open_parts(head, sealed, parts)
-            else:  # nobody wants it any more; but nothing else may have come in its place
+            else:  # it is no longer wanted; but nothing else may have come in its place
                 self._opener.open(head, sealed, memoryview(bytearray(nbytes)))
 
     def _opened(self, body: memoryview, nbytes: int) -> bytes:

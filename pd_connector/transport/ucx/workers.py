@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker of UCX that peers dial now, and those before it that still serve somebody."""
+"""The worker of UCX that peers dial now, and earlier ones that still serve a peer."""
 
 import contextlib
 import logging
@@ -62,7 +62,7 @@ class UcxWorkers:
                 self._current.forget_closed()
 
     def leave(self, user: int) -> None:
-        """A link or a source has gone: workers that served nobody else end."""
+        """A link or a source has gone: workers without another peer end."""
         for worker in self:
             worker.users.discard(user)
         for worker in [worker for worker in self._spent if not worker.users]:
@@ -70,7 +70,7 @@ class UcxWorkers:
             worker.end()
 
     def close(self) -> None:
-        """End the current worker; nobody uses those before it any more."""
+        """End the current worker; earlier ones are no longer used."""
         self._current.end()
         del self._current
 

@@ -84,7 +84,7 @@ async def next_attempt(
 def _count(shared: Shared, request: Request, prefill: BackendEngine, now_s: float) -> None:
     """Count prompts of engines without a GPU."""
     no_gpu = prefill.role is Role.CPU_PREFILL
-    # A policy sends prompts there that nobody waits for, and others only if they would be late elsewhere.
+    # A policy sends prompts there whose clients do not wait, and others only if they would be late elsewhere.
     late = no_gpu and request.interactive
     if late:
         shared.pool.history.overflowed(now_s, request.group)
