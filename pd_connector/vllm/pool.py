@@ -255,6 +255,7 @@ class PoolSide:
     def step(self, output: "SchedulerOutput") -> list[Save | Fill]:
         """A step was scheduled. Returns saves of chunks that earlier steps have computed, and comparisons."""
         self._stepped = time.monotonic(), output.total_num_scheduled_tokens
+        self._looks.next_step()
         if not self._prompts:
             return []
         for request_id in output.preempted_req_ids or ():

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look-ups in the store, in a thread of their own from the moment a request is queued.
 
-A request waits at most `LOOK_S` for its look-up. vLLM's scheduler never waits for the store. A store that is slow or does
-not answer is left alone: `Answers` says when for look-ups, `Worth` for loads.
+A request waits at most `LOOK_S` for its look-up. vLLM asks for the first time right after it has queued the request. Asked
+again in a later step, a request would lose a step of a busy engine, so the scheduler waits for `SOON_S` in a step. A store
+that is slow or does not answer is left alone: `Answers` says when for look-ups, `Worth` for loads.
 """
 
 import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from pd_connector.errors import Cause, Miss, PoolError
 from pd_connector.pool.keys import CHUNK_TOKENS
@@ -25,6 +26,8 @@ logger = logging.getLogger("pd_connector.vllm")
 
 LOOK_S = 0.1
 """Longest wait of a request for its look-up, in seconds."""
+SOON_S = 0.002
+"""Longest wait of the scheduler in a step, for all its requests together, in seconds. Most look-ups take a fifth of it."""
 _SLOW_S = 0.25
 """A store that takes longer for a look-up is left alone, in seconds. It takes 10 ms for the longest prompts; the rest is for a
 busy machine."""
@@ -66,6 +69,7 @@ class PoolLooks:
         self._answers = Answers()
         self._found_in: deque[float] = deque()  # seconds that the store took for look-ups
         self._asked_s = float("inf")  # since when the store has not answered the thread
+        self._patience_s = SOON_S  # what is left of it in this step
         self.shared = SharedLoads()
 
     def begin(self, prompt: PoolPrompt, model: bytes) -> None:
@@ -93,7 +97,7 @@ class PoolLooks:
         if self._audit:  # a writer is being compared: until that is over, prompts are computed
             return self._missed(prompt, Cause.UNAUDITED)
         self._hear()
-        if not prompt.look.done():
+        if not self._soon(prompt.look):
             late = time.monotonic() >= prompt.asked_s + LOOK_S or not self._answers.waited_for
             return self._missed(prompt, Miss.LATE) if late else None
         if prompt.pays is None:
@@ -109,6 +113,19 @@ class PoolLooks:
         if prompt.loads and self.shared.comes(prompt, computed, time.monotonic()):
             return None
         return int(max(0, stop - computed))
+
+    def next_step(self) -> None:
+        """A step was scheduled: the scheduler may wait again."""
+        self._patience_s = SOON_S
+
+    def _soon(self, look: Future[Look]) -> bool:
+        """Whether a look-up has ended, or ends while the scheduler may wait for it."""
+        if look.done() or self._patience_s <= 0 or not self._answers.waited_for:
+            return look.done()
+        began_s = time.monotonic()
+        wait([look], self._patience_s)
+        self._patience_s -= time.monotonic() - began_s
+        return look.done()
 
     def stored(self, prompt: PoolPrompt) -> int:
         """How many of a prompt's first chunks its look-up has found, told once; 0 while that is not known."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 ROOM_AGAIN = 8
-"""Scans between two steps that reserve room, beside a prefill, for a request that vLLM has skipped. vLLM skips a request
-because of the adapter limit, or because its connector does not know yet. If it is skipped again, the room is lost."""
+"""Scans between two steps that reserve room, beside a prefill, for a request that vLLM has skipped twice or more. The adapter
+limit can last, and each time the room is lost. A connector that did not know at the first scan mostly knows at the next."""
 
 
 def describe(request: Request, cache: CacheView) -> Waiting:
@@ -91,8 +91,8 @@ class OrderedRequests(RequestQueue):
         self._popped: Request | None = None
         self._taken: dict[str, Waiting] = {}
         self._scans = 0
-        self._passed_by: dict[str, int] = {}
-        """The last scan in which vLLM skipped a request for its own reasons."""
+        self._passed_by: dict[str, tuple[int, int]] = {}
+        """How often vLLM skipped a request for its own reasons, and in which scan it did so last."""
 
     def begin_scan(self, *, full: bool = False, prefilling: Collection[str] = ()) -> None:
         """Called when the engine begins a step; see `WaitingQueue.begin_scan`."""
@@ -140,11 +140,15 @@ class OrderedRequests(RequestQueue):
             head is None
             or head.request_id in self._queue.turned_back
             or head.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            or self._scans - self._passed_by.get(head.request_id, -ROOM_AGAIN) < ROOM_AGAIN
+            or not self._gets_room(head)
         ):
             return 0
         described = describe(prefill, self._cache)
         return tokens_before(self._queue, described, prefill.num_computed_tokens, budget_tokens)
+
+    def _gets_room(self, head: Request) -> bool:
+        times, scan = self._passed_by.get(head.request_id, (0, 0))
+        return times < 2 or self._scans - scan >= ROOM_AGAIN
 
     def add_request(self, request: Request) -> None:
         self._forget(request.request_id)
@@ -163,7 +167,6 @@ class OrderedRequests(RequestQueue):
             self._settle(self._popped)
         taken = self._queue.pop()
         request = self._requests.pop(taken.id)
-        self._passed_by.pop(taken.id, None)
         self._taken[taken.id] = taken
         self._asked, self._popped = None, request
         return request
@@ -225,8 +228,9 @@ class OrderedRequests(RequestQueue):
         vLLM marks it as running after the pop and before it looks at the queue again.
         """
         self._popped = None
+        times, _ = self._passed_by.pop(popped.request_id, (0, 0))
         if popped.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             self._queue.loads(popped.request_id)
         elif popped.status != RequestStatus.RUNNING:
             self._queue.skipped(popped.request_id)
-            self._passed_by[popped.request_id] = self._scans
+            self._passed_by[popped.request_id] = times + 1, self._scans

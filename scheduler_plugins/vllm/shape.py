@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scheduler_plugins.queue.step_length import step_tokens
+from scheduler_plugins.queue.step_length import MOST_SHARED, step_tokens
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.vllm.request_queue import OrderedRequests, qos_of, tokens_left
 
@@ -67,7 +67,8 @@ class StepShape:
         wanted = 0
         if len(scheduler.running) < scheduler.max_num_active_reqs:
             shortest = min(prefills, key=tokens_left)
-            wanted = self._waiting.tokens_before(shortest, budget)
+            loaded = self._loaded_tokens(tokens_left(shortest), budget)
+            wanted = loaded + self._waiting.tokens_before(shortest, budget - MOST_SHARED * loaded)
         if not wanted and not self._holds_up_decoding(prefills):
             return 0
         decoding = sum(map(_may_decode, scheduler.running)) - len(prefills)
@@ -80,6 +81,18 @@ class StepShape:
         if share < wanted:
             share = largest_share(left, budget) if self._holds_up_decoding(prefills) else 0
         return share
+
+    def _loaded_tokens(self, below: int, budget: int) -> int:
+        """Tokens that are left of requests whose KV has come, if fewer than `below` are. vLLM starts these requests before
+        all others, and they hold pages until then."""
+        scheduler, tokens = self._scheduler, 0
+        if not self._order.policy.overtakes_running:
+            return 0
+        for request_id in scheduler.finished_recving_kv_req_ids:
+            left = max(1, tokens_left(scheduler.requests[request_id]))
+            if left < below and tokens + left <= budget // MOST_SHARED:
+                tokens += left
+        return tokens
 
     def _own_chunk_tokens(self) -> int:
         """vLLM's own limit of a prefill's tokens; 0: none."""

@@ -504,6 +504,45 @@ def test_chunks_that_are_not_there_are_counted_by_why(monkeypatch: pytest.Monkey
     assert misses == {"evicted": 1, "never_stored": 3}
 
 
+@pytest.mark.parametrize(("soon_s", "asked"), [(0.0, 2), (5.0, 1)])
+def test_a_look_up_that_ends_soon_costs_no_step(
+    monkeypatch: pytest.MonkeyPatch, soon_s: float, asked: int
+) -> None:
+    """vLLM asks right after it has queued a request, when no look-up can have ended."""
+    monkeypatch.setattr(pool_looks, "SOON_S", soon_s)
+    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)
+    of = engine()
+    stored(of, 1)
+    looks = of.side.pool._looks
+    look = looks._look
+    monkeypatch.setattr(looks, "_look", lambda *of_it: (time.sleep(0.05), look(*of_it))[1])
+    steps = 0
+    of.add("a", CHUNK_TOKENS + 50, max_tokens=2)
+    while not fills(of):
+        of.step()
+        time.sleep(0.1)
+        steps += 1
+    assert steps == asked
+
+
+def test_the_scheduler_waits_for_look_ups_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, waits, answers = engine(), [], threading.Event()
+
+    def wait(looks: Any, for_s: float) -> None:
+        waits.append(for_s)
+        time.sleep(for_s)
+
+    monkeypatch.setattr(pool_looks, "wait", wait)
+    monkeypatch.setattr(of.side.pool._looks, "_look", lambda *_: answers.wait(20))
+    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)
+    for name in ("a", "b", "c"):
+        of.add(name, CHUNK_TOKENS + 50, max_tokens=2)
+    for _ in range(3):
+        of.step()
+    answers.set()
+    assert waits == [pool_looks.SOON_S] * 3
+
+
 def test_a_late_look_up_makes_no_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_looks, "LOOK_S", 0.05)
     of = engine()

@@ -176,7 +176,21 @@ def test_no_room_is_made_in_every_step_for_whom_vllm_passes_by(tmp_path: Path) -
     Loads(rig)  # its answer is "ask again"
     rig.add("blocked", words(2, 30), kv={"anything": True})
     steps = [rig.step()["long"] for _ in range(4)]
-    assert steps == [BUDGET - 30, BUDGET, BUDGET, BUDGET]
+    assert steps == [BUDGET - 30, BUDGET - 30, BUDGET, BUDGET]
+
+
+def test_a_connector_that_does_not_know_at_once_costs_one_step(tmp_path: Path) -> None:
+    """A look-up begins with the request, so the first scan comes too early for it."""
+    rig = under_way(tmp_path)
+    loads = Loads(rig)  # its answer is "ask again"
+    rig.add("short", words(2, 10), kv={"anything": True})
+    assert rig.step() == {"long": BUDGET - 10}
+    loads.ready = True
+    assert rig.step() == {"long": BUDGET - 10}
+    assert "short" in loads._loading
+    rig.step(loads.arrive("short"))
+    served(rig)
+    assert rig.ended == ["short", "long"]
 
 
 def test_vllms_own_limit_stays(tmp_path: Path) -> None:

@@ -156,7 +156,11 @@ class PoolMeasurement:
         noise = Noise(pids)
         for stack in (self._pooled, self._plain):
             self._rate(stack, WARM_UPS, 1, seed=1)
-        capacity = self._rate(self._plain, self._plan.requests, AT_ONCE, seed=2)
+        rates = [
+            self._rate(stack, self._plan.requests, AT_ONCE, seed=2)  # and both have learnt costs
+            for stack in (self._pooled, self._plain)
+        ]
+        capacity = rates[-1]
         self._say(f"{PLAIN}: {capacity:.2f} requests/s with {AT_ONCE} under way")
         turns = {load: _Turns() for load in self._plan.loads}
         others = [noise.cores()]
