@@ -342,7 +342,7 @@ def test_a_write_that_fails_frees_its_room(
 def test_two_pools_do_not_share_a_disk(folder: Path, tmp_path: Path) -> None:
     """Two containers with a /dev/shm of their own each, and one disk."""
     one = LocalStore(Space(folder / "one", 1 << 26), Space(tmp_path / "disk", 1 << 26))
-    with pytest.raises(ConfigError, match="another pool uses this folder"):
+    with pytest.raises(ConfigError, match="uses this folder"):
         LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26))
     one.close()
     LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26)).close()

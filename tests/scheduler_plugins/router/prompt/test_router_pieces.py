@@ -114,7 +114,7 @@ def test_what_is_no_json_is_refused_wherever_it_is_cut(text: str) -> None:
         (b'{"a":[1,2}', "is wanted"),
         (b'{"a":"b', "does not end"),
         (b'{"a":1} x', "trailing"),
-        (b'{"a":"\\u12"}', "no valid string"),
+        (b'{"a":"\\u12"}', "not a valid string"),
         (b"[1]", "is wanted"),
     ],
 )
