@@ -161,7 +161,9 @@ class SharedShadow:
                 raise FaultError(
                     f"race: no fence.proxy.async since shared memory was written: {where}"
                 )
-            raise FaultError(f"race: shared memory is read {self._told(np.broadcast_to(writer, late.shape)[late])}: {where}")
+            raise FaultError(
+                f"race: shared memory is read {self._told(np.broadcast_to(writer, late.shape)[late])}: {where}"
+            )
         return writer, written
 
     def _told(self, writers: Array) -> str:
