@@ -111,11 +111,7 @@ def main() -> None:
         "--damage", choices=(*KINDS, ANY, EVENT), help="damage instructions of this kind"
     )
     parser.add_argument("--every", type=int, default=1, help="damage every Nth of them")
-    parser.add_argument(
-        "--no-proxies", action="store_true", help="products need no fence of proxies"
-    )
     told = parser.parse_args()
-    EMULATOR.proxies = not told.no_proxies
     parts = told.names or [""]
     exact = all(part in CASES for part in parts)
     names = [n for n in CASES if (n in parts if exact else any(part in n for part in parts))]
