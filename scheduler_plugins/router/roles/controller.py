@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from pd_connector.pauses import doubled_s
 from scheduler_plugins.router.policies.added import PolicyError
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
@@ -26,7 +27,7 @@ _SIDES = (Role.PREFILL, Role.DECODE)
 
 def pause_s(failures: int, first_s: float) -> float:
     """Seconds until a move is tried again that has failed this number of times in a row."""
-    return float(min(LONGEST_PAUSE_S, first_s * 2 ** (failures - 1)))
+    return doubled_s(first_s, failures - 1, LONGEST_PAUSE_S)
 
 
 @dataclass
