@@ -71,7 +71,7 @@ class RoleController:
     ) -> None:
         """`min_prefill`, `min_decode`: of each group."""
         self.policy = policy
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
         self._dwell_s = dwell_s
         self._pause_s = pause_s
         self._minima = {Role.PREFILL: min_prefill, Role.DECODE: min_decode}
@@ -150,7 +150,11 @@ class RoleController:
                     self.fault = PolicyError(f"it proposed {move!r}: {problem}")
                 else:
                     found.append(move._replace(role=Role(move.role)))
-        except Exception as error:  # another package's policy can raise anything
+        except KeyboardInterrupt:
+            raise
+        except (
+            BaseException
+        ) as error:  # another package's policy can raise anything, SystemExit too
             self.fault = error
         return found
 
