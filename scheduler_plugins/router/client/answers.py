@@ -43,6 +43,8 @@ NOT_FORWARDED = HOP_BY_HOP | {
 NOT_RETURNED = HOP_BY_HOP | {"content-encoding", "content-length"}
 
 EVENT_STREAM = "text/event-stream"
+UNBUFFERED = {"X-Accel-Buffering": "no"}
+"""Header of streams: nginx passes each event on at once. By default it collects 4 KiB first."""
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _ERROR = b'data: {"error"'
 ABORTED = b'"finish_reason":"abort"'

@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import (
     ABORTED,
     EVENT_STREAM,
+    UNBUFFERED,
     EventCutter,
     before_abort,
     before_error,
@@ -144,7 +145,9 @@ class Responder:
         cutter, client = EventCutter(), self._client
         patch: FirstTokenPatch | None = None
         answered = False
-        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
+        headers = self._returned(answer)
+        headers.update(UNBUFFERED)
+        response = web.StreamResponse(status=answer.status, headers=headers)
         while not answered and (chunk := await answer.read()):
             if events := cutter.feed(chunk):
                 if not client.begun and (error := error_in(events)):
