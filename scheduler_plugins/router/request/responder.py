@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import (
     ABORTED,
     EVENT_STREAM,
+    MOST_EVENT_BYTES,
     UNBUFFERED,
     EventCutter,
     before_abort,
@@ -98,9 +99,11 @@ class Responder:
             raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
         # Held until it is complete: if the engine dies halfway, another one can still answer.
         content = await answer.read_all()
+        if self._end_mark and answer.status // 100 == 2 and answer.status != 200:
+            raise _no_answer(f"{answer.status}", content)
         if answer.status == 200:
             if self._end_mark and not _looks_like_json(content):
-                raise _no_answer(content)
+                raise _no_answer("200 without a JSON object", content)
             aborted = self._end_mark and ABORTED in content
             if aborted and not await self._wanted_abort(answer.engine):
                 raise ended_early()
@@ -149,7 +152,7 @@ class Responder:
         headers.update(UNBUFFERED)
         response = web.StreamResponse(status=answer.status, headers=headers)
         while not answered and (chunk := await answer.read()):
-            if events := cutter.feed(chunk):
+            if events := _cut(cutter, chunk):
                 if not client.begun and (error := error_in(events)):
                     raise _engines_own(error)
                 events, failed = self._noted(events, record)
@@ -178,7 +181,7 @@ class Responder:
 
         def take(chunk: bytes) -> bool:
             nonlocal left
-            if events := cutter.feed(chunk):
+            if events := _cut(cutter, chunk):
                 events, failure = self._noted(events, record)
                 if failure is not None:
                     failures.append(failure)
@@ -263,17 +266,27 @@ def _engines_own(error: tuple[int, str]) -> EngineFailedError:
     return EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
 
 
+def _cut(cutter: EventCutter, chunk: bytes) -> bytes:
+    """The events that the chunk completes."""
+    events = cutter.feed(chunk)
+    if cutter.overlong:
+        raise EngineFailedError(
+            "malformed", f"it sent an event of more than {MOST_EVENT_BYTES} bytes"
+        )
+    return events
+
+
 def _looks_like_json(content: bytes) -> bool:
     """Whether an answer can be the JSON object of a completion. It is not parsed: engines may write NaN."""
     stripped = content.strip()
     return stripped.startswith(b"{") and stripped.endswith(b"}")
 
 
-def _no_answer(content: bytes) -> EngineFailedError:
+def _no_answer(what: str, content: bytes) -> EngineFailedError:
     """The failure for a page of a proxy, or another server's answer. It comes fast, so an engine that were believed
     would get nearly all requests."""
     said = " ".join(content[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-    return EngineFailedError("malformed", f"it answered 200 without a JSON object: {said}")
+    return EngineFailedError("malformed", f"it answered {what}: {said}")
 
 
 async def _to_its_end(answer: Exchange) -> None:
