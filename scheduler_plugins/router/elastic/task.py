@@ -149,7 +149,7 @@ class Elastic:
             cause = cause_of(fault)
             self._pool.metrics.policy_faults.labels(policy, cause).inc()
             faults.note(cause, f"{told} failed: {text_of(fault)}", now_s, raised_by(fault))
-        if took_s > SLOW_S:
+        if took_s > SLOW_S and (fault is None or cause_of(fault) != "late"):
             faults.note("slow", f"{told} {slow_text(took_s)}", now_s)
 
     def _awaits(self, group: str) -> bool:
