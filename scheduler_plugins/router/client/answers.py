@@ -115,6 +115,8 @@ def headers_to_client(headers: Mapping[str, str], request_id: str) -> CIMultiDic
     """An engine's headers as the client gets them."""
     returned = _without(headers.items(), NOT_RETURNED)
     returned.setdefault(REQUEST_ID, request_id)
+    if returned.get("Content-Type", "").startswith(EVENT_STREAM):
+        returned.update(UNBUFFERED)
     return returned
 
 

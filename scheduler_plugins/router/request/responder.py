@@ -12,7 +12,6 @@ from scheduler_plugins.router.client.answers import (
     ABORTED,
     EVENT_STREAM,
     MOST_EVENT_BYTES,
-    UNBUFFERED,
     EventCutter,
     before_abort,
     before_error,
@@ -99,11 +98,9 @@ class Responder:
             raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
         # Held until it is complete: if the engine dies halfway, another one can still answer.
         content = await answer.read_all()
-        if self._end_mark and answer.status // 100 == 2 and answer.status != 200:
-            raise _no_answer(f"{answer.status}", content)
+        if self._end_mark and answer.status < 300 and not _can_answer(answer.status, content):
+            raise _no_answer(answer.status, content)
         if answer.status == 200:
-            if self._end_mark and not _looks_like_json(content):
-                raise _no_answer("200 without a JSON object", content)
             aborted = self._end_mark and ABORTED in content
             if aborted and not await self._wanted_abort(answer.engine):
                 raise ended_early()
@@ -148,9 +145,7 @@ class Responder:
         cutter, client = EventCutter(), self._client
         patch: FirstTokenPatch | None = None
         answered = False
-        headers = self._returned(answer)
-        headers.update(UNBUFFERED)
-        response = web.StreamResponse(status=answer.status, headers=headers)
+        response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         while not answered and (chunk := await answer.read()):
             if events := _cut(cutter, chunk):
                 if not client.begun and (error := error_in(events)):
@@ -270,23 +265,22 @@ def _cut(cutter: EventCutter, chunk: bytes) -> bytes:
     """The events that the chunk completes."""
     events = cutter.feed(chunk)
     if cutter.overlong:
-        raise EngineFailedError(
-            "malformed", f"it sent an event of more than {MOST_EVENT_BYTES} bytes"
-        )
+        raise EngineFailedError("malformed", f"an event of more than {MOST_EVENT_BYTES} bytes")
     return events
 
 
-def _looks_like_json(content: bytes) -> bool:
-    """Whether an answer can be the JSON object of a completion. It is not parsed: engines may write NaN."""
+def _can_answer(status: int, content: bytes) -> bool:
+    """Whether this can be a completion: 200, and a JSON object. It is not parsed: engines may write NaN."""
     stripped = content.strip()
-    return stripped.startswith(b"{") and stripped.endswith(b"}")
+    return status == 200 and stripped.startswith(b"{") and stripped.endswith(b"}")
 
 
-def _no_answer(what: str, content: bytes) -> EngineFailedError:
+def _no_answer(status: int, content: bytes) -> EngineFailedError:
     """The failure for a page of a proxy, or another server's answer. It comes fast, so an engine that were believed
     would get nearly all requests."""
     said = " ".join(content[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-    return EngineFailedError("malformed", f"it answered {what}: {said}")
+    told = f"it answered {status} (wanted: 200 and a JSON object): {said}"
+    return EngineFailedError("malformed", told)
 
 
 async def _to_its_end(answer: Exchange) -> None:
