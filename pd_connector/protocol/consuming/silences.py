@@ -8,6 +8,8 @@ come (a firewall drops its data port, a switch loses large packets), every reque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from pd_connector.pauses import doubled_s
+
 LONGEST_PAUSE_S = 30.0
 _IN_A_ROW = 2
 """A pause begins after this many unanswered waits in a row. One may be an accident."""
@@ -42,8 +44,8 @@ class Silences:
         silence.in_vain += 1
         silence.last = now
         if silence.in_vain >= _IN_A_ROW:
-            doubled = self._timeout_s * 2.0 ** min(silence.in_vain - _IN_A_ROW, 30)
-            silence.until = now + min(LONGEST_PAUSE_S, doubled)
+            doublings = silence.in_vain - _IN_A_ROW
+            silence.until = now + doubled_s(self._timeout_s, doublings, LONGEST_PAUSE_S)
         if len(self._known) > _REMEMBERED:
             self._known.pop(next(iter(self._known)))
 

@@ -43,12 +43,14 @@ class Downstream:
         """Send the status and the headers. Later calls do nothing."""
         if self._response is None:
             self._response = response
-            # HTTP/1.0 has no chunks: the end of the connection ends the body.
-            self._chunked = not isinstance(response, web.Response) and (
-                self._request.version >= HttpVersion11
-            )
-            if self._chunked:
-                response.enable_chunked_encoding()
+            # HTTP/1.0 has no chunks: the end of the connection ends the body, even if the client (or HAProxy before it)
+            # wants to keep the connection.
+            if not isinstance(response, web.Response):
+                self._chunked = self._request.version >= HttpVersion11
+                if self._chunked:
+                    response.enable_chunked_encoding()
+                else:
+                    response.force_close()
             try:
                 await response.prepare(self._request)
             except OSError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler_plugins.router.client.answers import retry_after_s
-from scheduler_plugins.router.engines.answer import Answer
+from scheduler_plugins.router.engines.answer import MOST_ANSWER_BYTES, Answer
 from scheduler_plugins.router.engines.connection import Parts
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -124,10 +124,12 @@ class Exchange:
             self._scope.reschedule(None)
 
     async def read_all(self) -> bytes:
-        """The whole body. Raises EngineFailedError as `read` does."""
-        chunks = []
+        """The whole body. Raises EngineFailedError as `read` does, and if the body is too large."""
+        chunks, size_bytes = [], 0
         while chunk := await self.read():
             chunks.append(chunk)
+            if (size_bytes := size_bytes + len(chunk)) > MOST_ANSWER_BYTES:
+                raise EngineFailedError("malformed", f"it sent more than {MOST_ANSWER_BYTES} bytes")
         return b"".join(chunks)
 
     def silence(self, now: float) -> EngineFailedError | None:

@@ -65,6 +65,18 @@ def test_a_signature_ends() -> None:
     assert believed(value, now_s=1000.0 - BELIEVED_S - 1) is None
 
 
+def test_clocks_that_differ_are_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """All requests are of the default class then, and nothing else would say so."""
+    seen = Seen()
+    for number in range(50):
+        value = signed("premium", f"r{number}", KEY, 1000.0)
+        assert signed_class(headers(value, f"r{number}"), KEY, seen, 1000.0 + 7200) is None
+    assert signed_class(headers("1.2.premium.00"), KEY, Seen(), 1e9) is None, "no router's"
+    (told,) = caplog.messages
+    assert "7200 s ago" in told
+    assert "NTP" in told
+
+
 def test_a_signature_is_believed_once() -> None:
     """A header can be read on its way, and sent again with another prompt."""
     seen, value = Seen(), signed("premium", "r1", KEY, 1000.0)

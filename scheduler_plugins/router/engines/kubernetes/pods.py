@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from pd_connector.pauses import doubled_s
 from scheduler_plugins.router.engines.kubernetes.api import (
     MembersError,
     StatusError,
@@ -201,8 +202,7 @@ def _pause_s(failed: int) -> float:
     """Pause after this number of failures in a row. The first try after a failure comes at once."""
     if failed < 2:
         return 0.0
-    longest_s = min(LONGEST_S, FIRST_S * 2.0 ** min(failed - 2, 16))
-    return longest_s * random.uniform(0.5, 1.0)
+    return doubled_s(FIRST_S, failed - 2, LONGEST_S) * random.uniform(0.5, 1.0)
 
 
 def _selected(spec: Mapping[str, Any], labels: str) -> Selected:
