@@ -86,7 +86,12 @@ def main(arguments: list[str] | None = None) -> int:
         "python": options.python,
         "wheels": [wheel.name for wheel in wheels],
         "parts": [
-            {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            {
+                "name": name,
+                "bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
+                "optional": name != "part-00.tar.xz",
+            }
             for name, data in parts
         ],
     }
