@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("vllm")
 
 from support.vllm_steps import FETCH
-
 from vllm import SamplingParams
 
 from pd_connector.agent.commands import Hold
