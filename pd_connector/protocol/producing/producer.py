@@ -62,6 +62,8 @@ class Producer:
             return
         self._past.begin_again(transfer)
         outgoing = self._transfers.announced(transfer)
+        if outgoing.final:  # another request has the same transfer: its pages will not be leased
+            return
         outgoing.expected = True
         outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
         self._transfers.schedule(outgoing)
@@ -77,10 +79,10 @@ class Producer:
         outgoing = self._transfers.announced(offer.transfer)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
             return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
-        outgoing.offer = offer
-        outgoing.step = None
         if not outgoing.expected:
             self.expect(offer.transfer, now)
+        outgoing.offer = offer
+        outgoing.step = None
         actions: list[Action] = []
         if offer.final:
             outgoing.expires = now + self._config.lease_s
