@@ -14,7 +14,7 @@ HELD_BYTES = 256 << 10
 """Most bytes kept for a reader that is slower than the engine. Beyond them the system's socket buffers fill."""
 
 MOST_ANSWER_BYTES = 512 << 20
-"""Most bytes of an answer that is held until it is whole. A thousand embeddings take some 100 MiB; an answer without an
+"""Most bytes of an answer that is held until it is whole. A thousand embeddings take about 100 MiB; an answer without an
 end would take all memory."""
 
 
