@@ -267,8 +267,7 @@ class PoolSide:
             prompt = self._prompts[request_id]
             resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
             self._saves.note(prompt, moved=resumed or not prompt.stepped)
-            if not prompt.stepped:
-                # Pages that it found in the cache may be filled by this very step.
+            if not prompt.stepped:  # this step may fill pages that it found in the cache
                 prompt.stepped = True
                 prompt.writes &= not provisional
                 continue
