@@ -206,10 +206,18 @@ class PoolSide:
         return self._looks.matched(prompt, computed)
 
     def allocated(
-        self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
+        self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int, *, verified: bool
     ) -> Fill | None:
-        """Pages have been allocated. Returns the command that fills them, if there is something to load."""
+        """Pages have been allocated. Returns the command that fills them, if there is something to load.
+
+        Args:
+            verified: otherwise its KV comes from another connector, or is computed on such KV. It is neither saved nor
+                compared.
+        """
         prompt = self._prompts.get(request.request_id)
+        if prompt and not verified:
+            prompt.writes = False
+            self._audit.give_up(prompt)
         self._looks.shared.forget(request.request_id)
         if prompt is None or not prompt.loads or prompt.look is None:
             return None
@@ -262,7 +270,6 @@ class PoolSide:
             if prompt := self._prompts.get(request_id):
                 prompt.stepped = False
         saves: list[Save | Fill] = []
-        provisional = getattr(output, "has_sync_kv_loads", False)
         for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
             resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
@@ -270,7 +277,6 @@ class PoolSide:
             if not prompt.stepped:
                 # Pages that it found in the cache may be filled by this very step.
                 prompt.stepped = True
-                prompt.writes &= not provisional
                 continue
             new = self._computed(prompt, computed if prompt.writes and not prompt.adapter else 0)
             pages = self._saves.present(prompt) if new or prompt.audited else ()
