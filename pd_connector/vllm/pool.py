@@ -179,7 +179,8 @@ class PoolSide:
         ):
             return
         try:
-            ask, adapter = asked(request), self._identity.adapters.content(request)
+            ask = asked(request, self._settings.tenants, self._ignored)
+            adapter = self._identity.adapters.content(request)
         except OSError:
             return  # its content is not known
         except ValueError as error:

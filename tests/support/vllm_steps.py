@@ -97,6 +97,7 @@ class SteppedEngine:
         *,
         qos: str = "",
         lora: LoRARequest | None = None,
+        salt: str | None = None,
         **kv: Any,
     ) -> Request:
         """A request arrives; prompts of one seed begin alike."""
@@ -112,6 +113,7 @@ class SteppedEngine:
             ),
             pooling_params=None,
             lora_request=lora,
+            cache_salt=salt,
             block_hasher=_hasher,
         )
         self.scheduler.add_request(request)
