@@ -124,7 +124,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     decode requests need. For programs that introduce engines to each other without a request."""
     pool: bool | dict[str, Any] = False
     """The KV pool of this host: `true`, or an object with `memory` and `disk` (sizes such as `16GiB`), `dir` (a folder
-    on a disk), `codec` (`raw` or `int8`, in which chunks are kept), `read` and `write`. Engines of this user with a pool share it. See docs/pool.md."""
+    on a disk), `codec` (`raw` or `int8`, in which chunks are kept), `read`, `write`, and
+    `tenants` (names). Engines of this user with a pool share it. See docs/pool.md."""
     wait_timeout_s: float = 300.0
     """Longest wait for a prefill that was announced but has not ended, in seconds."""
 
