@@ -28,9 +28,7 @@ _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 )
-_SAID = (
-    b'{"error": {"message": "too many connections", "type": "service_unavailable", "code": 503}}'
-)
+_SAID = b'{"error": {"message": "too many connections", "type": "service_unavailable", "param": null, "code": 503}}'
 
 
 class ConnectionLimit:

@@ -103,9 +103,16 @@ class Looks:
             engine.warning = ""
             return
         _count(engine, handoffs, reading.at_s)
+        warning = _TAKES_NONE if engine.only_produces else warning
         if warning and not engine.warning:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning
+
+
+_TAKES_NONE = (
+    "it is a decode engine, and its kv_role is kv_producer, so it takes no KV. "
+    "What to do: start it with kv_role kv_consumer or kv_both, or name it with --prefill"
+)
 
 
 def _count(engine: BackendEngine, handoffs: dict[str, int], now_s: float) -> None:

@@ -163,7 +163,8 @@ class PairAudits:
                 if verdict not in ("", _WRONG) and self._prompts[key] < _MOST_PROMPTS:
                     self._done.discard(key)
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
-            logger.info("%s: the audit with a test prompt cannot run: %r", where, error)
+            said = str(error) or "no answer in time"
+            logger.info("%s: the audit with a test prompt cannot run: %s", where, said)
         except Exception:
             logger.exception("%s: the audit with a test prompt failed", where)
 

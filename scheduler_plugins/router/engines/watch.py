@@ -206,7 +206,8 @@ class EngineWatch:
             reason = (
                 ""
                 if addresses
-                else "its answer to the probe has no address; start it with PDConnector"
+                else "its answer to the probe has no address; start it with PDConnector and kv_role kv_producer or "
+                "kv_both, or name it with --decode if it is a decode engine"
             )
         except EngineFailedError as failure:
             addresses, reason = (), f"the probe failed: {failure}"
