@@ -16,7 +16,7 @@ FAILING_GAUGE = "failing_ranks"
 """The gauge (without prefix) that is above 0 while no KV arrives."""
 _SAMPLE = re.compile(r"^pd_connector:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+)", re.MULTILINE)
 _MOST = 1e18
-"""No count is larger. A larger number is no count, and sums of some would be infinite."""
+"""No count is larger. A larger number is not a count, and sums of some would be infinite."""
 _LABELS = re.compile(r'(\w+)="([^"]*)"')
 
 _REACH = (

@@ -19,13 +19,14 @@ from pd_connector.pool.room import (
     memory_rooms,
     own_bytes,
 )
+from pd_connector.pool.store.entry import MOST_TENANT
 from pd_connector.pool.store.folder import VERSION, private_folder
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 
 SHM_VARIABLE = "PD_CONNECTOR_SHM"
 """The tmpfs in which the pool keeps chunks, if it is not `/dev/shm`: such as an `emptyDir` of medium `Memory`."""
-KEYS = ("memory", "dir", "disk", "codec", "read", "write")
+KEYS = ("memory", "dir", "disk", "codec", "read", "write", "tenants")
 LEAST_BYTES = 64 << 20
 """The smallest tier. A chunk of a large model has tens of MiB."""
 DEFAULT_MEMORY_SHARE, DEFAULT_DISK_SHARE = 4, 2
@@ -43,6 +44,8 @@ class PoolSettings(NamedTuple):
     """Whether the engine uses chunks of the pool."""
     write: bool = True
     """Whether the engine saves chunks in it."""
+    tenants: tuple[str, ...] = ()
+    """Names that requests can give. Each has a part of the pool, and all other requests together have one."""
 
     def open(self) -> LocalStore:
         """Open the store. Raises ConfigError if a folder cannot be used."""
@@ -66,7 +69,8 @@ def load(value: object, environment: Mapping[str, str] = os.environ) -> PoolSett
     if given is None:
         return None
     read, write = (given.get(name, True) is True for name in ("read", "write"))
-    return PoolSettings(_memory(given, environment), _disk(given), read, write)
+    tenants = tuple(_tenants(given.get("tenants", [])))
+    return PoolSettings(_memory(given, environment), _disk(given), read, write, tenants)
 
 
 def check(value: object) -> Mapping[str, object] | None:
@@ -94,6 +98,7 @@ def check(value: object) -> Mapping[str, object] | None:
     for name in ("memory", "disk"):
         if name in given:
             _size(name, given[name])
+    _tenants(given.get("tenants", []))
     if (codec := given.get("codec", AT_REST[0])) not in AT_REST:
         hint = did_you_mean(str(codec), AT_REST) or f"must be {' or '.join(AT_REST)}"
         raise ConfigError(
@@ -137,7 +142,7 @@ def _disk(given: Mapping[str, object]) -> Space | None:
     kind = file_system(path)
     if is_network(kind):
         raise ConfigError(
-            f"pool.dir {named!r}: lies on a network file system ({kind}), on which locks and renames cannot be trusted, and "
+            f"pool.dir {named!r}: is on a network file system ({kind}), on which locks and renames cannot be trusted, and "
             "other hosts may write: name a folder of a local disk (config key pool.dir)"
         )
     os.close(private_folder(path, "pool.dir"))
@@ -178,6 +183,17 @@ def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"pool.{name} {value!r}: must be true or false (config key pool.{name})")
     return value
+
+
+def _tenants(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(
+        isinstance(name, str) and 0 < len(name) <= MOST_TENANT for name in value
+    ):
+        raise ConfigError(
+            f"pool.tenants {value!r}: must be a list of names of 1 to {MOST_TENANT} characters, such as "
+            '["team-a", "team-b"] (config key pool.tenants)'
+        )
+    return list(dict.fromkeys(value))
 
 
 def _too_much(key: str, value: object, wanted: int, rooms: list[Room]) -> ConfigError:

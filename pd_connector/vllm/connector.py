@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -125,9 +124,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         ports = {a.data_port for a in metadata.values() if isinstance(a, RankAddress)}
         self._scheduler.set_peers(in_order(peers), tuple(ports - {0}))
 
-    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         assert self._scheduler is not None
-        self._scheduler.bind(gpu_block_pool)
+        self._scheduler.bind(kv_cache_manager)
 
     def on_new_request(self, request: "Request") -> None:
         assert self._scheduler is not None

@@ -117,7 +117,7 @@ class Fetching:
         """Pages have been allocated. Returns commands: fetch into them, or tell the producer that no KV is wanted.
 
         Args:
-            unchanged: whether the request's adapter is the same as when it came.
+            unchanged: asked later: whether its KV was computed here, with the adapter with which it came.
         """
         fetch = self._fetches.get(request.request_id)
         if fetch is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose `kv_transfer_params` cannot be followed. All are counted, few are logged."""
+"""Requests whose `kv_transfer_params` cannot be followed, as a whole or in part. All are counted, few are logged."""
 
 import logging
 import time
@@ -23,8 +23,10 @@ class IgnoredParams:
         self._logged: dict[Cause, float] = {}
         self._unlogged: dict[Cause, int] = {}
 
-    def note(self, request: str, cause: Cause, detail: str) -> None:
-        """One request is computed here for this cause."""
+    def note(
+        self, request: str, cause: Cause, detail: str, then: str = "its prompt is computed here"
+    ) -> None:
+        """One request's parameters are ignored for this cause, and `then` is what happens."""
         self._telemetry.count("ignored_params", cause=cause)
         now = self._clock()
         if now - self._logged.get(cause, float("-inf")) < PAUSE_S:
@@ -33,7 +35,7 @@ class IgnoredParams:
         self._logged[cause] = now
         others = self._unlogged.pop(cause, 0)
         logger.warning(
-            "request %s: kv_transfer_params ignored (%s): %s; its prompt is computed here%s",
-            *(request, cause, detail),
+            "request %s: kv_transfer_params ignored (%s): %s; %s%s",
+            *(request, cause, detail, then),
             f" (and {others} more since the last such line)" if others else "",
         )

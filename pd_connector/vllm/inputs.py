@@ -102,9 +102,13 @@ class RequestIdentity:
         )
 
     def inputs(self, request: "Request") -> tuple[Input, ...]:
-        """A request's images and other inputs by content, each with its first token."""
+        """A request's images and other inputs by content and identifier, each with its first token.
+
+        A client may choose an identifier (`uuid`), and give the next image the same. vLLM then takes what it has of the first
+        one, or not. So KV of such an image is only found under that identifier, never by its content alone.
+        """
         return tuple(
-            Input(self._input(feature), feature.mm_position.offset)
+            Input(f"{self._input(feature)} as {feature.identifier}", feature.mm_position.offset)
             for feature in request.mm_features or ()
         )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
+from pd_connector.errors import Cause
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import (
     CHUNK_TOKENS,
@@ -19,6 +20,8 @@ from pd_connector.pool.keys import (
     token_bytes,
 )
 from pd_connector.pool.store.base import Found
+from pd_connector.pool.store.entry import MOST_TENANT
+from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.messages import Cut
 
 if TYPE_CHECKING:
@@ -37,12 +40,13 @@ class PoolAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether its chunks are saved."""
     pin_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_PIN_S)] = 0.0
     """How long its prompt's chunks are not evicted, in seconds."""
-    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Whose share of the pool its chunks take. By default requests of one cache salt share one."""
+    tenant: Annotated[str, msgspec.Meta(max_length=MOST_TENANT)] = ""
+    """Whose share of the pool its chunks take. Requests without a name that the engine's config knows share one."""
 
 
-def asked(request: "Request") -> PoolAsk:
-    """What the client wants of the pool.
+def asked(request: "Request", tenants: Sequence[str], ignored: IgnoredParams) -> PoolAsk:
+    """What the client wants of the pool. A name that is not among `tenants` is ignored: with each name that it invents, a
+    client would take a part of the pool from others.
 
     Raises:
         ValueError: the field cannot be followed.
@@ -53,9 +57,15 @@ def asked(request: "Request") -> PoolAsk:
         ask = PoolAsk() if told is None else msgspec.convert(told, PoolAsk)
     except msgspec.ValidationError as error:
         raise ValueError(f"pool: {error}".replace("$.", "")) from None
-    if ask.tenant or not request.cache_salt:
+    if not ask.tenant or ask.tenant in tenants:
         return ask
-    return msgspec.structs.replace(ask, tenant=salt_digest(request.cache_salt).hex()[:16])
+    ignored.note(
+        request.request_id,
+        Cause.MALFORMED_PARAMS,
+        f"pool.tenant {ask.tenant!r}: not in the config key pool.tenants",
+        "its chunks take the share of requests without a tenant",
+    )
+    return msgspec.structs.replace(ask, tenant="")
 
 
 class Look(NamedTuple):

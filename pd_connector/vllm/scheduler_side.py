@@ -6,7 +6,6 @@ the request is computed here as if it had none.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +30,11 @@ from pd_connector.vllm.pool import PoolSide
 from pd_connector.vllm.stale import StalePages
 from pd_connector.vllm.uncomputable import Uncomputable
 from pd_connector.vllm.unmoved import UnmovedPrompts
+from pd_connector.vllm.unverified import UnverifiedPages
 from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -95,15 +94,17 @@ class SchedulerSide:
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()
+        self._unverified = UnverifiedPages(windows.page_sizes)
         self._weights_may_change = False
         self._workers_called = False
 
-    def bind(self, blocks: "BlockPool") -> None:
+    def bind(self, manager: "KVCacheManager") -> None:
         """Attach vLLM's pages."""
-        self._fetching.bind(blocks)
-        self._stale.bind(blocks)
+        self._unverified.bind(manager)
+        self._fetching.bind(manager.block_pool)
+        self._stale.bind(manager.block_pool)
         if self.pool:
-            self.pool.bind(blocks)
+            self.pool.bind(manager.block_pool)
 
     def set_peers(self, peers: tuple[Peer, ...], data_ports: tuple[int, ...] = ()) -> None:
         """The addresses of the workers, each worker's shard, and their ports for data."""
@@ -159,12 +160,18 @@ class SchedulerSide:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Pages have been allocated: fill them, or tell the producer that no KV is wanted."""
-        if self.pool and (fill := self.pool.allocated(request, blocks, num_external_tokens)):
+        own = num_external_tokens
+        verified = self._unverified.allocated(request.request_id, blocks, own)
+        if self.pool and (fill := self.pool.allocated(request, blocks, own, verified=verified)):
             self._fetching.fills(request.request_id, blocks, fill.first_token, fill.stop_token)
             self._commands.append(fill)
             return
-        unchanged = partial(self.identity.adapters.unchanged, request)
-        self._commands += self._fetching.allocated(request, blocks, num_external_tokens, unchanged)
+
+        def alike() -> bool:
+            known = request.request_id not in self._unverified
+            return known and self.identity.adapters.unchanged(request)
+
+        self._commands += self._fetching.allocated(request, blocks, own, alike)
 
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
@@ -233,18 +240,15 @@ class SchedulerSide:
     def request_finished(
         self, request: "Request", pages: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended in some way. Returns whether its pages stay, and the answer for the proxy.
-
-        Args:
-            pages: its page ids by table.
-        """
+        """A request with these pages has ended in some way. Returns whether they stay, and the answer for the proxy."""
         request_id = request.request_id
         self._stale.finished(request_id, pages)
+        verified = not self._unverified.finished(request_id)
         unchanged = self.identity.adapters.unchanged(request)
         complete = request.status in _COMPLETE and unchanged
         if self.pool:
             self._commands += self.pool.finished(request, pages, unchanged=unchanged)
-        compared, commands = self._fetching.finished(request, complete=complete)
+        compared, commands = self._fetching.finished(request, complete=complete and verified)
         self._commands += commands
         if compared:
             return True, None
@@ -283,7 +287,7 @@ class SchedulerSide:
         try:
             return self.identity.of(request, tokens), self.identity.adapters.name(request)
         except OSError as error:
-            detail = f"its adapter cannot be told by content: {error}"
+            detail = f"its adapter cannot be identified by its content: {error}"
             self._ignore(request, Cause.MODEL, detail)
             return None
 

@@ -89,7 +89,7 @@ class RouterServer:
                 ssl_handshake_timeout=HEADERS_S if encrypted else None,
                 reuse_port=self._shares_port or None,
             )
-        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
             await self._runner.cleanup()
             raise cannot_listen(config.host, config.port, error) from None
         self.port = self._listener.sockets[0].getsockname()[1]

@@ -81,6 +81,8 @@ def test_an_object_says_more(environment: Mapping[str, str], tmp_path: Path) -> 
         ({"codec": "int9"}, "pool.codec 'int9': did you mean 'int8'"),
         ({"codec": "fp8_e4m3"}, "pool.codec 'fp8_e4m3': must be raw or int8. The error of"),
         ({"codec": ["int8"]}, "pool.codec ['int8']: "),
+        ({"tenants": "a"}, "pool.tenants 'a': must be a list of names"),
+        ({"tenants": ["a", ""]}, "pool.tenants ['a', '']: must be a list of names"),
         ({"read": False, "write": False}, "leave out the config key pool"),
     ],
 )

@@ -149,6 +149,7 @@ class ComputingEngine(SteppedEngine):
             produces=role != "kv_consumer",
             consumes=role != "kv_producer",
             late_revokes=late,
+            audits=settings["audit"] != "off",
             store=pool[0] if (pool := open_pool(settings.get("pool", False))) else None,
         )
         self._parts = parts

@@ -31,8 +31,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(pool_looks, "_SLOW_S", 60.0)
     made: list[ComputingEngine] = []
 
-    def engine(name: str, **more: Any) -> ComputingEngine:
-        made.append(ComputingEngine(name, budget=256, pool={"memory": "64MiB"}, **more))
+    def engine(
+        name: str, kind: type[ComputingEngine] = ComputingEngine, **more: Any
+    ) -> ComputingEngine:
+        more.setdefault("pool", {"memory": "64MiB"})
+        made.append(kind(name, budget=256, **more))
         return made[-1]
 
     yield engine

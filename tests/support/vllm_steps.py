@@ -64,17 +64,20 @@ class SteppedEngine:
         config = config_of(
             budget=budget, seqs=16, max_model_len=2048, caching=True, additional=additional
         )
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector="PDConnector",
-            kv_connector_module_path="pd_connector.vllm.connector",
-            kv_role=role,
-            kv_connector_extra_config=extra,
-        )
+        config.kv_transfer_config = self._transfer_config(role, extra)
         if adapters:
             config.lora_config = LoRAConfig(max_loras=2)
         accepts = SimpleNamespace(accept_tokens=lambda *_: True)
         self.scheduler = scheduler_of(scheduler, config, accepts, blocks=blocks, specs=specs)
         self.commands: list[Command] = []
+
+    def _transfer_config(self, role: str, extra: dict[str, Any]) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_connector="PDConnector",
+            kv_connector_module_path="pd_connector.vllm.connector",
+            kv_role=role,
+            kv_connector_extra_config=extra,
+        )
 
     @property
     def side(self) -> Any:
@@ -94,6 +97,7 @@ class SteppedEngine:
         *,
         qos: str = "",
         lora: LoRARequest | None = None,
+        salt: str | None = None,
         **kv: Any,
     ) -> Request:
         """A request arrives; prompts of one seed begin alike."""
@@ -109,13 +113,14 @@ class SteppedEngine:
             ),
             pooling_params=None,
             lora_request=lora,
+            cache_salt=salt,
             block_hasher=_hasher,
         )
         self.scheduler.add_request(request)
         return request
 
     def fetch(self, name: str, tokens: int, max_tokens: int = 8, **more: Any) -> Request:
-        """A request arrives whose KV a producer has."""
+        """A request arrives, and a producer has its KV."""
         seed = more.pop("seed", 0)
         params = {**FETCH, "remote_request_id": f"transfer of {name}", **more}
         return self.add(name, tokens, max_tokens, seed, **params)

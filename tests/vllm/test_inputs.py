@@ -47,6 +47,20 @@ def test_an_image_counts_by_what_the_model_is_given():
     assert len({of(features=[other]) for other in others} - {before}) == len(others)
 
 
+def test_a_name_that_a_client_gives_two_images_finds_no_kv_of_either_image_under_another_name():
+    """Chunks of the pool outlive the request, and other clients find them by their images."""
+    identity = RequestIdentity()
+    first, second = torch.zeros(1, 256), torch.ones(1, 256)
+    known = [
+        identity.inputs(request([image(pixels, name)]))
+        for pixels, name in ((first, "hash of the first"), (second, "hash of the second"))
+    ]
+    named = [identity.inputs(request([image(pixels, "mine")])) for pixels in (first, second)]
+    assert not set(known) & set(named)
+    assert known[0] == RequestIdentity().inputs(request([image(first, "hash of the first")]))
+    assert known[0] != known[1]
+
+
 def test_an_image_that_is_not_sent_again_is_known_by_its_identifier():
     identity = RequestIdentity()
     before = identity.of(request(features=[image(torch.ones(4), "a")]))

@@ -336,7 +336,7 @@ def test_where_a_window_slides_the_first_chunks_are_loaded_again() -> None:
 def test_where_vllm_wants_fewer_tokens_than_it_was_told_the_first_ones_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM computes the end of some sliding windows anew."""
+    """vLLM computes the end of some sliding windows again."""
     of = engine()
     stored(of, 3)
     connector = of.scheduler.connector
@@ -648,7 +648,7 @@ def test_what_a_client_wants_and_cannot_have_is_ignored_and_told(
 
 
 def test_a_client_can_pin_what_it_has_computed_and_name_who_pays() -> None:
-    of = engine()
+    of = engine(tenants=["t"])
     stored(of, 2)
     add(of, "a", 3 * CHUNK_TOKENS + 10, max_tokens=1, pool={"pin_s": 60, "tenant": "t"})
     of.step()
@@ -657,6 +657,26 @@ def test_a_client_can_pin_what_it_has_computed_and_name_who_pays() -> None:
     assert [save.tenant for save in saves(of)] == ["t"]
     settle(of)
     assert of.store.status().pinned == 1, "the deepest chunk that was found"
+
+
+def test_names_and_salts_that_clients_invent_have_one_share_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    of = engine(tenants=["known"])
+    for number, more in enumerate(
+        [
+            {"pool": {"tenant": "known"}},
+            {"pool": {"tenant": "invented"}},
+            {"pool": {"tenant": "invented too"}},
+            {"salt": "invented"},
+            {"salt": "invented", "pool": {"tenant": "known"}},
+            {},
+        ]
+    ):
+        of.add(f"{number}", CHUNK_TOKENS + 10, max_tokens=1, seed=number, **more)
+    run(of)
+    assert Counter(save.tenant for save in saves(of)) == {"known": 2, "": 4}
+    assert "pool.tenant 'invented': not in the config key pool.tenants" in caplog.text
 
 
 def test_a_client_can_leave_the_pool_alone() -> None:

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 _FORMAT = "1"
 _PART = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _STAMP = re.compile(r"[a-z0-9-]{1,64}")
-_MOST_TENANT = 256
+MOST_TENANT = 256
 LINK = "="
 """In the name of an entry that is being made, in the place of a part's name."""
 MOST_PARTS = 256
@@ -105,5 +105,5 @@ def check_part(key: bytes, part: str, parts: int, nbytes: int, tenant: str) -> N
         raise ValueError(f"parts {parts}: must be from 1 to {MOST_PARTS}")
     if nbytes <= 0:
         raise ValueError(f"nbytes {nbytes}: must be 1 or more")
-    if len(tenant) > _MOST_TENANT:
-        raise ValueError(f"tenant of {len(tenant)} characters: {_MOST_TENANT} at most")
+    if len(tenant) > MOST_TENANT:
+        raise ValueError(f"tenant of {len(tenant)} characters: {MOST_TENANT} at most")

@@ -101,7 +101,7 @@ class PairAudits:
     """Sends each pair its prompts, one pair after the other, once per start of the two engines. A pair gets another
     prompt if KV can come by another path, and if an audit has ended without a verdict.
 
-    The prompts are no users' requests: no metric and no load of the router counts them.
+    The prompts are not users' requests: no metric and no load of the router counts them.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 HUNG_AFTER = 2
 """Health checks in a row without an answer after which an engine counts as hung. One can be lost to a long step."""
 PROBE_RETRY_S = 30.0
-"""Pause before a prefill engine without an address is asked again. It will have none until it is started anew, and each
+"""Pause before a prefill engine without an address is asked again. It will have none until it is restarted, and each
 probe costs it a prefill."""
 
 
@@ -234,7 +234,7 @@ class EngineWatch:
             try:
                 handover = await self._handover()
             except EngineFailedError as failure:
-                logger.debug("%s does not tell whether it hands KV over: %s", engine.url, failure)
+                logger.debug("%s does not report whether it hands KV over: %s", engine.url, failure)
                 return
             if engine.up and engine.starts == starts and not engine.hands_over:
                 engine.model, engine.addresses = handover.model, handover.addresses

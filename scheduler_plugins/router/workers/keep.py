@@ -88,7 +88,7 @@ def _reserved(config: RouterConfig) -> Iterator[int]:
         alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             alone.bind((config.host, config.port))
-        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
             raise cannot_listen(config.host, config.port, error) from None
         if config.port:
             alone.listen(1)

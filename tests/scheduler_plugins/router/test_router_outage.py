@@ -117,7 +117,7 @@ def test_what_became_of_requests_is_counted_as_the_decode_engine_tells_it(
             wanted = {"handed_over": 2, "unaudited": 7, "stalled": 1}
             assert told["handoffs"] == wanted
             assert [one.get("handoffs") for one in told["engines"]] == [None, wanted]
-            # It starts anew: its counters begin at 0 again.
+            # It restarts: its counters begin at 0 again.
             world.d[0].metrics = HANDOFFS.replace("} 2.0", "} 1.0")
             await until(lambda: engine.handoffs["handed_over"] == 1, "the engine was asked")
             assert await world.metric("handoffs_total", outcome="handed_over") == 3

@@ -213,6 +213,8 @@ def test_pools_that_keep_chunks_in_different_codecs_are_told(
         ({"pool": {"codec": "int8"}}, {"codec": "int8"}, True),
         ({"pool": {"codec": "int8"}}, {"codec": "auto"}, True),
         ({"pool": True}, {}, True),
+        ({"pool": True, "codec": "int8"}, {"pool": {"write": False}, "codec": "int8"}, True),
+        ({"pool": {"read": False}, "codec": "int8"}, {}, True),
     ],
 )
 def test_a_prefill_engine_whose_kv_a_decode_engine_would_refuse_is_told(
@@ -230,9 +232,38 @@ def test_a_prefill_engine_whose_kv_a_decode_engine_would_refuse_is_told(
 
 
 @pytest.mark.parametrize(
+    ("engines", "status"),
+    [
+        ((("kv_producer", {"pool": True, "codec": "int8"}), ("kv_consumer", {})), Status.WARN),
+        ((("kv_producer", {"pool": True, "codec": "auto"}), ("kv_both", {})), Status.WARN),
+        (
+            (
+                ("kv_producer", {"pool": True, "codec": "int8"}),
+                ("kv_consumer", {}),
+                ("kv_consumer", {"pool": True, "codec": "int8"}),
+            ),
+            Status.FAIL,
+        ),
+        ((("kv_both", {"pool": True, "codec": "int8"}), ("kv_both", {})), None),
+    ],
+)
+def test_a_prefill_engine_that_loads_what_another_engine_keeps_in_int8_is_told(
+    tmp_path: Path, engines: tuple[tuple[str, dict[str, object]], ...], status: Status | None
+) -> None:
+    file = tmp_path / "engines.yaml"
+    configs = [
+        {**RIGHT, "kv_role": role, "kv_connector_extra_config": {"host": "::1", **more}}
+        for role, more in engines
+    ]
+    file.write_text("engines: " + json.dumps(configs))
+    refused = [one for one in told(str(file)) if "loads INT8 chunks" in one.found]
+    assert [one.status for one in refused] == ([] if status is None else [status])
+
+
+@pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("{{- if .Values.x }}\na: 1\n{{- end }}", "helm template"),
         ("replicas: 3", "no kv_connector in it"),
     ],

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.errors import ConfigError, did_you_mean
-from pd_connector.pool.codecs import pool_codecs
 from pd_connector.pool.settings import check as check_pool
 from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.tools.cli.checks.pool_codecs import HOST_VARIABLE as ENGINE_HOST_VARIABLE
+from pd_connector.tools.cli.checks.pool_codecs import together as pool_codecs_together
 
 NAME = "PDConnector"
 WRAPPERS = ("MultiConnector", "PdConnector")
@@ -36,7 +37,6 @@ UNUSED = (
     "kv_rank",
 )
 """Keys of vLLM's for other connectors. 0.32 knows the first and `kv_port` only."""
-ENGINE_HOST_VARIABLE = "VLLM_HOST_IP"
 
 
 class Written(NamedTuple):
@@ -103,46 +103,9 @@ def together(configs: Sequence[Written]) -> Iterator[Finding]:
             f"the engines name different codecs ({', '.join(sorted(codecs))}): one that only one side permits is not used",
             "set `codec` alike on both sides",
         )
-    extras = [_extra_of(part) for _, part in ours]
-    kept = {_kept_in(extra["pool"]) for extra in extras if extra.get("pool")}
-    if len(kept) > 1:
-        yield Finding(
-            ours[0][0],
-            "pool.codec",
-            Status.WARN,
-            f"the engines keep chunks in different codecs ({', '.join(sorted(kept))}): on one host, a prompt is kept once, in "
-            "the codec of the engine that was first, and engines that do not permit it compute the prompt",
-            "set `pool.codec` alike on all engines of a host",
-        )
     by_role = [(str(part.get("kv_role")), _extra_of(part)) for _, part in ours]
-    coded = any(role == "kv_producer" and _loads_int8(extra) for role, extra in by_role)
-    if coded and any(role == "kv_consumer" and not _permits_int8(extra) for role, extra in by_role):
-        yield Finding(
-            ours[0][0],
-            "pool.codec",
-            Status.FAIL,
-            "a prefill engine loads INT8 chunks, and what it computes on them has their error: decode engines that permit raw "
-            "only refuse all KV of that engine, once it has loaded one",
-            "set `pool.codec: raw` on prefill engines, or permit int8 on decode engines (`codec`, or `pool.codec`)",
-        )
-
-
-def _loads_int8(extra: Mapping[str, Any]) -> bool:
-    pool = extra.get("pool")
-    return _kept_in(pool) == "int8" and isinstance(pool, Mapping) and pool.get("read") is not False
-
-
-def _permits_int8(extra: Mapping[str, Any]) -> bool:
-    told = {key: extra[key] for key in ("codec", "pool") if key in extra}
-    try:
-        config = Config.load(told, {}, ENGINE_HOST_VARIABLE)
-    except ConfigError:
-        return True  # another finding says what is wrong
-    return "int8" in pool_codecs(config, consumes=True).readable
-
-
-def _kept_in(pool: object) -> str:
-    return str(pool.get("codec", "raw")) if isinstance(pool, Mapping) else "raw"
+    if by_role:
+        yield from pool_codecs_together(ours[0][0], by_role)
 
 
 def _extra(place: str, extra: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:
