@@ -217,6 +217,8 @@ class PoolSide:
         """
         prompt = self._prompts.get(request.request_id)
         if prompt and not verified:
+            if prompt.writes:
+                self._telemetry.count("pool_misses", cause="unverified")
             prompt.writes = False
             self._audit.give_up(prompt)
         self._looks.shared.forget(request.request_id)
