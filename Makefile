@@ -11,7 +11,9 @@ COMPUTING := tests/emulator tests/kernels tests/codec tests/kv tests/memory test
 	tests/scheduler_plugins
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 
-.PHONY: setup demo doctor lint fast computing waiting quiet sglang-door engine ray test docs clean
+# Parts run one after the other also with -j: each uses all processors.
+.NOTPARALLEL:
+.PHONY: setup demo doctor lint fast beside computing waiting quiet sglang-door engine ray test docs clean
 
 setup:
 	@ci/setup
@@ -34,11 +36,12 @@ SGLANG := .venv-sglang/bin/python
 
 # A test whose deadlines are part of what it shows gets the machine to itself and its likes: what computes runs beside the
 # doors, which mostly wait for processes to start, and the waiting half after it.
+# `make -k fast` runs all three parts whatever fails, and then fails.
 BESIDE := sglang-door
-fast: setup
+fast: beside waiting quiet
+
+beside: setup
 	@ci/beside '$(MAKE) --no-print-directory computing' '$(MAKE) --no-print-directory -k $(BESIDE)'
-	@$(MAKE) --no-print-directory waiting
-	@$(MAKE) --no-print-directory quiet
 
 computing: setup
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not engine and not quiet" --timeout=600 -n 2 --dist loadfile --no-loadscope-reorder $(COMPUTING)
@@ -66,11 +69,11 @@ ray: setup
 	@if [ -e .venv-ray/.setup-done ]; then $(RAY) -m pytest --durations=15 tests/ray_door --timeout=600; \
 		else echo "SKIPPED: tests/ray_door (read .venv-ray/setup.log, run ci/setup-ray)"; fi
 
-# In this order, so that the cheapest mistakes show first; a failure ends the run. Ray's tests wait for actors and engines
+# In this order, so that the cheapest mistakes show first; a failure ends the run, but `fast` shows all of its. Ray's tests wait for actors and engines
 # to start, and have time for that beside the tests that compute.
 test: setup
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory fast BESIDE="sglang-door ray"
+	@$(MAKE) --no-print-directory -k fast BESIDE="sglang-door ray"
 	@$(MAKE) --no-print-directory engine
 
 # The documentation as a site, in build/site. Strict: a link that leads nowhere is an error.

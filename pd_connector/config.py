@@ -50,7 +50,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     data_port: int | str = 0
     """The same for the data of the transport `tcp`. `nixl` and `ucx` choose ports themselves."""
     insecure: bool = False
-    """Allow addresses other than loopback without a key. KV is then plaintext, open to anyone."""
+    """Allow addresses other than loopback without a key. KV is then plaintext, open to all."""
     transports: tuple[str, ...] = (AUTO,)
     """Transports this engine offers, best first. The producer takes the first of its own that reaches the
     consumer. `shm` reaches processes of the same user on the same machine. `tcp` needs no other package.
@@ -223,7 +223,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if not names:
             raise wrong("transports", names, 'must name at least one, such as ["tcp"]')
         if AUTO in names and len(names) > 1:
-            raise wrong("transports", names, f"`{AUTO}` must stand alone: it chooses all of them")
+            raise wrong(
+                "transports", names, f"`{AUTO}` must be the only item: it chooses all of them"
+            )
         for name in names:
             if name not in (*TRANSPORTS, AUTO) and name not in load_entry_points(TRANSPORT_GROUP):
                 raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")

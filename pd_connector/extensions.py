@@ -13,6 +13,8 @@ object of a module for which the name stands. Each group of entry points is one 
 """
 
 import functools
+import logging
+import math
 import threading
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -79,6 +81,46 @@ class Extension:
                 f"{self.name!r}, which {self.source} adds (entry point group {self.group}), cannot be "
                 f"loaded: {error!r}. Repair or uninstall that package, or do not name {self.name!r}"
             ) from error
+
+
+TELL_S = 60.0
+"""Shortest time between two log lines about one kind of fault."""
+
+
+class Faults:
+    """Tells in the log what another package's code does wrong while it is used. The caller goes on without its answer.
+
+    Each kind of fault is told once a minute, with the number of faults since. Each kind of exception is told with its
+    traceback, once.
+    """
+
+    def __init__(self, logger: logging.Logger, instead: str) -> None:
+        """`instead`: what happens instead, and what to do, for the log."""
+        self._logger = logger
+        self._instead = instead
+        self._traced: set[type[BaseException]] = set()
+        self._told: dict[str, tuple[float, int]] = {}  # by kind: when, and faults since
+
+    def note(self, kind: str, what: str, now_s: float, raised: BaseException | None = None) -> None:
+        """Note one fault.
+
+        Args:
+            kind: a word, one of a few.
+            what: a sentence without its end, for the log.
+            now_s: the time on any clock that does not jump.
+            raised: what the other package's code raised, if it did.
+        """
+        new = raised is not None and type(raised) not in self._traced
+        told_s, since = self._told.get(kind, (-math.inf, 0))
+        if now_s < told_s + TELL_S and not new:
+            self._told[kind] = told_s, since + 1
+            return
+        if raised is not None:
+            self._traced.add(type(raised))
+        self._told[kind] = now_s, 0
+        more = f" ({since} more of this kind since the last line)" if since else ""
+        trace = raised if new else None
+        self._logger.error("%s; %s%s", what, self._instead, more, exc_info=trace)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def port_range(written: int | str) -> range:
         raise ValueError('must be a port, or a range of ports such as "7100-7107"')
     found = range(int(first), int(last or first) + 1)
     if found != range(1) and not (found and found[0] > 0 and found[-1] < 1 << 16):
-        raise ValueError("must lie between 1 and 65535, the smaller port first")
+        raise ValueError("must be between 1 and 65535, the smaller port first")
     return found
 
 

@@ -16,7 +16,7 @@ FAILING_GAUGE = "failing_ranks"
 """The gauge (without prefix) that is above 0 while no KV arrives."""
 _SAMPLE = re.compile(r"^pd_connector:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+)", re.MULTILINE)
 _MOST = 1e18
-"""No count is larger. A larger number is no count, and sums of some would be infinite."""
+"""No count is larger. A larger number is not a count, and sums of some would be infinite."""
 _LABELS = re.compile(r'(\w+)="([^"]*)"')
 
 _REACH = (
@@ -51,7 +51,7 @@ _REMEDIES: dict[Cause, str] = {
     Cause.MALFORMED_PARAMS: (
         "the proxy sends kv_transfer_params of another connector: set it to NixlConnector's protocol (docs/proxies.md)"
     ),
-    Cause.ROLE: "send prompts to kv_producer engines first and their KV's parameters to kv_consumer engines",
+    Cause.ROLE: "start prefill engines with kv_role kv_producer and decode engines with kv_consumer (or all with kv_both), and send prompts to the prefill engines first",
     Cause.UNTRUSTED_ADDRESS: (
         "give all engines one PD_CONNECTOR_KEY and let the proxy pass on kv_transfer_params whole, or set `peers`"
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Property tests have no time limit: a busy machine is no failure. They try the same examples each
+"""Property tests have no time limit: a busy machine is not a failure. They try the same examples each
 time, so that a run can be repeated; with PD_RANDOM_TESTS=1 in the environment, others each time.
 
 Signals mean what they usually mean, in children too: a test run that was started in the background,

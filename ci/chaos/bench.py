@@ -111,7 +111,7 @@ def control(seed: int, nursery: Nursery, setup: str, fault: Fault, guard: str) -
         found = Campaign(ranks, fault, seed).run(Limits(CONTROL_FAULTS))
     if not found.wrong:
         raise BenchError(
-            f"the bench is blind: {found.injected} faults ({fault} over {setup}) with nothing that guards "
+            f"this check finds no faults: {found.injected} faults ({fault} over {setup}) with nothing that guards "
             f"{guard}, and no page was found wrong ({found.note})"
         )
     return found

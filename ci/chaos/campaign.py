@@ -81,7 +81,7 @@ class Campaign:
             for _ in range(2):  # every slot is used once before, so this is not growth
                 self._collect(self._transfers.begin(CHUNK_TRANSFERS))
             self._recover()  # a session stands, like at the end
-            ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is no recovery
+            ledger.ok, ledger.slowest_s = 0, 0.0  # the first session is not a recovery
             ledger.recomputed.clear()
             before, paths = self._census(), self._paths()
             while ledger.injected < limits.faults and time.monotonic() - began < limits.seconds:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does to files of a KV pool what nobody may do."""
+"""Damages files of a KV pool in ways that are forbidden."""
 
 import contextlib
 import os

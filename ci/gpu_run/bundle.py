@@ -86,7 +86,12 @@ def main(arguments: list[str] | None = None) -> int:
         "python": options.python,
         "wheels": [wheel.name for wheel in wheels],
         "parts": [
-            {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            {
+                "name": name,
+                "bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
+                "optional": name != "part-00.tar.xz",
+            }
             for name, data in parts
         ],
     }
@@ -154,8 +159,8 @@ def compiled(cache: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{TRITON_CACHE}/{file.relative_to(cache)}", file.read_bytes()
 
 
-def slim(library: bytes, arch: int = HOPPER) -> bytes:
-    """A library whose embedded device code is only what `arch` runs.
+def slim(library: bytes) -> bytes:
+    """A library whose embedded device code is only what Hopper runs.
 
     Device code lies in containers of images. A container keeps its machine code for exactly this
     architecture (90 is sm_90 and sm_90a), or its smallest image if it has none. The kept images move
@@ -174,7 +179,7 @@ def slim(library: bytes, arch: int = HOPPER) -> bytes:
             (target,) = struct.unpack_from("<I", out, place + 28)
             images.append((kind, target, bytes(out[place : place + own_head + own_size])))
             place += own_head + own_size
-        fitting = [data for kind, target, data in images if kind == CUBIN and target == arch]
+        fitting = [data for kind, target, data in images if kind == CUBIN and target == HOPPER]
         if images and not fitting:
             fitting = [min((data for *_, data in images), key=len)]
         found = b"".join(fitting)

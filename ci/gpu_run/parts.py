@@ -33,7 +33,8 @@ def unpacked(folders: Iterable[Path]) -> tuple[list[Path], list[str]]:
     """Check and unpack the parts in some folders. A part that was unpacked before is left alone.
 
     Returns:
-        Folders with packages, and names of the parts that are not there.
+        Folders with packages, and names of the parts that are not there. A folder is left out while it lacks a part:
+        half an engine would fail in its steps. A part that the manifest calls `optional` may be missing.
 
     Raises:
         ValueError: a folder has no manifest or is for another Python, or a part has other bytes
@@ -45,16 +46,19 @@ def unpacked(folders: Iterable[Path]) -> tuple[list[Path], list[str]]:
             raise ValueError(problem)
         site = folder / SITE
         site.mkdir(exist_ok=True)
-        sites.append(site)
+        whole = True
         for part in json.loads((folder / MANIFEST).read_text())["parts"]:
             done = site / f".{part['sha256']}"
             if done.exists():
                 continue
             if not (folder / part["name"]).is_file():
                 missing.append(part["name"])
+                whole = whole and part.get("optional", False)
                 continue
             _unpack(folder / part["name"], part["sha256"], site)
             done.touch()
+        if whole:
+            sites.append(site)
     return sites, missing
 
 

@@ -3,6 +3,8 @@
 
 import os
 import re
+import shutil
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,9 @@ STATE = ROOT / "build" / "gpu"
 
 CARRIED = ROOT / "build" / "carry"
 """Folder in which `ci/offline_bundle` writes, and from which `ci/gpu` unpacks. Git ignores it."""
+
+LEAST_TEMPORARY = 1 << 30
+"""Bytes that a temporary folder should have left."""
 
 _DEFAULTS = {
     # vLLM's own default needs FlashInfer, which compiles the sampler when an engine starts (minutes, and nvcc).
@@ -39,8 +44,20 @@ def environment(state: Path, sites: Sequence[Path]) -> dict[str, str]:
     told = os.pathsep.join([*map(str, paths), *([before] if before else [])])
     caches = [path.resolve() / TRITON_CACHE for path in sites if (path / TRITON_CACHE).is_dir()]
     compiled = {"TRITON_CACHE_DIR": str(caches[0])} if caches else {}
-    fixed = {"PYTHONPATH": told, "PYTHONUNBUFFERED": "1"}
+    fixed = {"PYTHONPATH": told, "PYTHONUNBUFFERED": "1", **_writable(state.resolve())}
     return {**_DEFAULTS, **compiled, **os.environ, **fixed}
+
+
+def _writable(state: Path) -> dict[str, str]:
+    """Folders of the run in place of a home and a temporary folder that cannot be used: compilers write in both."""
+    folders = {}
+    if not os.access(os.environ.get("HOME", ""), os.W_OK):
+        folders["HOME"] = state / "home"
+    if shutil.disk_usage(tempfile.gettempdir()).free < LEAST_TEMPORARY:
+        folders["TMPDIR"] = state / "tmp"
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    return {name: str(folder) for name, folder in folders.items()}
 
 
 def describe_project(site: Path) -> None:

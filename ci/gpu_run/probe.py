@@ -4,6 +4,7 @@
 import ctypes
 import json
 import mmap
+import os
 import platform
 import shutil
 import subprocess
@@ -20,7 +21,10 @@ PACKAGES = (
     *("sgl-flash-mla", "flash-mla", "msgspec", "pyzmq", "cryptography", "xxhash", "pytest"),
 )
 QUERY = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,pcie.link.gen.max,pcie.link.width.max"
+PROGRAMS = ("nvcc", "ptxas", "compute-sanitizer", "ncu", "cuobjdump")
+TOLD = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH", "HOME", "TRITON_CACHE_DIR")
 MIB = 1 << 20
+GIB = 1 << 30
 SIZE = 1024 * MIB
 SMALL = 64 * MIB
 """Bytes per copy on a machine without a GPU."""
@@ -36,10 +40,10 @@ def main(path: str) -> int:
         path: file for the figures.
 
     Returns:
-        0. Failed probes are noted in the figures.
+        0; 2 if there is no GPU, which the last line of the output says. Failed probes are noted in the figures.
     """
     found: dict[str, Any] = {"machine": _machine(), "packages": _packages()}
-    for name, measure in (("gpu", _gpu), ("copies", _copies), ("read_only", _read_only)):
+    for name, measure in PROBES:
         try:
             found[name] = measure()
         except Exception as error:  # a failed probe must not stop the others
@@ -47,11 +51,28 @@ def main(path: str) -> int:
         # Written each time, because the first import of torch on a host can take all the time.
         Path(path).write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
+    if reason := found["cuda"].get("none"):
+        print(f"no GPU: {reason}")
+        return 2
     return 0
 
 
 def _machine() -> dict[str, Any]:
-    return {"python": platform.python_version(), "kernel": platform.release(), "date": time.ctime()}
+    places = {"tree": ".", "temporary": tempfile.gettempdir(), "shared memory": "/dev/shm"}
+    return {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "date": time.ctime(),
+        "processors": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
+        "free_gib": {
+            name: round(shutil.disk_usage(place).free / GIB, 1)
+            for name, place in places.items()
+            if Path(place).is_dir()
+        },
+        "programs": {name: shutil.which(name) for name in PROGRAMS},
+        "environment": {name: os.environ[name] for name in TOLD if name in os.environ},
+    }
 
 
 def _packages() -> dict[str, str]:
@@ -68,12 +89,37 @@ def _gpu() -> dict[str, Any]:
     if not shutil.which("nvidia-smi"):
         return {"error": "no nvidia-smi"}
     query = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
-    line = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    asked = subprocess.run(query, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        return {"error": f"nvidia-smi: {(asked.stdout + asked.stderr).strip()}"}
+    line = asked.stdout.splitlines()[0]
     topology = subprocess.run(
         ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False
     )
     told = dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=True))
     return {**told, "topology": topology.stdout.splitlines()}
+
+
+def _cuda() -> dict[str, Any]:
+    """The GPU as torch sees it: a part of the card (MIG) has less memory and fewer multiprocessors."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except Exception as error:  # no driver, one that is too old, no GPU that is visible
+        return {"none": f"{error}".splitlines()[0], "built for CUDA": torch.version.cuda}
+    seen = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    return {
+        "name": seen.name,
+        "capability": [seen.major, seen.minor],
+        "multiprocessors": seen.multi_processor_count,
+        "l2_mib": seen.L2_cache_size / MIB,
+        "free_gib": round(free / GIB, 1),
+        "total_gib": round(total / GIB, 1),
+        "count": torch.cuda.device_count(),
+        "built for CUDA": torch.version.cuda,
+    }
 
 
 def _copies() -> dict[str, float]:
@@ -130,6 +176,11 @@ def _read_only() -> dict[str, Any]:
         if int(code) == 0:
             runtime.cudaHostUnregister(address)
         return {"cudaHostRegister": int(code), "pinned": int(code) == 0}
+
+
+PROBES: tuple[tuple[str, Callable[[], dict[str, Any]]], ...] = (
+    *(("gpu", _gpu), ("cuda", _cuda), ("copies", _copies), ("read_only", _read_only)),
+)
 
 
 def _address(mapped: mmap.mmap) -> int:

@@ -3,11 +3,14 @@
 
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from gpu_run.processes import end_of
 
 RESULTS = "results.json"
 REPORT = "report.txt"
@@ -66,6 +69,7 @@ class Record:
         self._folder = folder
         self._out = out
         self._lock = threading.Lock()
+        self._trouble = ""
         folder.mkdir(parents=True, exist_ok=True)
         self._take_up()
         self.results: dict[str, Result] = self._read()
@@ -89,7 +93,7 @@ class Record:
         with self._lock:
             self.results[name] = result
             if log is not None and log.exists():
-                self._append(name, result, log.read_bytes()[-STEP_BYTES:])
+                self._append(name, result, end_of(log, STEP_BYTES))
             self._write()
 
     def sizes(self) -> dict[str, int]:
@@ -109,7 +113,7 @@ class Record:
         path = self._folder / LOG
         before = path.read_bytes() if path.exists() else b""
         told = f"\n==== {name}: {result.command}\n==== {result.line}\n".encode()
-        path.write_bytes((before + told + output)[-LOG_BYTES:])
+        _replace(path, (before + told + output)[-LOG_BYTES:])
 
     def _take_up(self) -> None:
         """Copy the results of an earlier call here, which may have been on another machine."""
@@ -121,24 +125,36 @@ class Record:
 
     def _read(self) -> dict[str, Result]:
         path = self._folder / RESULTS
-        if not path.exists():
+        try:
+            return {name: Result(**one) for name, one in json.loads(path.read_text()).items()}
+        except FileNotFoundError:
             return {}
-        return {name: Result(**one) for name, one in json.loads(path.read_text()).items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            # A copy that broke off, or another version's. It must not cost a call on a GPU.
+            aside = path.with_suffix(".broken")
+            path.replace(aside)
+            print(f"{path}: not results ({error}): begins afresh, kept as {aside}", file=sys.stderr)
+            return {}
 
     def _write(self) -> None:
         told = {name: asdict(result) for name, result in self.results.items()}
-        _replace(self._folder / RESULTS, json.dumps(told, indent=1))
-        _replace(self._folder / REPORT, self.report())
+        _replace(self._folder / RESULTS, json.dumps(told, indent=1).encode())
+        _replace(self._folder / REPORT, self.report().encode())
         if self._out is None:
             return
-        self._out.mkdir(parents=True, exist_ok=True)
-        for name in (RESULTS, REPORT, LOG):
-            if (self._folder / name).exists():
-                shutil.copyfile(self._folder / name, self._out / name)
+        try:
+            self._out.mkdir(parents=True, exist_ok=True)
+            for name in (RESULTS, REPORT, LOG):
+                if (self._folder / name).exists():
+                    _replace(self._out / name, (self._folder / name).read_bytes())
+        except OSError as error:  # the measurements go on
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                print(f"--out has no copy: {error}; see {self._folder}", file=sys.stderr)
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Write a file atomically: a reader sees the old or the new content."""
     fresh = path.with_suffix(path.suffix + ".new")
-    fresh.write_text(text)
+    fresh.write_bytes(content)
     fresh.replace(path)

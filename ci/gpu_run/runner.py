@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_run.places import ROOT
-from gpu_run.processes import run_limited
-from gpu_run.record import TAIL_LINES, Record, Result
+from gpu_run.processes import Ended, end_of, run_limited
+from gpu_run.record import STEP_BYTES, TAIL_LINES, Record, Result
 from gpu_run.step import JSON, Step, side_by_side
 
 LEAST_SHARE = 0.5
@@ -24,6 +25,9 @@ LEAST_SHARE = 0.5
 
 REHEARSED_SHARE = 4
 """A rehearsed step may take this many times its limit, because a machine without a GPU is slower."""
+
+LINE = 300
+"""The most characters of a line that explains a failure."""
 
 NO_GPU = 2
 """Exit code of a benchmark on a machine without a GPU. The last line of its output says so."""
@@ -60,8 +64,8 @@ class Runner:
             Names of the steps that did not begin or had too little time.
         """
         deadline = time.monotonic() + budget_s
-        left = []
-        for group in side_by_side(steps):
+        left: list[str] = []
+        for group in side_by_side(sorted(steps, key=self._ended_a_call)):
             remaining_s = deadline - time.monotonic()
             waiting = [step for step in group if not self._told(step)]
             begun = [step for step in waiting if remaining_s >= LEAST_SHARE * step.limit_s]
@@ -69,8 +73,24 @@ class Runner:
                 with ThreadPoolExecutor(min(len(begun), os.cpu_count() or 1)) as pool:
                     list(pool.map(lambda step: self._run(step, deadline), begun))
             cut = [step for step in begun if self.record.results[step.name].state == "cut"]
-            left += [step.name for step in waiting if step not in begun or step in cut]
+            blind = [step for step in begun if self._found_no_gpu(step)]
+            left += [step.name for step in waiting if step not in begun or step in (*cut, *blind)]
+            if blind:
+                done = [
+                    name for name, result in self.record.results.items() if result.state == "ok"
+                ]
+                return [step.name for step in steps if step.name not in done]
         return left
+
+    def _ended_a_call(self, step: Step) -> bool:
+        """Whether an earlier call ended with this step, as a step does that brings the machine down. It comes last."""
+        before = self.record.results.get(step.name)
+        return before is not None and before.state == "cut" and not before.why
+
+    def _found_no_gpu(self, step: Step) -> bool:
+        """Then no other step would find one."""
+        result = self.record.results[step.name]
+        return result.state == "missing" and result.returncode == NO_GPU
 
     def _told(self, step: Step) -> bool:
         """Whether the step needs no run. If so, this says its result."""
@@ -94,15 +114,29 @@ class Runner:
         command = [part.replace(JSON, str(figures)) for part in told]
         self.say(f"{step.name:16} begins, at most {limit_s:.0f} s: {step.why}")
         sources = step.digest()
-        # The recorded state if this program itself is ended during the step.
-        self.record.put(step.name, Result("cut", command=shlex.join(command)))
-        ended = run_limited(command, cwd=ROOT, env=self.env, log=log, limit_s=limit_s)
+        told_command = shlex.join(command)
+
+        def look() -> None:
+            """The recorded state if this program itself is ended during the step."""
+            so_far = Result("cut", command=told_command, tail=_tail(log), figures=_figures(figures))
+            self.record.put(step.name, so_far)
+
+        look()
+        try:
+            ended = run_limited(
+                command, cwd=ROOT, env=self.env, log=log, limit_s=limit_s, look=look
+            )
+        except OSError as error:  # a program that is not there, a full disk: the others go on
+            result = Result("failed", str(error), command=told_command, sources=sources)
+            self.record.put(step.name, result)
+            self.say(f"{step.name:16} {result.line}")
+            return
         result = Result(
             "ok",
             seconds=round(ended.seconds, 1),
             returncode=None if ended.timed_out else ended.returncode,
-            command=shlex.join(command),
-            tail=log.read_text(errors="replace").splitlines()[-TAIL_LINES:],
+            command=told_command,
+            tail=_tail(log),
             figures=_figures(figures),
             sources=sources,
         )
@@ -110,10 +144,14 @@ class Runner:
             # With less than its own time limit the step had no fair chance, and is run again.
             result.state = "timeout" if limit_s >= own_s else "cut"
             result.why = f"ended after {limit_s:.0f} s"
-        elif self.rehearse and ended.returncode == NO_GPU and _says_no_gpu(result):
+            if ended.returncode is None:
+                result.why += ", but a process of it cannot be killed, and may hold the GPU"
+        elif ended.returncode == NO_GPU and _says_no_gpu(result):
+            # Another machine may have one: then the step is tried again.
+            result.state = "ok" if self.rehearse else "missing"
             result.why = result.tail[-1]
         elif ended.returncode != 0:
-            result.state, result.why = "failed", f"exit code {ended.returncode}"
+            result.state, result.why = "failed", _failure(ended, result.tail)
         self.record.put(step.name, result, log)
         self.say(f"{step.name:16} {result.line}")
 
@@ -132,6 +170,21 @@ class Runner:
         paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
         found = importlib.machinery.PathFinder.find_spec(module, [*paths, *sys.path])
         return found is not None
+
+
+def _failure(ended: Ended, tail: Sequence[str]) -> str:
+    """The signal or the exit code, and the last line of the output."""
+    code = ended.returncode or 0
+    if code < 0:
+        return f"ended by {signal.strsignal(-code)} (signal {-code})"
+    return ": ".join([f"exit code {code}", *(line[:LINE] for line in tail[-1:])])
+
+
+def _tail(log: Path) -> list[str]:
+    """The last lines of a program's output so far."""
+    if not log.exists():
+        return []
+    return end_of(log, STEP_BYTES).decode(errors="replace").splitlines()[-TAIL_LINES:]
 
 
 def _says_no_gpu(result: Result) -> bool:

@@ -40,7 +40,7 @@ _MIXED = ("env", "PD_KERNELS_TUNING=mixed_steps=1")
 _CUSTOM = ("--engine-arg=--attention-backend", "--engine-arg=CUSTOM")
 _MODEL = ("pd_connector/tools/demo/model/model.safetensors",)
 
-# FlexAttention is compiled anew for each batch, which takes longer than all else.
+# FlexAttention is compiled again for each batch, which takes longer than all else.
 _NO_FLEX = ("--only=-FlexAttention", "--only=-mask_mod")
 
 

@@ -4,7 +4,7 @@
 Each mutant is one change of one expression, chosen by the seed: a comparison, a sum, a number, a condition. The tests
 of its room run in a copy of the tree until one fails or takes too long. The same seed makes the same mutants of the
 same code, so two suites can be compared. Prints a line for each mutant, with the test that found it, and the sum by
-room. A missed mutant is a missing test, or equal to the code: somebody has to look.
+room. A missed mutant is a missing test, or equal to the code: read it.
 """
 
 from __future__ import annotations

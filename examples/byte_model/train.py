@@ -154,7 +154,7 @@ def train(steps: int, weight: float, margin: float) -> LlamaForCausalLM:
     for step in range(steps):
         ids = batch(text, step)
         rows, tokens = ids.shape
-        # A cut at any token: the last page of a prompt is seldom full.
+        # A cut at any token: the last page of a prompt is rarely full.
         prompt = tokens - TAIL_TOKENS - pick(0, PAGE_TOKENS)
         tail = slice(prompt, prompt + TAIL_TOKENS)
         with torch.autocast("cpu", torch.bfloat16):

@@ -164,7 +164,7 @@ class Agent:
     def submit(self, command: Command, fence: Any = None) -> None:
         """Hand a command to the agent's thread.
 
-        After `Revoke`, `Withdraw` and `Drop` have returned, nobody here reads or writes the
+        After `Revoke`, `Withdraw` and `Drop` have returned, this process neither reads nor writes the
         request's pages any more. A peer that still reads leased pages finds other bytes, and its
         load fails.
 

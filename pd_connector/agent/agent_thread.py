@@ -100,7 +100,7 @@ class AgentThread:
         self._commands.wake()
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.error("agent thread does not stop: its sockets are left to the process' end")
+            logger.error("agent thread does not stop: its sockets are closed when the process ends")
             return
         self._commands.close()
 

@@ -99,7 +99,7 @@ def check_hello(
     if missing := untold(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
-            f"engine {identity.engine_id} does not tell {missing} with its KV, and engine "
+            f"engine {identity.engine_id} does not send {missing} with its KV, and engine "
             f"{message.engine_id} cannot go on without it",
         )
     source, destination = _shared(geometry, mine, theirs), _shared(message.geometry, mine, theirs)

@@ -66,7 +66,7 @@ class Loop:
 
     Args:
         commands: what the engine asks for.
-        gate: shut by the engine's thread for requests whose pages may not be touched.
+        gate: shut by the engine's thread for requests whose pages must not be touched.
         report: told of every outcome.
         steps: of the engine.
         ranks: all ranks of this engine, as far as it has introduced them.
@@ -107,7 +107,7 @@ class Loop:
         trust: WriterTrust | None = None,
         engine: str = "",
     ) -> None:
-        if not produces:  # nobody dials it
+        if not produces:  # no peer dials it
             config = msgspec.structs.replace(config, data_port=0)
         self._config = config
         self._cache = cache
@@ -264,7 +264,7 @@ class Loop:
         self._context.destroy(linger=100)
 
     def _begin_to_compile(self, codecs: Sequence[str]) -> None:
-        """Start to compile the loops of these codecs for a cache in host memory. Nobody waits for them."""
+        """Start to compile the loops of these codecs for a cache in host memory. Nothing waits for them."""
         if self._cache.on_host and any(codec != RAW.name for codec in codecs):
             COMPILER.begin()
 

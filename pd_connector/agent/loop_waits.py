@@ -60,7 +60,7 @@ class LoopWaits:
         consumer = self._consumer
         sessions = consumer.pollables if consumer else []
         others = self._pollables()
-        if [*sessions, *others] != self._polled:  # seldom
+        if [*sessions, *others] != self._polled:  # rarely
             self._polled = [*sessions, *others]
             self._poller, self._others = _poller(self._polled), _poller(others)
         sides = [side for side in (self._producer, consumer) if side]

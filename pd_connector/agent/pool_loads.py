@@ -85,7 +85,7 @@ class PoolLoads:
     """Used by the agent's thread only.
 
     Args:
-        gate: shut by the engine's thread for requests whose pages may not be touched.
+        gate: shut by the engine's thread for requests whose pages must not be touched.
         loader: reads and verifies.
         trust: which writers are believed.
         experts: as `Comparison` has it.

@@ -61,7 +61,7 @@ class PoolSaves:
     """Used by the agent's thread only.
 
     Args:
-        gate: shut by the engine's thread for requests whose pages may not be touched.
+        gate: shut by the engine's thread for requests whose pages must not be touched.
         saver: writes parts; used by one thread.
         codec: in which chunks are kept.
         report: told that pages are no longer read.

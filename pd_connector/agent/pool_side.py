@@ -37,7 +37,7 @@ class PoolSide:
         writer: this engine, as records name it.
         codecs: of this engine.
         parts: number of its ranks.
-        gate: shut by the engine's thread for requests whose pages may not be touched.
+        gate: shut by the engine's thread for requests whose pages must not be touched.
         report: told of every outcome.
     """
 

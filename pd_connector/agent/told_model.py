@@ -102,7 +102,7 @@ class ToldModel:
         )
         self._change(facts)
         self._read(files)
-        logger.info("the weights were loaded anew from files, which are compared from now on")
+        logger.info("the weights were loaded again from files, which are compared from now on")
         return True
 
     def tell_memory(self, *, loaded: bytes, loaded_full: bytes, version: str = "") -> None:

@@ -7,13 +7,13 @@ Importing this module compiles the loops. That takes seconds, unless numba has k
 the payload of a decoded NaN.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 
 from pd_connector.codec.elements import Words
-from pd_connector.codec.jit import compiled
 from pd_kernels.payload import INT8_MAX, SMALLEST_SCALE, SUPER_PAGE
 
 _U8, _U16, _F32 = (numba.from_dtype(np.dtype(name)) for name in ("u1", "u2", "f4"))
@@ -33,6 +33,22 @@ _E4M3_UNIT = np.float32(2.0**-9)
 _TO_UNITS = np.float32(2.0**14)
 _UNIT_BITS = np.uint32((127 + 14) << 23)
 _E4M3_NAN = np.uint32(0x7F)
+
+
+def compiled(*signature: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Compile for arguments of these types. The function runs without Python's lock. The result is kept for later
+    processes if a folder is writable."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        options = {"nogil": True, "error_model": "numpy"}
+        try:
+            made = numba.njit(numba.void(*signature), cache=True, **options)(function)
+        except RuntimeError:  # no writable folder
+            made = numba.njit(numba.void(*signature), **options)(function)
+        result: Callable[..., None] = made
+        return result
+
+    return decorate
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]

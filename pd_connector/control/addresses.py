@@ -24,7 +24,7 @@ def numeric(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a part between dots is empty, or too long
-        raise OSError(f"{host!r} can be no name: {error}") from None
+        raise OSError(f"{host!r} cannot be a host name: {error}") from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])
 

@@ -126,7 +126,7 @@ class Connections:
         except OSError:
             return  # it has gone by itself
         try:
-            # The number may be somebody else's by now: only a connection of this port is shut.
+            # The number may be another file's by now: only a connection of this port is shut.
             if connection.getsockname()[1] == self._port:
                 connection.shutdown(socket.SHUT_RDWR)
         except (OSError, IndexError, TypeError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host names to numeric addresses, without making anybody wait.
+"""Host names to numeric addresses, without making a caller wait.
 
 A name server may take half a minute to answer. libzmq looks names up in its only I/O thread, and
 every session would stop meanwhile. So it gets numeric addresses only. Names are looked up here, in
@@ -17,7 +17,7 @@ from pd_connector.hosts import numeric_address
 _MOST_LOOKUPS = 4
 """At a time; each takes a thread until the name server has answered."""
 _HUNG_S = 30.0
-"""A lookup that takes longer does not count: the name is looked up anew, and others go on."""
+"""A lookup that takes longer does not count: the name is looked up again, and others go on."""
 _MOST_THREADS = 32
 _ASKED_S = 30.0
 """A name that waits for its lookup is forgotten if it is not asked for within this time."""
@@ -51,7 +51,7 @@ class Resolver:
         self._closed = False
         self._threads = 0
         self._running: dict[str, float] = {}  # lookups that count, and when they began
-        self._queued: dict[str, float] = {}  # names, and when somebody last asked for them
+        self._queued: dict[str, float] = {}  # names, and when they were last asked for
         # Address, or what went wrong, and until when that is believed.
         self._known: dict[str, tuple[str, str, float]] = {}
 
@@ -75,7 +75,7 @@ class Resolver:
         return None
 
     def close(self) -> None:
-        """Nobody is woken any more. A lookup under way ends by itself."""
+        """No thread is woken any more. A lookup under way ends by itself."""
         with self._lock:
             self._closed = True
 

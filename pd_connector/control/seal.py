@@ -37,7 +37,7 @@ def trusted_peers(params: TransferParams, config: Config) -> tuple[Peer, ...]:
         params: with `do_remote_prefill`.
 
     Raises:
-        UntrustedAddressError: one may not be dialled.
+        UntrustedAddressError: an address is not allowed.
     """
     address = ProducerAddress(params.remote_engine_id or "", params.peers(), params.remote_seal)
     return trusted_address(address, config)
@@ -47,7 +47,7 @@ def trusted_address(address: ProducerAddress, config: Config) -> tuple[Peer, ...
     """The ranks of a producer, all of which may be dialled.
 
     Raises:
-        UntrustedAddressError: one may not be dialled.
+        UntrustedAddressError: an address is not allowed.
     """
     if config.key and address.seal:
         wanted = _seal(address.engine_id, address.peers, config.key)

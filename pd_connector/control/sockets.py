@@ -188,7 +188,7 @@ class Connection:
         """Messages that wait, at most `most`. If `most` are returned, more may wait; otherwise ZeroMQ's
         descriptor tells of the next one."""
         arrived: list[bytes] = []
-        try:  # mostly there is just one, so that nobody asks first whether there is one
+        try:  # mostly there is just one, so this does not ask first
             while True:
                 frame = self.socket.recv(zmq.DONTWAIT, copy=False)
                 arrived.append(b"" if frame.more else frame.bytes)
@@ -201,7 +201,7 @@ class Connection:
         return arrived
 
     def lost(self) -> tuple[Cause, str] | None:
-        """Why the connection is no more, or of no use, once that is so."""
+        """Why the connection has gone, or cannot be used; None while it can."""
         while readable(self.monitor):
             event = recv_monitor_message(self.monitor)
             if event["event"] in _LOST:

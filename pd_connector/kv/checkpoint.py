@@ -67,7 +67,7 @@ class ConfigFiles:
 
     @property
     def exchanged(self) -> str:
-        """Name of a file that was exchanged or written to since it was opened; empty if there is none."""
+        """Name of a file that was replaced or written to since it was opened; empty if there is none."""
         for name, file in self._files.items():
             if file.renamed or file.changed:
                 return name
@@ -80,7 +80,7 @@ class ConfigFiles:
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: `config.json` or `params.json` is no JSON object.
+            ValueError: `config.json` or `params.json` is not a JSON object.
         """
         config = self._object(CONFIG)
         beside = {

@@ -178,7 +178,7 @@ class CheckpointFiles:
         """The engine has loaded them. While it did so by their names, these must have led to them."""
         for file in self.files:
             if file.renamed and not self.problem:
-                self.problem = f"{file.name} was exchanged for another file while it was loaded"
+                self.problem = f"{file.name} was replaced by another file while it was loaded"
         self.look()
 
     def look(self) -> None:

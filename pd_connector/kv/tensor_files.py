@@ -44,7 +44,7 @@ def safetensors(file: OpenFile) -> list[Tensor]:
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
-            raise ValueError(f"{file.name}: the safetensors header is no JSON: {error}") from None
+            raise ValueError(f"{file.name}: the safetensors header is not JSON: {error}") from None
     found = []
     try:
         for name, told in header.items():
@@ -53,7 +53,7 @@ def safetensors(file: OpenFile) -> list[Tensor]:
             begin, end = told["data_offsets"]
             if not 0 <= begin <= end <= size - 8 - length:
                 raise ValueError(
-                    f"{file.name}: tensor {name} lies outside the file, which is cut off"
+                    f"{file.name}: tensor {name} is outside the file, which is truncated"
                 )
             shape = tuple(int(extent) for extent in told["shape"])
             place = 8 + length + begin, 8 + length + end

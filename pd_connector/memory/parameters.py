@@ -20,8 +20,8 @@ class Loaded(NamedTuple):
 
     Attributes:
         sampled: of samples that see parts of fused parameters: keys of a `qkv_proj`, single experts.
-        kernels: what multiplies by weights that are no parameters any more and have no samples: vLLM on a CPU
-            packs them for a kernel. Loaded anew, they have another one.
+        kernels: what multiplies by weights that are no longer parameters and have no samples: vLLM on a CPU
+            packs them for a kernel. Loaded again, they have another one.
     """
 
     sampled: bytes = b""

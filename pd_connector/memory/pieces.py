@@ -109,7 +109,7 @@ def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
     Args:
         pid: the other process, as this process numbers it.
         theirs: memory of that process.
-        ours: memory of this process, with as many bytes, in pieces of any size.
+        ours: memory of this process, with the same number of bytes, in pieces of any size.
 
     Returns:
         The checksum of `ours` after the copy (see `Pieces.checksum`).
@@ -127,7 +127,9 @@ def read_memory(pid: int, theirs: Pieces, ours: Pieces) -> bytes:
     digest = xxhash.xxh3_128()
     size = math.gcd(theirs.piece_bytes, ours.piece_bytes)
     if ours.nbytes > _MAX_CUTS * size:
-        raise ValueError(f"pieces of {theirs.piece_bytes} and {ours.piece_bytes} bytes hardly fit")
+        raise ValueError(
+            f"pieces of {theirs.piece_bytes} and {ours.piece_bytes} bytes: their common divisor {size} is too small"
+        )
     there, here = theirs.cut(size).addresses, ours.cut(size).addresses
     step = min(_MAX_VECTORS, max(1, _BLOCK_BYTES // size))
     for first in range(0, len(here), step):

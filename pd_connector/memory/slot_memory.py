@@ -73,7 +73,7 @@ def choose_slot_memory(
     """
     if cache_device.type != "cuda" and slot_device is None:
         if config.slot_memory == "device":
-            raise not_possible("the cache lies in host memory")
+            raise not_possible("the cache is in host memory")
         return NO_DEVICE_SLOTS, None
     if config.slot_memory == "host":
         return NO_DEVICE_SLOTS, WhyHost("config", "slot_memory is `host`")

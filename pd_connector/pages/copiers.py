@@ -130,7 +130,7 @@ class TorchCopier:
 
 
 def as_tensor(data: Words) -> torch.Tensor:
-    """Host memory as a tensor that is only read. torch would warn of memory that it may not write."""
+    """Host memory as a tensor that is only read. torch would warn of memory that it must not write."""
     if not data.flags.writeable:
         same = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
         data = np.ctypeslib.as_array(same).reshape(data.shape)

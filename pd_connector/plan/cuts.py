@@ -24,7 +24,7 @@ def cut_route(
     verbatim = route.verbatim and first % route.source.page_size == 0
     if not verbatim and route.source.dtype not in ELEMENT_BYTES:
         raise ValueError(
-            f"token {first} lies within a page of {route.source.page_size}: pages of "
+            f"token {first} is inside a page of {route.source.page_size}: pages of "
             f"{route.source.dtype} pass as a whole only"
         )
     whole = _whole_until(route, stop_token) if verbatim else stop_token

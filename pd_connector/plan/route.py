@@ -175,7 +175,7 @@ def _route(
         held = len(source.heads(ours)), len(destination.heads(theirs))
         raise UnsupportedGeometryError(
             f"layers {layers[0]}-{layers[-1]}: pages of {ours.dtype} with {held[0]} / {held[1]} heads "
-            "cannot be taken apart; use the same number of tensor-parallel ranks on both sides"
+            "cannot be split; use the same number of tensor-parallel ranks on both sides"
         )
     return Route(
         source=ours,

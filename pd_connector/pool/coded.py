@@ -39,7 +39,7 @@ def cut_out(
         heads: that the run has.
         starts: where each layer begins in `data`.
         data: only read.
-        payload: `chunk.nbytes(route)`. Bytes between scales and codes, which nobody reads, stay as they are.
+        payload: `chunk.nbytes(route)`. Bytes between scales and codes are never read, and stay as they are.
     """
     which = slice(route.source_head, route.source_head + len(route.heads))
     first = chunk.first_token % CHUNK_TOKENS - run.first_token

@@ -175,7 +175,7 @@ def wire_run(layers: tuple[int, ...], group: Group, heads: int) -> Run:
     """A run in wire order.
 
     Raises:
-        UnsupportedGeometryError: pages of this dtype cannot be taken apart.
+        UnsupportedGeometryError: pages of this dtype cannot be split.
     """
     if group.dtype not in ELEMENT_BYTES:
         raise UnsupportedGeometryError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the parts of a chunk that a rank needs, and verifies them before anybody uses a byte."""
+"""Reads the parts of a chunk that a rank needs, and verifies them before a byte is used."""
 
 import mmap
 from typing import NamedTuple

@@ -188,7 +188,7 @@ def read_header(data: bytes | memoryview) -> Header:
         raise PoolError(Miss.DAMAGED, f"file of {len(data)} bytes: its header has {HEADER.size}")
     magic, *fields = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise PoolError(Miss.DAMAGED, f"file begins with {magic!r}: no file of the pool")
+        raise PoolError(Miss.DAMAGED, f"file begins with {magic!r}: not a file of the pool")
     header = Header(*fields)
     if not OLDEST_SCHEMA <= header.schema <= SCHEMA:
         raise PoolError(

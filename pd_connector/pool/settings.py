@@ -142,7 +142,7 @@ def _disk(given: Mapping[str, object]) -> Space | None:
     kind = file_system(path)
     if is_network(kind):
         raise ConfigError(
-            f"pool.dir {named!r}: lies on a network file system ({kind}), on which locks and renames cannot be trusted, and "
+            f"pool.dir {named!r}: is on a network file system ({kind}), on which locks and renames cannot be trusted, and "
             "other hosts may write: name a folder of a local disk (config key pool.dir)"
         )
     os.close(private_folder(path, "pool.dir"))

@@ -68,7 +68,7 @@ def describe(cache: PagedCache, codec: AtRest = "raw") -> Form:
 
 
 def _pages_run(pages: LayerPages, group: Group, geometry: Geometry) -> Run | None:
-    """One layer's pages as they are; None if they are not dense, or a chunk is no whole number of them."""
+    """One layer's pages as they are; None if they are not dense, or a chunk is not a whole number of them."""
     if not pages.planes or CHUNK_TOKENS % group.page_size:
         return None
     key = _view(pages.key, pages.planes, 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads all that a store holds, and says what cannot be used."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -9,7 +9,6 @@ from pd_connector.pool.record import HEADER, decode, layer_sum, read_header
 from pd_connector.pool.store.base import Reading
 from pd_connector.pool.store.local import LocalStore
 
-Check = Callable[[bytes, str, Reading], str]
 """Key, name of the part, and the part: what is wrong with it; empty if nothing is. May raise PoolError."""
 
 
@@ -39,14 +38,14 @@ def sound(key: bytes, part: str, reading: Reading) -> str:
     return ""
 
 
-def verify(store: LocalStore, check: Check = sound) -> Iterator[Checked]:
+def verify(store: LocalStore) -> Iterator[Checked]:
     """Read all parts of all chunks. Chunks that go meanwhile are left out; damaged ones stay, unless a file is missing."""
     for chunk in store.chunks():
         problems = []
         for part in chunk.parts:
             try:
                 with store.read(chunk.key, part) as reading:
-                    if problem := check(chunk.key, part, reading):
+                    if problem := sound(chunk.key, part, reading):
                         problems.append(f"{part}: {problem}")
             except PoolError as error:
                 if error.cause is not Miss.EVICTED:

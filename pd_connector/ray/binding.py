@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 
 class BindingPatience:
-    """Lets requests wait for a prefill replica. After a wait in vain only one request at a time waits.
+    """Lets requests wait for a prefill replica. After a failed wait only one request at a time waits.
 
     Without this limit, each request would wait its full time while no prefill replica exists.
 
     Args:
-        patience_s: the longest wait of one request, in seconds. After a wait in vain, other requests do not
+        patience_s: the longest wait of one request, in seconds. After a failed wait, other requests do not
             wait during the next `patience_s`.
         clock: monotonic seconds.
     """
@@ -37,6 +37,6 @@ class BindingPatience:
         self._absent = False
 
     def failed(self) -> None:
-        """A request has waited in vain."""
+        """A request waited, and got no replica."""
         self._absent = True
         self._no_wait_before = self._clock() + self._patience_s

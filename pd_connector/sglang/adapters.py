@@ -53,7 +53,7 @@ class Adapters:
         known = getattr(manager, _LOADED, {}).get(lora_id, _UNSEEN)
         if known.problem:
             raise PDConnectorError(
-                f"adapter {loaded.lora_name} cannot be told by content: {known.problem}; load it from files"
+                f"adapter {loaded.lora_name} cannot be identified by its content: {known.problem}; load it from files"
             )
         return f"{loaded.lora_name} {known.fingerprint}"
 
@@ -90,7 +90,7 @@ def _content(path: str, files: AdapterFiles | None) -> str:
             raise OSError(f"{path} has changed while SGLang loaded it")
         return files.fingerprint()
     if (folder := _folder(path)) is None:
-        raise OSError(f"{path} is no folder on this disk")
+        raise OSError(f"{path} is not a folder on this disk")
     return adapter_fingerprint(folder)
 
 

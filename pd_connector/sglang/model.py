@@ -149,7 +149,7 @@ def config_made(
 def _told(files: ConfigFiles) -> dict[str, Any] | str | None:
     """What the files say, or why it is not known what they said."""
     if exchanged := files.exchanged:
-        return f"{exchanged} was exchanged while SGLang read it"
+        return f"{exchanged} was replaced while SGLang read it"
     try:
         return files.text().config
     except (OSError, ValueError) as error:

@@ -26,7 +26,7 @@ _GREETING = b"\xff"
 """The first byte of ZeroMQ's protocol, which both sides send at once."""
 _GREETING_S = 0.1
 AT_ONCE = 16
-"""Look-ups that run side by side. Each ends within `connect_timeout_s`, so invented addresses seldom delay others."""
+"""Look-ups that run side by side. Each ends within `connect_timeout_s`, so invented addresses rarely delay others."""
 _POLL_S = 0.02
 MOST_FAILED = 256
 """Most failed look-ups that are remembered; above it the failed ones are forgotten. Their requests may have been
@@ -125,7 +125,7 @@ def _control_ports(host: str, port: int, deadline: float) -> list[tuple[str, int
         raise ValueError(f"its registry names {replicas} replicas: wanted 1 to {MAX_REPLICAS}")
     if replicas > 1 and not engine.get("follow_bootstrap_room", True):
         raise ValueError(
-            f"it has {replicas} replicas, and a room does not tell which one: start it with "
+            f"it has {replicas} replicas, and a bootstrap room does not identify one: start it with "
             "--load-balance-method follow_bootstrap_room"
         )
     rows = [_ask(host, port, replica, deadline) for replica in range(replicas)]

@@ -2,16 +2,20 @@
 """What the requests of one rank share: its agent and what the agent reports, SGLang's buffers, and the pages of its pool."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Expect, Withdraw
+from pd_connector.agent.owed import Outcome
+from pd_connector.protocol.consuming.incoming import Finished, Held
+from pd_connector.protocol.producing.outgoing import Free
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
-from pd_connector.sglang.outcomes import Outcomes
 from pd_connector.sglang.requests import fingerprint, transfer_of
+
+Kind = TypeVar("Kind", Free, Finished, Held)
 
 
 class PoolPages:
@@ -53,6 +57,38 @@ class PoolPages:
         request that has just ended. None on a CPU."""
         stream = getattr(self._scheduler, "forward_stream", None)
         return stream.record_event() if isinstance(stream, torch.cuda.Stream) else None
+
+
+class Outcomes:
+    """Outcomes of one rank's requests. Used by the engine's thread.
+
+    Attributes:
+        watched: requests whose outcomes are kept.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.watched: set[str] = set()
+        self._agent = agent
+        self._told: dict[tuple[type[Outcome], str], Outcome] = {}
+
+    def watch(self, request: str) -> None:
+        """Keep the agent's reports about this request, until `forget`."""
+        self.watched.add(request)
+
+    def take(self, kind: type[Kind], request: str) -> Kind | None:
+        """Take the agent's report about a request, if it is of this kind."""
+        for told in self._agent.outcomes():
+            if told.request in self.watched:
+                self._told[type(told), told.request] = told
+        found = self._told.pop((kind, request), None)
+        assert found is None or isinstance(found, kind)
+        return found
+
+    def forget(self, request: str) -> None:
+        """The request is over: drop its reports."""
+        self.watched.discard(request)
+        for kind in (Free, Finished, Held):
+            self._told.pop((kind, request), None)
 
 
 class Rank:
@@ -98,7 +134,7 @@ class Rank:
         """What the KV of these tokens of a request depends on.
 
         Raises:
-            PDConnectorError: its adapter cannot be told by content.
+            PDConnectorError: its adapter cannot be identified by its content.
         """
         return fingerprint(req, tokens, self._adapters.name(req.lora_id))
 

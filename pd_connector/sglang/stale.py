@@ -4,7 +4,7 @@
 Samples let KV pass before all bytes of the weights are compared. So the radix cache may hold KV of such a producer, and
 so may running requests, which SGLang caches at their end. SGLang cannot take pages out of the cache while requests use
 them. Later requests therefore get a namespace of their own in it, and never find KV of before. SGLang evicts that first,
-because nobody uses it.
+because it is not used.
 """
 
 from collections.abc import Callable, Mapping

@@ -123,7 +123,7 @@ class WeightsWatch:
             return
         logger.warning(
             "the weights have changed while this engine served: KV passes only between SGLang's ranks that "
-            "hold the same part of the model, and the same weights, until the engine starts anew"
+            "hold the same part of the model, and the same weights, until the engine restarts"
         )
         module = self._scheduler.tp_worker.model_runner.model
         full = loaded_full_fingerprint(module) if loaded.sampled else b""

@@ -43,7 +43,7 @@ class Landed(NamedTuple):
             `Pieces` are pages of the producer that the consumer will `pull`; no transport reports them.
         problem: why a read failed, for the log; its payload is empty then.
         verified: the transport has verified that these are the bytes that the peer sent: by a cipher's
-            tags or, without a key, by checksums. Nobody but this process can write where they lie.
+            tags or, without a key, by checksums. Only this process can write there.
     """
 
     header: bytes
@@ -158,7 +158,7 @@ class Transport(abc.ABC):
 
         `poll` reports the end of the read once, as `Landed(header, slot, payload)`, with a `problem` if
         it failed. A read from a producer that has not connected yet waits for it. The producer must
-        not change its send slot until the consumer tells it that the chunk was taken. Nobody else may
+        not change its send slot until the consumer tells it that the chunk was taken. Nothing else may
         use the landing slot `slot` until the read has ended. Raises TransportError if it cannot start.
         """
         raise TransportError(f"{self.name} transport: a producer cannot be read from")

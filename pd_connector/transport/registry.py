@@ -50,7 +50,7 @@ def make_transports(
 
     Raises:
         TransportError: one of them cannot work on this machine.
-        ConfigError: nobody provides a transport of that name, or its package is broken.
+        ConfigError: no package provides a transport of that name, or its package is broken.
     """
     parts = TransportParts(context, config, keys, buffers)
     made: list[Transport] = []

@@ -69,7 +69,7 @@ def describe_cache(
         if group.dtype not in DTYPES:
             logger.warning(
                 "layers %d-%d hold %s: PDConnector cannot interpret such pages. They pass unchanged, without "
-                "a codec, and only between engines that are alike",
+                "a codec, and only between engines whose pages have the same form",
                 min(group.layers),
                 max(group.layers),
                 group.dtype,

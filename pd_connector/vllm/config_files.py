@@ -52,7 +52,7 @@ def folder_text(model: "ModelConfig", place: str) -> ConfigText | None:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a config is no JSON object, or a file was exchanged while vLLM read it.
+        ValueError: a config is not a JSON object, or a file was replaced while vLLM read it.
     """
     told: dict[str, ConfigText | str | None] = getattr(model, _TOLD, {})
     if place in told:
@@ -118,5 +118,5 @@ def _text(folder: Path | None, before: tuple[Path, ConfigFiles] | None) -> Confi
         return read_config(folder)
     opened_folder, files = before
     if problem := str(folder) if folder != opened_folder else files.exchanged:
-        raise ValueError(f"{problem} was exchanged while vLLM read it")
+        raise ValueError(f"{problem} was replaced while vLLM read it")
     return files.text()

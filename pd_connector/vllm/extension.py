@@ -30,7 +30,9 @@ class WorkerExtension:
             RuntimeError: this engine has no PDConnector.
         """
         if (connector := _connector()) is None:
-            raise RuntimeError("this engine has no PDConnector to tell a version of the weights")
+            raise RuntimeError(
+                "this engine has no PDConnector: nothing here uses a version of the weights"
+            )
         connector.set_weights_version(version)
 
     def outgoing_transfers(self) -> int:

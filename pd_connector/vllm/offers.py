@@ -65,7 +65,7 @@ class Offers:
         self._describes.add(request.request_id)
 
     def add(self, request: "Request", transfer: str, identity: bytes) -> Command:
-        """A request has come whose KV another engine wants. Returns a command for the agents."""
+        """A request has come, and another engine wants its KV. Returns a command for the agents."""
         self._known[request.request_id] = transfer, identity
         if self._streaming:
             self._streaming.add(request, transfer, identity)

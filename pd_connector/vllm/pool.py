@@ -209,12 +209,8 @@ class PoolSide:
     def allocated(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int, *, verified: bool
     ) -> Fill | None:
-        """Pages have been allocated. Returns the command that fills them, if there is something to load.
-
-        Args:
-            verified: otherwise its KV comes from another connector, or is computed on such KV. It is neither saved nor
-                compared.
-        """
+        """Pages have been allocated. Returns the command that fills them, if there is something to load. KV that is not
+        `verified` (from another connector, or computed on such KV) is neither saved nor compared."""
         prompt = self._prompts.get(request.request_id)
         if prompt and not verified:
             if prompt.writes:
@@ -231,14 +227,9 @@ class PoolSide:
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
         found = prompt.found[chunks.start : chunks.stop]
-        tables = []
-        for table, size in zip(
-            kept_pages(blocks.get_block_ids()), self._windows.page_sizes, strict=True
-        ):
-            before = min(len(table), first // size)
-            tables.append([-1] * before + list(table[before:]))
+        tables = self._windows.from_token(first, kept_pages(blocks.get_block_ids()))
         wanted = tuple(prompt.chunk(number) for number in chunks)
-        fill = Fill(request.request_id, self.model, wanted, first, stop, tuple(tables))
+        fill = Fill(request.request_id, self.model, wanted, first, stop, tables)
         loading = Loading(keys, found, range(first, stop), time.monotonic(), look)
         self.loads.begin(prompt, loading, fill)
         return fill
@@ -276,9 +267,8 @@ class PoolSide:
         for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
             resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
-            self._saves.note(prompt, anew=resumed or not prompt.stepped)
-            if not prompt.stepped:
-                # Pages that it found in the cache may be filled by this very step.
+            self._saves.note(prompt, moved=resumed or not prompt.stepped)
+            if not prompt.stepped:  # this step may fill pages that it found in the cache
                 prompt.stepped = True
                 continue
             new = self._computed(prompt, computed if prompt.writes and not prompt.adapter else 0)

@@ -2,8 +2,8 @@
 """What the pool adds to vLLM's scheduler beside the connector's hooks.
 
 A load from the pool that breaks off costs a computation, whatever vLLM does with other loads that fail. vLLM has one
-policy for all loads: the config key `on_failure`, or the `kv_load_failure_policy` of a MultiConnector. With `fail` a request
-fails whose handoff fails. A prompt that the pool could not load is computed instead.
+policy for all loads: the config key `on_failure`, or the `kv_load_failure_policy` of a MultiConnector. With `fail` a request whose
+handoff fails ends with an error. A prompt that the pool could not load is computed instead.
 """
 
 import functools
@@ -45,7 +45,7 @@ def _recompute(loads: PoolLoads) -> None:
         original = getattr(Scheduler, name, None)
         if original is None:
             logger.warning(
-                "pool: this version of vLLM has no Scheduler.%s: with `on_failure: fail` a request fails whose load "
+                "pool: this version of vLLM has no Scheduler.%s: with `on_failure: fail` a request fails if its load "
                 "from the pool breaks off; set `on_failure: recompute`",
                 name,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits of the pool's writers: a prompt whose chunks nobody has compared yet is computed here, and then compared.
+"""Audits of the pool's writers: a prompt with chunks that were not compared yet is computed here, and then compared.
 
 One audit is under way at a time. Until it is over, all prompts are computed here.
 """

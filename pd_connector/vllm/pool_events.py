@@ -37,7 +37,7 @@ _MOST_CHUNKS = 1 << 14
 """Chunks that an engine tells of. The one that it served longest ago is forgotten first, which is told as its removal."""
 
 _ANEW = b"", ""
-"""The journal was made anew: what is gone is not in it."""
+"""The journal was rebuilt: what is gone is not in it."""
 
 
 class _Told(NamedTuple):

@@ -28,7 +28,7 @@ class PoolFills:
     def ended(self, outcome: Finished) -> bool:
         """A load has ended; it may be one of another kind. Returns whether vLLM can keep the first of its pages.
 
-        vLLM takes ids of invalid pages for caches with one page table only. Where a window slides, pages before those
+        vLLM takes ids of invalid pages for caches with one page table only. If a window slides, pages before those
         of the load's end are not filled, and a request cannot go on from an earlier token.
         """
         fill = self._fills.pop(outcome.request, None)

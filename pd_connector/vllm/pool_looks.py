@@ -196,7 +196,7 @@ class PoolLooks:
         return pays
 
     def _read(self, key: bytes, found: Found) -> None:
-        """Read a chunk for which nobody waits."""
+        """Read a chunk to measure the store. No request waits for it."""
         began_s = time.monotonic()
         try:
             for part in found.parts:

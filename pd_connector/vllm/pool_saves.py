@@ -47,7 +47,7 @@ class PoolSaves:
     def bind(self, blocks: "BlockPool") -> None:
         """Attach vLLM's pages.
 
-        vLLM resets its prefix cache only while no page is in use. Kept pages are no request's, and what is saved stays
+        vLLM resets its prefix cache only while no page is in use. Kept pages belong to no request, and what is saved stays
         right. So they count as free during a reset, and are kept on afterwards. `unpin_blocks` is not used: a page has
         one watcher there, which another connector, or another save of the page, would replace.
         """
@@ -80,15 +80,15 @@ class PoolSaves:
 
         blocks.get_new_blocks = get_new_blocks
 
-    def note(self, prompt: PoolPrompt, *, anew: bool) -> None:
+    def note(self, prompt: PoolPrompt, *, moved: bool) -> None:
         """A step was scheduled that computes tokens of this prompt, in pages that are its own now.
 
         Args:
-            anew: it has other pages than before.
+            moved: it has other pages than before.
         """
         if not self._slides:
             return
-        if anew:
+        if moved:
             prompt.handed_out = [[] for _ in prompt.pages]
         for pages, counts in zip(prompt.pages, prompt.handed_out, strict=True):
             counts.extend(self._handed_out[page] for page in pages[len(counts) :])

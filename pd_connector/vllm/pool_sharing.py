@@ -11,7 +11,7 @@ from pd_connector.vllm.pool_prompt import PoolPrompt
 _LONGEST_WAIT_S = 10.0
 """A request waits for other requests' loads at most this long in all, in seconds. Then it reads for itself."""
 _CACHED_WITHIN_S = 1.0
-"""vLLM caches the pages of a load when it next looks at its request. Nobody waits longer for that, in seconds."""
+"""vLLM caches the pages of a load when it next looks at its request. The longest wait for that, in seconds."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 """Requests whose load failed, while another part of vLLM's MultiConnector could load them, too.
 
 vLLM adds the pages that the failed load would need and the pages of the other part's load: it waits for room for
-twice the prompt. Requests behind it wait as long, even those whose loads have ended. In a cache with fewer pages they
+twice the prompt. Requests behind it wait for the same time, even those whose loads have ended. In a cache with fewer pages they
 wait for ever. Such a request is computed here instead, and nothing is loaded for it.
 """
 

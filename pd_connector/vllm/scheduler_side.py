@@ -287,7 +287,7 @@ class SchedulerSide:
         try:
             return self.identity.of(request, tokens), self.identity.adapters.name(request)
         except OSError as error:
-            detail = f"its adapter cannot be told by content: {error}"
+            detail = f"its adapter cannot be identified by its content: {error}"
             self._ignore(request, Cause.MODEL, detail)
             return None
 

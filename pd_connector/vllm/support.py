@@ -85,7 +85,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError(
-            "enable_sleep_mode: an engine that falls asleep frees the memory of pages while another engine "
+            "enable_sleep_mode: a sleeping engine frees the memory of pages while another engine "
             "fetches them; leave the option out, or end the process instead"
         )
     # 0.32; earlier, a setting of the model.

@@ -39,6 +39,7 @@ class Uncomputable:
         bare = [feature.mm_position for feature in request.mm_features if _is_bare(feature.data)]
         if bare:
             self._needed[request.request_id] = max(place.offset + place.length for place in bare)
+            _read_caches(request)
 
     def waits(self, request_id: str, tokens: int) -> bool:
         """Whether a request must not be computed if KV of only `tokens` tokens is here or can be fetched.
@@ -60,6 +61,21 @@ class Uncomputable:
         """A request has ended."""
         self._needed.pop(request_id, None)
         self._told.discard(request_id)
+
+
+def _read_caches(request: "Request") -> None:
+    """Let vLLM ask for KV of the prompt, although the client wants log probabilities of the prompt.
+
+    For such a request vLLM ignores what a connector answers, and computes. Log probabilities of tokens whose KV was
+    fetched would be memory that nobody has written, so there are none in the answer. The parameters may be the
+    client's own object: they are copied.
+    """
+    if not request.skip_reading_prefix_cache:
+        return
+    request.skip_reading_prefix_cache = False
+    if request.sampling_params is not None:
+        asked = request.sampling_params = request.sampling_params.clone()
+        asked.prompt_logprobs = asked.prompt_logprob_token_ids = None
 
 
 def _is_bare(data: Mapping[str, Any] | None) -> bool:

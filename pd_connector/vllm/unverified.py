@@ -28,7 +28,7 @@ class UnverifiedPages:
         self._page_sizes = page_sizes
         self._pages: set[int] = set()
         self._requests: set[str] = set()
-        # What the request that vLLM admits has: tokens that some connector loads, tokens before them, pages found.
+        # The request that vLLM has just admitted: tokens that some connector loads, tokens before them, pages found.
         self._admitted: tuple[int, int, KVCacheBlocks | None] = 0, 0, None
 
     def __contains__(self, request_id: str) -> bool:

@@ -48,6 +48,20 @@ class Windows:
         itself."""
         return self.first_kept(prompt_tokens - 1)
 
+    def from_token(
+        self, first_token: int, tables: Iterable[Sequence[int]]
+    ) -> tuple[Sequence[int], ...]:
+        """Page ids by table, with -1 for pages before the one that holds this token.
+
+        >>> Windows([(16, 0)]).from_token(40, [[7, 8, 9]])
+        ([-1, -1, 9],)
+        """
+        found = list[Sequence[int]]()
+        for table, size in zip(tables, self.page_sizes, strict=True):
+            before = min(len(table), first_token // size)
+            found.append([-1] * before + list(table[before:]))
+        return tuple(found)
+
     def unfilled(
         self, tables: Iterable[Sequence[int]], first_token: int, stop_token: int
     ) -> frozenset[int]:

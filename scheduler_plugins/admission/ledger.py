@@ -63,7 +63,9 @@ class Ledger:
     def age_s(self, request_id: str, now_s: float) -> float:
         """Time since the first token; 0 if there is no token yet."""
         one = self._open.get(request_id)
-        return now_s - one.first_token_s if one and one.first_token_s is not None else 0.0
+        if one is None or one.first_token_s is None:
+            return 0.0
+        return max(0.0, now_s - one.first_token_s)  # the clock may have been set back
 
     def gone(self, request_id: str, tokens: int, most_tokens: int) -> None:
         """Note that the request ended with `tokens` of at most `most_tokens` tokens, or was aborted."""

@@ -41,7 +41,8 @@ class Histogram(msgspec.Struct):
     sum_s: float = 0.0
 
     def observe(self, duration_s: float) -> None:
-        """Count a duration."""
+        """Count a duration. A clock that was set back makes it negative; then it counts as 0, because sums only grow."""
+        duration_s = max(0.0, duration_s)
         self.counts[bisect_left(TTFT_BUCKETS_S, duration_s)] += 1
         self.sum_s += duration_s
 

@@ -37,7 +37,7 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
         classes = report.classes.values()
         return cls(
             rank=rank,
-            queued_s=report.prefill_left_s + sum(sum(load.work_s) for load in classes),
+            queued_s=max(0.0, report.prefill_left_s + sum(sum(load.work_s) for load in classes)),
             queued_tokens=sum(load.tokens for load in classes),
             waiting=sum(load.waiting for load in classes),
             batch=len(report.decoding),

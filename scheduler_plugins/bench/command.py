@@ -133,7 +133,7 @@ def twice_the_load(
     speed: Speed = 3.0,
     json: Json = None,
 ) -> None:
-    """Twice what the engines can do, with promises of TTFT and TPOT beside letting everybody in."""
+    """Twice what the engines can do, with promises of TTFT and TPOT compared with admitting all."""
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, rate=2 * CAPACITY))

@@ -26,7 +26,7 @@ class PeerProcess(Service):
     """A peer's router from a separate environment."""
 
     def __init__(self, name: str, program: Path, args: Sequence[str], log: Path) -> None:
-        super().__init__(name, "127.0.0.1", None, log)
+        super().__init__(name, log)
         self._program, self._args, self._metrics = program, list(args), self.reserve()
 
     def command(self) -> list[str]:

@@ -27,7 +27,7 @@ class MockProcess(Service):
     def __init__(
         self, name: str, costs: Path, speed: float, log: Path, args: Sequence[str] = ()
     ) -> None:
-        super().__init__(name, "127.0.0.1", None, log)
+        super().__init__(name, log)
         self._events, self._replay = self.reserve(), self.reserve()
         self._args = [*args, "--cost-model", str(costs), "--speed", str(speed)]
 

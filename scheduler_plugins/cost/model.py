@@ -39,6 +39,10 @@ class StepLoad(NamedTuple):
         return cls(tokens, pairs, batch, context)
 
 
+_MOST = 1e9
+"""No coefficient is larger. Predictions stay finite with it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """Durations in seconds, all coefficients >= 0.
@@ -67,6 +71,14 @@ class CostModel:
     """If False, costs are token counts at an assumed or average rate."""
     error: float | None = None
     """Mean of |predicted - measured| / measured over prefill steps that were not fitted; None if there are none."""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with a coefficient that came from a file or an engine; empty: nothing."""
+        for name in ("a", "b", "c", "d0", "d1", "d2", "chunk_tokens"):
+            if not 0 <= (value := getattr(self, name)) <= _MOST:
+                return f"{name} is {value}, must be from 0 to {_MOST:g}"
+        return ""
 
     @classmethod
     def token_count(cls, tokens_per_s: float = ASSUMED_TOKENS_PER_S) -> CostModel:

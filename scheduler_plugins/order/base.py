@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from scheduler_plugins.order.request import Waiting
 
@@ -19,15 +18,15 @@ class QueuePolicy(ABC):
     `WaitingQueue`).
     """
 
-    calibrated: ClassVar[bool] = False
+    calibrated: bool = False
     """True: a key is computed again when the cache changes. False: it is computed once, on arrival."""
-    by_cost: ClassVar[bool] = False
+    by_cost: bool = False
     """Whether shorter requests overtake longer ones. Admission needs it for its predictions."""
-    overtakes_running: ClassVar[bool] = False
+    overtakes_running: bool = False
     """Whether a request overtakes a running prefill whose remaining part has a larger key."""
-    resumes_first: ClassVar[bool] = True
+    resumes_first: bool = True
     """True: a preempted request goes before all others of its class. False: its key decides."""
-    splits_batches: ClassVar[bool] = False
+    splits_batches: bool = False
     """Whether `wants_own_batch` can be true. In that case a batch can end although requests wait."""
 
     @abstractmethod

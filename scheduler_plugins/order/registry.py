@@ -7,14 +7,23 @@ has the policy's name. Its object is a subclass of `QueuePolicy` whose construct
 
 from __future__ import annotations
 
+import logging
+import math
+import reprlib
+import time
+from collections.abc import Callable
+
 from pd_connector.errors import ConfigError
-from pd_connector.extensions import load_entry_points, unknown_name
+from pd_connector.extensions import Extension, Faults, load_entry_points, unknown_name
 from scheduler_plugins.order.base import QueuePolicy
 from scheduler_plugins.order.by_arrival import Fcfs, Priority
 from scheduler_plugins.order.length_grouped import LengthGrouped
 from scheduler_plugins.order.longest_prefix import LongestPrefix
 from scheduler_plugins.order.prefill_only import PrefillOnly
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.order.srjf import DEFAULT_LAMBDA, Srjf, SrjfCalibrated
+
+logger = logging.getLogger(__name__)
 
 POLICIES: dict[str, type[QueuePolicy]] = {
     "fcfs": Fcfs,
@@ -40,14 +49,8 @@ def create(name: str, lambda_: float = DEFAULT_LAMBDA) -> QueuePolicy:
     Raises:
         ValueError: no policy has that name, another package's policy cannot be loaded, or `lambda_` is negative.
     """
-    policy = POLICIES.get(name) or _added(name)
-    if issubclass(policy, SrjfCalibrated):
-        return policy(lambda_)
-    return policy()
-
-
-def _added(name: str) -> type[QueuePolicy]:
-    """A policy of another package."""
+    if name in POLICIES:
+        return _made(POLICIES[name], lambda_)
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
         raise unknown_name("policy", name, POLICIES, GROUP, "policy")
@@ -57,4 +60,48 @@ def _added(name: str) -> type[QueuePolicy]:
             f"policy {name!r}, which {extension.source} adds, is {found!r}: must be a subclass of "
             "scheduler_plugins.order.base.QueuePolicy"
         )
-    return found
+    return Guarded(_made(found, lambda_), extension)
+
+
+def _made(policy: type[QueuePolicy], lambda_: float) -> QueuePolicy:
+    return policy(lambda_) if issubclass(policy, SrjfCalibrated) else policy()
+
+
+class Guarded(QueuePolicy):
+    """Another package's policy. Its faults must not end the engine: they are logged, and such a request goes by its
+    arrival."""
+
+    def __init__(self, policy: QueuePolicy, extension: Extension) -> None:
+        self._policy = policy
+        self._whose = f"queue policy {extension.name!r}, which {extension.source} adds,"
+        self._faults = Faults(
+            logger,
+            "such requests go by their arrival. Repair the policy, or name another one (policy)",
+        )
+        self.calibrated = policy.calibrated
+        self.by_cost = policy.by_cost
+        self.overtakes_running = policy.overtakes_running
+        self.resumes_first = policy.resumes_first
+        self.splits_batches = policy.splits_batches
+
+    def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:
+        return self._asked("key", lambda: self._policy.key(request, cached_tokens, cost_s))
+
+    def group(self, request: Waiting) -> int:
+        found = self._asked("group", lambda: self._policy.group(request))
+        return int(found) if math.isfinite(found) else 0
+
+    def wants_own_batch(self, request: Waiting) -> bool:
+        return bool(self._asked("wants_own_batch", lambda: self._policy.wants_own_batch(request)))
+
+    def _asked(self, method: str, ask: Callable[[], float]) -> float:
+        """The policy's number; 0 if it fails or returns no number."""
+        try:
+            found = float(ask())
+            if math.isnan(found):
+                raise ValueError("it returned NaN, which has no order")
+        except Exception as error:  # another package's policy can raise anything
+            what = f"{self._whose} failed in {method}: {reprlib.repr(error)}"
+            self._faults.note(method, what, time.monotonic(), error)
+            return 0.0
+        return found

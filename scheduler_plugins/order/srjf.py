@@ -22,7 +22,7 @@ class Srjf(QueuePolicy):
 class SrjfCalibrated(QueuePolicy):
     """PrefillOnly's: `score = cost(n, cached now) - lambda * waited`, smallest first.
 
-    `lambda_` is in seconds per second. All requests age alike, so `cost + lambda * arrival` gives the same order and
+    `lambda_` is in seconds per second. All requests age equally, so `cost + lambda * arrival` gives the same order and
     changes only with the cache. Only requests that arrive less than `cost / lambda` later overtake a request. With
     0.02, a prefill of 1 s yields for 50 s at most. Larger values tend to first come, first served; 0 never ages.
     PrefillOnly's lambda of 500 is in tokens per second. Divide it by the engine's prefill rate in tokens per second.

@@ -220,7 +220,7 @@ def _gaps(answers: Sequence[Timed]) -> list[float]:
 def step_s(gaps: Sequence[float]) -> float:
     """Mean time of a step, in seconds, from times between tokens.
 
-    It is no median: tokens that come together have times of 0 and of two steps, and steps beside other work have two
+    It is not a median: tokens that come together have times of 0 and of two steps, and steps beside other work have two
     usual durations.
     """
     left_out = len(gaps) // OUTLIERS

@@ -8,6 +8,8 @@ believes only that header, and each header once. An engine without the secret re
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import secrets
 import time
@@ -20,11 +22,14 @@ from urllib.parse import quote, unquote
 from pd_connector.config_rules import weakness
 from pd_connector.control.keys import secret
 
+logger = logging.getLogger(__name__)
+
 HEADER = "X-PD-Class"
 KEY_VARIABLE = "PD_ROUTER_KEY"
 ADMIN_KEY_VARIABLE = "PD_ROUTER_ADMIN_KEY"
 BELIEVED_S = 300.0
 """The largest difference between the clocks of router and engine. A signature older than this is invalid."""
+_TELL_S = 60.0
 MOST_SEEN = 100_000
 """Most signatures that are remembered. If more come within `BELIEVED_S`, the oldest are not believed any more."""
 
@@ -59,6 +64,7 @@ class Seen:
         self._by_time: list[tuple[int, str]] = []  # a heap
         self._forgotten_ms = 0
         """Signatures up to this time are forgotten, and not believed any more."""
+        self._told_s = -math.inf
 
     def first(self, at_ms: int, nonce: str, now_s: float) -> bool:
         """Whether this is the first time that a valid signature is seen."""
@@ -71,6 +77,18 @@ class Seen:
             self._forgotten_ms, forgotten = heappop(self._by_time)
             self._known.discard(forgotten)
         return True
+
+    def tell(self, off_s: float) -> None:
+        """Say in the log, at most once a minute, that a valid signature is this much older than the present."""
+        now_s = time.monotonic()
+        if now_s < self._told_s + _TELL_S:
+            return
+        self._told_s = now_s
+        logger.warning(
+            "%s: a router signed a class %.0f s %s, by the two clocks; not believed, so such requests are of the default "
+            "class (wanted: %g s at most). Set both machines' clocks (NTP). Or somebody repeats an old header",
+            *(HEADER, abs(off_s), "ago" if off_s > 0 else "in the future", BELIEVED_S),
+        )
 
 
 def signed(qos: str, request_id: str, key: bytes, now_s: float | None = None) -> str:
@@ -106,7 +124,10 @@ def signed_class(
     if not key or not compare_digest(signature.encode(), wanted.encode()):
         return None
     now_s = time.time() if now_s is None else now_s
-    if abs(now_s - int(at) / 1000) > BELIEVED_S or not seen.first(int(at), nonce, now_s):
+    if abs(off_s := now_s - int(at) / 1000) > BELIEVED_S:
+        seen.tell(off_s)
+        return None
+    if not seen.first(int(at), nonce, now_s):
         return None
     return unquote(name)
 

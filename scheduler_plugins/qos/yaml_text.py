@@ -38,7 +38,7 @@ class YamlText:
         """The settings, as this msgspec type.
 
         Raises:
-            ValueError: the text is no YAML, has an unknown key, or a value of another type. The message begins with the
+            ValueError: the text is not YAML, has an unknown key, or a value of another type. The message begins with the
                 file's name and the line.
         """
         try:

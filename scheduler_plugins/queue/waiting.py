@@ -282,7 +282,7 @@ class WaitingQueue:
 
     def _new(self, request: Waiting, *, resumed: bool = False) -> QueueEntry:
         if request.id in self._entries:
-            raise ValueError(f"request {request.id}: waits already; ids must be unique")
+            raise ValueError(f"request {request.id}: is already waiting; ids must be unique")
         entry = self.estimator.entry(request)
         entry.resumed = resumed
         entry.key, entry.cost_s = self.estimator.evaluate(entry)

@@ -21,10 +21,10 @@ from ray.serve.request_router import (
 )
 
 from scheduler_plugins.ray.fleet import Fleet
-from scheduler_plugins.router.policies import registry
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.prompt.body import BadRequestError
 from scheduler_plugins.router.prompt.describe import SESSION_HEADER
+from scheduler_plugins.router.routing.fallback import Fallback
 
 logger = logging.getLogger("ray.serve")
 
@@ -49,7 +49,7 @@ class PolicyRequestRouter(RequestRouter):
         """
         name = self._deployment_id.name
         role = next((r for prefix, r in _PREFIXES.items() if name.startswith(prefix)), Role.WHOLE)
-        self._fleet = Fleet(registry.create(policy, decode_policy), role, Random())
+        self._fleet = Fleet(Fallback(policy, decode_policy), role, Random())
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve whenever replicas come or go."""

@@ -120,6 +120,14 @@ class Metrics:
             ["from", "to", "cause"],
             registry=self.registry,
         )
+        self.policy_faults = Counter(
+            "pd_router:policy_faults",
+            "Decisions that a policy did not make, so that the default policy made them (of a role policy: no engine "
+            "moved), by policy and cause: raised, wrong (a decision that cannot be followed), late (ended after a "
+            "second), paused (not asked because it was late), deferred (for too long).",
+            ["policy", "cause"],
+            registry=self.registry,
+        )
         self.prefill_failures = Counter(
             "pd_router:prefill_failures",
             "Prefill copies that failed. The decode side then computes the prompt itself.",

@@ -6,8 +6,9 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from scheduler_plugins.router.policies.registry import create
+from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.shared import Shared
+from scheduler_plugins.router.routing.fallback import Fallback
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import AT_START, SettingsError, SettingsFile
 
@@ -35,7 +36,17 @@ def use_settings(shared: Shared, config: RouterConfig) -> None:
     old, shared.config = shared.config, config
     wanted = config.route_policy, config.decode_policy
     if (old.route_policy, old.decode_policy) != wanted:
-        shared.policy = create(*wanted)
+        shared.policy = route_policy(config, shared.metrics)
+
+
+def route_policy(config: RouterConfig, metrics: Metrics) -> Fallback:
+    """A new policy object, as the settings name it."""
+    name = config.route_policy
+
+    def count(cause: str) -> None:
+        metrics.policy_faults.labels(name, cause).inc()
+
+    return Fallback(name, config.decode_policy, count)
 
 
 async def _reload(settings: SettingsFile, use: Callable[[RouterConfig], None]) -> None:

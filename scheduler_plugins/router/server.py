@@ -2,6 +2,7 @@
 """Serves the router on a socket, from start to end."""
 
 import asyncio
+import errno
 import logging
 import resource
 import signal
@@ -88,9 +89,9 @@ class RouterServer:
                 ssl_handshake_timeout=HEADERS_S if encrypted else None,
                 reuse_port=self._shares_port or None,
             )
-        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
             await self._runner.cleanup()
-            raise OSError(f"{config.host}:{config.port}: {error}") from None
+            raise cannot_listen(config.host, config.port, error) from None
         self.port = self._listener.sockets[0].getsockname()[1]
         if config.admin_port is not None:
             pool = self.app[SHARED].pool
@@ -138,13 +139,28 @@ class AdminServer:
         try:
             await web.TCPSite(self._runner, host, port).start()
         except (OSError, UnicodeError) as error:
-            raise OSError(f"{host}:{port} (admin API): {error}") from None
+            raise cannot_listen(host, port, error, "admin-") from None
         found: int = self._runner.addresses[0][1]
         logger.info("Admin API on http://%s", authority(host, found))
         return found
 
     async def close(self) -> None:
         await self._runner.cleanup()
+
+
+def cannot_listen(host: str, port: int, error: Exception, of: str = "") -> OSError:
+    """The error of an address on which the router cannot listen: what is wrong with it, and what to do.
+
+    Args:
+        of: how the names of its options begin; empty: clients come there.
+    """
+    do = {
+        errno.EADDRINUSE: f"another program listens there; take another port with --{of}port",
+        errno.EADDRNOTAVAIL: f"this machine has no such address; name one of its own with --{of}host",
+        errno.EACCES: f"the system does not permit this port; take one above 1023 with --{of}port",
+    }
+    place = f"{authority(host, port)} (admin API)" if of else authority(host, port)
+    return OSError(f"{place}: {do.get(getattr(error, 'errno', None) or 0, error)}")
 
 
 async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> None:

@@ -127,7 +127,7 @@ class Cluster:
         that died."""
         known = self.nodes.get(node.name)
         if known is not None and known.up:
-            raise ValueError(f"engine {node.name}: is there already; names must be unique")
+            raise ValueError(f"engine {node.name}: exists already; names must be unique")
         self.nodes[node.name] = node
         self._rooms.clear(node.name)
         node.engine.hand_over = partial(self._computed, node)

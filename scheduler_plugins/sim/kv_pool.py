@@ -36,8 +36,8 @@ class PoolSettings:
 class KvPool:
     """The pool's blocks, the least recently used one evicted first. Policies see it as a `PrefixSource`."""
 
-    def __init__(self, settings: PoolSettings, block_tokens: int, name: str = "pool") -> None:
-        self.name = name
+    def __init__(self, settings: PoolSettings, block_tokens: int) -> None:
+        self.name = "pool"
         self.settings = settings
         self.block_tokens = block_tokens
         self._cache = LruBlocks(settings.blocks)

@@ -45,10 +45,6 @@ class Network:
             return size
         return max(size / self.layers, size - prefill_s * self.bytes_per_s)
 
-    def alone_s(self, tokens: int) -> float:
-        """Time to move the KV of `tokens` tokens over idle links."""
-        return self.latency_s + tokens * self.kv_bytes_per_token / self.bytes_per_s
-
 
 @dataclass(eq=False, slots=True)
 class _Flow:

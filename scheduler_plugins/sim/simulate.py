@@ -116,7 +116,9 @@ class Scenario:
                 "both: engines that do both replace --prefill and --decode: give 0 for them"
             )
         if self.cpu_prefill and not self.prefill:
-            raise ValueError("cpu_prefill: stands beside --prefill engines; give some of them")
+            raise ValueError(
+                "cpu_prefill: these engines only help --prefill engines; give at least one of those"
+            )
         if not 0 <= self.background <= 1:
             raise ValueError(f"background {self.background}: must be between 0 and 1")
 

@@ -54,22 +54,20 @@ def lengths(
     count: int,
     *,
     median_tokens: int = 800,
-    sigma: float = 0.8,
     max_tokens: int = 1,
-    page_size: int = 16,
 ) -> list[Waiting]:
     """Prompts that share nothing, of log-normal length, all arriving at 0."""
     random = Random(seed)
     requests, longest = [], 16 * median_tokens
     for n in range(count):
-        tokens = round(random.lognormvariate(0.0, sigma) * median_tokens)
+        tokens = round(random.lognormvariate(0.0, 0.8) * median_tokens)
         tokens = max(2, min(longest, tokens))
         first = (seed * count + n) * longest
         requests.append(
             Waiting(
                 id=f"{seed}-{n}",
                 tokens=tokens,
-                block_hashes=range(first, first + tokens // page_size),
+                block_hashes=range(first, first + tokens // 16),
                 arrival_s=0.0,
                 max_tokens=max_tokens,
             )

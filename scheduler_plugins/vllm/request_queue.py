@@ -188,7 +188,7 @@ class OrderedRequests(RequestQueue):
 
     def remove_request(self, request: Request) -> None:
         if request.request_id not in self._requests:
-            raise ValueError(f"request {request.request_id}: does not wait")
+            raise ValueError(f"request {request.request_id}: is not waiting")
         self._forget(request.request_id)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers that lie, and bytes that are no messages: an agent serves on."""
+"""Peers that lie, and bytes that are not messages: an agent serves on."""
 
 import os
 import pickle

@@ -115,7 +115,7 @@ def test_an_idle_connection_that_was_forgotten_costs_no_transfer(
     relay.forget()
     deadline = time.monotonic() + 30
     while relay.accepted < 2:
-        assert time.monotonic() < deadline, "nobody has dialled anew"
+        assert time.monotonic() < deadline, "no agent has dialled again"
         time.sleep(0.05)
     assert transfer(producer, consumer, "after")
 
@@ -154,7 +154,7 @@ def move_many(producer: Rank, consumer: Rank, name: str, source: Source | None =
 
 
 def serves_again(producer: Rank, consumer: Rank, name: str, source: Source | None = None) -> None:
-    """A transfer arrives, after some that may be lost. Where several have waited in vain, nothing is
+    """A transfer arrives, after some that may be lost. If several have waited without an answer, nothing is
     asked of the producer for a while."""
     numbers = itertools.count()
     until(lambda: move_many(producer, consumer, f"{name} {next(numbers)}", source))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits between real agents: KV that was received is compared with KV that is there, and who fails is not believed
-again before it has started anew."""
+again before it has restarted."""
 
 import threading
 from collections.abc import Sequence

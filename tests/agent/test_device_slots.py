@@ -114,7 +114,7 @@ def test_a_cache_in_host_memory_says_nothing_of_devices(ranks: Ranks, posted: li
     assert set(posted) == {memoryview}
     assert producer.agent.transports == "nixl"
     assert not [name for name, _ in producer.counts if name == "staged_sessions"]
-    with pytest.raises(ConfigError, match="the cache lies in host memory"):
+    with pytest.raises(ConfigError, match="the cache is in host memory"):
         ranks(NIXL | {"slot_memory": "device"})
 
 

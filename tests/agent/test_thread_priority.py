@@ -79,7 +79,7 @@ def test_the_asking_thread_and_zeromqs_go_first_and_no_other():
         until(lambda: "ZMQbg/IO/0" in names(), "ZeroMQ's thread has named itself")
         allowed, nice = asked_in_a_thread()
         if not allowed:
-            pytest.skip("this process may not raise priorities")
+            pytest.skip("this process is not allowed to raise priorities")
         assert nice == -10
         by_name: dict[str, set[int]] = {}
         for task in Path("/proc/self/task").iterdir():

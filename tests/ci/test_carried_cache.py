@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that were compiled on one machine are found on another, in another folder."""
 
+import ast
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 
 from gpu_run import bundle
 from gpu_run.parts import TRITON_CACHE, unpacked
-from gpu_run.places import environment
+from gpu_run.places import ROOT, environment
 
 pytest.importorskip("triton")
 SOURCE = """
@@ -59,3 +60,16 @@ def test_a_carried_kernel_is_not_compiled_again(tmp_path: Path) -> None:
     env = environment(tmp_path / "state", [site])
     assert env["TRITON_CACHE_DIR"] == str(site / TRITON_CACHE)
     assert hit(tmp_path / "there", Path(env["TRITON_CACHE_DIR"]))
+
+
+def test_constants_of_one_name_have_one_value() -> None:
+    """Triton puts constants of one name into a kernel's key by the addresses of their modules, which differ between
+    processes. With two values, a kernel would be compiled again in half of them."""
+    values: dict[str, set[str]] = {}
+    for file in (ROOT / "kernels" / "pd_kernels").rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            match node:
+                case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(_, "constexpr"), [value])):
+                    values.setdefault(name, set()).add(ast.unparse(value))
+    assert len(values) > 20
+    assert {name: told for name, told in values.items() if len(told) > 1} == {}

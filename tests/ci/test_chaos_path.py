@@ -79,7 +79,7 @@ class Ends:
         self.wires, self.listener, self.dialler = wires, listener, dialler
 
     def heard(self, nbytes: int) -> bytes:
-        """What the producer's end hears, up to as many bytes or the connection's end."""
+        """What the producer's end hears, up to this number of bytes, or the connection's end."""
         found = b""
         while len(found) < nbytes:
             try:

@@ -6,43 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from support.gpu_steps import SLEEP, runner, states, step
 from support.waits import until
 
 from gpu_run import command
 from gpu_run.places import ROOT, describe_project, environment
 from gpu_run.processes import members_of, run_limited
 from gpu_run.record import LOG, REPORT, RESULTS, Record, Result
-from gpu_run.runner import Runner
-from gpu_run.step import JSON, Step
-
-SLEEP = "import time; time.sleep(600)"
-
-
-def step(
-    name: str,
-    code: str,
-    *,
-    limit_s: float = 60.0,
-    imports: Sequence[str] = (),
-    beside: str = "",
-) -> Step:
-    program = (sys.executable, "-S", "-c", code, JSON)
-    return Step(name, "a test", program, limit_s, imports, sources=(), beside=beside)
-
-
-def runner(folder: Path, out: Path | None = None) -> Runner:
-    env = environment(folder, [])
-    return Runner(folder, Record(folder, out), env, rehearse=False, say=lambda _: None)
-
-
-def states(one: Runner) -> dict[str, str]:
-    return {name: result.state for name, result in one.record.results.items()}
 
 
 def test_a_step_that_fails_or_hangs_costs_no_other(tmp_path: Path) -> None:
@@ -140,7 +115,7 @@ def test_results_are_taken_up_on_another_machine(tmp_path: Path) -> None:
 def test_a_failed_step_is_tried_again_when_its_sources_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, state: str
 ) -> None:
-    """What is wrong is mended between two calls; what is not mended costs no second try."""
+    """Errors are fixed between two calls. Without a fix there is no second try."""
     monkeypatch.setattr("gpu_run.step.ROOT", tmp_path)
     (tmp_path / "kernels").mkdir()
     source = tmp_path / "kernels" / "one.py"
@@ -181,7 +156,7 @@ def test_all_output_together_fits_what_a_host_gives_back(
 def test_a_step_is_run_again_without_losing_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is wrong is mended while the GPU is there."""
+    """Errors are fixed while the GPU is there."""
     told = tmp_path / "told"
     steps = [step(name, f"open({str(told)!r}, 'a').write({name!r})") for name in ("a", "b")]
     monkeypatch.setattr(
@@ -199,7 +174,7 @@ def test_a_step_is_run_again_without_losing_the_others(
 
 def test_a_run_that_is_killed_has_kept_its_results(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; import test_gpu_run as t;"
+        "import sys; from pathlib import Path; import support.gpu_steps as t;"
         "t.runner(Path(sys.argv[1])).run([t.step('a', 'print(1)'), t.step('b', t.SLEEP)], 500)"
     )
     state = tmp_path / "state"
@@ -249,3 +224,15 @@ def test_engines_do_not_wait_for_flashinfer_s_compiler(
     assert environment(tmp_path, [])["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
     assert environment(tmp_path, [])["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+
+def test_a_home_that_cannot_be_written_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton, torch and engines keep what they compile there."""
+    assert environment(tmp_path, [])["HOME"] == os.environ["HOME"]
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("gpu_run.places.LEAST_TEMPORARY", 1 << 60)
+    told = environment(tmp_path, [])
+    assert all(Path(told[name]).is_relative_to(tmp_path) for name in ("HOME", "TMPDIR"))
+    assert Path(told["TMPDIR"]).is_dir()

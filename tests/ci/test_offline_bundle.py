@@ -95,8 +95,8 @@ def test_the_tree_travels_without_the_demo_s_model() -> None:
         assert [member.mode & 0o111 > 0 for member in tar] == [True, False]
 
 
-def carried(folder: Path, python: str = OWN) -> bytes:
-    """A folder with one of two parts."""
+def carried(folder: Path, python: str = OWN, optional: bool = True) -> bytes:
+    """A folder with one of two parts. The other is `optional`, or not."""
     folder.mkdir()
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:xz") as tar:
@@ -106,7 +106,7 @@ def carried(folder: Path, python: str = OWN) -> bytes:
     digest = hashlib.sha256(data.getvalue()).hexdigest()
     parts = [
         {"name": "part-00.tar.xz", "sha256": digest},
-        {"name": "part-01.tar.xz", "sha256": "0" * 64},
+        {"name": "part-01.tar.xz", "sha256": "0" * 64, "optional": optional},
     ]
     (folder / "manifest.json").write_text(json.dumps({"python": python, "parts": parts}))
     (folder / "part-00.tar.xz").write_bytes(data.getvalue())
@@ -128,6 +128,12 @@ def test_parts_are_checked_and_unpacked_once(tmp_path: Path) -> None:
     (folder / "part-00.tar.xz").unlink()
     assert unpacked([folder]) == ([folder / "site"], ["part-01.tar.xz"])
     assert own.read_text() == "changed here"
+
+
+def test_half_an_engine_is_not_used(tmp_path: Path) -> None:
+    """Its parts come with different calls. Its steps would fail, and a failed step is not tried again."""
+    carried(tmp_path / "carry", optional=False)
+    assert unpacked([tmp_path / "carry"]) == ([], ["part-01.tar.xz"])
 
 
 def test_packages_of_another_python_are_refused(tmp_path: Path) -> None:

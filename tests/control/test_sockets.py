@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control channel's sockets: they never wait, and tell why a connection is no more."""
+"""The control channel's sockets: they never wait, and tell why a connection has gone."""
 
 import contextlib
 import os

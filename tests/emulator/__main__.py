@@ -6,7 +6,7 @@ at last JSON: for each case, what was wrong with it, "" if nothing. With `--dama
 instruction that was damaged, what was found, "" if nothing. `--damage event` takes a handoff's waits for streams.
 
 With `--serve` the arguments come as lines of JSON behind the name of a file for the answer. Each line is executed in a
-fork, which imports nothing anew.
+fork, which imports nothing a second time.
 """
 
 import argparse
@@ -111,11 +111,7 @@ def main() -> None:
         "--damage", choices=(*KINDS, ANY, EVENT), help="damage instructions of this kind"
     )
     parser.add_argument("--every", type=int, default=1, help="damage every Nth of them")
-    parser.add_argument(
-        "--no-proxies", action="store_true", help="products need no fence of proxies"
-    )
     told = parser.parse_args()
-    EMULATOR.proxies = not told.no_proxies
     parts = told.names or [""]
     exact = all(part in CASES for part in parts)
     names = [n for n in CASES if (n in parts if exact else any(part in n for part in parts))]

@@ -136,8 +136,6 @@ def _mbarrier(o: Operands) -> Function:
     where, kind = o.instruction, o.modifiers[0]
     if kind == "try_wait":
         return _try_wait(o)
-    if kind == "inval":
-        return lambda lanes: None
     place = next(n for n, text in enumerate(where.operands) if text.startswith("["))
     address, single = o.address(place), place + 1 == len(o)
     number = (lambda _: np.int64(1)) if single else o.read(place + 1, np.int64)
@@ -148,10 +146,11 @@ def _mbarrier(o: Operands) -> Function:
         launch = lanes.launch
         for cta, warp, at, count in _threads(lanes, address(lanes), number(lanes)):
             here = sum(each == cta for each, _ in launch.mbarriers)
-            before = launch.mbarriers.get((cta, at))
-            if before is None and here >= MBARRIERS:
+            if (cta, at) in launch.mbarriers:
+                raise FaultError(f"an mbarrier is made where there is one: {where}")
+            if here >= MBARRIERS:
                 raise UnknownError(f"more than {MBARRIERS} mbarriers: {where}")
-            agent = before.agent if before else launch.clocks.loads(cta, here)
+            agent = launch.clocks.loads(cta, here)
             nothing = np.zeros_like(launch.clocks.known[:, 0])
             made = int(launch.clocks.known[0, warp, warp])
             launch.mbarriers[cta, at] = Mbarrier(agent, warp, made, count, count, nothing, nothing)

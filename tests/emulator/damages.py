@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from emulator import Damage, Emulator, code_at
+from memory import FaultError
+from operands import UnknownError
 from ptx import Instruction
 from streams import STREAMS
 
@@ -96,6 +98,8 @@ KINDS: dict[str, Callable[[Instruction], Instruction | None]] = {
     "guard": _guard,
 }
 ANY = "any"
+FOUND = FaultError, UnknownError, AssertionError
+"""What tells of a damage. Any other error is the emulator's own, and ends the sweep."""
 
 
 def damages(kind: str, reached: dict[Path, bytearray]) -> Iterator[Damage]:
@@ -135,7 +139,7 @@ def findings(
         try:
             with emulator.running(seed, damage):
                 case()
-        except Exception as error:
+        except FOUND as error:
             problem = f"{type(error).__name__}: {error}"
         yield damage.told, problem
 

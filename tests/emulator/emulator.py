@@ -82,7 +82,6 @@ class Emulator:
 
     def __init__(self) -> None:
         self.seed = 0
-        self.proxies = True
         self.damage: Damage | None = None
         self.launched: list[tuple[str, int]] = []
         self.settings: set[tuple[str, bool, str]] = set()
@@ -111,7 +110,6 @@ class Emulator:
         launch = Launch(
             *(code, parameters, launched.grid, launched.threads, launched.shared, bounds()),
             seed=self.seed,
-            proxies=self.proxies,
         )
         reached = self.reached.setdefault(launched.ptx, bytearray(len(code.functions)))
         with np.errstate(all="ignore"):

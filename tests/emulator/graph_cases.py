@@ -194,7 +194,7 @@ def _asks(door: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _stale_plan(door: Any) -> contextlib.AbstractContextManager[Any]:
-    """A step takes the plan of the last capture, which had fewer requests than the step's graph. With as many, a plan
+    """A step takes the plan of the last capture, which had fewer requests than the step's graph. With the same number, a plan
     for other lengths is worse balanced, and right."""
     build, captures = door.builder.build, iter((4, 4, 2, 2))
 

@@ -24,7 +24,6 @@ class Launch:
     Attributes:
         parameters: memory from the address PARAMETERS.
         bounds: first and last address of each tensor's memory.
-        proxies: whether products need fence.proxy.async to see what threads have written.
         seed: 0 executes in lockstep. Others divide warps into sets that run at their own pace, and choose among
             them at random.
     """
@@ -36,7 +35,6 @@ class Launch:
     shared_bytes: int
     bounds: tuple[Array, Array]
     seed: int = 0
-    proxies: bool = True
     steps: int = 0
     mbarriers: dict[tuple[int, int], Any] = field(default_factory=dict)
     arrived: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -61,8 +59,7 @@ class Launch:
         self.shared_bytes = -(-self.shared_bytes // 128) * 128
         self.shared = Memory(np.full(self.shared_bytes * self.ctas, JUNK, np.uint8))
         self.shared_shadow = SharedShadow(
-            *(self.clocks, self.shared_bytes, self.ctas, smallest(program, "shared")),
-            self.proxies,
+            *(self.clocks, self.shared_bytes, self.ctas, smallest(program, "shared"))
         )
         self.memory = Memory.of_process()
         self.shadow = GlobalShadow(self.clocks, *self.bounds, smallest(program, "global"))

@@ -109,8 +109,8 @@ class SharedShadow:
     """For each piece of shared memory of all CTAs: by whom it was written last and when, and when each agent of its
     CTA read it. A piece is as large as the kernel's smallest access, up to 4 bytes."""
 
-    def __init__(self, clocks: Clocks, nbytes: int, ctas: int, piece: int, proxies: bool) -> None:
-        self.clocks, self.piece, self.proxies = clocks, piece, proxies
+    def __init__(self, clocks: Clocks, nbytes: int, ctas: int, piece: int) -> None:
+        self.clocks, self.piece = clocks, piece
         pieces = -(-nbytes // piece) * ctas
         self.writer = np.full(pieces, -1, np.int32)
         self.lane = np.zeros(pieces, np.int8)
@@ -161,7 +161,9 @@ class SharedShadow:
                 raise FaultError(
                     f"race: no fence.proxy.async since shared memory was written: {where}"
                 )
-            raise FaultError(f"race: shared memory is read {self._told(writer[late])}: {where}")
+            raise FaultError(
+                f"race: shared memory is read {self._told(np.broadcast_to(writer, late.shape)[late])}: {where}"
+            )
         return writer, written
 
     def _told(self, writers: Array) -> str:
@@ -171,7 +173,7 @@ class SharedShadow:
 
     def read_by_products(self, warps: Array, pieces: Array, moment: int, where: object) -> None:
         """A warpgroup's products read operands. All its warps must come behind what was written."""
-        self._come_before(warps, pieces[None], int(self.proxies), where)
+        self._come_before(warps, pieces[None], 1, where)
         self.reads[pieces[:, None], self.warps + warps % self.warps] = moment
 
     def write(

@@ -63,7 +63,7 @@ class Operands:
         return table[name]
 
     def texts(self, place: int) -> list[str]:
-        """The parts of an operand, one if it is no list."""
+        """The parts of an operand, one if it is not a list."""
         text = self.instruction.operands[place]
         return split_operands(text[1:-1]) if text.startswith("{") else [text]
 

@@ -95,6 +95,7 @@ def test_warps_exchange_words_behind_a_barrier(seed: int) -> None:
         ("$L: bra $L;", "no end"),
         (f"{MADE} bar.sync 0; {WAIT}", ""),
         (f"{MADE} {WAIT}", "no barrier since an mbarrier was made"),
+        (MADE.replace("@%p1", ""), "where there is one"),
     ],
 )
 def test_what_a_kernel_must_not_do(body: str, fault: str) -> None:

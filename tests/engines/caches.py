@@ -55,7 +55,7 @@ Cached = dict[int, LayerKV]
 
 
 class TooLateError(Exception):
-    """So many tokens were decoded that a window may have passed pages of the prompt: they are others' now."""
+    """The decoded tokens may have moved a window past pages of the prompt. Other requests have these pages now."""
 
 
 def cached(engine: VllmEngine, tables: list[list[int]], tokens: int) -> Cached:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that are loaded, and loaded anew, while real engines serve: what answers is the adapter that is loaded."""
+"""Adapters that are loaded, and loaded again, while real engines serve: what answers is the adapter that is loaded."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def test_an_adapter_that_is_loaded_anew_answers_and_not_the_one_before(
     after = alone(pair.d, prompt)
     with pytest.raises(AssertionError):
         assert_same_logprobs(after, before, TOLERANCE)
-    assert handed_over(pair, prompt, after) == 1, "its pages are computed anew, and handed over"
+    assert handed_over(pair, prompt, after) == 1, "its pages are computed again, and handed over"
     for engine in pair.engines:
         tell(engine, "unload")

@@ -24,7 +24,7 @@ from tools import TOLERANCE, delta, probe
 
 OURS = "Decoding with pd_kernels.paged_decode"
 
-# The decode engine takes long prompts in portions, and has pages for one of 4096 tokens, hardly more.
+# The decode engine takes long prompts in portions, and has pages for one of 4096 tokens, and few more.
 SETUP = Setup.of(
     decode_args=[
         *("--attention-backend", "CUSTOM"),
@@ -47,7 +47,7 @@ def test_kv_of_another_engine_is_decoded_as_one_engine_decodes(
 
 def test_the_flag_selects_our_backend(pair: Pair) -> None:
     assert OURS in pair.d.log_path.read_text(), (
-        f"no line {OURS!r} in {pair.d.log_path}: is the package installed anew, with its entry point?"
+        f"no line {OURS!r} in {pair.d.log_path}: is the package reinstalled, with its entry point?"
     )
     assert OURS not in pair.p.log_path.read_text()
 

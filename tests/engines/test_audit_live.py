@@ -138,7 +138,7 @@ def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: s
     assert used(pair, reference) == 0, "it is believed no more"
     start_anew(pair)
     audited(pair, reference, "passed")
-    assert used(pair, reference) == 1, "until it starts anew"
+    assert used(pair, reference) == 1, "until it restarts"
 
 
 def test_believed_without_an_audit_it_answers_wrongly(engines: EnginePool, reference) -> None:

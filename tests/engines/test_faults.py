@@ -187,7 +187,7 @@ def test_a_decode_engine_killed_during_the_transfer(pair: Pair, reference) -> No
 
 
 BAD_PARAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "a port that is no number": ("malformed_params", {"remote_port": "high"}),
+    "a port that is not a number": ("malformed_params", {"remote_port": "high"}),
     "a port out of range": ("malformed_params", {"remote_port": 65536}),
     "no host": ("malformed_params", {"remote_host": None}),
     "a host that is a list": ("malformed_params", {"remote_host": ["127.0.0.1"]}),

@@ -120,7 +120,7 @@ def test_a_pair_hands_over_with_a_pool_on_both_sides(served: Served) -> None:
 
 
 def test_many_saves_and_hits_take_no_memory_that_stays(served: Served) -> None:
-    """A chunk has a MiB. The budget of the pool's own memory is met by eviction; it is no engine's."""
+    """A chunk has a MiB. The budget of the pool's own memory is met by eviction; it is not an engine's."""
     writer, reader = served.prefill, served.decode[0]
 
     def rounds(count: int) -> int:

@@ -54,7 +54,7 @@ class Part(Service):
     module = "dynamo.frontend"
 
     def __init__(self, name: str, folder: Path, port: int | None = None) -> None:
-        super().__init__(name, "127.0.0.1", port, folder / f"{name}.log")
+        super().__init__(name, folder / f"{name}.log", port=port)
         self.found_in = folder / "discovery"
 
     def command(self) -> list[str]:

@@ -22,7 +22,7 @@ Mutate = Callable[[bytes, int], bytes]
 class Mutator:
     """Args:
     known: scripts to take steps from.
-    mutate: what changes bytes that are no messages.
+    mutate: what changes bytes that are not messages.
     """
 
     def __init__(self, known: Sequence[bytes], mutate: Mutate) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels run in Triton's interpreter here, which needs no GPU; where it is wrong it is mended.
+"""Kernels run in Triton's interpreter here, which needs no GPU; where it is wrong it is corrected.
 
 Without Triton nothing of this folder is collected.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports `pd_kernels.attention` so that its kernels are interpreted, and mends what the
+"""Imports `pd_kernels.attention` so that its kernels are interpreted, and corrects what the
 interpreter gets wrong beyond `kernel_traps`: products of bfloat16 matrices, which it takes for
 integers.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton's interpreter gets wrong or lacks, mended: conversions between floats, the
+"""What Triton's interpreter gets wrong or lacks, corrected: conversions between floats, the
 instructions that kernels name, and, before Triton 3.9, fused multiply-adds, which it rounded twice.
-What cannot be mended is named: numpy 2.5. What it computes for nothing is left out, half of its time.
+What cannot be corrected is named: numpy 2.5. What it computes for nothing is left out, half of its time.
 """
 
 import contextlib
@@ -55,6 +55,8 @@ def inline_asm(_: Any, asm: str, _constraints: str, values: Any, *_others: Any) 
     given = [each.data for each in values]
     if "cvt.rn.f16x2.e4m3x2" in asm:
         handles = [interpreter.TensorHandle(each, tl.float16) for each in _two_halves(asm, *given)]
+    elif asm == "mov.b32 $0, 0x3C003C00;":
+        handles = [interpreter.TensorHandle(np.ones(given[0].shape, np.float16), tl.float16)]
     else:
         words, dtype = _of_two(asm, *given)
         handles = [interpreter.TensorHandle(words.reshape(given[0].shape), dtype)]

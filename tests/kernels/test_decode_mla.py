@@ -83,7 +83,7 @@ def test_a_wrong_scale_is_noticed() -> None:
 @pytest.mark.parametrize(("least", "growth"), [(1e-12, 1.0), (1e-6, 1e3), (1e5, 1e-4)])
 def test_fp8_scales_of_any_magnitude(heads: int, least: float, growth: float) -> None:
     """Weights are float16, which holds neither 1e-12 nor 1e5: the largest scale so far is taken out
-    of them, in each tile anew."""
+    of them, in each tile again."""
     batch = mla_batch([200, 130], heads, coded=True)
     assert batch.words
     scales = batch.cache.view(torch.float32)[..., 128:132]

@@ -74,7 +74,7 @@ def test_swapped_operands_give_what_the_reference_gives(
 ) -> None:
     shape = {"dim": 128} | CODED[name]
     batch = paged_batch([200, 0, 45], cache=FP8, key_scale=0.7, value_scale=1.3, **shape)
-    assert not batch.swapped, "a CPU is no Hopper"
+    assert not batch.swapped, "a CPU is not a Hopper GPU"
     monkeypatch.setattr(paged_call, "on_hopper", lambda _: True)
     assert batch.swapped
     assert batch.height == max(8, triton.next_power_of_2(batch.lines))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the interpreter gets wrong without the patches of this folder: they are needed, and enough.
 
-bfloat16 arithmetic is wrong, too, and cannot be mended: kernels take float32 instead.
+bfloat16 arithmetic is wrong, too, and cannot be corrected: kernels take float32 instead.
 """
 
 from typing import Any

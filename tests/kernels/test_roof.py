@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from compiled_reports import compiled_report
 
-from pd_kernels.bench.roof import BEGIN, END, HEADER, table, write_table, written_table
+from pd_kernels.bench.roof import BEGIN, END, HEADER, table, write_table
 from pd_kernels.bench.roof_cases import DECODES, TRANSFERS
 from pd_kernels.bench.sass import Cost, full_path, instructions, product_loops
 
@@ -40,6 +40,11 @@ def report(pytestconfig: pytest.Config) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def rows(report: dict[str, Any]) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(HEADER, row, strict=True)) for row in report["rows"]}
+
+
+def written_table(page: Path) -> str:
+    """The table that a page of the documentation has."""
+    return page.read_text().partition(BEGIN)[2].partition(END)[0].strip()
 
 
 def changed(before: str, after: str) -> list[str]:

@@ -47,7 +47,7 @@ def test_a_link_that_is_switched_during_the_load_leaves_the_weights_unknown(link
     files = opened(link)
     switch(link)
     files.loaded()
-    assert "model.safetensors was exchanged" in files.problem
+    assert "model.safetensors was replaced" in files.problem
 
 
 @pytest.mark.parametrize("how", ["another link", "the same link"])
@@ -66,7 +66,7 @@ def test_a_link_that_is_switched_and_switched_back_during_the_load_leaves_the_we
         (link.parent / "next").rename(link)
     assert link.resolve().name == "one"
     files.loaded()
-    assert "model.safetensors was exchanged" in files.problem
+    assert "model.safetensors was replaced" in files.problem
 
 
 def test_links_to_links_and_folders_above_them_are_looked_at(link: Path) -> None:
@@ -83,7 +83,7 @@ def test_links_to_links_and_folders_above_them_are_looked_at(link: Path) -> None
     (link.parent / "next").symlink_to("one")
     (link.parent / "next").rename(link)
     second.loaded()
-    assert "model.safetensors was exchanged" in second.problem
+    assert "model.safetensors was replaced" in second.problem
 
 
 def test_a_link_to_itself_is_no_checkpoint(tmp_path: Path) -> None:

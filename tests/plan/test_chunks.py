@@ -405,7 +405,7 @@ def test_pages_of_an_unknown_dtype_are_refused_within_a_page() -> None:
     paths = routes(opaque, opaque, CODECS, CODECS)
     assert all(chunk.verbatim for chunk in plan(paths, 16, 100, MIB))
     assert layer_bytes(paths[0], 100) == 100 * len(paths[0].heads) * opaque.groups[0].key_dim
-    with pytest.raises(ValueError, match=r"token 17 lies within a page.*nvfp4"):
+    with pytest.raises(ValueError, match=r"token 17 is inside a page.*nvfp4"):
         plan(paths, 17, 100, MIB)
 
 

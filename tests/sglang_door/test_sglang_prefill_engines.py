@@ -239,7 +239,7 @@ class Dripping(BaseHTTPRequestHandler):
 def test_a_registry_that_answers_without_end_keeps_nobody_waiting(
     ranks: Ranks, registry: Registry, engines: PrefillEngines, in_body: bool
 ) -> None:
-    """So many of them that each thread for look-ups meets one: others would never be looked up."""
+    """There is one for each look-up thread, so others would never be looked up."""
     servers: list[ThreadingHTTPServer] = []
     handler = type("Slow", (Dripping,), {"in_body": in_body})
     slow = [serve(servers, handler) for _ in range(AT_ONCE)]

@@ -93,7 +93,7 @@ def test_an_adapter_is_its_name_and_content_wherever_it_lies(tmp_path: Path) -> 
 
 
 def test_an_adapter_that_cannot_be_told_by_content_ends_its_request(tmp_path: Path) -> None:
-    with pytest.raises(PDConnectorError, match="style cannot be told by content"):
+    with pytest.raises(PDConnectorError, match="style cannot be identified by its content"):
         loaded(x=tmp_path).name("x")
     with pytest.raises(PDConnectorError, match="not loaded"):
         Adapters(SimpleNamespace(lora_manager=None)).name("x")
@@ -102,7 +102,7 @@ def test_an_adapter_that_cannot_be_told_by_content_ends_its_request(tmp_path: Pa
 @pytest.mark.parametrize("path", ["~nobody_of_this_name/style", "\0", "__tensor__", "x" * 5000])
 def test_no_path_of_an_adapter_ends_the_engine(path: str) -> None:
     adapters = loaded(x=path)
-    with pytest.raises(PDConnectorError, match="cannot be told by content"):
+    with pytest.raises(PDConnectorError, match="cannot be identified by its content"):
         adapters.name("x")
 
 
@@ -116,7 +116,7 @@ def test_an_adapter_counts_as_it_was_when_it_was_loaded(tmp_path: Path) -> None:
     assert loaded(again=tmp_path).name("again") != before
     file.write_bytes(b"before")
     assert loaded(again=tmp_path).name("again") == before
-    with pytest.raises(PDConnectorError, match="cannot be told by content"):
+    with pytest.raises(PDConnectorError, match="cannot be identified by its content"):
         adapters.name("broken")
 
 

@@ -144,7 +144,7 @@ def assert_same(found: Answer, wanted: Answer) -> None:
 
 def assert_close(found: Answer, wanted: Answer, noise: float) -> None:
     """The same where KV or sums are rounded: log probabilities within `noise` up to the first token that
-    differs. It may differ only where the reference's two best lie within twice the noise. What follows
+    differs. It may differ only where the reference's two best are within twice the noise. What follows
     has another context, and is not compared."""
     rows = zip(found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True)
     for place, (token, other, here, there) in enumerate(rows):

@@ -23,7 +23,7 @@ def test_a_tie_may_end_otherwise_and_what_follows_is_not_compared() -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        answer((9, 6, 7), (-0.1, -0.2, -0.3)),  # the first token is no tie
+        answer((9, 6, 7), (-0.1, -0.2, -0.3)),  # the first token is not a tie
         answer((5, 6, 9), (-0.1, -0.2, -0.3)),
         answer((5, 6, 7), (-0.111, -0.2, -0.3)),
         answer((5, 9, 7), (-0.2, -0.2, -0.3)),  # what comes before a tie is compared

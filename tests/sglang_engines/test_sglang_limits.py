@@ -51,7 +51,7 @@ def generated(engine: SglangEngine) -> int:
 def test_a_prompt_beyond_the_prefill_engines_context_is_a_400(
     pair: tuple[SglangEngine, SglangEngine], router: RouterProcess
 ) -> None:
-    """As of one engine alone, and not 503; an answer that goes beyond it is no matter of the prefill engine."""
+    """As of one engine alone, and not 503; an answer that goes beyond it is not limited by the prefill engine."""
     found = [status(router, tokens, 1) for tokens in (LONGEST, LONGEST + 1, CONTEXT, CONTEXT + 100)]
     assert found == [200, 400, 400, 400]
     assert status(router, LONGEST, 2 * CONTEXT - LONGEST) == 200

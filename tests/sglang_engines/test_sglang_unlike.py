@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two SGLang engines with other page sizes and other numbers of ranks than each other, with KV coded as
-int8, and with pools of unlike sizes."""
+int8, and with pools of different sizes."""
 
 import uuid
 

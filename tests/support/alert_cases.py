@@ -91,6 +91,10 @@ CASES = {
     "PDRoleMoveFails": Case(
         [moves("decode", "prefill", ONCE, "failed_drain")], [moves("decode", "prefill", ONCE)]
     ),
+    "PDPolicyFails": Case(
+        [of("pd_router:policy_faults_total", GROWS, policy="theirs", cause="raised")],
+        [of("pd_router:policy_faults_total", STEADY, policy="theirs", cause="raised")],
+    ),
     "PDDistrustedProducer": Case(
         [of("pd_connector:distrusted_producers", ONE)],
         [of("pd_connector:distrusted_producers", NONE)],

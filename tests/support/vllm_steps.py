@@ -123,7 +123,7 @@ class SteppedEngine:
         return request
 
     def fetch(self, name: str, tokens: int, max_tokens: int = 8, **more: Any) -> Request:
-        """A request arrives whose KV a producer has."""
+        """A request arrives, and a producer has its KV."""
         seed = more.pop("seed", 0)
         params = {**FETCH, "remote_request_id": f"transfer of {name}", **more}
         return self.add(name, tokens, max_tokens, seed, **params)

@@ -44,5 +44,5 @@ def test_auto_is_the_default_and_may_be_written_as_a_word(value: object) -> None
 
 
 def test_auto_stands_alone() -> None:
-    with pytest.raises(ConfigError, match="must stand alone"):
+    with pytest.raises(ConfigError, match="must be the only item"):
         Config.load({"transports": ["auto", "tcp"]}, {})

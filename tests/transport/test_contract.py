@@ -211,7 +211,7 @@ def test_ending_what_has_ended_already_is_harmless(make_end: MakeEnd) -> None:
         b"\x93\x01\x02\x03",
         b"\x80",
         bytes(1000),
-        b"\x93\xa3\xed\xa0\xbd\x01\xc4\x00",  # a text that is no UTF-8
+        b"\x93\xa3\xed\xa0\xbd\x01\xc4\x00",  # a text that is not UTF-8
         b"\x91" * 100_000,
     ],
     ids=["empty", "reserved", "text", "numbers", "map", "zeros", "utf-8", "deep"],
@@ -270,7 +270,7 @@ def test_closing_gives_back_every_descriptor_and_thread(kind: str) -> None:
     before = cycle()  # loads libraries, which keep a few for themselves
     for _ in range(3):
         now = cycle()
-        # Those of a test before may still end meanwhile: fewer are no leak.
+        # Those of a test before may still end meanwhile: fewer are not a leak.
         assert all(left <= then for left, then in zip(now, before, strict=True)), (now, before)
         before = now
 

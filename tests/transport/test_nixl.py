@@ -35,7 +35,7 @@ def kind() -> str:
 
 @pytest.fixture
 def stranger() -> Any:
-    """A NIXL agent that is no transport of ours."""
+    """A NIXL agent that is not a transport of ours."""
     agent = api.nixl_agent("stranger", api.nixl_agent_config(False, backends=[]))
     agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
     return agent
@@ -89,7 +89,7 @@ def test_a_note_that_says_what_cannot_be_is_dropped(
 def test_a_payload_outside_of_the_sending_slab_is_refused(make_end: MakeEnd) -> None:
     producer, consumer = make_end(), make_end()
     route, _ = meet(producer, consumer)
-    with pytest.raises(TransportError, match="does not lie in the sending slab"):
+    with pytest.raises(TransportError, match="is not in the sending slab"):
         producer.transport.write(route, b"", memoryview(bytearray(100)), 0)
 
 

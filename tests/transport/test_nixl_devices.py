@@ -119,7 +119,7 @@ def test_a_payload_of_the_other_kind_of_memory_is_refused(make_end: MakeEnd) -> 
         (on_host, producer.on_device.sending.slot(0, 8)),
         (on_device, DeviceSlab(1, 64, CPU).slot(0, 8)),
     ):
-        with pytest.raises(TransportError, match="does not lie in the sending slab"):
+        with pytest.raises(TransportError, match="is not in the sending slab"):
             producer.transport.write(link, b"", payload, 0)
 
 

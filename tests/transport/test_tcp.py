@@ -214,7 +214,7 @@ def test_a_slow_link_is_not_taken_for_a_dead_one(make_end: MakeEnd) -> None:
 
 
 class Trickle(Relay):
-    """A link of some 25 KB a second."""
+    """A link of about 25 KB a second."""
 
     def _forward(self, link: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
         with contextlib.suppress(OSError):  # the peer at the other end sees the failure

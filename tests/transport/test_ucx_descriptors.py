@@ -43,7 +43,7 @@ def test_a_consumer_that_had_no_descriptors_is_reached_again(kind: str) -> None:
         peer(consume, producer.address()) as consumer,
     ):
         address = consumer.ask("address")
-        assert address == consumer.ask("address"), "nothing is made anew without need"
+        assert address == consumer.ask("address"), "nothing is made again without need"
         first = link = producer.connect(address)
         for _ in range(3):  # a later worker's sockets have the numbers of those before
             assert _moves(producer, link)

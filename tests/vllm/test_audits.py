@@ -154,7 +154,7 @@ def test_a_mismatch_is_told_to_all_ranks_and_the_producer_is_asked_again_only_la
     engine.step()
     engine.step()
     assert loads(engine)[-1].request == "c"
-    assert loads(engine)[-1].compares, "it may have started anew"
+    assert loads(engine)[-1].compares, "it may have restarted"
 
 
 def test_with_two_ranks_both_have_to_pass() -> None:

@@ -57,7 +57,7 @@ def test_codes_of_one_kind_are_never_taken_for_codes_of_the_other() -> None:
 
 
 def test_codes_that_no_codec_knows_pass_between_equal_scales_only() -> None:
-    with pytest.raises(UnsupportedGeometryError, match="cannot be taken apart"):
+    with pytest.raises(UnsupportedGeometryError, match="cannot be split"):
         routes(group("fp8_e4m3fnuz", 0.5), group("fp8_e4m3fnuz"), ["raw"], ["raw"])
 
 

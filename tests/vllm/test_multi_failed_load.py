@@ -86,7 +86,7 @@ def scheduler() -> Iterator[Scheduler]:
 
 
 def fetch(scheduler: Scheduler, name: str, tokens: int) -> Request:
-    """A request arrives whose KV a prefill engine has."""
+    """A request arrives, and a prefill engine has its KV."""
     params = {**FETCH, "remote_request_id": name}
     request = Request(
         request_id=name,

@@ -340,7 +340,7 @@ def test_where_a_window_slides_the_first_chunks_are_loaded_again() -> None:
 def test_where_vllm_wants_fewer_tokens_than_it_was_told_the_first_ones_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM computes the end of some sliding windows anew."""
+    """vLLM computes the end of some sliding windows again."""
     of = engine()
     stored(of, 3)
     connector = of.scheduler.connector

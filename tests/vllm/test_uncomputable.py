@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("vllm")
 
 from support.vllm_steps import FETCH
+from vllm import SamplingParams
 
 from pd_connector.agent.commands import Hold
 from pd_connector.config import Config
@@ -49,6 +50,7 @@ def request(data: dict[str, Any] | None, params: dict[str, Any] | None = FETCHES
         num_computed_tokens=0,
         resumable=False,
         status=None,
+        skip_reading_prefix_cache=False,
     )
 
 
@@ -97,6 +99,25 @@ def test_without_a_producer_it_waits(params: dict[str, Any] | None) -> None:
     side, bare = engine(), request(SIZES, params)
     side.on_new_request(bare)
     assert asked(side, bare) == (None, False)
+
+
+@pytest.mark.parametrize("field", ["prompt_logprobs", "prompt_logprob_token_ids"])
+@pytest.mark.parametrize("data", [SIZES, WHOLE])
+def test_logprobs_of_its_prompt_do_not_make_the_engine_compute_it(
+    data: dict[str, Any], field: str
+) -> None:
+    """For requests that read no cache, vLLM computes whatever a connector answers."""
+    bare = data is SIZES
+    params = SamplingParams(**{field: 1 if field == "prompt_logprobs" else [1]})
+    side, one = engine(), request(data)
+    one.sampling_params = params
+    one.skip_reading_prefix_cache = params.skip_reading_prefix_cache
+    assert one.skip_reading_prefix_cache
+    side.on_new_request(one)
+    assert one.skip_reading_prefix_cache is not bare
+    # vLLM's worker would answer with memory that nobody has written.
+    assert (getattr(one.sampling_params, field) is None) is bare
+    assert getattr(params, field) is not None, "the client's own object"
 
 
 @pytest.mark.parametrize("data", [WHOLE, SMALL, None, {**SIZES, "address": 3}])

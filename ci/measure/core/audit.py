@@ -70,7 +70,7 @@ def _calls(page_size: int, codec: str) -> tuple[Callable[[], None], Callable[[],
     def compare() -> None:
         for one in landed:
             if any(max(found.by_page) > 0.1 for found in destination.compare(*one)):
-                raise BenchError("KV that is the same was found to differ")
+                raise BenchError("equal KV was found to differ")
 
     def scatter() -> None:
         for one in landed:

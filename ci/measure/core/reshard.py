@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ci/measure core reshard`: gather and scatter between engines of unlike tensor parallelism and page size.
+"""`ci/measure core reshard`: gather and scatter between engines of different tensor parallelism and page size.
 
 All ranks of both engines live in this process, and one thread does the work. So only the copying is measured. The
 baseline does the same with torch's `index_select`, `permute` and indexing.

@@ -33,7 +33,7 @@ class Placement:
         twice."""
         if len(self.owners) != len(self.holders):
             raise ValueError(
-                f"{len(self.owners)} owners, {len(self.holders)} holders: want one of each per sequence"
+                f"{len(self.owners)} owners, {len(self.holders)} holders: must be one of each per sequence"
             )
         for owner, holders in zip(self.owners, self.holders, strict=True):
             if not all(0 <= rank < ranks for rank in (owner, *holders)):

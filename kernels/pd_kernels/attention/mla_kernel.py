@@ -16,6 +16,7 @@ import triton.language as tl
 
 from pd_kernels.attention.direct import DirectLaunch
 from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
+from pd_kernels.attention.load_fence import show_loads
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
 from pd_kernels.attention.mla_codes import attend_latent_codes
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
@@ -173,10 +174,9 @@ def attend_latents(
             ropes = (tokens + _CODES).to(tl.pointer_type(tl.bfloat16)) + rope
         else:
             ropes = tokens + 4 * _SLICE + rope
-        score = tl.dot(
-            lines_rope,
-            tl.trans(tl.load(ropes, mask=mask, other=0.0, eviction_policy="evict_first")),
-        )
+        turned = tl.trans(tl.load(ropes, mask=mask, other=0.0, eviction_policy="evict_first"))
+        show_loads(HEIGHT)
+        score = tl.dot(lines_rope, turned)
         if HEIGHT == _SHORT:
             # The sum of each product waits for the one before. The slices do not wait for
             # each other; multiplied first, so that the compiler does not chain them again.

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from pd_kernels.attention.load_fence import show_loads
 from pd_kernels.attention.online_softmax import softmax_step
 from pd_kernels.attention.paged_tile import (
     reached_tokens,
@@ -79,7 +80,9 @@ def attend_tiles(
         # Masked, because memory behind the last token or before the window may hold NaN, and 0 *
         # NaN is NaN.
         value = tl.load(values + there, mask=mask, other=0.0, eviction_policy="evict_first")
-        score = tl.dot(lines, tl.trans(key.to(lines.dtype))) * scale
+        turned = tl.trans(key.to(lines.dtype))
+        show_loads(HEIGHT)
+        score = tl.dot(lines, turned) * scale
         score = visible_scores(
             score, token, inside, position, length, sequence, head, score_args, mask_args,
             CAUSAL, WINDOW, SCORE_MOD, MASK_MOD,

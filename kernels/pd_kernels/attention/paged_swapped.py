@@ -74,7 +74,16 @@ def attend_swapped(
     value_words = values.to(tl.pointer_type(tl.int16))
     column = tl.arange(0, WORDS)
     top = tl.full((HEIGHT,), float("-inf"), tl.float32)
-    ones = tl.full((_ONES, TILE), 1.0, tl.float16)
+    # Not `tl.full`: Triton 3.6 would write the constant into the product's register behind
+    # `wgmma.fence`, and PTX wants it before.
+    ones = tl.inline_asm_elementwise(
+        "mov.b32 $0, 0x3C003C00;",
+        "=r,r",
+        [tl.zeros((_ONES, TILE), tl.int16)],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
     totals = tl.zeros((_ONES, HEIGHT), tl.float32)
     result_even = tl.zeros((WORDS, HEIGHT), tl.float32)
     result_odd = tl.zeros((WORDS, HEIGHT), tl.float32)

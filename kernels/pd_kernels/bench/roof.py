@@ -112,11 +112,6 @@ def table(rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def written_table(page: Path) -> str:
-    """The table that a page of the documentation has."""
-    return page.read_text().partition(BEGIN)[2].partition(END)[0].strip()
-
-
 def write_table(page: Path, text: str) -> None:
     """Replace the table of a page."""
     before, _, rest = page.read_text().partition(BEGIN)

@@ -75,7 +75,7 @@ class ChunkLaunch:
         places = self.pages.numel() * size
         if self.tokens < 1 or not 0 <= self.first_token <= places - self.tokens:
             raise ValueError(
-                f"tokens {self.first_token}-{self.first_token + self.tokens}: must lie within the "
+                f"tokens {self.first_token}-{self.first_token + self.tokens}: must be within the "
                 f"{self.pages.numel()} pages of {size} tokens"
             )
         if self.pages.dtype != torch.int32:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _GRID = tl.constexpr(1536.0)  # 1.5 * 2^10: adding it rounds to a multiple of 2^-13
-_ROUND = tl.constexpr(12582912.0 - 1536.0)  # together 1.5 * 2^23, see `numerics.int8_codes`
+_ROUND_GRID = tl.constexpr(12582912.0 - 1536.0)  # together 1.5 * 2^23, see `numerics.int8_codes`
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def int8_pairs(words, even_reciprocal, odd_reciprocal, SOURCE: tl.constexpr):
     else becomes a tie: no correction is needed.
     """
     even, odd = two_floats(words, SOURCE)
-    even = tl.fma(even, even_reciprocal, _GRID) + _ROUND
-    odd = tl.fma(odd, odd_reciprocal, _GRID) + _ROUND
+    even = tl.fma(even, even_reciprocal, _GRID) + _ROUND_GRID
+    odd = tl.fma(odd, odd_reciprocal, _GRID) + _ROUND_GRID
     even, odd = even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True)
     return (even & 0xFF) | ((odd & 0xFF) << 8)

@@ -171,7 +171,9 @@ class Planes:
         views = [row.unsqueeze(2) for row in rows]
         for view in views:
             if view.shape[1:] != views[0].shape[1:] or view.dtype != torch.uint8:
-                raise ValueError(f"rows {tuple(view.shape)} of {view.dtype}: must be alike, uint8")
+                raise ValueError(
+                    f"rows {tuple(view.shape)} of {view.dtype}: all rows must have the same shape and dtype uint8"
+                )
         return cls.at(
             views,
             torch.ones(len(views), device=views[0].device),
@@ -266,7 +268,7 @@ def _interleaved(
 ) -> tuple[list[torch.Tensor], int]:
     """K and V of each layer in turn, with only `heads`; and the number of planes per layer."""
     if len(values) and len(values) != len(keys):
-        raise ValueError(f"K of {len(keys)} layers and V of {len(values)}: must be as many")
+        raise ValueError(f"K of {len(keys)} layers and V of {len(values)}: must be the same number")
     paired = zip(keys, values, strict=True) if len(values) else ((key,) for key in keys)
     views = [view for layer in paired for view in layer]
     if heads is not None:

@@ -15,7 +15,7 @@ import triton.language as tl
 from pd_kernels.checksum import COLUMNS, ROW_BYTES, digest_of
 
 COPIES = 16
-"""Copies of the column sums. Neighbouring programs add to different copies, so they seldom wait."""
+"""Copies of the column sums. Neighbouring programs add to different copies, so they rarely wait."""
 
 COLUMN_WORDS = COPIES * COLUMNS
 """Words of all copies. The row sums lie behind these words."""

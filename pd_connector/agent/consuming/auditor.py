@@ -118,7 +118,7 @@ class Auditor:
             name, of_adapter = adapter.partition(" ")[0], ", or the adapter has other content"
             logger.error(
                 "audit: KV of engine %s%s is wrong: %s (%s). Prompts for it are computed here until one "
-                "of the two engines starts anew%s (docs/trust.md#audit)",
+                "of the two engines restarts%s (docs/trust.md#audit)",
                 names or "(unnamed)",
                 f" with adapter {name}" if adapter else "",
                 detail,

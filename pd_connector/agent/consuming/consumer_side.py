@@ -176,7 +176,7 @@ class ConsumerSide:
         for engine in {one.engine_id for one in known}:
             logger.error(
                 "engine %s at %s:%d does not serve the weights of this engine, although samples of both are the same: "
-                "%s. Prompts for it are computed here until one of the two engines starts anew "
+                "%s. Prompts for it are computed here until one of the two engines restarts "
                 "(docs/configuration.md#which-model)",
                 *(engine, *source[:2], problem),
             )

@@ -38,7 +38,7 @@ class Dialler:
     def dial(self, source: Source) -> Connection:
         """Connect and say `Hello`.
 
-        Raises RefusedError if the address may not be dialled or cannot be.
+        Raises RefusedError if the address is not allowed, or cannot be dialled.
         """
         if not self._config.permits(source.host):
             raise RefusedError(

@@ -26,7 +26,7 @@ def ask_ranks(config: Config, host: str, port: int, deadline: float) -> tuple[Pe
         deadline: on `time.monotonic`, in seconds.
 
     Raises:
-        RefusedError: the address may not be dialled, nobody answers, or not as a rank does.
+        RefusedError: the address is not allowed, or no rank answers there.
     """
     if not config.permits(host):
         raise RefusedError(
@@ -66,10 +66,10 @@ def _peers(data: bytes, name: str) -> tuple[Peer, ...]:
         raise RefusedError(Cause.MALFORMED_MESSAGE, f"{name}: {error}") from None
     if isinstance(answer, messages.Reject):
         raise RefusedError(
-            Cause.VERSION, f"{name} does not tell its engine's ranks: {answer.detail}"
+            Cause.VERSION, f"{name} does not report the ranks of its engine: {answer.detail}"
         )
     if not isinstance(answer, messages.Ranks) or not answer.ranks:
-        raise RefusedError(Cause.MALFORMED_MESSAGE, f"{name} tells no ranks: {answer}")
+        raise RefusedError(Cause.MALFORMED_MESSAGE, f"{name} reports no ranks: {answer}")
     return tuple(
         Peer(Source(rank.host, rank.port, answer.engine_id), rank.shard) for rank in answer.ranks
     )

@@ -30,7 +30,6 @@ class OpenSession:
     # What the last heartbeat said, and the messages that say so: at rest they stay the same.
     named: tuple[str, ...] = ()
     next_ms: int = 0
-    named_s = 0.0  # and when the next was to follow
     heartbeats: tuple[bytes, ...] = ()
 
     @property

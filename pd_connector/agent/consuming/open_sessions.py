@@ -104,7 +104,7 @@ class OpenSessions:
         Args:
             addresses: of the transfer that wants it.
 
-        Raises RefusedError if the address may not be dialled or cannot be.
+        Raises RefusedError if the address is not allowed, or cannot be dialled.
         """
         if source in self._sessions:
             return
@@ -239,7 +239,7 @@ class OpenSessions:
         self._looks.set(session.source, at)
 
     def lost(self, session: OpenSession) -> tuple[Cause, str] | None:
-        """Why the connection is no more, once that is so."""
+        """Why the connection has gone; None while it is there."""
         if not session.has_event:
             return None
         session.has_event = False

@@ -51,7 +51,7 @@ class OutageWatch:
         worst = self._causes.most_common(1)[0][0]
         logger.error(
             "no KV has arrived for %.0f s, every prompt is computed here: %d transfers failed (%s). The last: %s. "
-            "What to do: %s. (Said once; until KV arrives, failures are counted and not logged.)",
+            "What to do: %s. (This is logged once. Until KV arrives, failures are only counted.)",
             now - self._since,
             self._causes.total(),
             told(self._causes),

@@ -227,7 +227,7 @@ class SessionKeeper:
         return None
 
     def _refused(self, source: Source, cause: Cause, detail: str, now: float) -> None:
-        """There will be no session with this producer."""
+        """No session with this producer will come."""
         self._act(self._consumer.session_down(source, cause, detail, now), now)
 
     def _make_room(self, now: float) -> None:

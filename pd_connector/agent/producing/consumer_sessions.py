@@ -141,7 +141,7 @@ class ConsumerSessions:
         ]
 
     def speaks_in(self, session: ConsumerSession, next_ms: int) -> None:
-        """The consumer says when it will speak next: with many sessions it does so seldom."""
+        """The consumer says when it will speak next: with many sessions it does so rarely."""
         late_s = min(_LATE * next_ms / 1000, self._config.lease_s)
         session.patience_s = max(self._config.session_timeout_s, late_s)
 

@@ -105,7 +105,7 @@ class ProducerCommands:
 
     def _told_before(self, command: Offer | Computed) -> bool:
         """Whether the command tells of no more computed tokens than were told before. If so, its own fence
-        belongs to a later step, which may have hardly begun."""
+        belongs to a later step, which may have only just begun."""
         is_offer = isinstance(command, Offer)
         return is_offer and command.tokens <= self._outbox.computed(command.request)
 

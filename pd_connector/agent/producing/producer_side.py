@@ -40,7 +40,7 @@ class ProducerSide:
 
     Args:
         sending: the send slots.
-        gate: shut by the engine's thread for requests whose pages may not be read.
+        gate: shut by the engine's thread for requests whose pages must not be read.
         report: told of every request whose pages may be freed.
         port: control port to listen on; 0: the config says.
     """
@@ -69,7 +69,7 @@ class ProducerSide:
         )
         if config.insecure and is_loopback(config.host):
             logger.warning(
-                "insecure: true, but host is %s: engines on other machines are told to dial themselves. Set `host` "
+                "insecure: true, but host is %s: engines on other machines would dial themselves. Set `host` "
                 "(config key, or PD_CONNECTOR_HOST) to an address of this machine",
                 config.host,
             )
@@ -180,7 +180,7 @@ class ProducerSide:
         self._say(sender, messages.Ranks(self._identity.engine_id, ranks))
 
     def _say(self, receiver: bytes, message: messages.Message) -> None:
-        """Send a message. A consumer that does not take it loses its session: it would wait in vain."""
+        """Send a message. A consumer that does not take it loses its session: the message will never come."""
         if not self._listener.send(receiver, messages.encode(message)):
             self._unheard.add(receiver)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refused sessions: all are counted, and a few of each cause are logged. Anybody who reaches the port can cause them."""
+"""Refused sessions: all are counted, and a few of each cause are logged. Any program that reaches the port can cause them."""
 
 import logging
 from dataclasses import dataclass

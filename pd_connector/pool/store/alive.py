@@ -58,7 +58,7 @@ class Alive:
         return self._lock >= 0
 
     def renew(self) -> None:
-        """Take the lock anew, in a folder that was made anew."""
+        """Take the lock again, in a folder that was created again."""
         fresh = private_folder(self._path, "pool")
         os.dup2(fresh, self._folder, inheritable=False)
         os.close(fresh)
@@ -174,7 +174,7 @@ def claim(disk: Folder, memory: Folder) -> int:
     except OSError:
         os.close(lock)
         raise ConfigError(
-            f"{disk.path.parent}: another pool uses this folder, that of a container with its own /dev/shm: let the "
+            f"{disk.path.parent}: the pool of a container with its own /dev/shm uses this folder: let the "
             "containers share one (Docker: --ipc), or name a folder for each (config key pool.dir)"
         ) from None
     return lock

@@ -2,7 +2,7 @@
 """The seam between the pool and what keeps its chunks.
 
 A chunk is a set of parts, one from each rank of its writer, under one key. A store takes parts as opaque bytes: it knows their
-names and lengths, and neither header nor record. A chunk exists when all its parts are published; before that nobody finds it.
+names and lengths, and neither header nor record. A chunk exists when all its parts are published; before that it cannot be found.
 
 Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
@@ -44,7 +44,7 @@ class Why(StrEnum):
     )
     FULL = "full"  # nothing can be evicted, or the file system has no room
     QUOTA = "quota"  # room could only come from tenants within their quota
-    UNWELL = "unwell"  # the books are held by a stopped process, are being made anew, or are gone
+    UNWELL = "unwell"  # the books are held by a stopped process, are being rebuilt, or are gone
 
 
 class Refusal(NamedTuple):
@@ -123,7 +123,7 @@ class Writing(ABC):
         every process.
 
         Returns:
-            False if the part was not kept: the books are held by a stopped process, or were made anew meanwhile.
+            False if the part was not kept: the books are held by a stopped process, or were rebuilt meanwhile.
         """
 
     @abstractmethod
@@ -185,7 +185,7 @@ class Store(ABC):
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
         """Which chunks of a chain are there, as many as keys.
 
-        The chunks found count as used now. Takes about 2 us a key, and waits for nobody. Files are not opened: `pin` does.
+        The chunks found count as used now. Takes about 2 us a key, and never waits. Files are not opened: `pin` does.
 
         Args:
             keys: of one chain, the first chunk first. After the first that is missing, all are None, found or not.
@@ -207,12 +207,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def unpin(self, keys: Sequence[bytes], holder: str = "") -> None:
-        """End the pins of this holder."""
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """End this store's pins."""
 
     @abstractmethod
     def was_stored(self, key: bytes) -> bool:
-        """Whether a missing chunk has been there before, as far as the journal remembers. Waits for nobody."""
+        """Whether a missing chunk has been there before, as far as the journal remembers. Never waits."""
 
     @abstractmethod
     def begin(
@@ -259,8 +259,8 @@ class Store(ABC):
         """What has changed since an earlier page, the same for every process of the host.
 
         Args:
-            after: `next` of the page before, 0 for the whole. If the journal no longer reaches back to it, or was made
-                anew, the whole begins again.
+            after: `next` of the page before, 0 for the whole. If the journal no longer reaches back to it, or was
+                rebuilt, the whole begins again.
 
         Raises:
             PoolError: REFUSED, the books cannot be read at the moment.

@@ -2,9 +2,9 @@
 """The books of a store: an SQLite database in the memory folder, under a name that `books` links to.
 
 With a rollback journal, not WAL: WAL maps a file into every process, and truncating that file would kill them all. A
-transaction takes some 50 us and does no other I/O. If a process is stopped within one, the others' transactions fail after
+transaction takes about 50 us and does no other I/O. If a process is stopped within one, the others' transactions fail after
 `WAIT_S`; after `PATIENCE_S` they make new books under a new name, from what the folders say, and go on. What the stopped
-process then commits goes into the old books, which nobody reads.
+process then commits goes into the old books, which are no longer read.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Books:
     """One process's connection to the books.
 
     Attributes:
-        damaged: why the books must be made anew; empty if they need not.
+        damaged: why the books must be rebuilt; empty if they need not.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -83,7 +83,7 @@ class Books:
                 yield connection
                 connection.execute("COMMIT")
                 if self._name != self.name:
-                    raise BooksError("the books were made anew meanwhile")
+                    raise BooksError("the books were rebuilt meanwhile")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")

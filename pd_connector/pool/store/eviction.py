@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunk gives way to which: reservations, pins, quotas. Each function runs within a transaction and touches no file.
 
-The chunk that was used longest ago goes first, the end of a chain before what it follows: without its parent, nobody would
+The chunk that was used longest ago goes first, the end of a chain before what it follows: without its parent, no look-up would
 find it. A tenant's quota is the budget divided by the tenants that have anything in the tier.
 """
 
@@ -69,7 +69,7 @@ def make_room(
     """Take chunks out of the books until a tier has `need` bytes within its budget.
 
     Args:
-        tenant: for whom; None for nobody, to meet a smaller budget.
+        tenant: for this tenant; None for no tenant, to meet a smaller budget.
         full: the file system has no more room, whatever the budget.
         most: chunks that are taken at most.
 

@@ -107,7 +107,7 @@ class Folder:
         self._closing.close()
 
     def renew(self) -> None:
-        """Open the folder anew where the old one was: somebody has removed it. Descriptors keep their numbers, so other
+        """Open the folder again where the old one was: it has been removed. Descriptors keep their numbers, so other
         threads need not know. Raises ConfigError."""
         if self.name == MEMORY:  # the pool has made the folder above, too
             os.close(private_folder(self.path.parents[1], self._key))
@@ -151,7 +151,7 @@ class Folder:
         name = file_name(key, LINK, stamp)
         os.symlink(entry.text(), name, dir_fd=self.staged)
         os.rename(name, key.hex(), src_dir_fd=self.staged, dst_dir_fd=self.index)
-        if not self.is_whole(key, entry):  # evicted meanwhile, by someone who found no entry yet
+        if not self.is_whole(key, entry):  # evicted meanwhile, by a process that found no entry yet
             self.leave(key, entry.text())
 
     def leave(self, key: bytes, text: str) -> None:

@@ -86,7 +86,7 @@ class Holdings:
             self._closing = undo.pop_all()
 
     def memory_renewed(self) -> None:
-        """The memory folder was removed, and made anew."""
+        """The memory folder was removed, and created again."""
         self.alive.renew()
         if len(self.folders) > 1:
             write_claim(self._claim, self.folders[0])
@@ -162,7 +162,7 @@ class Holdings:
             raise
 
     def mend(self, tier: int, key: bytes) -> bool:
-        """Whether a chunk of the books is there. Someone may have ended between writing it down and making its entry, or
+        """Whether a chunk of the books is there. A process may have ended between writing it down and making its entry, or
         between removing its files and writing that down."""
         with self.books.transaction(reading=True) as books:
             row = books.execute(

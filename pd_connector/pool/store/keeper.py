@@ -44,7 +44,7 @@ _UNCOPIED_SHARE = 7 / 8
 """Above this share of the memory's budget, chunks that the disk lacks are copied to it, so that room is always made at once."""
 _COPIED_IN_A_TURN = 64
 _FEW_CHUNKS = 1000
-"""Books for as many are made in a tenth of a second."""
+"""Books for this number are made in a tenth of a second."""
 _MOST_PROMOTED = 256
 """Chunks that wait for being copied to memory. If there are more, the oldest are forgotten."""
 
@@ -117,22 +117,22 @@ class Keeper:
         for folder in store.folders:
             if not folder.is_there:
                 log.warning(
-                    "pool: %s, or a folder in it, was removed, and is made anew", folder.path
+                    "pool: %s, or a folder in it, was removed, and is created again", folder.path
                 )
                 folder.renew()
                 store.books.damaged = "a folder was removed"
                 if folder is store.folders[MEMORY_TIER]:
                     store.memory_renewed()
         if store.books.damaged:
-            self.make_books_anew(store.books.damaged)
+            self.rebuild_books(store.books.damaged)
         if not self._told:
             self._tell_budgets()
             self._told = True
 
-    def make_books_anew(self, why: str) -> None:
+    def rebuild_books(self, why: str) -> None:
         """Replace the books by what the folders say."""
         if self._store.books.make_anew(lambda books: fill(books, self._store)):
-            log.info("pool: books made anew from the folders, because %s", why)
+            log.info("pool: books rebuilt from the folders, because %s", why)
             self._told = False
             self._take_stock()
 

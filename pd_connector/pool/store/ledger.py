@@ -90,7 +90,7 @@ def complete(books: sqlite3.Connection, part: Part) -> Entry | str:
     )
     if not told.rowcount or books.execute(CHUNK, place).fetchone():
         return ""
-    # Rows without a writer are those of parts that were found when the books were made anew.
+    # Rows without a writer are those of parts that were found when the books were rebuilt.
     rows = books.execute(
         "SELECT part, name, size, bytes FROM files WHERE tier = ? AND key = ? AND whole = 1 "
         "AND writer IN (?, '') ORDER BY part",

@@ -100,8 +100,8 @@ class LocalStore(Store):
                 self._holdings.forget(folder, key, text)
         return None
 
-    def unpin(self, keys: Sequence[bytes], holder: str = "") -> None:
-        rows = [(key, holder or self._holdings.alive.name) for key in keys]
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        rows = [(key, self._holdings.alive.name) for key in keys]
         with contextlib.suppress(BooksError), self._books.transaction() as books:
             books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
 
@@ -142,7 +142,7 @@ class LocalStore(Store):
         for folder in self._folders:
             for _ in range(
                 2
-            ):  # it may be evicted and stored anew between the look at the entry and the file
+            ):  # it may be evicted and stored again between the look at the entry and the file
                 text = folder.text(key)
                 entry = entry_of(text)
                 if entry is None or part not in entry.parts:

@@ -2,7 +2,7 @@
 """The tables of the books.
 
 The books plan: who may write what, what is evicted next, what has changed. What is there, the folders say; so a look-up never
-opens the books, and lost books are made anew. Triggers keep the sums, so no code can forget one.
+opens the books, and lost books are rebuilt. Triggers keep the sums, so no code can forget one.
 """
 
 APPLICATION_ID = 0x70644B56
@@ -29,7 +29,7 @@ CREATE INDEX chunks_by_parent ON chunks (tier, parent);
 CREATE INDEX ends_by_use ON chunks (tier, used) WHERE children = 0;
 CREATE INDEX ends_by_tenant ON chunks (tier, tenant, used) WHERE children = 0;
 CREATE INDEX uncopied_by_use ON chunks (used) WHERE tier = 0 AND copied = 0;
--- Parts that are no part of a whole chunk. A row is there before its file, and after it.
+-- Parts that are not part of a whole chunk. A row is there before its file, and after it.
 CREATE TABLE files (
   tier INTEGER, name TEXT, key BLOB NOT NULL, part TEXT NOT NULL, parts INTEGER NOT NULL, writer TEXT NOT NULL,
   tenant TEXT NOT NULL, bytes INTEGER NOT NULL, size INTEGER NOT NULL, owner TEXT NOT NULL, whole INTEGER NOT NULL,

@@ -181,7 +181,7 @@ class AuditBook:
     A producer is known by its address, the epoch it drew when it started, and its model as the
     handshake has it; it passes for each adapter and each path by itself. What was found wrong without an adapter is
     wrong with each; what was found wrong with an adapter says nothing of others. Distrust lasts until the producer
-    starts anew, or the adapter has other content.
+    restarts, or the adapter has other content.
 
     Args:
         experts: as `Comparison` has it.
@@ -219,7 +219,7 @@ class AuditBook:
         self._passed.clear()
 
     def problem(self, producer: Counterpart, adapter: str, *, compares: bool) -> Problem | None:
-        """Why KV of this producer may not be asked for, or None.
+        """Why KV of this producer must not be asked for, or None.
 
         Args:
             compares: it will only be compared.

@@ -33,7 +33,7 @@ from pd_connector.protocol.wire.peers import Peer, Source
 
 _UNHEARD = frozenset({Cause.SESSION_LIMIT, Cause.SESSION_LOST, Cause.UNREACHABLE})
 """Causes for which there is no connection: last messages are kept for the next session, or the producer's pages would
-stay leased although nobody wants them."""
+stay leased although no transfer wants them."""
 
 
 class Consumer:
@@ -183,7 +183,7 @@ class Consumer:
         return self._fetches.finish(incoming, cause, "", now)
 
     def give_up(self, transfer: str, detail: str, now: float) -> list[Action]:
-        """Something went wrong that nobody has foreseen: end this transfer, whatever its state."""
+        """An unforeseen error: end this transfer, whatever its state."""
         incoming = self._transfers.get(transfer)
         return self._fetches.finish(incoming, Cause.INTERNAL, detail, now) if incoming else []
 

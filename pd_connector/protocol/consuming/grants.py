@@ -162,7 +162,7 @@ class Grants:
             raise RuntimeError(f"{unknown} wait for slots, and have ended")
 
     def _most(self, stream: IncomingStream, free: int) -> int:
-        """How many slots a stream may have. `free` slots were free when somebody asked."""
+        """How many slots a stream may have. `free` slots were free at the time of the request."""
         if stream.complete:
             can_wait = free < _BATCH and len(stream.slots) >= _ENOUGH_SLOTS
             return len(stream.slots) if can_wait else len(stream.missing)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Producers that keep requests waiting in vain, and how long nothing is asked of them for it.
+"""Producers that do not answer waiting requests, and how long nothing is asked of them then.
 
 A request that waits until a deadline and then is computed here has lost that time. If a producer's answers never
 come (a firewall drops its data port, a switch loses large packets), every request would lose it.
@@ -8,9 +8,11 @@ come (a firewall drops its data port, a switch loses large packets), every reque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from pd_connector.pauses import doubled_s
+
 LONGEST_PAUSE_S = 30.0
 _IN_A_ROW = 2
-"""So many waits in vain, one begun after the other had ended, before there is a pause: one may be an accident."""
+"""A pause begins after this many unanswered waits in a row. One may be an accident."""
 _REMEMBERED = 1024
 
 
@@ -22,7 +24,7 @@ class _Silence:
 
 
 class Silences:
-    """Waits in vain, by producer. Used by one thread.
+    """Unanswered waits, by producer. Used by one thread.
 
     Args:
         timeout_s: how long one wait takes, and the first pause; each further one is twice as long.
@@ -37,13 +39,13 @@ class Silences:
         silence = self._known.pop(producer, None) or _Silence(0, float("-inf"), float("-inf"))
         self._known[producer] = silence  # at the end: those that were silent longest ago go first
         if began < silence.last or now <= silence.last:
-            # It waited beside a transfer that was counted, or had hardly begun when that transfer's session ended.
+            # It waited beside a transfer that was counted, or had only just begun when that transfer's session ended.
             return
         silence.in_vain += 1
         silence.last = now
         if silence.in_vain >= _IN_A_ROW:
-            doubled = self._timeout_s * 2.0 ** min(silence.in_vain - _IN_A_ROW, 30)
-            silence.until = now + min(LONGEST_PAUSE_S, doubled)
+            doublings = silence.in_vain - _IN_A_ROW
+            silence.until = now + doubled_s(self._timeout_s, doublings, LONGEST_PAUSE_S)
         if len(self._known) > _REMEMBERED:
             self._known.pop(next(iter(self._known)))
 

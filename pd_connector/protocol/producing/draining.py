@@ -51,7 +51,7 @@ class Draining:
         return []
 
     def lost(self, session: SessionId) -> None:
-        """Nobody is there to be told."""
+        """The consumer is gone, so no message is owed."""
         self._waiting = {key for key in self._waiting if key[0] != session}
 
     def check_integrity(self) -> None:

@@ -46,7 +46,7 @@ class OutgoingTransfer:
     def expiry(self) -> tuple[Cause, str]:
         """What it means that it has expired."""
         if self.final and self.ends_early:
-            return Cause.LEASE_EVICTED, "nobody had room for it within wait_timeout_s"
+            return Cause.LEASE_EVICTED, "no decode engine had room for it within wait_timeout_s"
         if self.final:
             return Cause.LEASE_EXPIRED, "the lease has expired"
         if self.expected:
@@ -142,5 +142,5 @@ class OutgoingTransfer:
             raise RuntimeError("all readers have ended, and its pages are still leased")
         for session, stream in self.streams.items():
             if stream.writing and self.offer is None and not self.expected:
-                raise RuntimeError(f"reader {session!r} was sent KV that nobody offered")
+                raise RuntimeError(f"reader {session!r} was sent KV that was not offered")
             stream.check_integrity()

@@ -103,7 +103,7 @@ class OutgoingTransfers:
         self.leased_pages += pages
 
     def oldest_waiting(self, but: OutgoingTransfer) -> OutgoingTransfer | None:
-        """The oldest lease whose pages nobody has begun to fetch, other than `but` and those that are kept."""
+        """The oldest lease whose fetch has not begun, other than `but` and those that are kept."""
         kept = set(self._kept.values())
         for transfer in self._leases:
             outgoing = self._transfers[transfer]

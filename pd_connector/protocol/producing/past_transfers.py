@@ -27,7 +27,7 @@ class PastTransfers:
         self._deadlines: Deadlines[str] = Deadlines()
 
     def is_over(self, transfer: str) -> bool:
-        """Whether nothing comes of it: it has ended, or nobody wants it."""
+        """Whether nothing comes of it: it has ended, or it is not wanted."""
         return transfer in self._ended or transfer in self._unwanted
 
     def why_not(self, transfer: str) -> tuple[Cause, str]:
@@ -57,7 +57,7 @@ class PastTransfers:
         self._ended.pop(transfer, None)
 
     def unwant(self, transfer: str, cause: Cause, until: float) -> None:
-        """Nobody wants it; remembered until this time. Where that was known, the first cause and the
+        """It is not wanted; this is remembered until this time. Where that was known, the first cause and the
         later time stand: vLLM announces a request whose client has left once more, and aborts it
         again, so that nothing is kept for it."""
         cause, until_now = self._unwanted.get(transfer, (cause, until))

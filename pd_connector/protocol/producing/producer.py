@@ -62,6 +62,8 @@ class Producer:
             return
         self._past.begin_again(transfer)
         outgoing = self._transfers.announced(transfer)
+        if outgoing.final:  # another request has the same transfer: its pages will not be leased
+            return
         outgoing.expected = True
         outgoing.expires = max(outgoing.expires, now + self._config.wait_timeout_s)
         self._transfers.schedule(outgoing)
@@ -77,10 +79,10 @@ class Producer:
         outgoing = self._transfers.announced(offer.transfer)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
             return [Free(offer.request, Cause.DUPLICATE)] if offer.final else []
-        outgoing.offer = offer
-        outgoing.step = None
         if not outgoing.expected:
             self.expect(offer.transfer, now)
+        outgoing.offer = offer
+        outgoing.step = None
         actions: list[Action] = []
         if offer.final:
             outgoing.expires = now + self._config.lease_s
@@ -153,7 +155,7 @@ class Producer:
         return [action for action in ended if not isinstance(action, Free)]  # it knows
 
     def give_up(self, transfer: str, detail: str) -> list[Action]:
-        """Something went wrong that nobody has foreseen: end this transfer, whatever its state."""
+        """An unforeseen error: end this transfer, whatever its state."""
         outgoing = self._transfers.get(transfer)
         return self._openings.end_transfer(outgoing, Cause.INTERNAL, detail) if outgoing else []
 
@@ -235,7 +237,7 @@ class Producer:
                 outgoing.extend(now + config.lease_s, now + config.wait_timeout_s)
 
     def session_lost(self, session: SessionId) -> list[Action]:
-        """A consumer is gone. Nobody will fetch what it had opened."""
+        """A consumer is gone. What it had opened will not be fetched."""
         return self._openings.session_lost(session)
 
     def end_all(self, cause: Cause, detail: str) -> list[Action]:
@@ -275,7 +277,7 @@ class Producer:
         self._openings.check_integrity()
 
     def _evict(self, new: OutgoingTransfer) -> list[Action]:
-        """If too many pages are leased, end the oldest transfers that nobody has begun to fetch. So decode
+        """If too many pages are leased, end the oldest transfers whose fetch has not begun. So decode
         engines that do not come for them, or come without room, cannot hold this engine's cache."""
         actions: list[Action] = []
         while self._transfers.leased_pages > self._most_leased:

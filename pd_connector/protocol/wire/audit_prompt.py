@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt of nobody, with which a pair of engines is audited before users come."""
+"""A test prompt, with which a pair of engines is audited before users come."""
 
 import uuid
 from collections.abc import Mapping

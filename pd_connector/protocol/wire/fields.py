@@ -29,6 +29,4 @@ def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedMessageError(
-            f"{len(data)} bytes that are not of the schema: {error}"
-        ) from None
+        raise MalformedMessageError(f"{len(data)} bytes do not fit the schema: {error}") from None

@@ -240,7 +240,7 @@ class Pulse(Message, frozen=True):
 
 
 class AskRanks(Message, frozen=True):
-    """Anybody, without a session: asks for the ranks of the engine."""
+    """Any peer, without a session: asks for the ranks of the engine."""
 
 
 class RankAddress(msgspec.Struct, frozen=True):

@@ -42,7 +42,7 @@ class TransferParams(msgspec.Struct, frozen=True):
     do_remote_prefill: bool = False
     """The prompt's KV is at `remote_*`: fetch it."""
     do_remote_decode: bool = False
-    """Someone will fetch this prompt's KV: keep it."""
+    """This prompt's KV will be fetched: keep it."""
     remote_engine_id: _Id | None = None
     remote_request_id: _Id | None = None
     """The producer's name for the KV: the transfer."""

@@ -117,7 +117,7 @@ def show(found: StoreStatus, codecs: Mapping[str, Counter[str]], console: Consol
     )
     if found.problem:
         console.print(
-            f"Nothing is saved at the moment: {found.problem}. Engines mend that by themselves; look-ups go on.",
+            f"Nothing is saved at the moment: {found.problem}. Engines repair that by themselves; look-ups go on.",
             style="yellow",
             markup=False,
         )

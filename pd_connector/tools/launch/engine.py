@@ -58,8 +58,8 @@ class VllmEngine(Service):
         kv_transfer: further keys of `--kv-transfer-config`, such as `kv_load_failure_policy`.
         args: further arguments of vLLM's server; a later argument overrides ours.
         env: further variables; they override ours.
-        namespace: where it runs; None for here. There it serves HTTP on the management address, whatever
-            `host` says, and hands KV over on the limited link.
+        namespace: where it runs; None for here. There it serves HTTP on the management address, and
+            hands KV over on the limited link.
         python: interpreter of the environment that has the engine.
     """
 
@@ -72,8 +72,6 @@ class VllmEngine(Service):
         kv_transfer: Mapping[str, Any] | None = None,
         *,
         name: str = "engine",
-        host: str = "127.0.0.1",
-        port: int | None = None,
         max_model_len: int = 4096,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
@@ -81,7 +79,7 @@ class VllmEngine(Service):
         python: str = sys.executable,
         namespace: Namespace | None = None,
     ) -> None:
-        super().__init__(name, host, port, log_path, namespace)
+        super().__init__(name, log_path, namespace)
         if (role is None) != (connector is None) and role is not None:
             raise ValueError(f"role {role!r} without a connector: give both, or neither")
         self.model = str(model)

@@ -29,13 +29,11 @@ class RouterProcess(Service):
         decode: Sequence[str],
         *,
         name: str = "router",
-        host: str = "127.0.0.1",
-        port: int | None = None,
         args: Sequence[str] = (),
         hands_over: bool = True,
         log_path: Path | None = None,
     ) -> None:
-        super().__init__(name, host, port, log_path)
+        super().__init__(name, log_path)
         self.prefill = list(prefill)
         self.decode = list(decode)
         self.args = list(args)

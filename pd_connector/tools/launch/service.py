@@ -38,14 +38,14 @@ class Service(ABC):
     def __init__(
         self,
         name: str,
-        host: str,
-        port: int | None,
         log_path: Path | None,
         namespace: Namespace | None = None,
+        *,
+        port: int | None = None,
     ) -> None:
         self.name = name
         self.namespace = namespace
-        self.host = namespace.management if namespace else host
+        self.host = namespace.management if namespace else "127.0.0.1"
         self._reserved: list[Port] = []
         self.port = self.reserve() if port is None else port
         self.log_path = log_path or log_folder() / f"{name}.log"

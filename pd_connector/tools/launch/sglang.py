@@ -84,7 +84,6 @@ class SglangEngine(Service):
         env: further variables; they override ours.
         namespace: where it runs; None for here. There it listens on all addresses: its HTTP server is reached at
             the management address, and its registry and data on the limited link.
-        python: interpreter of the environment with SGLang; found by default.
     """
 
     def __init__(
@@ -98,15 +97,13 @@ class SglangEngine(Service):
         tp: int = 1,
         max_tokens: int = 16384,
         name: str = "engine",
-        host: str = "127.0.0.1",
         port: int | None = None,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
-        python: str | None = None,
         namespace: Namespace | None = None,
     ) -> None:
-        super().__init__(name, host, port, log_path, namespace)
+        super().__init__(name, log_path, namespace, port=port)
         self.model = str(model)
         self.role = role
         self.backend = backend if role is not None else None
@@ -116,7 +113,7 @@ class SglangEngine(Service):
         self.max_tokens = max_tokens
         self.args = list(args)
         self.env = dict(env or {})
-        self.python = python or sglang_python()
+        self.python = sglang_python()
         self.switches = SWITCH_ARG in self.args
         """Whether it can change its side while it runs: it is started for both."""
         registers = role == "prefill" or self.switches

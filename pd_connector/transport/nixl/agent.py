@@ -129,7 +129,7 @@ class NixlAgent:
         """Notes that have come since the last call, by the sender's name."""
         try:
             return dict(self._nixl.get_new_notifs([_BACKEND]))
-        except Exception as error:  # such as a sender's name that is no text
+        except Exception as error:  # such as a sender's name that is not text
             logger.warning("nixl notifications lost: %r", error)
             return {}
 

@@ -31,7 +31,7 @@ _PAUSE_S = 0.05
 def import_nixl() -> Any:
     """NIXL's Python API (`nixl._api`). Raises ImportError if it is not installed."""
     with contextlib.suppress(OSError):  # a host without RDMA packages has none
-        ctypes.CDLL(_SYSTEM_LIBRARY)  # its symbols are bound now, and seen by nobody else
+        ctypes.CDLL(_SYSTEM_LIBRARY)  # its symbols are bound now, and no other library sees them
     from nixl import _api
 
     return _api

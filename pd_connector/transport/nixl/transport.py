@@ -228,7 +228,7 @@ class NixlTransport(Transport):
         inside = address_of(payload) - slab.address
         in_kind = isinstance(payload, DeviceBytes) == consumer.on_device
         if not in_kind or not 0 <= inside <= slab.nbytes - payload.nbytes:
-            raise TransportError("nixl: the payload does not lie in the sending slab")
+            raise TransportError("nixl: the payload is not in the sending slab")
         return place_in(slab, inside)
 
     def _end_write(self, consumer: NixlConsumer, token: int, problem: str) -> None:

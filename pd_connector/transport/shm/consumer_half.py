@@ -90,7 +90,7 @@ class ProducerPeer:
         try:
             read_memory(pid, Pieces(there, TOKEN_BYTES), Pieces(here, TOKEN_BYTES))
         except OSError as error:
-            logger.info("pages of a producer are not read where they lie: %s", error)
+            logger.info("pages of a producer cannot be read in place: %s", error)
             return 0
         return pid if seen.tobytes() == self.address.token else 0
 

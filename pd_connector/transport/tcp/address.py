@@ -54,6 +54,6 @@ def read_address(data: bytes) -> TcpAddress:
     if numeric_address(address.host) is None:
         raise TransportError(
             f"tcp address of a peer: host {address.host!r} is not numeric, and names of peers are "
-            "not looked up; the peer must tell a numeric address (its config key host)"
+            "not looked up; the peer must announce a numeric address (its config key host)"
         )
     return address

@@ -86,9 +86,9 @@ class Connection:
     def tick(self, now: float) -> None:
         """Speak if nothing was said lately. Raises BrokenError if nothing was heard for too long."""
         if self._heard + self._pace.heartbeat_s < now and self._receiving.grows():
-            self._heard = now  # a record comes so slowly that nobody was told yet
+            self._heard = now  # a slow record of which no caller was told yet
         if self._heard + self._pace.silence_s < now:
-            raise BrokenError(f"nothing was heard for {now - self._heard:.1f} s")
+            raise BrokenError(f"no data has come for {now - self._heard:.1f} s")
         if self._said + self._pace.heartbeat_s <= now and not self.sending.busy:
             self.sending.say(PING)
             self.send(now)

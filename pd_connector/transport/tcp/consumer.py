@@ -119,7 +119,7 @@ class ConsumerPeer:
 
     def dialled(self, sock: socket.socket, dial: DialFrame, now: float) -> None:
         """It has dialled. The connection counts once a record has come that only its keys seal: the
-        dial itself may be an old one, sent again by somebody else."""
+        dial itself may be an old one, sent again by another program."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         handshake = Handshake(self._shared, self.address, self._listener, dial, nonce)
         try:

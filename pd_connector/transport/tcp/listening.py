@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The port of a producer, and connections that are not authenticated yet.
 
-Anybody can dial. A dialler has a few seconds to prove, by one frame of fixed size, that it was told
+Any program can dial. A dialler has a few seconds to prove, by one frame of fixed size, that it was told
 this transport's secret. The number of pending connections is bounded: the oldest is closed first.
 """
 
@@ -36,7 +36,7 @@ class Listening:
         ports: the first free one is taken; 0 lets the system choose.
 
     Raises:
-        OSError: it is no address of this machine, or no port is free.
+        OSError: it is not an address of this machine, or no port is free.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Listening:
         self._watch.close_socket(self._socket)
 
     def _pause(self, now: float) -> None:
-        """Accept nobody for a while."""
+        """Accept no connection for a while."""
         self._resumes = now + self._pace.heartbeat_s
         self._watch.wish(self._socket, self, read=False, write=False)
 
@@ -131,11 +131,11 @@ class Listening:
         return True
 
     def _proven(self, frame: bytes) -> DialFrame:
-        """Raises FrameError unless this is a dial by somebody who was told our secret."""
+        """Raises FrameError unless the dialler was told our secret."""
         assert self._address is not None
         dial, code = read_dial(frame)
         if dial.listener != self._address.identity:
-            raise FrameError("somebody else was dialled")
+            raise FrameError("the dialler wanted another listener")
         if not same(code, dial_code(self._shared, self._address, dial)):
             raise FrameError("the dialler does not know the secret")
         return dial
@@ -152,7 +152,7 @@ class Listening:
 
 
 class _PendingConnection:
-    """Somebody who has dialled."""
+    """A connection that has been accepted."""
 
     def __init__(self, sock: socket.socket, deadline: float, listening: Listening) -> None:
         self.sock = sock

@@ -91,7 +91,7 @@ class Receiving:
 
         Raises:
             OSError: the connection has ended.
-            FrameError: the peer sent what it may not.
+            FrameError: the peer sent what the protocol forbids.
         """
         events: list[Event] = []
         taken = 0
@@ -230,7 +230,7 @@ class Receiving:
         with self._destination.memory(self._landed, self._landed + nbytes) as parts:
             if parts:
                 self._opener.open_parts(head, sealed, parts)
-            else:  # nobody wants it any more; but nothing else may have come in its place
+            else:  # it is no longer wanted; but nothing else may have come in its place
                 self._opener.open(head, sealed, memoryview(bytearray(nbytes)))
 
     def _opened(self, body: memoryview, nbytes: int) -> bytes:
@@ -272,7 +272,7 @@ class Receiving:
         return True
 
     def _fill(self, nbytes: int, events: list[Event]) -> None:
-        """So much more of the chunk is in its memory."""
+        """This many more bytes of the chunk are in its memory."""
         assert self._landing is not None
         assert self._head is not None
         self._landed += nbytes

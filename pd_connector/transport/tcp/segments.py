@@ -23,6 +23,6 @@ class Segments:
         return memoryview(bytearray(PREFIX_BYTES + RECORD_BYTES + TAG_BYTES))
 
     def give_back(self, segment: memoryview) -> None:
-        """Nobody uses the segment any more."""
+        """The segment is no longer used."""
         if len(self._free) < _MOST_KEPT:
             self._free.append(segment)

@@ -174,7 +174,7 @@ class Sending:
         return self._sealer.record(kind, body)
 
     def _drop(self, nbytes: int) -> None:
-        """So many bytes of the frames have been sent."""
+        """This many bytes of the frames have been sent."""
         while self._frames and nbytes >= len(self._frames[0]):
             nbytes -= len(self._frames.pop(0))
         if nbytes:

@@ -54,7 +54,7 @@ def make_message(header: bytes, payload: memoryview, slot: int) -> Buffer:
 
 
 def read_message(message: Buffer) -> Landed | None:
-    """What has landed; None if the bytes are no message."""
+    """What has landed; None if the bytes are not a message."""
     if len(message) < _PREFIX.size:
         return None
     slot, header_bytes = _PREFIX.unpack_from(message.data)

@@ -212,7 +212,7 @@ class UcxTransport(Transport):
             self._match_at(worker, tag)
 
     def _match_at(self, worker: UcxWorker, tag: int) -> None:
-        # Whatever UCX does not take, the peer's session ends for want of it.
+        # Whatever UCX does not take, the peer's session ends because of that.
         with contextlib.suppress(Exception):
             for _ in range(_MAX_BATCH):
                 if not worker.receive(tag, self._max_bytes):

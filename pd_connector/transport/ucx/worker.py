@@ -42,7 +42,7 @@ class UcxWorker:
     """Used by one thread.
 
     UCX closes a listening socket when there is no descriptor for a connection that it accepts. It
-    tells nobody, and leaves the socket's number in its table of handlers: a later socket with that
+    reports nothing, and leaves the socket's number in its table of handlers: a later socket with that
     number fails, or UCX waits for ever for the end of the old handler.
 
     Args:
@@ -65,7 +65,7 @@ class UcxWorker:
         """Links and sources that need this worker."""
         self.failed_dials = 0
         self._arriving: list[Move] = []
-        self._orphans: list[Move] = []  # nobody waits for them, but UCX uses their memory
+        self._orphans: list[Move] = []  # no caller waits for them, but UCX uses their memory
         self._is_kept = False  # by ucxx, for ever
 
     @property
@@ -75,7 +75,7 @@ class UcxWorker:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether UCX has closed a listening socket: nobody new reaches this worker."""
+        """Whether UCX has closed a listening socket: no new peer reaches this worker."""
         return len(self._inodes) < len(self._listeners) or bool(self._closed())
 
     def forget_closed(self) -> None:
@@ -113,7 +113,7 @@ class UcxWorker:
         return True
 
     def arrived(self) -> list[Move]:
-        """Messages that have arrived, or failed, since the last call. Memory of those that nobody waits for
+        """Messages that have arrived, or failed, since the last call. Memory of messages without a waiting caller
         is given back where they have ended."""
         self._orphans = [move for move in self._orphans if not move.request.completed]
         ended = [move for move in self._arriving if move.request.completed]
@@ -121,7 +121,7 @@ class UcxWorker:
         return ended
 
     def forsake(self, tag: int) -> None:
-        """Nobody waits for the messages that arrive under this tag now."""
+        """No caller waits for messages with this tag any more."""
         self._orphans += [move for move in self._arriving if move.tag == tag]
         self._arriving = [move for move in self._arriving if move.tag != tag]
 
@@ -138,7 +138,7 @@ class UcxWorker:
         return self.failed_dials >= _MOST_FAILED_DIALS or has_orphans
 
     def end(self) -> None:
-        """Nobody needs this worker any more."""
+        """This worker is no longer needed."""
         for _ in range(_CLOSING_POLLS):  # UCX ends what it can, and tells its peers
             self.worker.progress()
             # Where the sender has died, ucxx would wait for the rest of a message, for ever.

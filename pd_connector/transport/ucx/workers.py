@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker of UCX that peers dial now, and those before it that still serve somebody."""
+"""The worker of UCX that peers dial now, and earlier ones that still serve a peer."""
 
 import contextlib
 import logging
@@ -41,7 +41,9 @@ class UcxWorkers:
     def renew_if_spent(self) -> None:
         """Make a new worker where UCX does not listen any more, or the current one is worn."""
         if self._current.is_deaf:
-            logger.warning("ucx: its listening socket is closed (no descriptors?): begun again")
+            logger.warning(
+                "ucx: its listening socket is closed (no descriptors?), and is opened again"
+            )
             self._renew()
         else:
             self.renew_if_worn()
@@ -60,7 +62,7 @@ class UcxWorkers:
                 self._current.forget_closed()
 
     def leave(self, user: int) -> None:
-        """A link or a source is no more: workers that served nobody else end."""
+        """A link or a source has gone: workers without another peer end."""
         for worker in self:
             worker.users.discard(user)
         for worker in [worker for worker in self._spent if not worker.users]:
@@ -68,7 +70,7 @@ class UcxWorkers:
             worker.end()
 
     def close(self) -> None:
-        """End the current worker; nobody uses those before it any more."""
+        """End the current worker; earlier ones are no longer used."""
         self._current.end()
         del self._current
 

@@ -136,7 +136,7 @@ def dop(
     jobs: Jobs = 2,
     json: Json = None,
 ) -> None:
-    """Prefill engines of unlike tensor parallelism with the policy dop, beside the best uniform fleet."""
+    """Prefill engines of different tensor parallelism with the policy dop, beside the best uniform fleet."""
     tables = []
     with exit_codes(Console(stderr=True)):
         for path in traces:

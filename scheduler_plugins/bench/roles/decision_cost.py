@@ -16,9 +16,10 @@ from scheduler_plugins.router.roles.registry import create
 
 ENGINES = 64
 BAR_MS = 2.0
+ROUNDS = 50
 
 
-def decision_ms(name: str, rounds: int = 50) -> float:
+def decision_ms(name: str) -> float:
     """Median CPU time of a decision for 64 loaded engines with ten minutes of history, in milliseconds."""
     random, now_s = Random(0), float(KEPT_S)
     nodes = OPT_13B.scenario(ENGINES // 2, ENGINES // 2).nodes()
@@ -35,7 +36,7 @@ def decision_ms(name: str, rounds: int = 50) -> float:
     members = [Member(node, node.role, node.role, able) for node in nodes]
     controller, fleet = RoleController(create(name)), Fleet(members, history)
     took_ms = []
-    for n in range(rounds):
+    for n in range(ROUNDS):
         begun_s = time.thread_time()
         controller.moves(fleet, now_s + n * 1e-3)
         took_ms.append((time.thread_time() - begun_s) * 1e3)

@@ -53,7 +53,7 @@ def play(
 
     Args:
         prefill: prefill engines at the start.
-        roles: a role policy; empty: nobody changes roles.
+        roles: a role policy; empty: no engine changes its role.
         split: where the second trace begins.
     """
     served, moves = run(fleet, requests, prefill, roles, changes)

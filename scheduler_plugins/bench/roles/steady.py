@@ -52,7 +52,7 @@ class Steady(NamedTuple):
         return max(self.fixed, key=lambda p: self.fixed[p].kept)
 
 
-def cases(halves: Sequence[Half], seconds: float, seed: int = 0) -> list[Case]:
+def cases(halves: Sequence[Half], seconds: float) -> list[Case]:
     """All workloads. A load of 1.0 is the capacity of the best fixed ratio for that trace."""
     found = list[Case]()
     for half in halves:
@@ -60,19 +60,19 @@ def cases(halves: Sequence[Half], seconds: float, seed: int = 0) -> list[Case]:
         for load in LOADS:
             points = POINTS if load <= 0.8 else POINTS_NEAR_FULL
             per_s = load * half.capacity.most
-            timed = _drawn([half], seconds, _constant(per_s), _constant(0.0), seed)
+            timed = _drawn([half], seconds, _constant(per_s), _constant(0.0))
             found.append(Case(f"Poisson, {half.name}", load, points, MOST_MOVES, timed, near))
             played = _replayed(half, per_s, seconds)
             found.append(Case(half.name, load, points, None, played, near))
         rate = partial(_step, half.capacity.most, seconds)
-        steps = _drawn([half], seconds, rate, _constant(0.0), seed)
+        steps = _drawn([half], seconds, rate, _constant(0.0))
         found.append(Case(f"steps, {half.name}", 0.9, POINTS_NEAR_FULL, None, steps, near))
     between = sorted({p for half in halves for p in _near(half)})
     ratios = range(between[0], between[-1] + 1)
     capacities = (halves[0].capacity.most, halves[1].capacity.most)
     for period_s in PERIODS_S:
         share, rate = partial(_share, period_s), partial(_swinging, capacities, period_s)
-        timed = _drawn(halves, seconds, rate, share, seed)
+        timed = _drawn(halves, seconds, rate, share)
         name = f"sine of mix, {period_s:g} s"
         found.append(Case(name, SINE_LOAD, POINTS_NEAR_FULL, None, timed, ratios))
     return found
@@ -141,10 +141,9 @@ def _drawn(
     seconds: float,
     rate: Callable[[float], float],
     second: Callable[[float], float],
-    seed: int,
 ) -> list[Waiting]:
     """Requests drawn from traces, at random times of this rate. `second`: share of the second trace at a time."""
-    random, now_s, found = Random(seed), 0.0, list[Waiting]()
+    random, now_s, found = Random(0), 0.0, list[Waiting]()
     while now_s < seconds:
         now_s += random.expovariate(rate(now_s))
         half = halves[random.random() < second(now_s)]

@@ -43,7 +43,12 @@ NOT_FORWARDED = HOP_BY_HOP | {
 NOT_RETURNED = HOP_BY_HOP | {"content-encoding", "content-length"}
 
 EVENT_STREAM = "text/event-stream"
+UNBUFFERED = {"X-Accel-Buffering": "no"}
+"""Header of streams: nginx passes each event on at once. By default it collects 4 KiB first."""
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_LONGEST_END = max(map(len, EVENT_ENDS))
+MOST_EVENT_BYTES = 64 << 20
+"""Most bytes of one event. Log probabilities of a long prompt take a few MiB."""
 _ERROR = b'data: {"error"'
 ABORTED = b'"finish_reason":"abort"'
 """Marks an answer that an engine ended early, as vLLM does when it is stopped. Inside a text, the quotes would be
@@ -110,6 +115,8 @@ def headers_to_client(headers: Mapping[str, str], request_id: str) -> CIMultiDic
     """An engine's headers as the client gets them."""
     returned = _without(headers.items(), NOT_RETURNED)
     returned.setdefault(REQUEST_ID, request_id)
+    if returned.get("Content-Type", "").startswith(EVENT_STREAM):
+        returned.update(UNBUFFERED)
     return returned
 
 
@@ -147,29 +154,38 @@ class EventCutter:
     def __init__(self) -> None:
         self.finished = False
         """Whether the last complete event was the end mark `data: [DONE]`."""
-        self._held = b""
+        self._held = bytearray()  # grows in place: an event may come in thousands of pieces
 
     def feed(self, chunk: bytes) -> bytes:
         """The events that `chunk` completes; empty if it completes none."""
         if not self._held and chunk.endswith(b"\n\n"):  # the common case
             self._look_for_end(chunk)
             return chunk
-        data = self._held + chunk
-        end = max((data.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in data), default=0)
-        whole, self._held = data[:end], data[end:]
-        if whole:
-            self._look_for_end(whole)
+        held = self._held
+        first = max(0, len(held) - _LONGEST_END + 1)  # no event ends before
+        held += chunk
+        ends = [at + len(mark) for mark in EVENT_ENDS if (at := held.rfind(mark, first)) >= 0]
+        if not ends:
+            return b""
+        whole = bytes(held[: max(ends)])
+        del held[: max(ends)]
+        self._look_for_end(whole)
         return whole
 
     @property
     def held(self) -> bytes:
         """The start of an incomplete event."""
-        return self._held
+        return bytes(self._held)
+
+    @property
+    def overlong(self) -> bool:
+        """Whether an event is too long to be one."""
+        return len(self._held) > MOST_EVENT_BYTES
 
     def rest(self) -> bytes:
         """The rest at the end of the stream; not empty only if it is an end mark without its blank line."""
-        self._look_for_end(self._held)
-        return self._held if self.finished else b""
+        self._look_for_end(self.held)
+        return self.held if self.finished else b""
 
     def _look_for_end(self, data: bytes) -> None:
         tail = data[-40:].rstrip()

@@ -28,9 +28,7 @@ _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 )
-_SAID = (
-    b'{"error": {"message": "too many connections", "type": "service_unavailable", "code": 503}}'
-)
+_SAID = b'{"error": {"message": "too many connections", "type": "service_unavailable", "param": null, "code": 503}}'
 
 
 class ConnectionLimit:
@@ -107,7 +105,7 @@ class _Connection(asyncio.Protocol):
         self._admitted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         self._admitted = self._limit._opened(self)
         if not self._admitted:
             self._transport.write(_BUSY % (len(_SAID), _SAID))
@@ -182,7 +180,7 @@ class BodyBudget:
 
         Raises:
             NoRoomError: there is no room now.
-            BodyTooLargeError: there would be no room even for this body alone.
+            BodyTooLargeError: there is no room even for this body alone.
         """
         if own_bytes + size_bytes > self._most_bytes:
             raise BodyTooLargeError(
@@ -256,7 +254,7 @@ async def _plain(request: web.BaseRequest) -> AsyncIterator[bytes]:
                     inflater = zlib.decompressobj(_ANY_HEADER)
                 yield inflater.decompress(part, PIECE_BYTES)
             except zlib.error as error:
-                raise BadRequestError(f"the request body is no {encoding}: {error}") from None
+                raise BadRequestError(f"the request body is not {encoding}: {error}") from None
             part = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
             await asyncio.sleep(0)
     if inflater is not None and not inflater.eof:

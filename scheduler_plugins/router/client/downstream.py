@@ -43,12 +43,14 @@ class Downstream:
         """Send the status and the headers. Later calls do nothing."""
         if self._response is None:
             self._response = response
-            # HTTP/1.0 has no chunks: the end of the connection ends the body.
-            self._chunked = not isinstance(response, web.Response) and (
-                self._request.version >= HttpVersion11
-            )
-            if self._chunked:
-                response.enable_chunked_encoding()
+            # HTTP/1.0 has no chunks: the end of the connection ends the body, even if the client (or HAProxy before it)
+            # wants to keep the connection.
+            if not isinstance(response, web.Response):
+                self._chunked = self._request.version >= HttpVersion11
+                if self._chunked:
+                    response.enable_chunked_encoding()
+                else:
+                    response.force_close()
             try:
                 await response.prepare(self._request)
             except OSError:
@@ -84,7 +86,7 @@ class Downstream:
 
     async def interrupt(self, message: str) -> web.StreamResponse:
         """End a stream that cannot go on, with an error event. The connection stays open, because the client's next
-        request may already be on its way. A completed answer stays as it is. An answer that is no stream, or was
+        request may already be on its way. A completed answer stays as it is. An answer that is not a stream, or was
         stopped at its end, has no place for an event, so its connection is closed."""
         if self.ended:
             return self._begun

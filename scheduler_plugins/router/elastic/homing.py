@@ -110,8 +110,8 @@ class Homing:
     def _leave_to_others(self, wishes: Collection[_Wish]) -> None:
         for url, role in sorted(set(wishes) - self._told):
             logger.info(
-                "%s: the settings say %s. Another router decides on roles (or none of --fellows is heard). It has the "
-                "engine switched when its own settings say so, too",
+                "%s: the settings say %s. Another router decides on roles (or no router of --fellows sends messages). It "
+                "switches the engine when its own settings say the same",
                 *(url, role),
             )
             self._told.add((url, role))

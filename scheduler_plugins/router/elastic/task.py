@@ -10,17 +10,19 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from math import inf
 
+from pd_connector.extensions import Faults
 from scheduler_plugins.router.elastic.fleet import Groups
 from scheduler_plugins.router.elastic.homing import Homing
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.moving import SETTINGS, MoveFailedError, Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.standing import Decision
-from scheduler_plugins.router.policies.added import PolicyError
+from scheduler_plugins.router.limit import SLOW_S, Limited
 from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S
-from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move
+from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move, RolePolicy
 from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.router.roles.registry import create
+from scheduler_plugins.router.routing.fallback import cause_of, raised_by, slow_text, text_of
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.elastic import Bounds, Moving
 
@@ -31,10 +33,7 @@ FIRST_S = 120.0
 more slowly, engines of the other side would take its place."""
 EVERY_S = 1.0
 """Pause between two questions to the policy."""
-SLOW_S = 0.2
-"""A policy that takes longer for one decision is named in the log. The router serves nothing meanwhile."""
-TELL_S = 60.0
-"""Time between two log lines about a policy that fails or is slow."""
+_REPAIR = "what it wants is left out. Repair the policy, or name another one (--roles)"
 
 
 def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
@@ -53,6 +52,19 @@ def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
             "have taught them"
         )
     return told
+
+
+class Bounded(RolePolicy):
+    """A role policy that is not waited for without end. While it is paused, it moves nothing."""
+
+    def __init__(self, policy: RolePolicy) -> None:
+        self._policy = policy
+        self._limited = Limited()
+
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+        if self._limited.is_paused(now_s):
+            return []
+        return self._limited.call(lambda: list(self._policy.decide(fleet, now_s)), now_s)
 
 
 def _by(name: str, move: Move) -> Move:
@@ -75,7 +87,7 @@ class Elastic:
         self._begun_s = asyncio.get_running_loop().time()
         self._controllers: dict[str, tuple[Moving, Bounds, RoleController]] = {}
         self._moves = set[asyncio.Task[None]]()
-        self._told_s: dict[str, float] = {}
+        self._faults: dict[str, Faults] = {}  # by group
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -128,24 +140,17 @@ class Elastic:
                     self._begin(controller, move, moving.policy)
 
     def _tell(
-        self, group: str, policy: str, fault: Exception | None, took_s: float, now_s: float
+        self, group: str, policy: str, fault: BaseException | None, took_s: float, now_s: float
     ) -> None:
-        """Log what is wrong with a policy, at most once a minute for each group."""
-        if (fault is None and took_s <= SLOW_S) or now_s - self._told_s.get(group, -inf) < TELL_S:
-            return
-        self._told_s[group] = now_s
+        """Log and count what is wrong with a policy."""
+        told = f"group {group}: role policy {policy}"
+        faults = self._faults.setdefault(group, Faults(logger, _REPAIR))
         if fault is not None:
-            logger.error(
-                "group %s: role policy %s failed: %s",
-                *(group, policy, fault if isinstance(fault, PolicyError) else repr(fault)),
-                exc_info=None if isinstance(fault, PolicyError) else fault,
-            )
-        if took_s > SLOW_S:
-            logger.warning(
-                "group %s: role policy %s took %.2f s for one decision, and the router served nothing meanwhile; it must "
-                "take less than %g s",
-                *(group, policy, took_s, SLOW_S),
-            )
+            cause = cause_of(fault)
+            self._pool.metrics.policy_faults.labels(policy, cause).inc()
+            faults.note(cause, f"{told} failed: {text_of(fault)}", now_s, raised_by(fault))
+        if took_s > SLOW_S and (fault is None or cause_of(fault) != "late"):
+            faults.note("slow", f"{told} {slow_text(took_s)}", now_s)
 
     def _awaits(self, group: str) -> bool:
         """Whether an engine of the group has never been up."""
@@ -158,7 +163,9 @@ class Elastic:
         if known is not None and known[:2] == (moving, bounds):
             return known[2]
         made = RoleController(
-            create(moving.policy), min_prefill=bounds.min_prefill, min_decode=bounds.min_decode
+            Bounded(create(moving.policy)),
+            min_prefill=bounds.min_prefill,
+            min_decode=bounds.min_decode,
         )
         self._controllers[group] = moving, bounds, made
         logger.info(

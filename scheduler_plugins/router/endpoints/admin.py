@@ -100,7 +100,7 @@ async def _for_operators_only(request: web.Request, handler: Any) -> web.StreamR
 
 
 async def _read(request: web.Request, wanted: Any) -> Any:
-    """The request's body, as this msgspec type. Raises ValueError, or msgspec.DecodeError if it is no JSON."""
+    """The request's body, as this msgspec type. Raises ValueError, or msgspec.DecodeError if it is not JSON."""
     try:
         return msgspec.json.decode(await request.read(), type=wanted)
     except msgspec.ValidationError as error:

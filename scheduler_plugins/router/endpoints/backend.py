@@ -10,6 +10,7 @@ import aiohttp
 from scheduler_plugins.router.client.tls import for_engines
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.engines.lookup import Names
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.shared import Shared
@@ -62,7 +63,13 @@ def watching_session(config: RouterConfig) -> aiohttp.ClientSession:
     """A session for watching engines. Each request opens a new connection, so it also tests that the engine accepts
     connections."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=for_engines(config)),
+        connector=aiohttp.TCPConnector(
+            limit=0,
+            force_close=True,
+            ssl=for_engines(config),
+            resolver=Names(),
+            use_dns_cache=False,  # `Names` keeps addresses
+        ),
         timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
         cookie_jar=aiohttp.DummyCookieJar(),
     )

@@ -12,8 +12,7 @@ from scheduler_plugins.router.endpoints.backend import client_connections, watch
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.exchanging import exchanging_alone
-from scheduler_plugins.router.policies.registry import create
-from scheduler_plugins.router.reload import reloading, use_settings
+from scheduler_plugins.router.reload import reloading, route_policy, use_settings
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
@@ -27,7 +26,7 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
     async with watching_session(config) as watching:
         connections = client_connections(config)
         pool = app[BACKEND].pool(config, watching, app[METRICS])
-        policy = create(config.route_policy, config.decode_policy)
+        policy = route_policy(config, app[METRICS])
         tokens = PromptTokens(connections, pool.all_up, config.tokenizer, config.api_key)
         tracing = Tracing(config.otlp)
         app[SHARED] = Shared(config, pool, connections, app[METRICS], policy, tokens, tracing)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from scheduler_plugins.router.client.answers import UNBUFFERED
 from scheduler_plugins.router.endpoints.pairs import pairs
 from scheduler_plugins.router.endpoints.trends import overflow, recent, trends
 from scheduler_plugins.router.endpoints.troubles import troubles
@@ -28,7 +29,7 @@ MOST_WATCHERS = 20
 _LONGEST_S = 1e6
 """Longest queue that is shown. JSON has no infinity."""
 _FOLDER = Path(__file__).parent
-_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", **UNBUFFERED}
 
 
 def _assembled() -> tuple[str, str]:

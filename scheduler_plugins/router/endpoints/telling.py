@@ -91,7 +91,11 @@ async def health(request: web.Request) -> web.StreamResponse:
     serves = bool(_up(pool))
     state = {
         "status": "ok" if serves else "unavailable",
-        "disaggregates": bool(decode) and any(engine.address for engine in prefill),
+        "disaggregates": any(
+            engine.address and engine is not other and not other.only_produces
+            for engine in prefill
+            for other in decode
+        ),
         "tokens": request.app[SHARED].tokens.source,
         "token_ids": request.app[SHARED].tokens.why_text or "sent",
         "handoffs": handoffs_of(pool),

@@ -29,7 +29,7 @@ FULL = 0.95
 MOST_LEASED = 0.5
 """Share of a cache that may be kept for decode engines."""
 FLAPS = 4
-"""Changes of one engine's role within `FLAP_S` that help nobody."""
+"""This many changes of one engine's role within `FLAP_S` are too many."""
 FLAP_S = 1800.0
 
 Level = Literal["critical", "warning"]

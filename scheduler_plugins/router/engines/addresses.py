@@ -38,7 +38,7 @@ async def addresses_of(
     if again != addresses[0] or len({address.engine_id for address in addresses}) < ranks:
         raise EngineFailedError(
             "status",
-            f"its {ranks} data-parallel ranks cannot be told apart by {HEADER}: give each a URL of its own "
+            f"its {ranks} data-parallel ranks cannot be distinguished by {HEADER}: give each a URL of its own "
             "(--data-parallel-external-lb)",
         )
     return tuple(addresses)
@@ -51,7 +51,7 @@ async def _address_of(ask: Ask, headers: Mapping[str, str], model: str) -> Produ
 
 
 def decoded(raw: bytes) -> object:
-    """The JSON value in `raw`. Raises EngineFailedError if it is no JSON."""
+    """The JSON value in `raw`. Raises EngineFailedError if it is not JSON."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):

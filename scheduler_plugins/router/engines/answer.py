@@ -13,9 +13,13 @@ from multidict import CIMultiDict
 HELD_BYTES = 256 << 10
 """Most bytes kept for a reader that is slower than the engine. Beyond them the system's socket buffers fill."""
 
+MOST_ANSWER_BYTES = 512 << 20
+"""Most bytes of an answer that is held until it is whole. A thousand embeddings take about 100 MiB; an answer without an
+end would take all memory."""
+
 
 class BrokenAnswerError(ConnectionError):
-    """The connection broke before the answer was complete, or the bytes are no HTTP."""
+    """The connection broke before the answer was complete, or the bytes are not HTTP."""
 
 
 class Flow(Protocol):
@@ -59,10 +63,12 @@ class Answer:
         return self._unheld()
 
     async def read_all(self) -> bytes:
-        """The whole body. Raises BrokenAnswerError."""
-        parts = []
+        """The whole body. Raises BrokenAnswerError, also if the body has more than `MOST_ANSWER_BYTES`."""
+        parts, size_bytes = [], 0
         while part := await self.read():
             parts.append(part)
+            if (size_bytes := size_bytes + len(part)) > MOST_ANSWER_BYTES:
+                raise BrokenAnswerError(f"the answer has more than {MOST_ANSWER_BYTES} bytes")
         return b"".join(parts)
 
     async def pass_to(self, take: Callable[[bytes], bool]) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from random import Random
 
+from pd_connector.pauses import doubled_s
+
 FAILURES = 5
 """An engine's circuit opens after this many failures of one cause in a row."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-_MOST_DOUBLINGS = 10
 BUDGET = 0.2
 """Most retries per request, on average."""
 DEATHS = ("connect", "died", "unhealthy", "aborted")
@@ -61,9 +62,8 @@ class Circuit:
         half_open, self._probing = self._pauses > 0 and now_s >= self._until_s, False
         if not half_open and (self._pauses or self._failures[cause] < FAILURES):
             return False
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._pauses)
-        # An engine may fail for days, and 2**1024 overflows a float.
-        self._pauses = min(self._pauses + 1, _MOST_DOUBLINGS)
+        pause_s = doubled_s(FIRST_PAUSE_S, self._pauses, LONGEST_PAUSE_S)
+        self._pauses += 1
         # Routers that saw the same failures must not all come back at the same time.
         self._until_s = now_s + pause_s * self._random.uniform(0.5, 1.0)
         return True

@@ -115,7 +115,7 @@ class Connection(asyncio.Protocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def pause_writing(self) -> None:
         self._full = True

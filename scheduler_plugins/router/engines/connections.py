@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import aiohappyeyeballs
-from aiohappyeyeballs import AddrInfoType
 
 from scheduler_plugins.router.engines.answer import Answer
 from scheduler_plugins.router.engines.connection import Connection, Origin, Parts
+from scheduler_plugins.router.engines.lookup import Names
 
-_RESOLVED_S = 10.0
-"""The addresses of a name are looked up again after this time."""
 _STAGGER_S = 0.25
 """If an address has not answered after this time, the next address is tried as well (RFC 8305)."""
 
@@ -47,7 +45,7 @@ class EngineConnections:
         self._idle: dict[Origin, list[Connection]] = {}  # idle longest first
         self._open: set[Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
-        self._resolved: dict[tuple[str, int], tuple[float, list[AddrInfoType]]] = {}
+        self._names = Names()
 
     async def request(
         self, method: str, url: str, headers: Mapping[str, str], body: Parts | None
@@ -57,7 +55,7 @@ class EngineConnections:
 
         Raises:
             NotConnectedError: no connection within `connect_timeout_s`; nothing was sent.
-            BrokenAnswerError: the connection broke, or the bytes are no HTTP.
+            BrokenAnswerError: the connection broke, or the bytes are not HTTP.
             ValueError: a header cannot be sent.
         """
         parts = urlsplit(url)
@@ -81,6 +79,7 @@ class EngineConnections:
         for connection in list(self._open):
             connection.abort()
         self._idle.clear()
+        await self._names.close()
         await asyncio.sleep(0)  # their transports close their sockets
 
     def released(self, connection: Connection) -> None:
@@ -124,7 +123,7 @@ class EngineConnections:
         """A new connection. Raises NotConnectedError."""
         try:
             async with asyncio.timeout(self.connect_timeout_s):
-                addresses = await self._addresses(origin.host, origin.port)
+                addresses = await self._names.addresses(origin.host, origin.port)
                 sock = await aiohappyeyeballs.start_connection(
                     addresses, happy_eyeballs_delay=_STAGGER_S, interleave=1
                 )
@@ -145,29 +144,10 @@ class EngineConnections:
         self._open.add(connection)
         return connection
 
-    async def _addresses(self, host: str, port: int) -> list[AddrInfoType]:
-        """The addresses of a host name. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        until, found = self._resolved.get((host, port), (0.0, []))
-        if loop.time() >= until:
-            found = _numeric(host, port)
-            found = found or [*await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-            self._resolved[host, port] = loop.time() + _RESOLVED_S, found
-        return found
-
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
-
-
-def _numeric(host: str, port: int) -> list[AddrInfoType]:
-    """The address if `host` is numeric; empty if it is a name. Does no lookup."""
-    try:
-        flags = socket.AI_NUMERICHOST
-        return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
-    except socket.gaierror:
-        return []
 
 
 def _head(

@@ -127,9 +127,14 @@ class BackendEngine(Loaded):
         """Roles that the engine can have besides its present one, as far as it is known."""
         if self.kind is Kind.SGLANG:
             return frozenset((Role.PREFILL, Role.DECODE) if self.switches else ())
-        if self.addresses and not all(one.consumes for one in self.addresses):
-            return frozenset((Role.PREFILL,))  # `kv_producer`
+        if self.only_produces:
+            return frozenset((Role.PREFILL,))
         return MOVABLE if self.addresses else frozenset((Role.DECODE,))
+
+    @property
+    def only_produces(self) -> bool:
+        """Whether it takes no KV (`kv_producer`), as far as it is known."""
+        return bool(self.addresses) and not all(one.consumes for one in self.addresses)
 
     def serves(self, role: Role) -> bool:
         """Whether the engine serves this side. An engine may serve both."""

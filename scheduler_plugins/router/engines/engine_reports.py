@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from scheduler_plugins.admission.report import WILDCARDS, EngineReport, decode
+from scheduler_plugins.admission.report import WILDCARDS, EngineReport, RankLoad, decode
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.engines.engine import BackendEngine
 
@@ -36,7 +36,7 @@ class Told(NamedTuple):
 
 
 def from_report(raw: bytes, host: str) -> Told | None:
-    """Read an answer of `/pd/load`; None if it is no load report.
+    """Read an answer of `/pd/load`; None if it is not a load report.
 
     Args:
         host: the engine's host, for addresses that name none.
@@ -44,6 +44,8 @@ def from_report(raw: bytes, host: str) -> Told | None:
     try:
         report = decode(raw)
     except msgspec.MsgspecError:
+        return None
+    if not all(_can_be(rank) for rank in report.ranks):
         return None
     known = [rank for rank in report.ranks if rank.model.known]
     return Told(
@@ -59,6 +61,12 @@ def from_report(raw: bytes, host: str) -> Told | None:
     )
 
 
+def _can_be(rank: RankLoad) -> bool:
+    """Whether a rank can have this load. An engine with less than none would get every request."""
+    counts = rank.queued_s, rank.queued_tokens, rank.waiting, rank.batch, rank.context
+    return not rank.model.problem and all(0 <= count <= _MOST for count in counts)
+
+
 def from_metrics(text: bytes) -> Told | None:
     """Find the few load metrics among vLLM's thousands; None if they are missing."""
     sums: dict[bytes, float] = {}
@@ -70,7 +78,7 @@ def from_metrics(text: bytes) -> Told | None:
                 usages.append(float(value))
     except ValueError:
         return None
-    if any(not abs(total) <= _MOST for total in sums.values()):
+    if any(not 0 <= total <= _MOST for total in sums.values()):
         return None
     described = _CACHE.search(text)
     info = dict(_LABELS.findall(described[1])) if described else {}

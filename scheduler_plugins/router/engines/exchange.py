@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler_plugins.router.client.answers import retry_after_s
-from scheduler_plugins.router.engines.answer import Answer
+from scheduler_plugins.router.engines.answer import MOST_ANSWER_BYTES, Answer
 from scheduler_plugins.router.engines.connection import Parts
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -124,10 +124,12 @@ class Exchange:
             self._scope.reschedule(None)
 
     async def read_all(self) -> bytes:
-        """The whole body. Raises EngineFailedError as `read` does."""
-        chunks = []
+        """The whole body. Raises EngineFailedError as `read` does, and if the body is too large."""
+        chunks, size_bytes = [], 0
         while chunk := await self.read():
             chunks.append(chunk)
+            if (size_bytes := size_bytes + len(chunk)) > MOST_ANSWER_BYTES:
+                raise EngineFailedError("malformed", f"it sent more than {MOST_ANSWER_BYTES} bytes")
         return b"".join(chunks)
 
     def silence(self, now: float) -> EngineFailedError | None:
@@ -226,7 +228,7 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
     """Raise the error that a status stands for.
 
     Args:
-        wanted: the only status that is no error. None: 2xx is no error, and 4xx except 429 is the client's error. A
+        wanted: the only status that is not an error. None: 2xx is not an error, and 4xx except 429 is the client's error. A
             redirection is an error of the engine: it would show the client where engines are.
 
     Raises:

@@ -37,11 +37,11 @@ class Looks:
         self.metrics_at = 0.0
         self.models_at = 0.0
         self.store_at = 0.0
-        """When to ask the engine for its place in a KV pool; infinite: it uses none until it is started anew."""
+        """When to ask the engine for its place in a KV pool; infinite: it uses none until it is restarted."""
         self._last: Reading | None = None
 
     def begin_anew(self) -> None:
-        """The engine may have started anew: ask at once."""
+        """The engine may have restarted: ask at once."""
         self.models_at = self.store_at = 0.0
 
     async def list_models(self) -> None:
@@ -65,7 +65,7 @@ class Looks:
         try:
             told = await self._ask.store()
         except EngineFailedError as failure:
-            logger.debug("%s does not tell of its KV pool: %s", engine.url, failure)
+            logger.debug("%s does not report its KV pool: %s", engine.url, failure)
             if failure.cause != "timeout":  # a busy engine may be late
                 engine.store = None
             return
@@ -103,9 +103,16 @@ class Looks:
             engine.warning = ""
             return
         _count(engine, handoffs, reading.at_s)
+        warning = _TAKES_NONE if engine.only_produces else warning
         if warning and not engine.warning:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning
+
+
+_TAKES_NONE = (
+    "it is a decode engine, and its kv_role is kv_producer, so it takes no KV. "
+    "What to do: start it with kv_role kv_consumer or kv_both, or name it with --prefill"
+)
 
 
 def _count(engine: BackendEngine, handoffs: dict[str, int], now_s: float) -> None:

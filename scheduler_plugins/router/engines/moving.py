@@ -52,7 +52,9 @@ class Mover:
     def check(self, engine: BackendEngine, role: Role) -> None:
         """Raises ValueError if the engine can never have this role, or is moving."""
         if engine.standing.moving is not None:
-            raise ValueError(f"url {engine.url}: moves to {engine.standing.moving}; wait for that")
+            raise ValueError(
+                f"url {engine.url}: is being moved to {engine.standing.moving}; wait until that has ended"
+            )
         if engine.role is role or engine.whole:
             return
         if engine.kind is not Kind.SGLANG:
@@ -92,7 +94,7 @@ class Mover:
                     await self._switch(engine, role, place)
             except MoveFailedError as failure:
                 logger.warning("%s stays %s: %s", engine.url, engine.role, failure)
-                if failure.step != SETTINGS:  # the operator's wish is no fault
+                if failure.step != SETTINGS:  # the operator's wish is not a fault
                     pool.metrics.role_moves.labels(before, role, f"failed_{failure.step}").inc()
                 span.failed(str(failure))
                 raise

@@ -85,7 +85,7 @@ class PairAudits:
     """Sends each pair its prompts, one pair after the other, once per start of the two engines. A pair gets another
     prompt if KV can come by another path, and if an audit has ended without a verdict.
 
-    The prompts are no users' requests: no metric and no load of the router counts them.
+    The prompts are not users' requests: no metric and no load of the router counts them.
     """
 
     def __init__(
@@ -163,7 +163,8 @@ class PairAudits:
                 if verdict not in ("", _WRONG) and self._prompts[key] < _MOST_PROMPTS:
                     self._done.discard(key)
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
-            logger.info("%s: the audit with a test prompt cannot run: %r", where, error)
+            said = str(error) or "no answer in time"
+            logger.info("%s: the audit with a test prompt cannot run: %s", where, said)
         except Exception:
             logger.exception("%s: the audit with a test prompt failed", where)
 

@@ -24,10 +24,10 @@ def settle(
     """Use the engine on the side that it tells, and note the side that it should be switched to.
 
     It is switched if its entry in the settings has been edited, if it is pinned, if it was on that side until it was
-    started again, or if a role policy may move it. A side to which somebody else has switched it stays.
+    started again, or if a role policy may move it. A side to which another program has switched it stays.
 
     Args:
-        facts: what the engine has just told; None: it is no SGLang engine, and serves any side at once.
+        facts: what the engine has just told; None: it is not an SGLang engine, and serves any side at once.
         moving: the policy that moves engines; None: none.
     """
     standing, before = engine.standing, engine.role

@@ -85,7 +85,7 @@ class StoreReaders:
             try:
                 page = await self._ask(engine, after)
             except EngineFailedError as failure:
-                logger.debug("%s does not tell its journal: %s", engine.url, failure)
+                logger.debug("%s does not report its journal: %s", engine.url, failure)
                 continue
             if page is not None and page.store == store:
                 return engine, page

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 HUNG_AFTER = 2
 """Health checks in a row without an answer after which an engine counts as hung. One can be lost to a long step."""
 PROBE_RETRY_S = 30.0
-"""Pause before a prefill engine without an address is asked again. It will have none until it is started anew, and each
+"""Pause before a prefill engine without an address is asked again. It will have none until it is restarted, and each
 probe costs it a prefill."""
 
 
@@ -206,7 +206,8 @@ class EngineWatch:
             reason = (
                 ""
                 if addresses
-                else "its answer to the probe has no address; start it with PDConnector"
+                else "its answer to the probe has no address; start it with PDConnector and kv_role kv_producer or "
+                "kv_both, or name it with --decode if it is a decode engine"
             )
         except EngineFailedError as failure:
             addresses, reason = (), f"the probe failed: {failure}"
@@ -233,7 +234,7 @@ class EngineWatch:
             try:
                 handover = await self._handover()
             except EngineFailedError as failure:
-                logger.debug("%s does not tell whether it hands KV over: %s", engine.url, failure)
+                logger.debug("%s does not report whether it hands KV over: %s", engine.url, failure)
                 return
             if engine.up and engine.starts == starts and not engine.hands_over:
                 engine.model, engine.addresses = handover.model, handover.addresses

@@ -244,11 +244,11 @@ class Fellows:
             self._complete_s = now_s
             if self._missed:
                 self._missed = False
-                logger.info("all %d other routers are heard again", named)
+                logger.info("all %d other routers send messages again", named)
         elif not self._missed and now_s - self._complete_s >= SILENT_S:
             self._missed = True
             logger.warning(
-                "%d of %d other routers are heard, for %.0f s now, so requests of the others are not "
+                "messages from only %d of %d other routers have arrived in the last %.0f s, so requests of the rest are not "
                 "counted here. Name their --exchange in this router's --fellows, and give all routers "
                 "the same PD_ROUTER_KEY",
                 heard,

@@ -2,7 +2,7 @@
 """The roles that routers tell each other, and which of them decides.
 
 Each role of an engine has a version: a number, and the router that gave it. The larger version holds at all routers, so
-they agree whatever was lost or late. A router that was started anew has version 0 and learns from its fellows.
+they agree whatever was lost or late. A router that was restarted has version 0 and learns from its fellows.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _constrained(request: Mapping[str, Any]) -> bool:
 def _wanted_logprobs(request: Mapping[str, Any]) -> int:
     """Number of alternatives that the client wants for each token; -1 if it wants no log probabilities.
 
-    A value that is no number counts as -1; the answering engine refuses it.
+    A value that is not a number counts as -1; the answering engine refuses it.
     """
     wanted = request.get("logprobs")
     if "messages" in request:

@@ -50,7 +50,7 @@ class FirstTokenPatch:
         """Whether the first token has come."""
 
     def whole(self, content: bytes) -> bytes:
-        """Patch a complete answer. Content that is no completion stays as it is."""
+        """Patch a complete answer. Content that is not a completion stays as it is."""
         try:
             answer = json.loads(content)
         except (ValueError, RecursionError):

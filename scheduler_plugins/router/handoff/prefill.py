@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 REFUSAL_GRACE_S = 1.0
 """Time that a decode engine without its KV has to answer all the same. It answers at once if it has the prompt cached;
-otherwise it waits in vain, and so does the client."""
+otherwise it waits for KV that never comes, and so does the client."""
 USAGE_S = 1.0
 """Longest wait for the prefill engine's count of cached tokens, after the decode engine's count has come."""
 
@@ -160,7 +160,7 @@ class PrefillCopy:
         return UsagePatch(told)
 
     def refused(self, now: float) -> EngineFailedError | None:
-        """Why a decode engine waits for the KV in vain; None if the KV may still come.
+        """Why the KV will never come; None if it may still come.
 
         If a prefill engine dies, its session ends and the decode engine notices. It computes the prompt itself,
         unless another prefill engine can. If a living prefill engine never took the copy, the decode engine waits for

@@ -22,7 +22,7 @@ OWN_MEDIA = (None, "GPU")
 
 
 class EventError(ValueError):
-    """The message is no batch of events."""
+    """The message is not a batch of events."""
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):
@@ -91,7 +91,7 @@ def decode(payload: bytes) -> Batch:
     """Read a batch.
 
     Raises:
-        EventError: the payload is no batch.
+        EventError: the payload is not a batch.
     """
     batch = _decoded(payload)
     if not isfinite(batch.ts):
@@ -107,5 +107,5 @@ def _decoded(payload: bytes) -> Batch:
     try:
         batch = _ARRAY_DECODER.decode(payload)
     except msgspec.MsgspecError:
-        raise EventError(f"no batch of KV events: {first}") from None
+        raise EventError(f"not a batch of KV events: {first}") from None
     return Batch(batch.ts, list(batch.events), batch.data_parallel_rank)

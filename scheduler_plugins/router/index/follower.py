@@ -126,7 +126,7 @@ class EventFollower:
     async def _received(self, frames: Sequence[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
             logger.debug(
-                "%s sent a message of %d frames that is no batch of KV events",
+                "%s sent a message of %d frames that is not a batch of KV events",
                 self._name,
                 len(frames),
             )

@@ -56,12 +56,12 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids in the form that `block_hashes` takes.
 
     Raises:
-        ValueError: an element is no token id.
+        ValueError: an element is not a token id.
     """
     try:
         ids = array("I", tokens)
     except (OverflowError, TypeError):
-        raise ValueError(f"a token id is no integer between 0 and {MOST_TOKEN}") from None
+        raise ValueError(f"a token id is not an integer between 0 and {MOST_TOKEN}") from None
     if sys.byteorder != "little":
         ids.byteswap()
     return ids.tobytes()

@@ -18,7 +18,7 @@ from scheduler_plugins.router.index.hashes import Hashes
 MEMORY = "memory"
 """Name of the fastest tier. All others are about as slow as a disk."""
 MOST_CHUNKS = 1 << 20
-"""Chunks of a store that are noted, in some 70 MB. If there are more, later ones are not."""
+"""Chunks of a store that are noted, in about 70 MB. If there are more, later ones are not."""
 _NAME_DIGITS = 12
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Callable
 from math import inf
@@ -27,8 +28,14 @@ GROUP = "scheduler_plugins.policies"
 (`scheduler_plugins/order/registry.py`)."""
 
 
+_SHOWN = reprlib.Repr()
+"""How a decision of another package is shown: it may be large, and its `__repr__` may raise."""
+_SHOWN.maxother = _SHOWN.maxstring = 200
+_LONGEST_CAUSE = 64
+
+
 class PolicyError(PDConnectorError):
-    """A policy failed, or made a decision that cannot be followed."""
+    """A policy failed (`__cause__` is what it raised), or made a decision that cannot be followed."""
 
 
 def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
@@ -38,7 +45,7 @@ def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
         decode: makes the rule named for decode; None: none is named.
 
     Raises:
-        ConfigError: the policy cannot be loaded, is no policy, or chooses both sides although a
+        ConfigError: the policy cannot be loaded, is not a policy, or chooses both sides although a
             rule for decode is named.
     """
     extension = load_entry_points(GROUP).get(name)
@@ -58,11 +65,11 @@ def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
     return Checked(extension.make(), extension)
 
 
-def added_rule(name: str) -> Callable[[], Rule] | None:
-    """Another package's rule for the decode side; None if nothing has this name.
+def added_rule(name: str) -> tuple[Callable[[], Rule], Extension] | None:
+    """Another package's rule for the decode side, and its origin; None if nothing has this name.
 
     Raises:
-        ConfigError: the rule cannot be loaded, or is no rule.
+        ConfigError: the rule cannot be loaded, or is not a rule.
     """
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
@@ -70,7 +77,7 @@ def added_rule(name: str) -> Callable[[], Rule] | None:
     found = extension.load()
     if not _is(found, Rule):
         raise _wrong(extension, "decode policy", found, "sides.Rule")
-    return extension.make
+    return extension.make, extension
 
 
 def added_names() -> list[str]:
@@ -93,10 +100,15 @@ class Checked(Policy):
         whose = f"policy {self._extension.name!r}, which {self._extension.source} adds,"
         try:
             decision = self.policy.decide(request, view, now_s, random)
-        except Exception as error:  # another package's policy can raise anything
-            raise PolicyError(f"{whose} failed: {error!r}") from error
-        if problem := _problem(decision, view):
-            raise PolicyError(f"{whose} decided {decision!r}: {problem}")
+            problem = _problem(decision, view)
+        except KeyboardInterrupt:
+            raise
+        except (
+            BaseException
+        ) as error:  # another package's policy can raise anything, SystemExit too
+            raise PolicyError(f"{whose} failed: {_SHOWN.repr(error)}") from error
+        if problem:
+            raise PolicyError(f"{whose} decided {_SHOWN.repr(decision)}: {problem}")
         return decision
 
 
@@ -104,7 +116,7 @@ def _problem(decision: object, view: View) -> str:
     """What is wrong with a decision; empty if nothing is."""
     if isinstance(decision, Reject):
         cause: object = decision.cause
-        if not cause or not isinstance(cause, str):
+        if not (isinstance(cause, str) and cause.isidentifier() and len(cause) <= _LONGEST_CAUSE):
             return "cause must be a word, the metric's label"
         return _wrong_time("retry_after_s", decision.retry_after_s, 0.0, inf)
     if isinstance(decision, Defer):

@@ -16,7 +16,7 @@ class LeastTpot(Rule):
     """Chooses the smallest sum of times per token over all sequences of an engine, this request
     included.
 
-    The sum is `sequences * step time`. The step time alone hardly depends on the batch: small
+    The sum is `sequences * step time`. The step time alone depends little on the batch: small
     errors of learnt costs would move dozens of sequences. With the sum, an engine of half the speed
     gets about half as many sequences. Prompts that wait at the engine count as sequences, because
     they will share its steps. An engine that would break the promised time per token comes after

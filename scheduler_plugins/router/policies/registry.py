@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pd_connector.extensions import unknown_name
-from scheduler_plugins.router.policies.added import GROUP, added_policy, added_rule
+from pd_connector.extensions import Extension, unknown_name
+from scheduler_plugins.router.policies.added import GROUP, Checked, added_policy, added_rule
 from scheduler_plugins.router.policies.arrow import Arrow
 from scheduler_plugins.router.policies.base import Policy
 from scheduler_plugins.router.policies.cache_aware import CacheAware
@@ -78,20 +78,29 @@ def create(name: str, decode: str = "") -> Policy:
     """
     if name == WRAPPER or name.startswith(WRAPPER + ":"):
         return Length(create(name.partition(":")[2] or DEFAULT, decode))
-    rule = _decode_rule(decode) if decode else None
+    rule, extension = _decode_rule(decode) if decode else (None, None)
     if name in PREFILL:
         prefill = PREFILL[name]()
-        return Sides(prefill, (rule or DECODE[prefill.decode])())
-    if name in BOTH_SIDES:
-        return BOTH_SIDES[name](rule() if rule else None)
-    policy = added_policy(name, rule)
-    if policy is None:
-        raise unknown_name("policy", name, [*PREFILL, *BOTH_SIDES, WRAPPER], GROUP, "policy")
-    return policy
+        made: Policy = Sides(prefill, (rule or DECODE[prefill.decode])())
+    elif name in BOTH_SIDES:
+        made = BOTH_SIDES[name](rule() if rule else None)
+    else:
+        policy = added_policy(name, rule)
+        if policy is None:
+            raise unknown_name("policy", name, [*PREFILL, *BOTH_SIDES, WRAPPER], GROUP, "policy")
+        return policy
+    return made if extension is None else Checked(made, extension)
 
 
-def _decode_rule(name: str) -> Callable[[], Rule]:
-    rule = DECODE.get(name) or added_rule(name)
-    if rule is None:
+def is_added(name: str, decode: str = "") -> bool:
+    """Whether another package's code decides, under the names that `create` takes."""
+    own = name.removeprefix(WRAPPER + ":")
+    return own not in {*PREFILL, *BOTH_SIDES, WRAPPER} or decode not in {"", *DECODE}
+
+
+def _decode_rule(name: str) -> tuple[Callable[[], Rule], Extension | None]:
+    if name in DECODE:
+        return DECODE[name], None
+    if (added := added_rule(name)) is None:
         raise unknown_name("decode policy", name, DECODE, GROUP, "decode_policy")
-    return rule
+    return added

@@ -69,7 +69,7 @@ def parsing(raw: bytes | bytearray, path: str) -> Steps:
     Yields the size in memory of the next piece, in bytes, so other requests can run in between. Returns the body.
 
     Raises:
-        BadRequestError: the body is no JSON object, or a field that the router reads has a wrong type. The engine
+        BadRequestError: the body is not a JSON object, or a field that the router reads has a wrong type. The engine
             checks all other fields.
 
     Fields about transfers are dropped, because clients are not trusted with them. Only the part `pool` of
@@ -212,7 +212,7 @@ def _kind(value: object) -> str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:

@@ -30,7 +30,7 @@ def timeout_s(headers: Mapping[str, str]) -> float:
     """The client's time limit for the request, in seconds; infinite if it sets none.
 
     Raises:
-        BadRequestError: the header is no number of milliseconds.
+        BadRequestError: the header is not a number of milliseconds.
     """
     told = headers.get(TIMEOUT_HEADER)
     if told is None:

@@ -68,7 +68,7 @@ class PieceDecoder:
         """The object, piece by piece. Large fields keep their JSON.
 
         Raises:
-            ValueError: the text is no JSON object.
+            ValueError: the text is not a JSON object.
             TooComplexError: the object exceeds a limit.
         """
         found: dict[str, Any] = {}
@@ -123,7 +123,7 @@ class PieceDecoder:
             return (yield from self._long_list(depth + 1))
         if first == b"{":
             return (yield from self._long_object(depth + 1))
-        raise ValueError(f"a value is no JSON (byte {start})")
+        raise ValueError(f"a value is not JSON (byte {start})")
 
     def _piece(self, start: int, end: int, form: bytes = b"%b") -> Steps:
         """The values from `start` to `end`. They are counted before they are decoded."""
@@ -179,7 +179,7 @@ class PieceDecoder:
                 end -= 1  # do not split a character
             ended = self._raw[end : end + 1] == b'"'
             if end == start and not ended:
-                raise ValueError(f"a string does not end, or is no valid string (byte {start})")
+                raise ValueError(f"a string does not end, or is not a valid string (byte {start})")
             yield end - start
             part = self._decode(b'"' + self._raw[start:end] + b'"')
             if parts and _is_half(parts[-1][-1:], 0xD800) and _is_half(part[:1], 0xDC00):

@@ -9,7 +9,7 @@ no connection, because its core takes no more commands |
 | SGLang | `/abort_request`, `/pause_generation` | it drains at SIGTERM, and answers faults with an error |
 
 In vLLM 0.32, `EngineCoreProc._handle_shutdown` first changes the state and then sends the aborts. After the change,
-`_reject_utility_in_shutdown` rejects commands. So an answer 200 after an abort proves that it was no shutdown.
+`_reject_utility_in_shutdown` rejects commands. So an answer 200 after an abort proves that it was not a shutdown.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from scheduler_plugins.router.routing.view import LiveView
 LEAST_PAUSE_S = 1e-3
 """Shortest pause before a policy is asked again. A policy that always defers must not block the
 event loop."""
+LONGEST_PAUSE_S = 1.0
+"""A deferred request is asked about again at least this often. What a policy waits for may not come: an engine leaves."""
 
 
 async def next_attempt(
@@ -32,6 +34,7 @@ async def next_attempt(
         RejectedError: the policy rejects the request.
     """
     loop = asyncio.get_running_loop()
+    begun_s = loop.time()
     while (engines := candidates.able(begun=begun)) is not None:
         now = loop.time()
         by_role = {
@@ -45,12 +48,16 @@ async def next_attempt(
         view = LiveView(by_role, shared.pool.prefixes, now, places)
         margin = shared.margins.of(request.qos)
         asked = _asked(request, engines.prefill, engines.decode, now - arrived, margin, begun)
-        decision = shared.policy.decide(asked, view, now, shared.random)
+        if (waited_s := now - begun_s) < shared.config.first_byte_timeout_s:
+            decision = shared.policy.decide(asked, view, now, shared.random)
+        else:
+            decision = shared.policy.decide_at_last(asked, view, now, shared.random, waited_s)
         if isinstance(decision, Reject):
             shared.metrics.rejected.labels(request.qos, decision.cause).inc()
             raise RejectedError(decision)
         if isinstance(decision, Defer):
-            await asyncio.sleep(max(LEAST_PAUSE_S, decision.until_s - now))
+            pause_s = min(decision.until_s - now, LONGEST_PAUSE_S)
+            await asyncio.sleep(max(LEAST_PAUSE_S, pause_s))
             continue
         answering = next(one for one in engines.decode if one.name == decision.d)
         p = None if decision.p == decision.d else decision.p
@@ -84,7 +91,7 @@ async def next_attempt(
 def _count(shared: Shared, request: Request, prefill: BackendEngine, now_s: float) -> None:
     """Count prompts of engines without a GPU."""
     no_gpu = prefill.role is Role.CPU_PREFILL
-    # A policy sends prompts there that nobody waits for, and others only if they would be late elsewhere.
+    # A policy sends prompts there whose clients do not wait, and others only if they would be late elsewhere.
     late = no_gpu and request.interactive
     if late:
         shared.pool.history.overflowed(now_s, request.group)

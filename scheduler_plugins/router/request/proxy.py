@@ -13,6 +13,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.downstream import Downstream
 from scheduler_plugins.router.engines.failures import EngineFailedError, OverloadedError
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
+from scheduler_plugins.router.policies.base import Reject, Request
 from scheduler_plugins.router.request.aborts import is_wanted_abort
 from scheduler_plugins.router.request.asked import Asked
 from scheduler_plugins.router.request.decision import next_attempt
@@ -23,9 +24,14 @@ from scheduler_plugins.router.request.resumable import resumable
 from scheduler_plugins.router.request.resume import StreamRecord
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.request.tail import cut_to_whole_characters
-from scheduler_plugins.router.request.turns import wait_for_turn
-from scheduler_plugins.router.routing.attempt import AllOverloadedError, Attempt, UnavailableError
+from scheduler_plugins.router.routing.attempt import (
+    AllOverloadedError,
+    Attempt,
+    RejectedError,
+    UnavailableError,
+)
 from scheduler_plugins.router.routing.candidates import Candidates
+from scheduler_plugins.router.routing.front import QueueFullError, turn_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +104,7 @@ class ClientRequest:
         self._noticed.arrived()
         try:
             if self._shared.config.front_queue:
-                await wait_for_turn(self._shared, self._asked.request)
+                await _wait_for_turn(self._shared, self._asked.request)
             return await self._served()
         except (UnavailableError, AllOverloadedError) as error:
             if not self._client.begun:
@@ -190,3 +196,24 @@ class ClientRequest:
         return await next_attempt(
             self._shared, self._candidates, asked.request, asked.arrived, begun=self._client.begun
         )
+
+
+async def _wait_for_turn(shared: Shared, request: Request) -> None:
+    """Wait in the front queue while all prefill engines are busy, or no decode engine has room.
+
+    Raises:
+        QueueFullError: the queue of the class is full. RejectedError: the wait would break the
+            class's promise.
+    """
+    config, metrics = shared.config, shared.metrics
+    turn = turn_of(request, shared.pool)
+    late_s = shared.front.expected_s(turn, config.classes) - request.ttft_slo_s
+    if late_s > 0:
+        metrics.rejected.labels(request.qos, "ttft").inc()
+        raise RejectedError(Reject("ttft", late_s))
+    try:
+        with metrics.waiting.labels(request.qos).track_inprogress():
+            await shared.front.wait(turn, config)
+    except QueueFullError:
+        metrics.rejected.labels(request.qos, "queue_full").inc()
+        raise

@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import (
     ABORTED,
     EVENT_STREAM,
+    MOST_EVENT_BYTES,
     EventCutter,
     before_abort,
     before_error,
@@ -97,9 +98,9 @@ class Responder:
             raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
         # Held until it is complete: if the engine dies halfway, another one can still answer.
         content = await answer.read_all()
+        if self._end_mark and answer.status < 300 and not _can_answer(answer.status, content):
+            raise _no_answer(answer.status, content)
         if answer.status == 200:
-            if self._end_mark and not _looks_like_json(content):
-                raise _no_answer(content)
             aborted = self._end_mark and ABORTED in content
             if aborted and not await self._wanted_abort(answer.engine):
                 raise ended_early()
@@ -146,7 +147,7 @@ class Responder:
         answered = False
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
         while not answered and (chunk := await answer.read()):
-            if events := cutter.feed(chunk):
+            if events := _cut(cutter, chunk):
                 if not client.begun and (error := error_in(events)):
                     raise _engines_own(error)
                 events, failed = self._noted(events, record)
@@ -175,7 +176,7 @@ class Responder:
 
         def take(chunk: bytes) -> bool:
             nonlocal left
-            if events := cutter.feed(chunk):
+            if events := _cut(cutter, chunk):
                 events, failure = self._noted(events, record)
                 if failure is not None:
                     failures.append(failure)
@@ -260,17 +261,26 @@ def _engines_own(error: tuple[int, str]) -> EngineFailedError:
     return EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
 
 
-def _looks_like_json(content: bytes) -> bool:
-    """Whether an answer can be the JSON object of a completion. It is not parsed: engines may write NaN."""
+def _cut(cutter: EventCutter, chunk: bytes) -> bytes:
+    """The events that the chunk completes."""
+    events = cutter.feed(chunk)
+    if cutter.overlong:
+        raise EngineFailedError("malformed", f"an event of more than {MOST_EVENT_BYTES} bytes")
+    return events
+
+
+def _can_answer(status: int, content: bytes) -> bool:
+    """Whether this can be a completion: 200, and a JSON object. It is not parsed: engines may write NaN."""
     stripped = content.strip()
-    return stripped.startswith(b"{") and stripped.endswith(b"}")
+    return status == 200 and stripped.startswith(b"{") and stripped.endswith(b"}")
 
 
-def _no_answer(content: bytes) -> EngineFailedError:
+def _no_answer(status: int, content: bytes) -> EngineFailedError:
     """The failure for a page of a proxy, or another server's answer. It comes fast, so an engine that were believed
     would get nearly all requests."""
     said = " ".join(content[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-    return EngineFailedError("malformed", f"it answered 200 without a JSON object: {said}")
+    told = f"it answered {status} (wanted: 200 and a JSON object): {said}"
+    return EngineFailedError("malformed", told)
 
 
 async def _to_its_end(answer: Exchange) -> None:

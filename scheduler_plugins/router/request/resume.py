@@ -81,7 +81,7 @@ class StreamRecord:
         """Note complete events of the engine. Returns the events for the client.
 
         Raises:
-            EngineFailedError: an engine that goes on with a stream sends something that is no completion.
+            EngineFailedError: an engine that goes on with a stream sends something that is not a completion.
         """
         try:
             alone = events.find(_END) == len(events) - len(_END)
@@ -93,7 +93,9 @@ class StreamRecord:
             return _END.join(self._noted(part) if part else part for part in parts)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             self._lost = True  # these events were noted but not sent
-            raise EngineFailedError("malformed", "its events are no completion's") from None
+            raise EngineFailedError(
+                "malformed", "its events are not those of a completion"
+            ) from None
 
     def next_body(self) -> dict[str, Any] | None:
         """The completion that goes on after the sent part, or the client's chat if nothing was sent yet. None if too

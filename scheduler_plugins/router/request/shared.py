@@ -13,8 +13,9 @@ from scheduler_plugins.router.engines.circuit import RetryBudget
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.policies.base import Policy, Request
+from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.roles.base import Front
+from scheduler_plugins.router.routing.fallback import Fallback
 from scheduler_plugins.router.routing.front import FrontQueue
 from scheduler_plugins.router.routing.promises import Margins
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -32,7 +33,7 @@ class Shared:
     connections: EngineConnections
     """Connections that carry clients' requests to engines."""
     metrics: Metrics
-    policy: Policy
+    policy: Fallback
     tokens: PromptTokens
     """Turns prompts into tokens."""
     tracing: Tracing

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from pd_connector.pauses import doubled_s
 from scheduler_plugins.router.policies.added import PolicyError
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
@@ -26,7 +27,7 @@ _SIDES = (Role.PREFILL, Role.DECODE)
 
 def pause_s(failures: int, first_s: float) -> float:
     """Seconds until a move is tried again that has failed this number of times in a row."""
-    return float(min(LONGEST_PAUSE_S, first_s * 2 ** (failures - 1)))
+    return doubled_s(first_s, failures - 1, LONGEST_PAUSE_S)
 
 
 @dataclass
@@ -70,7 +71,7 @@ class RoleController:
     ) -> None:
         """`min_prefill`, `min_decode`: of each group."""
         self.policy = policy
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
         self._dwell_s = dwell_s
         self._pause_s = pause_s
         self._minima = {Role.PREFILL: min_prefill, Role.DECODE: min_decode}
@@ -149,7 +150,11 @@ class RoleController:
                     self.fault = PolicyError(f"it proposed {move!r}: {problem}")
                 else:
                     found.append(move._replace(role=Role(move.role)))
-        except Exception as error:  # another package's policy can raise anything
+        except KeyboardInterrupt:
+            raise
+        except (
+            BaseException
+        ) as error:  # another package's policy can raise anything, SystemExit too
             self.fault = error
         return found
 

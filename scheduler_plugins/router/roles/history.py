@@ -38,19 +38,9 @@ class Seen(NamedTuple):
     tpot_hurried: float = 0
 
     @property
-    def ttft_missed_share(self) -> float:
-        """Part of the promised first tokens that came late."""
-        return self.ttft_missed / self.ttft_promised if self.ttft_promised else 0.0
-
-    @property
     def tpot_missed_share(self) -> float:
         """Part of the answers with a promise that were slower than promised."""
         return self.tpot_missed / self.tpot_promised if self.tpot_promised else 0.0
-
-    @property
-    def ttft_ratio(self) -> float:
-        """Mean TTFT as a multiple of its promise."""
-        return self.ttft_ratios / self.ttft_promised if self.ttft_promised else 0.0
 
     @property
     def tpot_ratio(self) -> float:

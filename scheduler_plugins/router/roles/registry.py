@@ -39,7 +39,7 @@ def create(name: str) -> RolePolicy:
     """A new policy object. This package's own names take precedence over names of other packages.
 
     Raises:
-        ConfigError: no role policy has that name, or another package's policy cannot be loaded or is no role policy.
+        ConfigError: no role policy has that name, or another package's policy cannot be loaded or is not a role policy.
     """
     if name in ROLES:
         return ROLES[name]()

@@ -278,6 +278,7 @@ class RouterConfig:
     def _check_roles(self) -> None:
         if (moving := self.moving) is not None:
             create_roles(moving.policy)
+            create(self.route_policy, self.decode_policy)  # a role policy may name any
         urls = [url for side in SIDES for url in getattr(self, side)]
         for url, place in self.places.items():
             if url not in urls:

@@ -42,7 +42,7 @@ def is_name(url: str) -> bool:
 
 
 def parts_of(url: str) -> Name:
-    """The parts of a URL. Raises ValueError: its port is no number."""
+    """The parts of a URL. Raises ValueError: its port is not a number."""
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
     pool, _, labels = path.partition("/") if parts.scheme == POOL else ("", "", path)

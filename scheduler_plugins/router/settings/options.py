@@ -113,7 +113,7 @@ OPTIONS = {
         ),
         ("log-level", None, "log level"),
     ),
-    "times that seldom need a change": (
+    "times that rarely need a change": (
         ("first-byte-timeout-s", "SECONDS", "longest wait for a stream's first byte"),
         ("answer-timeout-s", "SECONDS", "longest wait for an answer that is not streamed"),
         (

@@ -87,7 +87,7 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
         source: the file's name, for errors.
 
     Raises:
-        SettingsError: the text is no YAML, has an unknown key, or a value that cannot be used.
+        SettingsError: the text is not YAML, has an unknown key, or a value that cannot be used.
     """
     written = YamlText(text, source)
     try:
@@ -169,7 +169,7 @@ def _limits(given: Mapping[str, float]) -> dict[str, float]:
     for name, value in given.items():
         if name not in known:
             near = did_you_mean(name, known) or f"known are {', '.join(sorted(known))}"
-            raise ValueError(f"limits: {name!r} is no limit; {near}")
+            raise ValueError(f"limits: {name!r} is not a limit; {near}")
         if name in whole and value != int(value):
             raise ValueError(f"limits: {name} {value}: must be a whole number")
         found[name] = int(value) if name in whole else float(value)

@@ -51,7 +51,7 @@ def check_sides(urls: Mapping[str, Sequence[str]], host: str, port: int) -> None
 
 
 def base_url(side: str, given: str) -> str:
-    """The URL in the form that names an engine. Raises ValueError if it is no URL; the message begins with `side`."""
+    """The URL in the form that names an engine. Raises ValueError if it is not a URL; the message begins with `side`."""
     if is_name(given):
         return checked_name(side, given)
     url = given if "://" in given else f"http://{given}"

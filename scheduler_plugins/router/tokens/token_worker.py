@@ -65,7 +65,7 @@ def examine(folder: str) -> Examined:
     asked: list[dict[str, Any]] = [{"prompt": text} for text in texts]
     asked += [{"prompt": text, "add_special_tokens": False} for text in texts[:1]]
     probes = [(one, tokenize(folder, digest, one)) for one in asked]
-    with suppress(TokenizerError):  # there may be no template, or one that refuses this chat
+    with suppress(TokenizerError):  # the template may be missing, or refuse this chat
         probes.append((_CHAT, tokenize(folder, digest, _CHAT)))
     unknown_id = max(tokenizer.get_vocab().values(), default=-1) + 1
     return Examined(digest, unknown_id, tuple(probes))

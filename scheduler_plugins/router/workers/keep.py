@@ -15,7 +15,7 @@ from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.exchanging import exchanging
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.reload import reloading
-from scheduler_plugins.router.server import AdminServer, on_signals, say_running
+from scheduler_plugins.router.server import AdminServer, cannot_listen, on_signals, say_running
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
 from scheduler_plugins.router.tracing import Tracing
@@ -88,8 +88,8 @@ def _reserved(config: RouterConfig) -> Iterator[int]:
         alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             alone.bind((config.host, config.port))
-        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
-            raise OSError(f"{config.host}:{config.port}: {error}") from None
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
+            raise cannot_listen(config.host, config.port, error) from None
         if config.port:
             alone.listen(1)
     with socket.socket(family, socket.SOCK_STREAM) as held:

@@ -48,7 +48,7 @@ def test_any_rank_tells_of_all_and_a_load_from_them_is_whole(ranks: Ranks) -> No
 
 def test_a_rank_whose_engine_has_not_introduced_its_ranks_is_no_answer(ranks: Ranks) -> None:
     half = ranks(LONG, geometry=geometry_of(shard=HALVES[0]), shards=HALVES)
-    with pytest.raises(RefusedError, match="tells no ranks") as refused:
+    with pytest.raises(RefusedError, match="reports no ranks") as refused:
         ask(half.agent.port)
     assert refused.value.cause is Cause.MALFORMED_MESSAGE
 

@@ -119,7 +119,7 @@ def test_a_producer_has_the_timeout_to_answer_however_long_ago_it_was_asked_befo
     standing: Standing,
 ) -> None:
     sessions, session = standing.sessions, standing.session
-    later = NOW + 3 * CONFIG.session_timeout_s  # with many sessions they are asked that seldom
+    later = NOW + 3 * CONFIG.session_timeout_s  # with many sessions they are asked at this interval
     assert sessions.due(later) == []
     standing.ask(later)
     assert session.deadline == later + CONFIG.session_timeout_s

@@ -63,9 +63,9 @@ def act(store: LocalStore, action: str) -> None:
         with contextlib.suppress(BooksError):
             store.keeper.sweep()
     else:
-        assert action == "make books anew"
+        assert action == "rebuild the books"
         with contextlib.suppress(BooksError):
-            store.keeper.make_books_anew("a test wants it")
+            store.keeper.rebuild_books("a test wants it")
 
 
 def child(folder: Path, action: str, number: int, line: int) -> None:

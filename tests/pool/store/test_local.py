@@ -401,7 +401,7 @@ def test_a_chunk_entered_while_books_are_made_anew_is_kept(
     real = Folder.enter
 
     def enter(self: Folder, *entry: object) -> None:
-        other.keeper.make_books_anew("a test wants it")
+        other.keeper.rebuild_books("a test wants it")
         real(self, *entry)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Folder, "enter", enter)

@@ -21,7 +21,7 @@ from whole import problems, sweep
 from pd_connector.pool.store.local import LocalStore
 
 pytestmark = pytest.mark.usefixtures("impatient")
-ACTIONS = ("save", "save parts", "load", "remove", "copy", "cancel", "sweep", "make books anew")
+ACTIONS = ("save", "save parts", "load", "remove", "copy", "cancel", "sweep", "rebuild the books")
 LINES = max(1, int(os.environ.get("PD_POOL_FAULTS", "0")) // (2 * len(ACTIONS)))
 """At which children are hit, of each action."""
 MOST_LINES = 450

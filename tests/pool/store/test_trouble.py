@@ -342,7 +342,7 @@ def test_a_write_that_fails_frees_its_room(
 def test_two_pools_do_not_share_a_disk(folder: Path, tmp_path: Path) -> None:
     """Two containers with a /dev/shm of their own each, and one disk."""
     one = LocalStore(Space(folder / "one", 1 << 26), Space(tmp_path / "disk", 1 << 26))
-    with pytest.raises(ConfigError, match="another pool uses this folder"):
+    with pytest.raises(ConfigError, match="uses this folder"):
         LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26))
     one.close()
     LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26)).close()
@@ -394,7 +394,7 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
     monkeypatch.setattr(keeper, "fill", fill)
     monkeypatch.setattr(keeper, "take_stock", take_stock)
     with pytest.raises(BooksError):
-        maker.keeper.make_books_anew("a test wants it")
+        maker.keeper.rebuild_books("a test wants it")
     assert there(other, keys) == 3
     assert problems(other) == []
 
@@ -409,7 +409,7 @@ def test_a_chunk_that_no_books_have_is_not_kept(
 
     def enters(*arguments: Any) -> None:
         enter(*arguments)
-        maker.keeper.make_books_anew("a test wants it")
+        maker.keeper.rebuild_books("a test wants it")
 
     def adopts(*_: Any, **__: Any) -> None:
         raise BooksError("the machine is busy")

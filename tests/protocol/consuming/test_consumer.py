@@ -580,7 +580,7 @@ def test_a_watched_hold_whose_kv_will_not_come_is_told_so_once(how: str):
 
 @pytest.mark.parametrize("cause", [Cause.UNREACHABLE, Cause.SESSION_LOST, Cause.SESSION_LIMIT])
 def test_a_producer_that_could_not_be_told_the_end_is_told_when_a_session_stands(cause: Cause):
-    """Otherwise its pages stay leased although nobody wants them."""
+    """Otherwise its pages stay leased although no transfer wants them."""
     bench = Bench()
     bench.consumer.load(bench.load, 0.0)
     actions = bench.consumer.session_down(SOURCE, cause, "", 1.0)

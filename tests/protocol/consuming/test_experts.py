@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A token that met other experts is no wrong KV: nobody is distrusted for it. What a transfer does wrong does not look
+"""A token that met other experts is not wrong KV: no engine is distrusted for it. What a transfer does wrong does not look
 like that."""
 
 import pytest

@@ -49,7 +49,7 @@ def test_an_answer_ends_the_pause():
     silences.answered("p")
     assert not silences.pause("p", 20)
     silences.waited("p", 20, 30)
-    assert not silences.pause("p", 30), "it is counted anew"
+    assert not silences.pause("p", 30), "it is counted again"
 
 
 def test_after_a_pause_one_tries_for_all():
@@ -69,9 +69,11 @@ def test_another_producer_is_not_meant():
 
 def test_what_is_known_of_producers_is_bounded():
     silences = Silences(TIMEOUT_S)
-    for number in range(5000):
-        silences.waited(number, number, number + 10)
-    assert len(silences._known) == 1024
+    for producer in range(5000):
+        silences.waited(producer, 0, 10)
+        silences.waited(producer, 10, 20)
+    paused = [producer for producer in range(5000) if silences.pause(producer, 20)]
+    assert paused == list(range(5000 - 1024, 5000)), "the latest"
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 50)), max_size=30))

@@ -185,6 +185,15 @@ def test_a_second_offer_of_a_transfer_is_freed_at_once(producer: Producer):
     assert producer.offer(again, 0.0) == [Free("another", Cause.DUPLICATE)]
 
 
+def test_a_second_request_with_a_leased_transfer_does_not_make_its_lease_longer(
+    producer: Producer,
+):
+    producer.offer(OFFER, 0.0)
+    producer.expect("t", CONFIG.lease_s - 0.1)
+    producer.check_integrity()
+    assert producer.tick(CONFIG.lease_s) == [Free("request", Cause.LEASE_EXPIRED)]
+
+
 @pytest.mark.parametrize("cause", [Cause.ABORTED, Cause.NOT_NEEDED])
 def test_a_cancel_before_the_pages_exist_frees_them_when_they_come(
     producer: Producer, cause: Cause

@@ -130,7 +130,7 @@ def test_a_stream_tells_first_and_last_token(bench: Bench, monkeypatch) -> None:
         )
     bench.board.write()
     bench.server.streamed = True
-    # A comment that keeps the connection alive is no token.
+    # A comment that keeps the connection alive is not a token.
     bench.server.pieces = [(0.1, b": ping\n\n"), (0.2, b"data: {}\n\n"), (0.9, b"data: [DONE]\n\n")]
     bench.server.usage = usage(100, 10)
     bench.premium(stream=True, max_tokens=10)

@@ -10,6 +10,7 @@ from typing import Any
 
 from admission_fakes import MODEL, Bench, Got
 
+from scheduler_plugins.admission.ledger import Ledger
 from scheduler_plugins.admission.report import PATH, decode
 
 CONFIG = SimpleNamespace(
@@ -59,3 +60,16 @@ def test_load_is_told_to_nobody_without_the_servers_key(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     assert get(bench, keys=("secret",)).status == 401
     assert get(bench, key="secret", keys=("secret",)).status == 200
+
+
+def test_a_clock_that_is_set_back_takes_nothing_from_sums() -> None:
+    """The scheduler's clock is that of arrivals, which is the wall clock. A counter that falls is a restart to
+    Prometheus."""
+    ledger = Ledger()
+    for number, now_s in enumerate((10_001.0, 3000.0)):
+        ledger.arrived(f"r{number}", "only", 10_000.0, 0.5)
+        ledger.token(f"r{number}", now_s)
+    assert ledger.classes["only"].ttft.sum_s == 1.0
+    assert sum(ledger.classes["only"].ttft.counts) == 2
+    assert ledger.age_s("r0", 3000.0) == 0.0
+    assert ledger.age_s("r0", 10_003.0) == 2.0

@@ -53,7 +53,7 @@ def test_a_request_without_an_answer_is_not_in_time_and_has_no_part_in_means() -
 def test_policies_are_in_another_order_only_if_both_sides_tell_them_apart() -> None:
     live = {"pressure": kept(0.95), "ratio": kept(0.90), "fixed": kept(0.895)}
     same = {"pressure": kept(0.92), "ratio": kept(0.85), "fixed": kept(0.88)}
-    assert swapped(live, same) == [], "half a point is no order"
+    assert swapped(live, same) == [], "half a point is not an order"
     assert swapped(live, {**same, "pressure": kept(0.80)}) == [
         ("pressure", "ratio"),
         ("pressure", "fixed"),

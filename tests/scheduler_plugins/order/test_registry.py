@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.distributions import add_distribution
 
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.order import registry
+from scheduler_plugins.order.base import QueuePolicy
 from scheduler_plugins.order.registry import GROUP, POLICIES, create
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.order.srjf import Srjf
+from scheduler_plugins.queue.waiting import WaitingQueue
 
 LONGEST_FIRST = """
 from scheduler_plugins.order.base import QueuePolicy
@@ -59,6 +66,38 @@ def test_another_packages_policy_orders_the_queue(tmp_path: Path) -> None:
     add_distribution(tmp_path, "toy", {"toy_policies": LONGEST_FIRST}, {GROUP: entry})
     # A name that is ours stays ours.
     assert said(tmp_path, "longest_first", "srjf") == ["9 7 5", "5 7 9"]
+
+
+def test_a_policy_that_fails_ends_no_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The queue runs inside the engine's core: an exception there would end all of its requests."""
+
+    class Costs:
+        model = CostModel.token_count()
+
+    class Fails(QueuePolicy):
+        overtakes_running = splits_batches = True
+
+        def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:
+            return {5: nan, 9: 1 / (request.tokens - 9)}.get(request.tokens, -1.0)
+
+        def group(self, request: Waiting) -> int:
+            return inf  # type: ignore[return-value]
+
+        def wants_own_batch(self, request: Waiting) -> bool:
+            raise KeyError("batch")
+
+    point = SimpleNamespace(name="fails", source="package 'theirs'", load=lambda: Fails)
+    monkeypatch.setattr(registry, "load_entry_points", lambda group: {"fails": point})
+    queue = WaitingQueue(create("fails"), set(), page_size=16, costs=Costs())
+    for n, tokens in enumerate((5, 9, 7, 5)):
+        queue.add(Waiting(id=f"{n}", tokens=tokens, block_hashes=(), arrival_s=n))
+    assert [queue.pop().id for _ in range(4)] == ["2", "0", "1", "3"]
+    (first, *_) = caplog.messages
+    assert "queue policy 'fails', which package 'theirs' adds, failed in key" in first
+    assert "go by their arrival" in first
+    assert len(caplog.messages) == len(set(caplog.messages)) <= 4, "not a line for each request"
 
 
 def test_what_cannot_be_used_is_named_with_its_package(tmp_path: Path) -> None:

@@ -65,6 +65,18 @@ def test_a_signature_ends() -> None:
     assert believed(value, now_s=1000.0 - BELIEVED_S - 1) is None
 
 
+def test_clocks_that_differ_are_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """All requests are of the default class then, and nothing else would say so."""
+    seen = Seen()
+    for number in range(50):
+        value = signed("premium", f"r{number}", KEY, 1000.0)
+        assert signed_class(headers(value, f"r{number}"), KEY, seen, 1000.0 + 7200) is None
+    assert signed_class(headers("1.2.premium.00"), KEY, Seen(), 1e9) is None, "no router's"
+    (told,) = caplog.messages
+    assert "7200 s ago" in told
+    assert "NTP" in told
+
+
 def test_a_signature_is_believed_once() -> None:
     """A header can be read on its way, and sent again with another prompt."""
     seen, value = Seen(), signed("premium", "r1", KEY, 1000.0)
@@ -72,7 +84,7 @@ def test_a_signature_is_believed_once() -> None:
         found = signed_class(headers(value), KEY, seen, 1000.0 + after_s)
         assert found == ("premium" if after_s == 0.0 else None)
     again = signed("premium", "r1", KEY, 1001.0)
-    assert signed_class(headers(again), KEY, seen, 1001.0) == "premium", "a retry is signed anew"
+    assert signed_class(headers(again), KEY, seen, 1001.0) == "premium", "a retry is signed again"
 
 
 def test_a_copy_that_is_changed_does_not_use_up_the_signature() -> None:
@@ -115,7 +127,7 @@ def test_a_secret_is_stretched_and_each_use_of_it_has_a_key_of_its_own(
     assert stretched == [1 << 15]
     fellows, connector = CurveKeys.derive(phrase, b"pd-router"), CurveKeys.derive(phrase)
     assert len({classes, *fellows, *connector}) == 9
-    assert class_key("") == b"", "no secret is no key"
+    assert class_key("") == b"", "without a secret there is no key"
 
 
 @pytest.mark.parametrize("weak", ["a", "secret", "aaaaaaaaaaaaaaaaaaaaaaaa", "01234567" * 5])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Against an oracle that sorts everything anew at every dequeue, the queue takes the same request."""
+"""Against an oracle that sorts everything again at every dequeue, the queue takes the same request."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_a_head_that_is_aborted_is_not_popped() -> None:
 def test_ids_are_unique() -> None:
     queue = queue_of()
     queue.add(request("a", 1))
-    with pytest.raises(ValueError, match="request a: waits already"):
+    with pytest.raises(ValueError, match="request a: is already waiting"):
         queue.add(request("a", 2))
 
 

@@ -61,7 +61,7 @@ async def answer(
 
 
 def stream(events: int, then: str = "end", gap_s: float = 0.0) -> Behaviour:
-    """So many events, and then `end`, `die`, `hang`, `stop` (no end mark), `half` (an event)."""
+    """This many events, and then `end`, `die`, `hang`, `stop` (no end mark), `half` (an event)."""
 
     async def behave(
         engine: "FakeEngine", request: web.Request, body: dict[str, Any]

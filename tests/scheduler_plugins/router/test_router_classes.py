@@ -38,7 +38,7 @@ def busy(queued_s: float) -> bytes:
 
 
 async def tells(world: World, report: bytes) -> None:
-    """The prefill engine starts anew, with this load, and the router has heard of it."""
+    """The prefill engine restarts, with this load, and the router has heard of it."""
     world.p[0].report = report
     await world.p[0].die()
     await world.down(world.p[0])

@@ -120,10 +120,17 @@ def assert_ends(said: str, *options: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_port_in_use_ends_with_a_message_and_status_1() -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_port_in_use_ends_with_a_message_and_status_1(workers: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert_ends(f"cannot listen on 127.0.0.1:{port}", "--port", port)
+        said = f"cannot listen on 127.0.0.1:{port}: another program listens there; take another port with --port"
+        assert_ends(said, "--workers", workers, "--port", port)
+
+
+def test_an_address_of_another_machine_ends_with_a_message() -> None:
+    said = "cannot listen on 192.0.2.77:0: this machine has no such address"
+    assert_ends(said, "--host", "192.0.2.77", "--port", "0")
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -131,7 +138,8 @@ def test_the_admin_apis_port_in_use_is_the_one_that_is_named(workers: str) -> No
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         options = ("--workers", workers, "--port", "0", "--admin-port", port)
-        assert_ends(f"cannot listen on 127.0.0.1:{port} (admin API)", *options)
+        said = f"cannot listen on 127.0.0.1:{port} (admin API): another program listens there; take another port"
+        assert_ends(f"{said} with --admin-port", *options)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

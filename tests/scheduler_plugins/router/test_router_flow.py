@@ -226,20 +226,25 @@ def test_what_policies_see_is_counted_at_once_and_taken_back() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize(("version", "chunked"), [("1.1", True), ("1.0", False)])
-def test_a_stream_has_the_form_that_the_client_knows(version: str, chunked: bool) -> None:
-    """HTTP/1.0 has no chunks. Events after the first are written by the router itself."""
+@pytest.mark.parametrize(
+    ("version", "connection"), [("1.1", "close"), ("1.0", "close"), ("1.0", "keep-alive")]
+)
+def test_a_stream_has_the_form_that_the_client_knows(version: str, connection: str) -> None:
+    """HTTP/1.0 has no chunks, so the connection's end ends a stream, also if the client wants to keep the connection.
+    Events after the first are written by the router itself."""
+    chunked = version == "1.1"
 
     async def scenario() -> None:
         async with World() as world:
             reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
             body = b'{"model": "m", "prompt": "a", "stream": true}'
-            head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: {connection}\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
             told, _, got = (await reader.read()).partition(b"\r\n\r\n")
             writer.close()
             await writer.wait_closed()
             assert (b"chunked" in told.lower()) is chunked
+            assert b"\r\nX-Accel-Buffering: no" in told, "nginx must not collect events"
             if chunked:
                 parts, left = list[bytes](), got
                 while size := int((split := left.partition(b"\r\n"))[0], 16):

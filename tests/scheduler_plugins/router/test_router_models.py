@@ -27,7 +27,7 @@ def test_a_request_goes_to_engines_of_its_model(policy: str) -> None:
             assert (await world.complete(model="other")).json["served_by"] == "p1"
             world.p[1].behave = status(500)
             failed = await world.complete(model="other")
-            assert failed.status == 503, "engines of another model are no help"
+            assert failed.status == 503, "engines of another model do not help"
             assert failed.json["error"]["engines"] == {
                 "decode": {"status_500": 1},
                 "prefill": {"status_500": 1},

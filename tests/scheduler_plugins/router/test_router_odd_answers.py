@@ -2,13 +2,24 @@
 """Engines, or what stands before them, that answer as no engine should."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from router_fakes import DONE, FakeEngine, World, event, forever, run, says, status
 
-from scheduler_plugins.router.client.answers import before_error, retry_after_s
+from scheduler_plugins.router.client import answers
+from scheduler_plugins.router.client.answers import (
+    EVENT_ENDS,
+    EventCutter,
+    before_error,
+    retry_after_s,
+)
+from scheduler_plugins.router.engines import exchange as exchange_module
+from scheduler_plugins.router.request import responder as responder_module
 
 ERROR = b'data: {"error": {"message": "EngineCore is dead", "code": 500}}\n\n'
 
@@ -73,6 +84,65 @@ def test_an_engine_that_answers_200_with_no_completion_gets_no_client(
             assert not content or content not in reply.text
 
     run(scenario())
+
+
+@pytest.mark.parametrize("code", [201, 202, 204, 206])
+def test_no_other_success_than_200_is_an_answer(code: int) -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave = status(code)
+            for _ in range(2):
+                assert (await world.complete()).status == 200
+            assert await world.metric("retries_total", cause="malformed") >= 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
+def test_an_answer_without_an_end_does_not_take_all_memory(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responder_module, "MOST_EVENT_BYTES", 1 << 20)
+    monkeypatch.setattr(answers, "MOST_EVENT_BYTES", 1 << 20)
+    monkeypatch.setattr(exchange_module, "MOST_ANSWER_BYTES", 1 << 20)
+    sent = 0
+
+    async def endless(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        await response.prepare(request)
+        await response.write(b"data: " if "event" in kind else b'{"text": "')
+        for _ in range(500):
+            await response.write(b"z" * 65536)
+            sent += 65536
+        return response
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave = endless
+            for _ in range(2):
+                assert (await world.complete(stream="event" in kind)).status == 200
+            assert await world.metric("retries_total", cause="malformed") >= 1
+            assert sent < 500 * 65536
+
+    run(scenario())
+
+
+@given(
+    st.lists(st.sampled_from([b"\n", b"\r\n", b"\r", b"a", b"data: x"]), max_size=30),
+    st.lists(st.integers(1, 5), min_size=1, max_size=20),
+)
+def test_events_are_the_same_however_they_are_cut(parts: list[bytes], sizes: list[int]) -> None:
+    whole, at, got, cutter = b"".join(parts), 0, b"", EventCutter()
+    for size in itertools.cycle(sizes):
+        if at >= len(whole):
+            break
+        got, at = got + cutter.feed(whole[at : at + size]), at + size
+    ends = [whole.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in whole]
+    assert got == whole[: max(ends, default=0)]
+    assert cutter.held == whole[len(got) :]
 
 
 @pytest.mark.parametrize("then", ["end", "hang", "die"])

@@ -94,7 +94,7 @@ def test_a_header_that_is_given_twice_gives_no_class(order: tuple[str, str]) -> 
 
 @pytest.mark.parametrize("field", ["tools", "cache_salt", "prompt", "logit_bias"])
 def test_no_depth_of_nesting_is_too_much_for_one_part_of_the_router_alone(field: str) -> None:
-    """The deepest that can be read is Python's to say: some 990 in 3.11, 10,000 since 3.12."""
+    """The deepest that can be read is Python's to say: about 990 in 3.11, 10,000 since 3.12."""
 
     async def scenario() -> None:
         async with World() as world:

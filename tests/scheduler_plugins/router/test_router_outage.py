@@ -64,6 +64,28 @@ def test_metrics_that_tell_nothing_are_no_outage(
     run(scenario())
 
 
+@pytest.mark.parametrize("consumes", [True, False])
+def test_a_decode_engine_that_was_started_as_kv_producer_is_named(
+    monkeypatch: pytest.MonkeyPatch, consumes: bool
+) -> None:
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        world = World()
+        world.d[0].engine_id, world.d[0].consumes = "d0", consumes
+        async with world:
+            engine = world.known(world.d[0])
+            await until(lambda: engine.asked_for_address, "it was asked")
+            checks = world.d[0].health_checks
+            await until(lambda: world.d[0].health_checks > checks + 3, "it is looked at")
+            told = "" if consumes else "its kv_role is kv_producer"
+            assert told in engine.warning
+            assert bool(engine.warning) is not consumes
+            assert (await world.get("/health")).json["disaggregates"] is consumes
+
+    run(scenario())
+
+
 HANDOFFS = """
 pd_connector:handoffs_total{cause="handed_over",engine="0",model_name="m"} 2.0
 pd_connector:handoffs_total{cause="unaudited",engine="0",model_name="m"} 7.0
@@ -95,7 +117,7 @@ def test_what_became_of_requests_is_counted_as_the_decode_engine_tells_it(
             wanted = {"handed_over": 2, "unaudited": 7, "stalled": 1}
             assert told["handoffs"] == wanted
             assert [one.get("handoffs") for one in told["engines"]] == [None, wanted]
-            # It starts anew: its counters begin at 0 again.
+            # It restarts: its counters begin at 0 again.
             world.d[0].metrics = HANDOFFS.replace("} 2.0", "} 1.0")
             await until(lambda: engine.handoffs["handed_over"] == 1, "the engine was asked")
             assert await world.metric("handoffs_total", outcome="handed_over") == 3

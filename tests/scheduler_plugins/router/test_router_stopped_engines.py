@@ -174,7 +174,7 @@ def test_a_prompt_that_was_not_computed_is_computed_elsewhere() -> None:
 
 
 def test_a_prefill_engine_that_dies_costs_none_of_its_many_requests() -> None:
-    """Their decode engines, which may compute no prompts, fail them all at once: that is no reason to retry fewer."""
+    """Their decode engines, which may compute no prompts, fail them all at once: that is not a reason to retry fewer."""
 
     async def scenario() -> None:
         async with World(prefill=2, decode=2, attempts=1) as world:

@@ -147,7 +147,7 @@ def test_azures_form_is_read(tmp_path: Path, capsys) -> None:
         (("--background", "2"), "background 2.0: must be between 0 and 1"),
         (("--pool-blocks", "-1"), "pool_blocks -1: must be 0 (no pool) or more"),
         (("--pool-bytes-per-s", "0"), "pool_bytes_per_s 0.0: must be above 0"),
-        (("--cost-model", "nowhere.json"), "no cost model"),
+        (("--cost-model", "nowhere.json"), "not a cost model"),
     ],
 )
 def test_a_mistake_is_named(recorded: Path, options: tuple[str, str], said: str, capsys) -> None:

@@ -156,7 +156,7 @@ def test_another_class_may_take_the_room_that_a_big_request_waits_for_only_so_of
     rig.step()
     rig.add("big", words(1, 140), qos="free")
     rig.step()  # turned back
-    # Premium has credit as long as the work that is given out is hardly its own.
+    # Premium has credit while hardly any of the work that is given out is its own.
     rig.set_balances({"premium": 1e9})
     for n in range(12):
         rig.add(f"small{n}", words(10 + n, 10), 2, qos="premium")
@@ -348,7 +348,7 @@ def test_a_request_that_is_added_again_takes_the_place_of_itself() -> None:
     rig.scheduler.waiting.add_request(request)
     rig.scheduler.waiting.prepend_request(request)
     assert len(rig.scheduler.waiting) == 1
-    with pytest.raises(ValueError, match="does not wait"):
+    with pytest.raises(ValueError, match="is not waiting"):
         rig.scheduler.waiting.remove_request(rig.request("b", words(2, 5)))
     del rig.asked["b"]
     rig.run()

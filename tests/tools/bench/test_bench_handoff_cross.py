@@ -105,7 +105,7 @@ def test_a_vllm_engine_is_told_the_ranks_of_sglangs(pair_of):
 
 def test_an_engine_that_does_not_tell_where_it_hands_over_is_named(pair_of):
     pair, _, _ = pair_of("vLLM to SGLang", told=None)
-    with pytest.raises(BenchError, match="vLLM to SGLang prefill does not tell"):
+    with pytest.raises(BenchError, match="vLLM to SGLang prefill does not report"):
         pair.run([5], "salt")
 
 

@@ -66,7 +66,7 @@ def test_both_sides_run_the_same_engines_and_differ_in_the_connector(
         }
     assert stack.prefill.namespace is SIDES[0]
     assert stack.head.address.startswith(SIDES[1].address)
-    for service in stack.services:  # the key is no argument: those can be read by everybody
+    for service in stack.services:  # the key is not an argument: every user can read those
         assert service.environment()[KEY_VARIABLE] not in " ".join(service.command())
         assert service.environment()["UCX_TLS"] == "tcp"
 

@@ -51,7 +51,7 @@ def test_another_run_finds_nothing_of_an_earlier_one_in_a_cache():
     ("text", "words"),
     [
         ("", "has 0 requests and 2 are needed"),
-        ("timestamp,input\n1,2\n", "is no trace in Mooncake's form"),
+        ("timestamp,input\n1,2\n", "is not a trace in Mooncake's form"),
     ],
 )
 def test_a_file_that_is_no_trace_is_named(tmp_path, text, words):

@@ -263,7 +263,7 @@ def test_a_prefill_engine_that_loads_what_another_engine_keeps_in_int8_is_told(
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("{{- if .Values.x }}\na: 1\n{{- end }}", "helm template"),
         ("replicas: 3", "no kv_connector in it"),
     ],

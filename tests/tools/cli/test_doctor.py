@@ -379,7 +379,7 @@ def test_a_decode_engine_has_no_control_port_and_is_healthy():
         (visit(params=None), "connector", "no KV connector"),
         (visit(params={"remote_host": "x"}), "connector", "another connector"),
         (visit(refused="timed out"), "control port", "timed out"),
-        (visit(params={**DESCRIPTION, "remote_port": None}), "control port", "no port"),
+        (visit(params={**DESCRIPTION, "remote_port": None}), "control port", "not a port"),
         (visit(params={**DESCRIPTION, "remote_host": "127.0.0.1"}), "control port", "themselves"),
     ],
 )

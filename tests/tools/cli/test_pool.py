@@ -155,7 +155,7 @@ def swap(file: Path, place: int) -> None:
     ("harm", "place", "said"),
     [
         (os.truncate, 5, "has 5 bytes"),
-        (flip, 0, "no file of the pool"),
+        (flip, 0, "not a file of the pool"),
         (flip, 100, "record differs from its sum"),
         (flip, NBYTES - 1, "the bytes of layer 1 differ from their sum"),
         (swap, 0, f"of chunk {KEYS[2].hex()}"),

@@ -44,7 +44,7 @@ class WebServer(Service):
     """Python's own, which says on which address it is asked."""
 
     def __init__(self, folder: Path, namespace: Namespace) -> None:
-        super().__init__("web", "127.0.0.1", None, folder / "log", namespace)
+        super().__init__("web", folder / "log", namespace)
         (folder / "health").write_text("well")
         self.folder = folder
 

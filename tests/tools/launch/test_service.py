@@ -65,7 +65,7 @@ class Small(Service):
     """A small HTTP server that ends with a message instead when it is given one."""
 
     def __init__(self, tmp_path, failure="", name="small"):
-        super().__init__(name, "127.0.0.1", None, tmp_path / f"{name}.log")
+        super().__init__(name, tmp_path / f"{name}.log")
         self.failure = failure
 
     def command(self):

@@ -214,7 +214,7 @@ def _whereabouts(engine: Service, told: object, port: int | None) -> Whereabouts
     one rank."""
     address = parse_address(told)
     if address is None:
-        raise BenchError(f"{engine.name} does not tell where it hands KV over: {told}")
+        raise BenchError(f"{engine.name} does not report where it hands KV over: {told}")
     return Whereabouts(address, (address.host, port or address.port))
 
 

@@ -40,7 +40,7 @@ class RayNode(Service):
     def __init__(
         self, side: str, namespace: Namespace, head: RayNode | None, logs: Path, key: str
     ) -> None:
-        super().__init__(f"Ray {side}", "", None, logs / f"ray-{side}.log", namespace)
+        super().__init__(f"Ray {side}", logs / f"ray-{side}.log", namespace)
         self._side = side
         self._head = head
         self._key = key
@@ -90,7 +90,7 @@ class ServeApplication(Service):
     """`serve run` with a config file; it answers once its replicas are ready."""
 
     def __init__(self, config: Path, head: RayNode, logs: Path) -> None:
-        super().__init__("Serve", "", None, logs / "serve.log", head.namespace)
+        super().__init__("Serve", logs / "serve.log", head.namespace)
         self._config = config
         self._head = head
 

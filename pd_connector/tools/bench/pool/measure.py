@@ -145,7 +145,7 @@ class EngineMeasurement:
         return found
 
     def _saving(self, number: int) -> dict[str, float]:
-        """Tokens a second of prompts that nobody has, with all chunks saved, and without a pool."""
+        """Tokens a second of new prompts, with all chunks saved, and without a pool."""
         engines = self._engines
         prompts = [self._prompts.make(self._tokens) for _ in range(SAVED_AT_ONCE)]
         found = {}

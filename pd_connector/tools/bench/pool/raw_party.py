@@ -224,7 +224,7 @@ def main(way: str, count: str, settings: str) -> None:
         with contextlib.suppress(OSError):
             print(json.dumps([f"{type(error).__name__}: {error}", 0.0]), file=answers)
     answers.flush()
-    os._exit(0)  # a store's threads may not end
+    os._exit(0)  # a store's threads may never end
 
 
 def _done(store: Any, objects: Objects, verb: str, number: int) -> float:

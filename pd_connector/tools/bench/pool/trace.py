@@ -77,7 +77,7 @@ def measure(path: Path, say: Say) -> list[Comparison]:
     """The hit rate at each of `SHARES`.
 
     Raises:
-        BenchError: the file is no trace, or a process failed.
+        BenchError: the file is not a trace, or a process failed.
     """
     prompts = read_prompts(path)
     blocks = len({block for prompt in prompts for block in prompt})

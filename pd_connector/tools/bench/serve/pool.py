@@ -2,7 +2,7 @@
 """`bench serve --pool`: one stack with a KV pool beside one without, then again after its engines have died.
 
 Each round, both stacks serve the same requests in turn. Then both engines of the stack with the pool are killed and
-started anew, and the same requests come again.
+restarted, and the same requests come again.
 """
 
 from __future__ import annotations

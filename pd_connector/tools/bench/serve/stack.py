@@ -58,7 +58,7 @@ class VllmRouterProcess(Service):
     """vLLM's router, from an environment of its own."""
 
     def __init__(self, environment: Path, prefill: str, decode: str, log_path: Path) -> None:
-        super().__init__(RIVAL_ROUTER, "127.0.0.1", None, log_path)
+        super().__init__(RIVAL_ROUTER, log_path)
         self._program = str(program(environment))
         self._engines = ["--prefill", prefill, "--decode", decode]
         self._metrics_port = self.reserve()
@@ -160,7 +160,7 @@ class PoolStack(OurStack):
         self._begin(side, config, setup, (*OUR_SCHEDULER, *POOL_REPORTS), env)
 
     def kill_engines(self) -> None:
-        """End both engines with SIGKILL, and start them anew."""
+        """End both engines with SIGKILL, and start them again."""
         for engine in self.engines:
             engine.kill()
         for engine in self.engines:

@@ -49,7 +49,7 @@ def read(path: Path, requests: int) -> list[Line]:
             wanted = itertools.islice(lines, requests)
             found = [msgspec.json.decode(text, type=Line) for text in wanted]
     except (OSError, msgspec.MsgspecError) as error:
-        raise BenchError(f"{path}: is no trace in Mooncake's form ({error})") from None
+        raise BenchError(f"{path}: is not a trace in Mooncake's form ({error})") from None
     if len(found) < requests:
         raise BenchError(
             f"{path}: has {len(found)} requests and {requests} are needed; ask for fewer --requests "

@@ -156,7 +156,7 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect, greet: Greet) 
                 f"start that engine with {HOST_VARIABLE} set to its address and {KEY_VARIABLE} set",
             ),
         ]
-    failure = connect(host, port) if isinstance(port, int) else f"{port!r} is no port"
+    failure = connect(host, port) if isinstance(port, int) else f"{port!r} is not a port"
     if failure or not isinstance(port, int):
         return [
             ours,

@@ -111,7 +111,7 @@ def engines(pool: Pool) -> list[Finding]:
         return []
     lines = [Finding(AREA, "engines", Status.OK, f"{pool.engines} processes use it")]
     if pool.problem:
-        advice = "engines mend that by themselves within seconds; look-ups go on"
+        advice = "engines repair that by themselves within seconds; look-ups go on"
         lines.append(Finding(AREA, "saves", Status.WARN, pool.problem, advice))
     if pool.unknown:
         found = f"{', '.join(pool.unknown)}: does not know all bytes of its weights"

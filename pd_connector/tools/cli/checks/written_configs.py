@@ -32,7 +32,7 @@ def _object(text: str) -> dict[str, Any] | str:
     except ValueError as error:
         at = getattr(error, "pos", 0)
         return f"{error}: ... {text[max(0, at - 20) : at + 20].strip()} ..."
-    return found if isinstance(found, dict) else f"{text[:40]!r} is no JSON object"
+    return found if isinstance(found, dict) else f"{text[:40]!r} is not a JSON object"
 
 
 def _in_yaml(text: str, place: str) -> Iterator[Written]:
@@ -43,7 +43,7 @@ def _in_yaml(text: str, place: str) -> Iterator[Written]:
     except yaml.YAMLError as error:
         advice = "; it is a template: check the output of `helm template`" if "{{" in text else ""
         told = " ".join(str(error).split())
-        raise ConfigError(f"{place}: is no YAML: {told}{advice}") from None
+        raise ConfigError(f"{place}: is not YAML: {told}{advice}") from None
 
 
 def _pyyaml(place: str) -> Any:

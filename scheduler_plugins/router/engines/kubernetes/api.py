@@ -109,9 +109,9 @@ async def events(
 
 
 def _event(where: str, event: Any) -> dict[str, Any]:
-    """The event. Raises StatusError: it is an error; ValueError: it is no event."""
+    """The event. Raises StatusError: it is an error; ValueError: it is not an event."""
     if not isinstance(event, dict) or not isinstance(event.get("object"), dict):
-        raise ValueError(f"no event: {str(event)[:200]}")
+        raise ValueError(f"not an event: {str(event)[:200]}")
     if event.get("type") == "ERROR":
         status = event["object"]
         raise StatusError(where, int(status.get("code") or 0), str(status.get("message")))
@@ -144,7 +144,7 @@ async def _kubeconfig() -> Access:
         from kubernetes_asyncio.config import ConfigException, load_kube_config
     except ModuleNotFoundError:
         raise MembersError(
-            f"this process is in no pod of Kubernetes: set {API_VARIABLE}, such as http://127.0.0.1:8001, or "
+            f"this process does not run in a Kubernetes pod: set {API_VARIABLE}, such as http://127.0.0.1:8001, or "
             "pip install 'pd-connector[kubernetes]' to use the kubeconfig"
         ) from None
     found = Configuration()
@@ -156,7 +156,7 @@ async def _kubeconfig() -> Access:
             trust.load_cert_chain(found.cert_file, found.key_file)
     except (ConfigException, OSError, ValueError) as error:
         raise MembersError(
-            f"this process is in no pod of Kubernetes, and its kubeconfig cannot be used: {error}"
+            f"this process does not run in a Kubernetes pod, and its kubeconfig cannot be used: {error}"
         ) from None
     if not found.verify_ssl:
         trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE

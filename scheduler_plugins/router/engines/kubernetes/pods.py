@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from pd_connector.pauses import doubled_s
 from scheduler_plugins.router.engines.kubernetes.api import (
     MembersError,
     StatusError,
@@ -28,7 +29,7 @@ LIST_S = 5.0
 LISTS_S = 300.0
 """Time after which a forbidden watch is tried again."""
 STEADY_S = 1.0
-"""A connection that lived longer was no failure to connect."""
+"""A connection that lived longer was not a failure to connect."""
 RESUMED = 3
 """A watch that failed more often in a row is not resumed: the pods are listed again. A server that was restored from a
 backup does not know the version."""
@@ -148,7 +149,7 @@ class Pods:
         if not self._told_forbidden:
             self._told_forbidden = True
             logger.warning(
-                "%s: the account may not watch pods, so they are listed every %g s: give it the verb `watch`",
+                "%s: the account is not allowed to watch pods, so they are listed every %g s: give it the verb `watch`",
                 self._url,
                 LIST_S,
             )
@@ -201,8 +202,7 @@ def _pause_s(failed: int) -> float:
     """Pause after this number of failures in a row. The first try after a failure comes at once."""
     if failed < 2:
         return 0.0
-    longest_s = min(LONGEST_S, FIRST_S * 2.0 ** min(failed - 2, 16))
-    return longest_s * random.uniform(0.5, 1.0)
+    return doubled_s(FIRST_S, failed - 2, LONGEST_S) * random.uniform(0.5, 1.0)
 
 
 def _selected(spec: Mapping[str, Any], labels: str) -> Selected:

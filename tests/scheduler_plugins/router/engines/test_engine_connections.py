@@ -113,7 +113,7 @@ async def idle_turns() -> None:
 
 
 def test_a_large_body_waits_in_place_until_the_engine_takes_it() -> None:
-    """A transport copies what it cannot send at once, and holds the loop for as long."""
+    """A transport copies what it cannot send at once, and blocks the loop for that time."""
 
     async def scenario() -> None:
         begun, taking = asyncio.Event(), asyncio.Event()

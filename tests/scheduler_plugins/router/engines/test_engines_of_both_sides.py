@@ -61,8 +61,10 @@ def test_an_engine_that_is_alone_on_both_sides_answers_alone() -> None:
         async with World(1, 1, both=True) as world:
             assert (await world.complete()).status == 200
             assert partners(world) == [("p0", "d0")], "there is a partner"
+            assert (await world.get("/health")).json["disaggregates"] is True
             await world.d[0].die()
             await world.down(world.d[0])
+            assert (await world.get("/health")).json["disaggregates"] is False
             assert (await world.complete()).status == 200
             assert world.p[0].params[-1] is None, "it hands nothing over to itself"
             assert len(partners(world)) == 1

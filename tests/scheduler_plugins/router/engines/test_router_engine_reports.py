@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines tell of their load, and how it corrects the router's own counts."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from router_fakes import World, run, until
 
@@ -27,9 +30,9 @@ def engine() -> BackendEngine:
     return BackendEngine("http://e", Role.PREFILL, Metrics())
 
 
-def rank(**values: float) -> RankLoad:
-    load = {"queued_s": 0.0, "queued_tokens": 0, "waiting": 0, "batch": 0, "context": 0, **values}
-    return RankLoad(rank=0, model=MODEL, **load)  # type: ignore[arg-type]
+def rank(**values: Any) -> RankLoad:
+    counts = dict.fromkeys(("queued_tokens", "waiting", "batch", "context"), 0)
+    return RankLoad(**{"rank": 0, "model": MODEL, "queued_s": 0.0, **counts, **values})
 
 
 def test_metrics_of_all_ranks_are_added_up() -> None:
@@ -83,6 +86,23 @@ def test_a_report_brings_the_cost_model_and_the_events_addresses() -> None:
     assert one.queued_s(0.0) == 2.0
     assert from_report(b"{}x", "h") is None
     assert from_report(b"[]", "h") is None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"queued_s": -1e9},
+        {"queued_s": 1e300},
+        {"batch": -5},
+        {"context": -1},
+        {"model": replace(MODEL, a=-1.0)},
+        {"model": replace(MODEL, b=1e300)},
+    ],
+)
+def test_a_load_that_no_engine_has_is_no_report(odd: dict[str, Any]) -> None:
+    """An engine with less than no work would get every request, and infinite predictions cannot be rounded."""
+    assert from_report(EngineReport(ranks=(rank(), rank(**odd))).encode(), "h") is None
+    assert from_metrics(b"vllm:num_requests_running 3\nvllm:num_requests_waiting -7\n") is None
 
 
 def test_the_work_of_others_counts_until_it_must_be_done() -> None:

@@ -88,7 +88,7 @@ def test_a_watch_that_the_server_ends_is_resumed_from_a_bookmark(
             await server.put(pod("c", "10.0.0.3"))
             await until(lambda: len(heard.urls or ()) == 3, "it is heard")
             assert server.count("list") == 1
-            assert heard.problems == [], "an end in time is no problem"
+            assert heard.problems == [], "an end in time is not a problem"
 
     scene(scenario)
 
@@ -277,7 +277,7 @@ def test_a_forbidden_watch_is_said_once_and_replaced_by_lists(
             server.forbids_watch = False
             await until(lambda: server.watches == 1, "it is permitted now")
             assert heard.problems == []
-        said = [line for line in caplog.messages if "may not watch pods" in line]
+        said = [line for line in caplog.messages if "not allowed to watch pods" in line]
         assert len(said) == 1
         assert "give it the verb `watch`" in said[0]
 

@@ -180,7 +180,7 @@ def test_a_router_that_was_named_and_is_not_heard_is_missed(
     one.heard(message, 200.0)
     with caplog.at_level("INFO"):
         one.count(1, 200.0)
-    assert caplog.messages[1:] == ["all 1 other routers are heard again"]
+    assert caplog.messages[1:] == ["all 1 other routers send messages again"]
     assert one._gauge.collect()[0].samples[0].value == 1
 
 

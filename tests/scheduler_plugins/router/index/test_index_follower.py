@@ -69,7 +69,7 @@ def test_a_follower_goes_on_whatever_its_engine_sends(
             whole = Stored([5, 6, 7, 8], None, TOKENS, 4)
             number, asked = 0, PromptKeys((), token_bytes(TOKENS))
 
-            # What is sent while it connects anew is lost.
+            # What is sent while it connects again is lost.
             while known.match(asked, [Known("e")], 64, 0.0) != [4]:
                 await engine.send_multipart(message(number, 2e300 + number * 1e290, whole))
                 number += 1

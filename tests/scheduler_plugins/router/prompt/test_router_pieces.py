@@ -114,7 +114,7 @@ def test_what_is_no_json_is_refused_wherever_it_is_cut(text: str) -> None:
         (b'{"a":[1,2}', "is wanted"),
         (b'{"a":"b', "does not end"),
         (b'{"a":1} x', "trailing"),
-        (b'{"a":"\\u12"}', "no valid string"),
+        (b'{"a":"\\u12"}', "not a valid string"),
         (b"[1]", "is wanted"),
     ],
 )
@@ -150,4 +150,4 @@ def test_of_a_long_prompt_the_beginning_is_hashed_and_all_is_counted() -> None:
     assert text.size_bytes == 32 * MIB
     assert len(text.data) == KEPT_BYTES
     image = prompt_of(body.parse(LARGE["an image"], body.CHAT))
-    assert image.size_bytes < 10, "an image is no text"
+    assert image.size_bytes < 10, "an image is not text"

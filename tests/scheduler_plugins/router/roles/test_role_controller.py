@@ -15,7 +15,11 @@ from policy_engines import Known
 
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
-from scheduler_plugins.router.roles.controller import LONGEST_TURN_S, RoleController
+from scheduler_plugins.router.roles.controller import (
+    LONGEST_PAUSE_S,
+    LONGEST_TURN_S,
+    RoleController,
+)
 from scheduler_plugins.router.roles.fixed import Fixed
 from scheduler_plugins.router.roles.history import History
 
@@ -247,6 +251,15 @@ def test_a_failed_move_waits_longer_each_time() -> None:
         waits.append(now_s - begun_s)
         fleet.controller.failed("p0", now_s, "no answer")
     assert waits == [0.0, 30.0, 60.0]
+
+
+def test_a_move_may_fail_for_weeks() -> None:
+    fleet, now_s = world(Proposes(Move("p0", D, "x"))), 0.0
+    for _ in range(1100):  # 2.0 ** 1024 overflows
+        assert fleet.controller.moves(fleet.fleet(), now_s)
+        fleet.controller.failed("p0", now_s, "no answer")
+        assert not fleet.controller.moves(fleet.fleet(), now_s + 1)
+        now_s += LONGEST_PAUSE_S
 
 
 def test_a_moving_engine_counts_on_no_side_for_the_minima() -> None:

@@ -38,8 +38,8 @@ def test_times_count_beside_their_own_promise() -> None:
     told.prefilled(0, "", 100, 1.0, 2.0)
     told.prefilled(0, "", 100, 99.0, inf)
     seen = told.over(0, 60, "")
-    assert (seen.prefills, seen.ttft_promised, seen.ttft_missed_share) == (3, 2, 0.5)
-    assert seen.ttft_ratio == 1.0
+    assert (seen.prefills, seen.ttft_promised, seen.ttft_missed) == (3, 2, 1)
+    assert seen.ttft_ratios == 2.0
 
 
 def test_memory_is_bounded() -> None:

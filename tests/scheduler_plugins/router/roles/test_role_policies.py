@@ -81,7 +81,7 @@ def test_pressure_leaves_a_side_that_cannot_spare_an_engine() -> None:
 
 
 def test_pressure_does_not_answer_a_burst_that_the_load_does_not_support() -> None:
-    """Decode has most of the work of this mix. A moment's queue at prefill is no reason to move."""
+    """Decode has most of the work of this mix. A moment's queue at prefill is not a reason to move."""
     told = history(prompt=500, answer=400)
     assert not Pressure().decide(fleet({"p0": 3.0}, {"d0": 9000, "d1": 9000}, told), NOW_S)
     short = history(prompt=1500, answer=10)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.fixed import Fixed
+from scheduler_plugins.router.roles.registry import ROLES
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.elastic import Moving, Place
 from scheduler_plugins.router.settings.settings_file import SettingsError, parse
@@ -108,3 +110,14 @@ def test_a_cpu_engine_cannot_change_its_role() -> None:
     text = ENGINES + '  - {url: "http://d:1", role: cpu_prefill, may: [decode]}\nroles: fixed'
     with pytest.raises(SettingsError, match="cpu_prefill cannot change its role"):
         read(text)
+
+
+def test_a_role_policy_that_names_a_route_policy_which_is_not_there_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Elsewhere(Fixed):
+        route = "elsewhere"
+
+    monkeypatch.setitem(ROLES, "theirs", Elsewhere)
+    with pytest.raises(ValueError, match="policy 'elsewhere' is not known"):
+        RouterConfig(prefill=("http://a",), decode=("http://b",), roles="theirs")

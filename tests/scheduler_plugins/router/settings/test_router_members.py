@@ -54,7 +54,7 @@ def test_the_file_names_engines_policies_and_limits() -> None:
     [
         ({"engines": ENGINES, "polcy": "x"}, "polcy"),
         ({"engines": ENGINES, "policy": "no_such"}, "no_such"),
-        ({"engines": ENGINES, "limits": {"port": 1}}, "no limit"),
+        ({"engines": ENGINES, "limits": {"port": 1}}, "is not a limit"),
         ({"engines": ENGINES, "limits": {"attempts": 1.5}}, "whole number"),
         ({"engines": ENGINES[:1]}, "decode"),
         ({"engines": [*ENGINES, {"url": "ftp://x"}]}, "must look like"),
@@ -98,7 +98,7 @@ limits:
         (
             "attempts",
             "attemps",
-            "f.yaml:9: limits: 'attemps' is no limit; did you mean 'attempts'?",
+            "f.yaml:9: limits: 'attemps' is not a limit; did you mean 'attempts'?",
         ),
         (
             "role: decode",

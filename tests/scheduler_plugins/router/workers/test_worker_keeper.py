@@ -149,7 +149,7 @@ def test_the_keeper_knows_what_happens_to_the_requests_of_its_workers() -> None:
             now_s = asyncio.get_running_loop().time()
             seen = keeper.pool.history.over(now_s, 10, "default")
             assert (seen.arrivals, seen.uncached, seen.answered, seen.refusals) == (1, 80, 7, 1)
-            assert seen.ttft_ratio == 0.75
+            assert seen.ttft_ratios == 0.75 * seen.ttft_promised
             (beat,) = keeper.pool.metrics.pulse.beats(now_s + BEAT_S)
             assert (beat.arrivals, beat.overflows) == (1, 1), "the page advises for all workers"
             assert keeper.waiting() == {"default": Front(2, 30, 0.5)}
@@ -172,7 +172,7 @@ def test_workers_show_the_last_minutes_of_all_processes() -> None:
             (beat,) = ear.beats[-1].beats
             assert beat.ttft == (1.5, 1.5)
             new = ear.begin(ear)[-1]
-            assert new == ear.beats[-1], "a worker that starts anew is told at once"
+            assert new == ear.beats[-1], "a restarted worker is told at once"
             telling.cancel()
 
     run(scenario())

@@ -37,7 +37,7 @@ class Processes:
         return {int(pid) for pid in children.read_text().split()}
 
     async def ask(self, method: str, url: str, body: Any = None) -> Any:
-        """One request on a connection of its own, so that the system chooses a worker anew."""
+        """One request on a connection of its own, so that the system chooses a worker again."""
         async with (
             aiohttp.ClientSession() as session,
             session.request(method, url, json=body, headers=TOKEN) as response,
@@ -58,7 +58,7 @@ class Processes:
 
 
 async def until_all(condition: Callable[[], Any], what: str) -> None:
-    """Wait until an awaited condition holds; a connection that breaks meanwhile is no answer."""
+    """Wait until an awaited condition holds; a connection that breaks meanwhile is not an answer."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             with suppress(aiohttp.ClientError, OSError):

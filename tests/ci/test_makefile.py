@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make fast` in a folder where pytest is a script that fails where it is told to."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = {"computing": "-n 2", "waiting": "-n 4", "quiet": "-m quiet"}
+
+
+def parts_run(folder: Path, *flags: str, failing: str) -> tuple[list[str], int]:
+    """The parts that ran, in order, and make's exit status."""
+    (folder / "ci").mkdir()
+    shutil.copy(ROOT / "Makefile", folder)
+    shutil.copy(ROOT / "ci/beside", folder / "ci")
+    for name, script in {
+        "ci/setup": "exit 0",
+        "pytest": f'echo "$*" >> ran; case "$*" in *"{PARTS[failing]}"*) exit 1;; esac',
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    done = subprocess.run(
+        ["make", *flags, "fast", "PYTEST=./pytest"],
+        cwd=folder,
+        check=False,
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("MAKE", "MFLAGS"))
+        },
+        capture_output=True,
+        timeout=60,
+    )
+    ran = (folder / "ran").read_text().splitlines()
+    return [next(p for p, mark in PARTS.items() if mark in line) for line in ran], done.returncode
+
+
+@pytest.mark.parametrize("failing", PARTS)
+def test_with_k_all_parts_run_whatever_fails_and_make_fails(tmp_path: Path, failing: str):
+    ran, status = parts_run(tmp_path, "-k", failing=failing)
+    assert ran == list(PARTS)
+    assert status != 0
+
+
+def test_without_k_the_first_failure_ends_the_run(tmp_path: Path):
+    assert parts_run(tmp_path, failing="computing") == (["computing"], 2)
+
+
+def test_with_j_parts_still_run_one_after_the_other(tmp_path: Path):
+    assert parts_run(tmp_path, "-k", "-j4", failing="computing")[0] == list(PARTS)
