@@ -30,7 +30,14 @@ LINE = 300
 """The most characters of a line that explains a failure."""
 
 NO_GPU = 2
-"""Exit code of a benchmark on a machine without a GPU. The last line of its output says so."""
+NO_GPU_LINE = "no GPU"
+"""Exit code of a benchmark on a machine without a GPU, and the beginning of its last line."""
+
+NO_DEVICE = "Failed to infer device type"
+"""vLLM's words where it finds no device of the kind that it was built for."""
+
+DEVICES = Path("/dev")
+"""Folder in which the driver has a file for each GPU."""
 
 Say = Callable[[str], None]
 
@@ -90,7 +97,7 @@ class Runner:
     def _found_no_gpu(self, step: Step) -> bool:
         """Then no other step would find one."""
         result = self.record.results[step.name]
-        return result.state == "missing" and result.returncode == NO_GPU
+        return result.state == "missing" and result.why.startswith(NO_GPU_LINE)
 
     def _told(self, step: Step) -> bool:
         """Whether the step needs no run. If so, this says its result."""
@@ -146,10 +153,10 @@ class Runner:
             result.why = f"ended after {limit_s:.0f} s"
             if ended.returncode is None:
                 result.why += ", but a process of it cannot be killed, and may hold the GPU"
-        elif ended.returncode == NO_GPU and _says_no_gpu(result):
+        elif reason := _without_gpu(ended, log):
             # Another machine may have one: then the step is tried again.
             result.state = "ok" if self.rehearse else "missing"
-            result.why = result.tail[-1]
+            result.why = reason
         elif ended.returncode != 0:
             result.state, result.why = "failed", _failure(ended, result.tail)
         self.record.put(step.name, result, log)
@@ -182,13 +189,26 @@ def _failure(ended: Ended, tail: Sequence[str]) -> str:
 
 def _tail(log: Path) -> list[str]:
     """The last lines of a program's output so far."""
-    if not log.exists():
-        return []
-    return end_of(log, STEP_BYTES).decode(errors="replace").splitlines()[-TAIL_LINES:]
+    return _lines(log)[-TAIL_LINES:]
 
 
-def _says_no_gpu(result: Result) -> bool:
-    return bool(result.tail) and result.tail[-1].startswith("no GPU")
+def _lines(log: Path) -> list[str]:
+    """The end of a program's output, as much of it as is kept."""
+    return end_of(log, STEP_BYTES).decode(errors="replace").splitlines() if log.exists() else []
+
+
+def _without_gpu(ended: Ended, log: Path) -> str:
+    """The line that says that a step failed because there is no GPU; empty if it did not.
+
+    Where a GPU is, an engine that finds no device has failed: its build does not fit the driver, say.
+    """
+    lines = _lines(log)
+    if ended.returncode == NO_GPU and lines and lines[-1].startswith(NO_GPU_LINE):
+        return lines[-1]
+    if not ended.returncode or any(DEVICES.glob("nvidia[0-9]*")):
+        return ""
+    blind = any(NO_DEVICE in line for line in lines)
+    return f"{NO_GPU_LINE}: vLLM: {NO_DEVICE}" if blind else ""
 
 
 def _figures(path: Path) -> Any:

@@ -107,6 +107,28 @@ def test_without_a_gpu_nothing_else_begins_and_all_is_tried_again(tmp_path: Path
     assert runner(tmp_path / "state").run([step("a", ""), steps[1]], budget_s=100) == []
 
 
+@pytest.mark.parametrize("files", [[], ["nvidiactl", "nvidia0"]])
+@pytest.mark.parametrize("rehearse", [True, False])
+def test_an_engine_that_finds_no_device_has_failed_only_where_a_gpu_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], rehearse: bool
+) -> None:
+    """vLLM says the same without a GPU, and beside a driver that does not fit it. Its log's end follows."""
+    monkeypatch.setattr("gpu_run.runner.DEVICES", tmp_path / "dev")
+    (tmp_path / "dev").mkdir()
+    for name in files:
+        (tmp_path / "dev" / name).touch()
+    ends = "print('RuntimeError: Failed to infer device type, please set'); print('more\\n' * 60); raise SystemExit('logs: there')"
+    one = replace(runner(tmp_path / "state"), rehearse=rehearse)
+    left = one.run([step("engines", ends), step("next", "")], budget_s=100)
+    told = one.record.results["engines"]
+    if files:
+        assert (told.state, told.why) == ("failed", "exit code 1: logs: there")
+    else:
+        assert told.why.startswith("no GPU: vLLM: Failed to infer device type")
+        assert told.state == ("ok" if rehearse else "missing")
+    assert left == (["engines", "next"] if not files and not rehearse else [])
+
+
 @pytest.mark.parametrize("manifest", ["", "{}", '{"python": "2.7", "parts": []}'])
 def test_packages_that_cannot_be_used_cost_no_step_without_them(
     tmp_path: Path,

@@ -68,6 +68,10 @@ _KNOWN = (
         "this machine's memory is used up",
     ),
     _Known(
+        r"Failed to infer device type",
+        "vLLM finds no device of the kind that it was built for: is a GPU here, and does `nvidia-smi` list it?",
+    ),
+    _Known(
         r"torchvision::nms",
         "a CUDA torchvision beside a CPU torch: `pip uninstall torchvision`",
     ),

@@ -551,6 +551,17 @@ def test_what_hangs_or_crashes_when_tried_is_a_finding_and_not_the_end():
     assert probe.attempt("print('fine')") == Trial(True, "fine")
 
 
+def test_a_trial_sees_the_packages_that_this_process_sees(tmp_path: Path, monkeypatch):
+    """NIXL in a folder of PYTHONPATH is found and then tried. The current folder is none of packages."""
+    for name, module in {"packages": "found_there", "current": "xxhash"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{module}.py").write_text("print(__file__)")
+        monkeypatch.syspath_prepend(tmp_path / name)
+    monkeypatch.chdir(tmp_path / "current")
+    assert probe.attempt("import found_there").works
+    assert probe.attempt("import xxhash; xxhash.xxh3_64").works
+
+
 def test_this_machine_can_be_looked_at():
     facts = probe.look()
     assert "127.0.0.1" in str(facts.network.addresses)

@@ -229,6 +229,8 @@ def test_an_unknown_failure_is_named_by_its_first_exception():
 def test_the_repeated_command_is_no_cause():
     assert likely_cause(["$ vllm --x 'CUDA out of memory'"], 1) is None
     assert "GPU" in (likely_cause(["RuntimeError: CUDA out of memory"], 1) or "")
+    blind = "RuntimeError: Failed to infer device type, please set the environment variable"
+    assert "nvidia-smi" in (likely_cause([blind], 1) or "")
     assert "SIGKILL" in (likely_cause([], -signal.SIGKILL) or "")
     of_sglang = ["AssertionError: no CUDA", "[22:55:02] kill_process_tree called: parent_pid=5"]
     assert likely_cause(of_sglang, -signal.SIGKILL) == "AssertionError: no CUDA"

@@ -64,7 +64,6 @@ slab = DeviceSlab(1, 1 << 20, torch.device("cuda", 0))
 try_out(NixlAgent("pd-connector-doctor", "127.0.0.1", slab), "pd-connector-doctor", slab)
 """
 _LOAD_TRIAL = """
-sys.path[:] = {path!r}
 from pd_connector.extensions import load_entry_points
 try:
     load_entry_points({group!r})[{name!r}].load()
@@ -91,12 +90,18 @@ def look() -> Facts:
 
 
 def attempt(code: str, timeout_s: float = TRIAL_S) -> Trial:
-    """Run Python code in a process of its own: it could crash, or hang."""
+    """Run Python code in a process of its own: it could crash, or hang.
+
+    It sees the packages that this process sees, also those of PYTHONPATH and of the user's own folder, which `-I`
+    leaves out. It does not see the current folder, whose files could hide installed packages.
+    """
+    here = os.path.realpath(os.curdir)
+    folders = [one for one in sys.path if one and os.path.realpath(one) != here]
+    if _ROOT not in folders:
+        folders.insert(0, _ROOT)
     try:
-        # Not from the current folder, whose files could hide installed packages, but from this package's
-        # folder.
         ended = subprocess.run(
-            [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {_ROOT!r})\n{code}"],
+            [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {folders!r}\n{code}"],
             capture_output=True,
             text=True,
             errors="replace",
@@ -138,7 +143,7 @@ def _software() -> Software:
 def _additions() -> Iterator[Addition]:
     for group, kind in ADDITIONS.items():
         for name, extension in load_entry_points(group).items():
-            trial = attempt(_LOAD_TRIAL.format(path=sys.path, group=group, name=name))
+            trial = attempt(_LOAD_TRIAL.format(group=group, name=name))
             yield Addition(kind, name, extension.source, trial)
 
 
