@@ -220,13 +220,13 @@ class Agent:
         return side.model if side else b""
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Wait until there is an outcome, if transfers are under way; at most `timeout_s` seconds.
+        """Wait until there is an outcome, if transfers or loads from the pool are under way; at most `timeout_s` seconds.
 
         Returns:
-            Whether it returned early: there is an outcome, or no transfer is under way.
+            Whether it returned early: there is an outcome, or nothing is under way.
         """
         gauges = self.telemetry.gauges()
-        under_way = any(gauges.get(name) for name in UNDER_WAY)
+        under_way = self._owed.loads or any(gauges.get(name) for name in UNDER_WAY)
         return not under_way or self._owed.wait(timeout_s)
 
     def close(self) -> None:

@@ -66,6 +66,12 @@ class OwedOutcomes:
         """Wait until an outcome is reported; returns whether one was within `timeout_s`."""
         return self._any.wait(timeout_s)
 
+    @property
+    def loads(self) -> bool:
+        """Whether a load from another engine or from the pool has yet to end."""
+        with self._lock:
+            return bool(self._requests[Finished])
+
     def drain(self) -> list[Outcome]:
         """Outcomes reported since the last call that were owed; each request's only once."""
         self._any.clear()

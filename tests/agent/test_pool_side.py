@@ -449,6 +449,23 @@ def test_a_store_that_does_not_answer_keeps_no_page_of_a_save(
     until(lambda: store.find([again.chunk.key])[0] is not None, "a later one", 10.0)
 
 
+def test_an_idle_engine_pauses_while_chunks_are_read(store: LocalStore, rank: Make) -> None:
+    """Its empty steps would take Python's lock from the threads that read."""
+    slow = FaultyStore(store)
+    writer, reader = rank(PAGE, "a"), rank(OTHER_PAGE, "other", store=slow)
+    save(writer, store)
+    assert reader.agent.wait_for_outcome(20.0), "nothing is under way"
+    slow.silent = threading.Event()
+    pages = list(range(len(TOKENS) // OTHER_PAGE))
+    reader.agent.submit(Fill("a", ROOT or b"", tuple(chunks()), 0, len(TOKENS), (pages,)))
+    assert not reader.agent.wait_for_outcome(0.2)
+    slow.silent.set()
+    assert reader.agent.wait_for_outcome(20.0)
+    found = reader.end_of("a")
+    assert isinstance(found, Finished)
+    assert found.cause is None
+
+
 def test_a_silent_store_takes_no_thread_away_from_later_loads(
     store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
