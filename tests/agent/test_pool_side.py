@@ -458,8 +458,9 @@ def test_an_idle_engine_pauses_while_chunks_are_read(store: LocalStore, rank: Ma
     slow.silent = threading.Event()
     pages = list(range(len(TOKENS) // OTHER_PAGE))
     reader.agent.submit(Fill("a", ROOT or b"", tuple(chunks()), 0, len(TOKENS), (pages,)))
-    assert not reader.agent.wait_for_outcome(0.2)
+    paused = not reader.agent.wait_for_outcome(0.2)
     slow.silent.set()
+    assert paused
     assert reader.agent.wait_for_outcome(20.0)
     found = reader.end_of("a")
     assert isinstance(found, Finished)
