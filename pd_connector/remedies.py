@@ -42,7 +42,7 @@ _REMEDIES: dict[Cause, str] = {
     Cause.NO_ROOM: "give the decode engine a larger cache, or send such prompts to another one",
     Cause.NO_TRANSPORT: "name a transport in `transports` of both engines that joins them, such as tcp",
     Cause.TRANSPORT: "look for the transport's error in both engines' logs; take it out of `transports` if it stays",
-    Cause.MODEL: "serve the same weights and configuration with both engines",
+    Cause.MODEL: "serve the same weights and configuration, dtype and quantisation included, with both engines",
     Cause.GEOMETRY: "start both engines with settings that fit together; the message names the settings that do not fit",
     Cause.VERSION: "upgrade the older engine: one schema apart works",
     Cause.UNKNOWN_TRANSFER: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",
@@ -58,6 +58,8 @@ _REMEDIES: dict[Cause, str] = {
     Cause.WAIT_TIMEOUT: "raise `wait_timeout_s`, or send the prefill engine fewer prompts",
 }
 
+
+_NO_REMEDY = "see the troubleshooting table in docs/configuration.md"
 
 UNASKED: dict[str, str] = {
     "no_params": (
@@ -89,7 +91,12 @@ class Outage(NamedTuple):
 
 def remedy(cause: Cause) -> str:
     """What to set or do if transfers fail for this cause."""
-    return _REMEDIES.get(cause, "see the troubleshooting table in docs/configuration.md")
+    return _REMEDIES.get(cause, _NO_REMEDY)
+
+
+def remedy_of(cause: str) -> str:
+    """The remedy of a cause that a metric names."""
+    return remedy(Cause(cause)) if cause in list(Cause) else _NO_REMEDY
 
 
 def told(causes: Mapping[Cause, int] | Mapping[str, int]) -> str:

@@ -85,8 +85,10 @@ def check_hello(
     schema = messages.common_schema(message.newest, message.oldest)
     if schema is None:
         spoken = f"{message.oldest}-{message.newest}"
+        older = "consumer" if message.newest < messages.OLDEST_SCHEMA else "producer"
         raise RefusedError(
-            Cause.VERSION, f"wire schema: producer speaks {_our_schemas()}, consumer {spoken}"
+            Cause.VERSION,
+            f"wire schema: producer speaks {_our_schemas()}, consumer {spoken}: upgrade pd-connector on the {older}",
         )
     if message.expected_engine_id not in ("", identity.engine_id):
         raise RefusedError(

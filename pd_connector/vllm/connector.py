@@ -37,7 +37,12 @@ from pd_connector.vllm.plugin import join_engine_log
 from pd_connector.vllm.pool_attached import attach
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.shards import in_order
-from pd_connector.vllm.support import check_supported, gets_embeddings, load_config
+from pd_connector.vllm.support import (
+    check_prefixes,
+    check_supported,
+    gets_embeddings,
+    load_config,
+)
 from pd_connector.vllm.weight_loads import watch_calls
 from pd_connector.vllm.windows import Windows
 from pd_connector.vllm.worker_side import WorkerSide
@@ -80,6 +85,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         assert transfer.engine_id is not None
         config = load_config(transfer.kv_connector_extra_config)
         check_supported(vllm_config)
+        check_prefixes(config, vllm_config, kv_cache_config)
         # vLLM's own default is "fail" and cannot be told from a choice, so our config decides.
         # The scheduler reads the policy after it has made its connector.
         transfer.kv_load_failure_policy = config.on_failure

@@ -201,7 +201,7 @@ class PoolSide:
     def matched(self, request: "Request", computed: int) -> int | None:
         """Tokens to load beyond the `computed` ones that are here; None: ask again."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is None:
+        if prompt is None or not self._identity.adapters.unchanged(request):
             return 0
         self._looks.begin(prompt, self.model)  # the model was not known when the request came
         return self._looks.matched(prompt, computed)
@@ -213,6 +213,8 @@ class PoolSide:
         `verified` (from another connector, or computed on such KV) is neither saved nor compared."""
         prompt = self._prompts.get(request.request_id)
         if prompt and not verified:
+            if prompt.writes:
+                self._telemetry.count("pool_misses", cause="unverified")
             prompt.writes = False
             self._audit.give_up(prompt)
         self._looks.shared.forget(request.request_id)

@@ -9,6 +9,7 @@ from pd_connector.pool.host import settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NAME = "PDConnector"
 """The connector's name in `kv_connector`."""
@@ -53,6 +54,27 @@ def gets_embeddings(vllm_config: "VllmConfig") -> bool:
     """Whether an encode engine sends this engine the embeddings of images and other inputs."""
     told = vllm_config.ec_transfer_config
     return told is not None and bool(told.is_ec_consumer)
+
+
+def check_prefixes(
+    config: Config, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> None:
+    """Raises ConfigError if there is to be a pool, and KV of a prompt's beginning cannot be used for another prompt. vLLM
+    has no prefix cache then; the pool would give wrong answers."""
+    if not config.pool:
+        return
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    if any(getattr(layer, "non_causal", False) for layer in layers):
+        raise ConfigError(
+            "pool: this model's prompts attend to what follows (prefix LM), so KV of a beginning depends on the whole "
+            "prompt; leave out the config key pool"
+        )
+    if not vllm_config.model_config.is_prefix_caching_supported:
+        raise ConfigError(
+            "pool: vLLM has no prefix cache for this model, since its pooling needs every token of a prompt; leave out "
+            "the config key pool"
+        )
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:

@@ -123,6 +123,8 @@ def test_two_schemas_apart_are_refused_with_both_versions(
     ours = f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
     theirs = f"{messages.SCHEMA + 1}-{messages.SCHEMA + 2}"
     producer, consumer = (theirs, ours) if newer == "producer" else (ours, theirs)
-    assert f"producer speaks {producer}, consumer {consumer}" in finished.detail
+    older = "consumer" if newer == "producer" else "producer"
+    said = f"producer speaks {producer}, consumer {consumer}: upgrade pd-connector on the {older}"
+    assert said in finished.detail
     if newer == "consumer":
         assert rank.count("rejected_sessions", cause="version") == 1

@@ -60,7 +60,7 @@ def objects() -> Iterator[tuple[str, str, str]]:
 
 
 def wrong_objects(found: list[tuple[str, str, str]]) -> list[str]:
-    """What is no JSON, or no config that an engine would start with."""
+    """What is not JSON, or not a config that an engine would start with."""
     wrong = []
     for doc, flag, text in found:
         try:

@@ -82,7 +82,7 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
 class EngineBeside(ComputingEngine):
     """An engine with both connectors; PDConnector is asked first."""
 
-    def _transfer_config(self, role: str, extra: dict[str, Any]) -> KVTransferConfig:
+    def _transfer_config(self, config: Any, role: str, extra: dict[str, Any]) -> KVTransferConfig:
         register()
         if "OtherConnector" not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector("OtherConnector", __name__, "OtherConnector")

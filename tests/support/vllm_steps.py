@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -64,14 +64,17 @@ class SteppedEngine:
         config = config_of(
             budget=budget, seqs=16, max_model_len=2048, caching=True, additional=additional
         )
-        config.kv_transfer_config = self._transfer_config(role, extra)
+        config.kv_transfer_config = self._transfer_config(config, role, extra)
         if adapters:
             config.lora_config = LoRAConfig(max_loras=2)
         accepts = SimpleNamespace(accept_tokens=lambda *_: True)
         self.scheduler = scheduler_of(scheduler, config, accepts, blocks=blocks, specs=specs)
         self.commands: list[Command] = []
 
-    def _transfer_config(self, role: str, extra: dict[str, Any]) -> KVTransferConfig:
+    def _transfer_config(
+        self, config: VllmConfig, role: str, extra: dict[str, Any]
+    ) -> KVTransferConfig:
+        """How the engine's connector is configured; `config` is the rest."""
         return KVTransferConfig(
             kv_connector="PDConnector",
             kv_connector_module_path="pd_connector.vllm.connector",

@@ -93,6 +93,15 @@ def test_what_is_computed_on_such_kv_is_not_saved_either(make: Make, *, later: b
     assert saved_by_those_that_follow(make, later) == 0
 
 
+def test_it_is_counted(make: Make) -> None:
+    of = engine(make, "writer", EngineBeside)
+    counted: list[str] = []
+    of.side.telemetry.count = lambda name, number=1, **more: counted.append(more.get("cause", name))
+    ask(of, "loaded", THREE + 12, **{KEY: 200, LATER: True})
+    ask(of, "follows", THREE + 12)
+    assert counted.count("unverified") == 2
+
+
 @pytest.mark.usefixtures("believed")
 def test_it_would_be_saved_for_all_engines(make: Make) -> None:
     assert saved_by_those_that_follow(make, later=True) >= 3

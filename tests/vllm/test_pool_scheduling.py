@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 from support.vllm_computing import full, window
 from support.vllm_steps import PAGE, SteppedEngine
+from vllm.lora.request import LoRARequest
 
 from pd_connector.errors import Cause, Miss
 from pd_connector.pool import host, worth
@@ -27,6 +28,7 @@ from pd_connector.pool.store.base import Writing
 from pd_connector.pool.told import find_engine
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 from pd_connector.vllm import pool_looks, pool_model, pool_sharing
+from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
 
 MODEL = b"m" * 32
@@ -68,11 +70,13 @@ def answers(of: SteppedEngine) -> WorkerActivity:
     return WorkerActivity(saved=dict.fromkeys((save.request for save in saves(of)), 1))
 
 
-def stored(of: SteppedEngine, chunks: int, seed: int = 0, part: str = "0-1.0of1") -> list[bytes]:
+def stored(
+    of: SteppedEngine, chunks: int, seed: int = 0, part: str = "0-1.0of1", adapter: str = ""
+) -> list[bytes]:
     """Put the first chunks of the prompt of this seed into the store, without their KV."""
     store = of.store
     tokens = [(seed * 31 + place) % 250 for place in range(chunks * CHUNK_TOKENS)]
-    keys = chain(MODEL, tokens)
+    keys = chain(MODEL, tokens, adapter=adapter)
     for parent, key in zip([b"", *keys], keys, strict=False):
         writing = store.begin(key, parent=parent, part=part, parts=1, nbytes=100, writer="x")
         assert isinstance(writing, Writing)
@@ -610,6 +614,19 @@ def test_chunks_of_a_writer_that_is_not_believed_are_not_tried_again() -> None:
     add(of, "b", 2 * CHUNK_TOKENS + 50, max_tokens=1)
     run(of)
     assert len(fills(of)) == 1
+
+
+@pytest.mark.parametrize("unchanged", [True, False])
+def test_chunks_are_loaded_for_an_adapter_only_while_it_is_the_one_that_the_request_came_with(
+    monkeypatch: pytest.MonkeyPatch, *, unchanged: bool
+) -> None:
+    monkeypatch.setattr(Adapters, "content", lambda *_: "content")
+    of = engine()
+    stored(of, 2, adapter="content")
+    add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=1, lora=LoRARequest("sql", 1, "/no/such/folder"))
+    monkeypatch.setattr(Adapters, "unchanged", lambda *_: unchanged)
+    of.step()
+    assert bool(fills(of)) == unchanged
 
 
 def test_kv_of_two_models_is_not_saved() -> None:

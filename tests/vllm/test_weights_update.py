@@ -230,11 +230,13 @@ def test_pages_are_offered_again_when_the_scheduler_knows(worker, model, agent):
 
 def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
     side, evicted = scheduler(), []
-    side.bind(
-        SimpleNamespace(
-            evict_blocks=evicted.append, num_gpu_blocks=4, get_num_free_blocks=lambda: 0
-        )
+    pages = SimpleNamespace(
+        evict_blocks=evicted.append,
+        num_gpu_blocks=4,
+        get_num_free_blocks=lambda: 0,
+        get_new_blocks=None,
     )
+    side.bind(SimpleNamespace(block_pool=pages, allocate_slots=None))
     old = SimpleNamespace(request_id="old", num_prompt_tokens=32)
     side.offers.add(old, "t", b"identity")
     side.workers_reported(WorkerActivity(weight_changes={0: 1}))

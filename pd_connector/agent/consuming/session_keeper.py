@@ -110,7 +110,8 @@ class SessionKeeper:
             case messages.Welcome():
                 self._welcome(session, message, now)
             case messages.Reject():
-                detail = f"{message.detail} (producer's schema {message.oldest}-{message.newest})"
+                theirs = f" (producer's schema {message.oldest}-{message.newest})"
+                detail = message.detail + (theirs if message.newest != messages.SCHEMA else "")
                 self.end_session(session, _cause(message.cause), detail, now)
             case messages.Ready():
                 self._act(self._consumer.ready(source, message.transfer), now)

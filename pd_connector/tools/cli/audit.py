@@ -10,8 +10,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
+from pd_connector.errors import Cause
 from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import describe_params, prefill_params
+from pd_connector.remedies import remedy_of
 from pd_connector.tools.cli.app import fail
 from pd_connector.tools.cli.checks import peer
 from pd_connector.tools.cli.checks.peer import Ask, PeerError
@@ -58,7 +60,7 @@ def audit(
     Ends with status 1 if a pair does not pass.
     """
     try:
-        engines = [look(url, peer.asker(url, api_key)) for url in map(_full, peers)]
+        engines = [look(url, named(url, peer.asker(url, api_key))) for url in map(_full, peers)]
         pairs = list(pairs_of(engines))
     except PeerError as error:
         fail(str(error))
@@ -78,6 +80,18 @@ def audit(
 
 def _full(url: str) -> str:
     return url if url.startswith(("http://", "https://")) else f"http://{url}"
+
+
+def named(url: str, ask: Ask) -> Ask:
+    """Ask so that an error names the engine."""
+
+    def asked(path: str, body: Mapping[str, Any] | None) -> str:
+        try:
+            return ask(path, body)
+        except PeerError as error:
+            raise PeerError(f"{url}: {error}") from None
+
+    return asked
 
 
 def look(url: str, ask: Ask) -> Engine:
@@ -114,7 +128,10 @@ def judge(prefill: Engine, decode: Engine, sleep: Callable[[float], None] = time
                 break
     except (PeerError, ValueError, TypeError) as error:
         return Verdict(False, str(error) or repr(error))
-    return Verdict(False, f"no verdict ({ended}): the decode engine's log says why")
+    if ended not in list(Cause):
+        return Verdict(False, f"no verdict ({ended}): the decode engine's log says why")
+    do = remedy_of(ended)
+    return Verdict(False, f"no verdict ({ended}): {do}; the decode engine's log says more")
 
 
 def _round(prefill: Engine, decode: Engine, sleep: Callable[[float], None]) -> str:

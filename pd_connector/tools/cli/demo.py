@@ -35,7 +35,7 @@ TOLERANCE = 0.05
 
 _TWO_VLLM_HOSTS = (
     "The same on two GPU hosts A and B: `export PD_CONNECTOR_KEY=<one secret for both> "
-    "PD_CONNECTOR_HOST=<the host's own name>`, then on A `vllm serve MODEL --kv-transfer-config "
+    "PD_CONNECTOR_HOST=<the host's own address>`, then on A `vllm serve MODEL --kv-transfer-config "
     '\'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'`, on B the same with '
     '"kv_consumer", and anywhere `python -m scheduler_plugins.router --prefill http://A:8000 '
     "--decode http://B:8000`."
@@ -44,7 +44,7 @@ _TWO_VLLM_HOSTS = (
 
 _TWO_SGLANG_HOSTS = (
     "The same on two GPU hosts A and B: `export PD_CONNECTOR_KEY=<one secret for both> "
-    "PD_CONNECTOR_HOST=<the host's own name>`, then on A `python -m sglang.launch_server "
+    "PD_CONNECTOR_HOST=<the host's own address>`, then on A `python -m sglang.launch_server "
     "--model-path MODEL --host 0.0.0.0 --disaggregation-mode prefill "
     "--disaggregation-transfer-backend pd_connector`, on B the same with decode, and SGLang's "
     "own router in front of both."

@@ -20,6 +20,7 @@ import msgspec
 
 from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
+from pd_connector.remedies import remedy_of
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineCall
 from scheduler_plugins.router.engines.kinds import Kind
@@ -44,7 +45,7 @@ PATIENCE_S = 5.0
 """A pair of the future waits this long for its engines to be idle, and is then audited beside their work."""
 
 _COUNTED = re.compile(r'^pd_connector:audits_total{.*?cause="(\w+)".*?} (\S+)', re.MULTILINE)
-_WRONG = "audit"
+_PASSED, _WRONG = "passed", "audit"
 _LOOK_S = 0.5
 
 Key = tuple[ProducerAddress, int, str, int, int]
@@ -79,6 +80,21 @@ def _may(engine: BackendEngine, side: Role) -> bool:
 
 def _is_future(prefill: BackendEngine, decode: BackendEngine) -> bool:
     return not (prefill.hands_over and decode.serves(Role.DECODE))
+
+
+def _say(where: str, verdict: str, again: bool) -> None:
+    """Log a verdict, and what to do if the pair will not use KV."""
+    if again or verdict in ("", _PASSED):
+        told = verdict or "no audit followed: another prompt's has passed, or audits are off"
+        logger.info("%s: test prompt for the audit: %s", where, told)
+        return
+    logger.warning(
+        "%s: no audit has passed (%s), so the decode engine computes the prompts itself. What to do: %s. "
+        "The decode engine's log says more.",
+        where,
+        verdict,
+        remedy_of(verdict),
+    )
 
 
 class PairAudits:
@@ -130,7 +146,8 @@ class PairAudits:
         """Pairs that exist, then pairs that a change of roles may make."""
         up = [e for e in self._engines() if e.up and not e.draining and e.kind is Kind.VLLM]
         prefills = [engine for engine in up if engine.hands_over or _may(engine, Role.PREFILL)]
-        decodes = [e for e in up if e.serves(Role.DECODE) or _may(e, Role.DECODE)]
+        takes = [engine for engine in up if not engine.only_produces]
+        decodes = [e for e in takes if e.serves(Role.DECODE) or _may(e, Role.DECODE)]
         both = itertools.product(prefills, decodes)
         for prefill, decode in sorted(both, key=lambda pair: _is_future(*pair)):
             same = not decode.models or prefill.model in decode.models
@@ -156,12 +173,10 @@ class PairAudits:
                 self._prompts[key] += 1
                 await self._send(pair)
                 verdict = await self._verdict(pair.decode, before)
-                told = (
-                    verdict or "no audit followed: another prompt's has passed, or audits are off"
-                )
-                logger.info("%s: test prompt for the audit: %s", where, told)
-                if verdict not in ("", _WRONG) and self._prompts[key] < _MOST_PROMPTS:
+                again = verdict not in ("", _WRONG) and self._prompts[key] < _MOST_PROMPTS
+                if again:
                     self._done.discard(key)
+                _say(where, verdict, again)
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
             said = str(error) or "no answer in time"
             logger.info("%s: the audit with a test prompt cannot run: %s", where, said)

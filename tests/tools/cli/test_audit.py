@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import typer
 
-from pd_connector.tools.cli.audit import Engine, judge, look, pairs_of
+from pd_connector.tools.cli.audit import Engine, audit, judge, look, pairs_of
 from pd_connector.tools.cli.checks.peer import PeerError
 
 PLACE = {"remote_host": "127.0.0.1", "remote_port": 1}
@@ -85,3 +86,11 @@ def test_each_that_hands_over_is_paired_with_each_that_only_fetches() -> None:
 def test_what_is_no_engine_is_named() -> None:
     with pytest.raises(PeerError, match="http://x does not answer as a vLLM engine"):
         look("http://x", lambda path, body: "no json")
+
+
+def test_an_engine_that_does_not_answer_is_named_by_its_url(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit):
+        audit(["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    assert "http://127.0.0.1:1: /v1/models: [Errno 111]" in capsys.readouterr().err

@@ -75,6 +75,13 @@ def test_an_engine_that_would_not_start_is_told_with_what_to_write(
     assert any(one.status is Status.FAIL for one in findings)
 
 
+@pytest.mark.parametrize("name", ["PDConector", "NixlConnector"])
+def test_a_wrong_connector_is_not_called_right_in_the_next_line(name: str) -> None:
+    findings = examine(json.dumps({**RIGHT, "kv_connector": name}), {})
+    assert [one.status for one in findings if name in one.found] != []
+    assert not [one for one in findings if one.status is Status.OK and name in one.found]
+
+
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [

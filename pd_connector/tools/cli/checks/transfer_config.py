@@ -170,9 +170,11 @@ def _name(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _role(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
-    role = value.get("kv_role")
+    role, name = value.get("kv_role"), value.get("kv_connector")
     if role in ROLES:
-        yield Finding(place, "connector", Status.OK, f"{value.get('kv_connector')}, {role}")
+        known = name == NAME or _is_wrapper(value)  # `_name` says what is wrong with another one
+        found = f"{name}, {role}" if known else str(role)
+        yield Finding(place, "connector" if known else "role", Status.OK, found)
         return
     words = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
     asked = f"kv_{str(role).lower().removeprefix('kv_')}"

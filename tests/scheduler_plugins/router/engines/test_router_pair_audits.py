@@ -62,6 +62,19 @@ def test_each_pair_gets_one_prompt_first_on_the_prefill_side() -> None:
     run(scenario())
 
 
+def test_an_engine_that_takes_no_kv_is_sent_no_prompt() -> None:
+    async def scenario() -> None:
+        world = ours(2, 2)
+        world.d[0].engine_id, world.d[0].consumes = "d0", False
+        async with world:
+            await until(lambda: world.known(world.d[0]).asked_for_address, "it was asked")
+            await until(lambda: len(world.d[1].bodies) == 2, "those of the other pairs")
+            await asyncio.sleep(0.3)
+            assert len(world.d[0].bodies) <= 1, "at most before its answer had come"
+
+    run(scenario())
+
+
 def test_engines_of_both_sides_are_audited_in_both_directions() -> None:
     async def scenario() -> None:
         world = World(2, 0, both=True)
@@ -164,11 +177,11 @@ def test_a_failure_is_nobodys_and_is_not_repeated() -> None:
         (["passed", "passed"], 3),  # `codec: auto`: one is coded, the next is not
         (["prefill_ended", "stalled", "passed"], 4),  # lost audits
         (["audit", "passed"], 1),
-        (["stalled"] * 9, 4),
+        (["model"] * 9, 4),
     ],
 )
 def test_a_pair_gets_prompts_until_one_is_not_audited_any_more(
-    causes: list[str], prompts: int
+    causes: list[str], prompts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         world = World(1, 1)
@@ -195,3 +208,6 @@ def test_a_pair_gets_prompts_until_one_is_not_audited_any_more(
             assert len({body["cache_salt"] for body in decode.bodies}) == prompts
 
     run(scenario())
+    told = [text for text in caplog.messages if "no audit has passed" in text]
+    assert len(told) == ("passed" not in causes or causes[0] == "audit"), "once, with what to do"
+    assert all("What to do: serve the same weights" in text for text in told if "model" in text)
