@@ -7,12 +7,14 @@ from direct_cases import DIRECT
 from graph_cases import REPLAYS
 from handoff_cases import DOORS
 from mla_cases import LATENTS
+from public_cases import PUBLIC
 from sglang_cases import SGLANG
 from transfer_cases import TRANSFERS
 from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
 CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS | SGLANG
+CASES |= PUBLIC
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),
@@ -33,5 +35,9 @@ LAUNCHED = {
     "vllm, mla, 40 heads": "latent_attention_tma",
     "vllm, graphs, mla": "latent_attention",
     "vllm, graphs, mla, 40 heads": "latent_attention_tma",
+    "public, merge": "_merge",
+    "public, mixed": "mixed_programs",
+    "public, reshard": "reshard_heads",
+    "public, payload sums": "_sum_payload",
 }
-"""Cases whose kernel is chosen behind an engine's door."""
+"""Cases whose kernel is chosen behind an engine's door, or by a public function, which could take its reference."""

@@ -11,7 +11,7 @@ SMALL = (
         "mla, 128 heads",
         "gluon, 128 heads",
         "mixed, split",
-        "merge, 80",
+        "public, merge",
         "plan, window",
         "tile mask",
     ),
@@ -24,3 +24,7 @@ SMALL = (
 def test_results_are_those_of_the_reference(seed: int) -> None:
     """In lockstep; and in turns by chance, with the TMA's loads in any order."""
     assert executed(*SMALL, seed=seed) == dict.fromkeys(SMALL, "")
+
+
+def test_a_public_function_launches_its_kernel_for_tensors_of_a_gpu() -> None:
+    assert executed("public, mixed") == {"public, mixed": ""}

@@ -18,7 +18,7 @@ SMALL = (
         "transfer int8, MLA",
         "transfer verbatim, sums",
     ),
-    *("transfer reshard, int8", "transfer payload sums"),
+    *("public, reshard", "public, payload sums"),
 )
 """`python -m tests.emulator` executes all."""
 

@@ -164,6 +164,23 @@ def test_what_cannot_be_pinned_is_a_warning_that_says_what_to_do(
     gc.collect()
 
 
+def test_memory_that_stays_pinned_is_a_warning_and_no_kernel_is_blamed(
+    runtime: Runtime,
+    forgotten: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`release` ends an agent, and goes on."""
+    pins, memory = Pins(torch.device("cuda", 0)), np.zeros(4096, np.uint8)
+    pins.pin(memory, "slots")
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "cudaHostUnregister", lambda address: 4)
+        pins.release()
+    assert "stays pinned (cudaHostUnregister: error 4)" in caplog.text
+    assert forgotten == [torch.device("cuda", 0)]
+    runtime.pinned.clear()
+
+
 @pytest.mark.parametrize("answer", ["no", "none"])
 def test_memory_for_reading_is_pinned_where_the_device_says_that_it_can(
     runtime: Runtime,

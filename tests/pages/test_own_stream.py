@@ -10,7 +10,7 @@ from support.setups import Layer, Setup
 
 from pd_connector.memory.cuda_driver import CudaError
 from pd_connector.pages import own_stream
-from pd_connector.pages.own_stream import own_thread
+from pd_connector.pages.own_stream import own_streams, own_thread
 from pd_connector.plan.route import routes
 
 GPU = torch.device("cuda", 2)
@@ -49,6 +49,19 @@ def test_a_thread_goes_on_where_the_driver_refuses(
     monkeypatch.setattr(own_stream, "enter_thread", refuse)
     own_thread(GPU)
     assert "CUDA_ERROR_DEINITIALIZED" in caplog.text
+
+
+def test_a_cache_takes_a_stream_of_torch_where_the_driver_refuses_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(device: int, priority: int) -> int:
+        raise CudaError("cuStreamCreateWithPriority: CUDA_ERROR_OUT_OF_MEMORY (2)")
+
+    monkeypatch.setattr(own_stream, "new_stream", refuse)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (device, priority))
+    assert own_streams(GPU) == ((GPU, -1), (GPU, -1))
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
+    assert own_streams(torch.device("cpu")) == (None, None)
 
 
 def test_the_thread_that_compiles_is_one_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.identity import token_fingerprint
 from pd_connector.sglang.adapters import Adapters, loads_adapter
 from pd_connector.sglang.admission import MAX_ROOM
+from pd_connector.sglang.rank import PoolPages
 from pd_connector.sglang.requests import fingerprint, transfer_of
 
 
@@ -155,3 +157,19 @@ def test_what_is_known_of_an_adapter_is_forgotten_with_it(tmp_path: Path) -> Non
         manager.load(str(number), tmp_path / "a")
         del manager.lora_refs[str(number)]
     assert len(vars(manager)["_pd_connector_loaded"]) == 1
+
+
+def test_pages_are_safe_after_the_step_that_sglang_computes_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU has no stream for forward passes, or a stand-in for one."""
+
+    class Stream:
+        def record_event(self) -> str:
+            return "event"
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    schedulers = [SimpleNamespace(forward_stream=one) for one in (Stream(), object())]
+    schedulers.append(SimpleNamespace())
+    found = [PoolPages(one, 16, limit=9, windows=False).forward_fence() for one in schedulers]
+    assert found == ["event", None, None]
