@@ -164,15 +164,26 @@ class PoolEvents:
                         for event in page.events:
                             self._places.put((event.key, event.tier))
                 began = True
-                while not self._asked.empty():
-                    key = self._asked.get()
-                    (found,) = self._store.find([key])
-                    self._places.put((key, found.tier if found else ""))
+                self._find_asked()
             except PoolError:
                 continue  # the books cannot be read at the moment
             except Exception:
                 logger.exception("pool: KV events end")
                 return
+
+    def _find_asked(self) -> None:
+        """Find all that was asked for. Indexes of routers chain blocks by their parents, so a chunk that came while later
+        ones were looked for is told before them."""
+        asked = list[bytes]()
+        while not self._asked.empty():
+            asked.append(self._asked.get())
+        tiers = {key: self._tier(key) for key in asked}
+        for key in asked:
+            self._places.put((key, tiers[key] or self._tier(key)))
+
+    def _tier(self, key: bytes) -> str:
+        (found,) = self._store.find([key])
+        return found.tier if found else ""
 
 
 def _medium(tier: str) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -97,6 +98,29 @@ def test_what_another_engine_has_saved_is_told_by_the_one_that_serves_it(make: M
     run(reader, "b")
     assert len(events(reader, CHUNKS)) == CHUNKS
     assert list(writer.scheduler.connector.take_events()) == [], "vLLM publishes none there"
+
+
+def test_a_chunk_that_comes_while_later_ones_are_looked_for_is_told_before_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = telling(make, "a")
+    run(engine, "a")
+    events(engine, CHUNKS)
+    told = engine.side.pool.events
+    told.close()
+    keys, find, late = list(told._told), engine.store.find, [True]
+
+    def finds(asked: Sequence[bytes]) -> Any:
+        if list(asked) == keys[:1] and late:
+            late.clear()
+            return [None]
+        return find(asked)
+
+    monkeypatch.setattr(engine.store, "find", finds)
+    for key in keys:
+        told._asked.put(key)
+    told._find_asked()
+    assert [told._places.get() for _ in keys] == [(key, MEMORY) for key in keys]
 
 
 def test_a_chunk_that_moves_to_the_disk_is_told_as_gone_and_as_stored(make: Make) -> None:
