@@ -14,6 +14,7 @@ from pathlib import Path
 
 _SYSCALL = {"x86_64": 314, "aarch64": 274}  # sched_setattr
 _SHORT_SLICE_NS = 100_000  # the shortest the kernel grants
+_RESET_ON_FORK = 0x01
 _NICE = -10
 _IO_THREAD = "ZMQbg/IO"  # as ZeroMQ names its threads
 
@@ -36,6 +37,9 @@ class _SchedAttr(ctypes.Structure):
 def prefer_short_slices() -> bool:
     """Give the calling thread short time slices; returns whether the kernel agreed.
 
+    Threads that it starts inherit neither these nor its priority. Those that compile, or save chunks of the pool, would
+    otherwise take the processors from the engine for as long as they work.
+
     An engine's processes poll shared memory for a second after each step. Since Linux 6.12 a waking
     thread goes before a running one that has a longer slice. So a chunk does not wait for
     milliseconds. The thread gets no larger share of the processor. Older kernels
@@ -47,6 +51,7 @@ def prefer_short_slices() -> bool:
     attributes = _SchedAttr(
         size=ctypes.sizeof(_SchedAttr),
         policy=os.SCHED_OTHER,
+        flags=_RESET_ON_FORK,
         nice=os.getpriority(os.PRIO_PROCESS, threading.get_native_id()),
         runtime=_SHORT_SLICE_NS,
     )

@@ -91,6 +91,22 @@ def test_the_asking_thread_and_zeromqs_go_first_and_no_other():
         assert nice_of(threading.get_native_id()) == before
 
 
+def test_threads_that_the_asking_thread_starts_have_the_engines_priority():
+    found: list[int] = []
+
+    def ask() -> None:
+        prefer_own_threads()
+        prefer_short_slices()
+        child = threading.Thread(target=lambda: found.append(nice_of(threading.get_native_id())))
+        child.start()
+        child.join()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert found == [nice_of(threading.get_native_id())]
+
+
 def test_where_it_may_not_nothing_changes(monkeypatch: pytest.MonkeyPatch):
     def refuse(*what: int) -> None:
         raise PermissionError
