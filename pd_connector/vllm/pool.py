@@ -219,6 +219,8 @@ class PoolSide:
             self._audit.give_up(prompt)
         self._looks.shared.forget(request.request_id)
         if prompt is None or not prompt.loads or prompt.look is None:
+            if prompt and external_tokens:
+                prompt.handed_over = True
             return None
         look, first, prompt.loads, prompt.look = prompt.look, prompt.loads.start, range(0), None
         stop = first + external_tokens  # vLLM may want fewer
@@ -271,7 +273,8 @@ class PoolSide:
             if not prompt.stepped:  # this step may fill pages that it found in the cache
                 prompt.stepped = True
                 continue
-            new = self._computed(prompt, computed if prompt.writes and not prompt.adapter else 0)
+            saved = self.model and prompt.writes and not prompt.adapter
+            new = prompt.new_chunks(computed if saved else 0)
             pages = self._saves.present(prompt) if new or prompt.audited else ()
             saves += self._audit.compare(prompt, computed, pages, self.model)
             saves += self._saves_of(prompt, new, pages)
@@ -298,23 +301,21 @@ class PoolSide:
         if usable:
             computed, pages = request.num_computed_tokens, self._saves.present(prompt, pages)
             commands += self._audit.compare(prompt, computed, pages, self.model)
-            if prompt.writes:
-                commands += self._saves_of(prompt, self._computed(prompt, computed), pages)
+            if prompt.writes and self.model:
+                new = prompt.new_chunks(computed, ended=True)
+                commands += self._saves_of(prompt, new, pages)
+                if prompt.kept < new.stop:
+                    self._telemetry.count("pool_misses", cause="busy")
         self._audit.give_up(prompt)
         if prompt.ask.pin_s:
             last = request.num_prompt_tokens // CHUNK_TOKENS
             self._looks.pin_for_client(prompt.keys[1 : last + 1], prompt.ask)
         return commands
 
-    def _computed(self, prompt: PoolPrompt, computed: int) -> range:
-        """Numbers of the chunks that were computed since the last saves."""
-        # A token's KV is final once the token after it is known: drafts may be rejected.
-        stop = min(computed, prompt.request.num_tokens - 1) // CHUNK_TOKENS
-        return range(prompt.kept, stop if self.model else 0)
-
     def _saves_of(
         self, prompt: PoolPrompt, new: range, pages: Sequence[Sequence[int]]
     ) -> list[Save]:
+        """Saves of these chunks, or of the first of them if too many saves are under way. The others come later."""
         if not new:
             return []
         request, stop = prompt.request, new.stop
@@ -323,8 +324,7 @@ class PoolSide:
         prompt.keys = prompt.longer(keys, request.all_token_ids[known : stop * CHUNK_TOKENS])
         if self.events:
             self.events.served(prompt, range(prompt.kept, stop))
-        first, prompt.kept = max(prompt.kept, self._looks.stored(prompt)), stop
+        first = max(prompt.kept, self._looks.stored(prompt))
         saves = self._saves.begin(self.model, prompt, range(first, stop), pages)
-        if len(saves) < stop - first:
-            self._telemetry.count("pool_misses", cause="busy")
+        prompt.kept = first + len(saves)
         return saves

@@ -111,6 +111,7 @@ class PoolPrompt:
     handed_out: list[list[int]] = field(default_factory=list)  # as `PoolSaves.note` has it
     keys: list[bytes] = field(default_factory=list)
     stepped: bool = False  # the step that found its cached pages is over
+    handed_over: bool = False  # by another engine, which saves it if it is of this host
     kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
     found: list[Found] = field(default_factory=list)
     unasked: bool = True  # its look-up has yet to begin
@@ -134,6 +135,16 @@ class PoolPrompt:
     def longer(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
         """Keys of its first chunks (the root before them), and those of the chunks that `tokens` add."""
         return keys + extend(keys[-1], tokens, self.inputs, first_chunk=len(keys) - 1)
+
+    def new_chunks(self, computed: int, *, ended: bool = False) -> range:
+        """Numbers of the chunks to save now that so many tokens are computed.
+
+        A prompt that was handed over is saved with the first chunk of the answer, or when the request has `ended`. A prefill
+        engine of this host saves it before, so that two engines do not do it while the first tokens are computed."""
+        # A token's KV is final once the token after it is known: drafts may be rejected.
+        stop = min(computed, self.request.num_tokens - 1) // CHUNK_TOKENS
+        waits = self.handed_over and stop <= self.request.num_prompt_tokens // CHUNK_TOKENS
+        return range(self.kept, self.kept if waits and not ended else stop)
 
     def chunk(self, number: int) -> PromptChunk:
         """One of its chunks, whose key is known."""

@@ -27,7 +27,7 @@ from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
 from pd_connector.pool.told import find_engine
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
-from pd_connector.vllm import pool_looks, pool_model, pool_sharing
+from pd_connector.vllm import pool_looks, pool_model, pool_saves, pool_sharing
 from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
 
@@ -95,6 +95,35 @@ def test_each_whole_chunk_is_saved_once_and_its_pages_come_free_with_the_answer(
     assert [save.chunk.key for save in saves(of)][:2] == chain(
         MODEL, [place % 250 for place in range(2 * CHUNK_TOKENS)]
     )
+    of.assert_nothing_held()
+
+
+def test_a_prompt_that_was_handed_over_is_saved_with_the_first_chunk_of_its_answer() -> None:
+    """A prefill engine of the same host saves it meanwhile, so that the first tokens are computed undisturbed."""
+    of = engine()
+    for name, answer in (("long", CHUNK_TOKENS + 20), ("short", 20)):
+        before = len(saves(of))
+        of.fetch(name, 2 * CHUNK_TOKENS + 40, max_tokens=answer, seed=len(name))
+        of.step()
+        of.step(finished_recving={name})
+        run(of, 15)
+        assert name == "short" or len(saves(of)) == before, "not while the first tokens are computed"
+        run(of, 140)
+        assert not of.scheduler.requests
+        numbers = [save.chunk.number for save in saves(of)[before:]]
+        assert numbers == ([0, 1, 2] if name == "long" else [0, 1]), "with its end at the latest"
+    of.assert_nothing_held()
+
+
+def test_chunks_for_which_too_many_saves_are_under_way_are_saved_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_saves, "MOST_SAVES", 2)
+    of = SteppedEngine(budget=8 * CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"})
+    of.step(WorkerActivity(models={0: MODEL}))
+    add(of, "a", 5 * CHUNK_TOKENS + 20, max_tokens=50)
+    run(of, 60)
+    assert [save.chunk.number for save in saves(of)] == [0, 1, 2, 3, 4]
     of.assert_nothing_held()
 
 
