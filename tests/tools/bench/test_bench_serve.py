@@ -172,3 +172,4 @@ def test_answers_after_the_engines_death_are_held_to_those_without_a_pool(
     assert died["answers equal"].ours.values == (equal,)
     assert died["answers equal"].ok is (equal == 3)
     assert (before["TTFT mean"].bar, died["TTFT mean"].bar) == (1.1, 0.5)
+    assert before["TPOT mean"].bar is None

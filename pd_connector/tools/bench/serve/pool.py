@@ -120,6 +120,7 @@ class _Turns:
     """The answers of one load, by round."""
 
     ttft_s: dict[str, list[float]] = field(default_factory=dict)
+    tpot_s: dict[str, list[float]] = field(default_factory=dict)
     equal: dict[str, list[int]] = field(default_factory=dict)
     requests: int = 0
 
@@ -196,10 +197,11 @@ class PoolMeasurement:
         turns.requests += len(requests)
         wanted = found[PLAIN]
         for name, answers in found.items():
-            served = [one.ttft_s for one in answers if not one.failure]
+            served = [one for one in answers if not one.failure]
             if not served:
                 raise BenchError(f"{name}: no request was served; see the logs")
-            turns.ttft_s.setdefault(name, []).append(statistics.mean(served))
+            turns.ttft_s.setdefault(name, []).append(statistics.mean(a.ttft_s for a in served))
+            turns.tpot_s.setdefault(name, []).append(statistics.mean(a.tpot_s for a in served))
             same = (
                 not one.failure and one.text == other.text
                 for one, other in zip(answers, wanted, strict=True)
@@ -240,6 +242,7 @@ class PoolMeasurement:
             for found, name, beside in ((first, POOL, PLAIN), (again, AGAIN, POOL)):
                 add = _adder(found, {"load": load})
                 add("TTFT mean", one.ttft_s[name], one.ttft_s[beside], "s", BARS[beside], False)
+                add("TPOT mean", one.tpot_s[name], one.tpot_s[beside], "s", None, False)
                 asked = [self._plan.requests] * self._plan.rounds
                 add("answers equal", one.equal[name], asked, "", 1.0, True)
         return first, again
@@ -247,13 +250,13 @@ class PoolMeasurement:
 
 def _adder(
     found: list[Comparison], params: Mapping[str, float]
-) -> Callable[[str, Sequence[float], Sequence[float], str, float, bool], None]:
+) -> Callable[[str, Sequence[float], Sequence[float], str, float | None, bool], None]:
     def add(
         name: str,
         ours: Sequence[float],
         theirs: Sequence[float],
         unit: str,
-        bar: float,
+        bar: float | None,
         more: bool,
     ) -> None:
         mine, others = (Sample(tuple(float(value) for value in side)) for side in (ours, theirs))
