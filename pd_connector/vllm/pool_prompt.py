@@ -137,7 +137,7 @@ class PoolPrompt:
         return keys + extend(keys[-1], tokens, self.inputs, first_chunk=len(keys) - 1)
 
     def new_chunks(self, computed: int, *, ended: bool = False) -> range:
-        """Numbers of the chunks to save now that so many tokens are computed.
+        """Numbers of the chunks to save now that `computed` tokens have their KV.
 
         A prompt that was handed over is saved with the first chunk of the answer, or when the request has `ended`. A prefill
         engine of this host saves it before, so that two engines do not do it while the first tokens are computed."""

@@ -107,7 +107,9 @@ def test_a_prompt_that_was_handed_over_is_saved_with_the_first_chunk_of_its_answ
         of.step()
         of.step(finished_recving={name})
         run(of, 15)
-        assert name == "short" or len(saves(of)) == before, "not while the first tokens are computed"
+        assert name == "short" or len(saves(of)) == before, (
+            "not while the first tokens are computed"
+        )
         run(of, 140)
         assert not of.scheduler.requests
         numbers = [save.chunk.number for save in saves(of)[before:]]
