@@ -59,8 +59,13 @@ def base_url(side: str, given: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{wanted} ({error})") from None
+    except ValueError:
+        rest = url.partition("://")[2]
+        if "," in rest:
+            wanted += "; several URLs are separated by spaces"
+        elif rest.count(":") > 1:
+            wanted += "; an IPv6 address needs brackets, as in http://[::1]:8100"
+        raise ValueError(wanted) from None
     if parts.scheme not in ("http", "https") or not is_host(parts.hostname or "") or port == 0:
         raise ValueError(wanted)
     if parts.query or parts.fragment or parts.username:
