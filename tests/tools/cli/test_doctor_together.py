@@ -7,11 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from pd_connector.kv.model import ModelFacts
 from pd_connector.kv.model_config import served_config
 from pd_connector.protocol.wire import about, messages
 from pd_connector.protocol.wire.about import About
+from pd_connector.tools.cli import doctor
+from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.checks import peer, together
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.cli.checks.together import Told
@@ -121,6 +124,17 @@ def test_engines_of_unlike_schemas_are_named_also_where_the_doctor_speaks_to_bot
     assert finding.status is Status.FAIL
     assert f"{P} speaks 1-1 (9.9), {D} speaks 2-3 (9.9)" in finding.found
     assert finding.advice.startswith(f"upgrade pd-connector at {P}")
+
+
+def test_the_command_compares_all_engines_it_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {P: engine(P, of()), D: engine(D, of()), E: engine(E, of(facts(hidden_size=16)))}
+    monkeypatch.setattr(doctor, "examine", lambda facts: [])
+    monkeypatch.setattr(doctor, "visit", lambda url, key: peer.Visit([], told[url]))
+    peers = [part for url in told for part in ("--peer", url)]
+    ended = CliRunner().invoke(app, ["doctor", *peers, "--json"])
+    (row,) = json.loads(ended.stdout)
+    assert (row["area"], row["status"]) == (together.AREA, "fail")
+    assert ended.exit_code == 1
 
 
 def test_engines_that_do_not_tell_their_models_are_compared_by_name() -> None:
