@@ -34,7 +34,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 def own(model: ModelFacts | None = None) -> About:
-    """Of this installation."""
+    """What an engine of this installation says."""
     return About(__version__, messages.SCHEMA, messages.OLDEST_SCHEMA, model)
 
 
