@@ -48,9 +48,12 @@ def doctor(
     Ends with status 1 if anything fails.
     """
     # Progress goes to standard error, so that --json can be piped.
-    with Console(stderr=True).status("looking at this machine"):
+    with Console(stderr=True).status("looking at this machine") as progress:
         findings = examine(probe.look())
-        visits = [visit(url, api_key) for url in peers or ()]
+        visits = []
+        for url in peers or ():
+            progress.update(f"asking {escape(url)}")
+            visits.append(visit(url, api_key))
         findings += [finding for visit in visits for finding in visit.findings]
         findings += together.check([visit.told for visit in visits if visit.told is not None])
     if as_json:

@@ -66,7 +66,8 @@ def base_url(side: str, given: str) -> str:
         elif rest.count(":") > 1:
             wanted += "; an IPv6 address needs brackets, as in http://[::1]:8100"
         raise ValueError(wanted) from None
-    if parts.scheme not in ("http", "https") or not is_host(parts.hostname or "") or port == 0:
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https") or not is_host(host) or host.isdigit() or port == 0:
         raise ValueError(wanted)
     if parts.query or parts.fragment or parts.username:
         raise ValueError(f"{wanted}, without query, fragment or user name")

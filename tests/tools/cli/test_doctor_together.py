@@ -46,7 +46,14 @@ def visit(params: Any, *, server_info: Mapping[str, Any] | None = None) -> peer.
         "/metrics": "pd_connector:x 0",
         "/server_info": json.dumps(server_info or {}),
     }
-    return peer.check(P, lambda path, body: str(known[path]), lambda *_: "", lambda *_: None)
+
+    def ask(path: str, body: Mapping[str, Any] | None) -> str:
+        if path == "/tokenize":
+            assert body is not None
+            return json.dumps({"tokens": [9] if "messages" in body else [7, 8]})
+        return str(known[path])
+
+    return peer.check(P, ask, lambda *_: "", lambda *_: None)
 
 
 def named(findings: list[Finding], name: str) -> list[Finding]:
@@ -91,7 +98,7 @@ def test_sglangs_engines_are_compared_by_their_state(mode: str) -> None:
         "internal_states": [{"pd_connector": state}],
     }
     visited = visit(None, server_info=info)
-    assert visited.told == Told(P, of(newest=9, oldest=8), mode == "prefill", "m")
+    assert visited.told == Told(P, of(newest=9, oldest=8), mode == "prefill", "m", ([7, 8], [9]))
     assert "8-9" in named(visited.findings, "wire schema")[0].found
 
 
@@ -117,6 +124,32 @@ def test_two_decode_engines_of_unlike_models_behind_one_prefill_engine_are_named
     assert finding.status is Status.FAIL
     assert said in finding.found
     assert D not in finding.found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said", "flag"),
+    [
+        (((1, 3), (5,)), "unlike tokens of the same text", "--tokenizer"),
+        (((1, 2), (6,)), "unlike tokens of the same chat", "--chat-template"),
+    ],
+)
+def test_engines_with_unlike_tokenizers_are_named(
+    tokens: tuple[object, ...], said: str, flag: str
+) -> None:
+    ours = engine(P, of())._replace(tokens=((1, 2), (5,)))
+    (finding,) = together.check([ours, engine(D, of())._replace(tokens=tokens)])
+    assert finding.status is Status.FAIL
+    assert f"{P} and {D} make {said}" in finding.found
+    assert flag in finding.advice
+    for unknown in ((), (None, None), ((1, 2), None)):
+        (finding,) = together.check([ours, engine(D, of())._replace(tokens=unknown)])
+        assert finding.status is Status.OK
+
+
+def test_a_peer_is_asked_how_it_reads_a_text() -> None:
+    told = visit(PRODUCER).told
+    assert told is not None
+    assert told.tokens == ([7, 8], [9])
 
 
 def test_engines_of_unlike_schemas_are_named_also_where_the_doctor_speaks_to_both() -> None:

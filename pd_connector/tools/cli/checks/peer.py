@@ -18,6 +18,8 @@ from pd_connector.tools.cli.checks.together import Told
 
 BACKEND = "pd_connector"
 """SGLang's name for our transfer backend."""
+SAMPLE = "Hello, world! 1234567 na\u00efve \u4f60\u597d \U0001f642\n\tdef f(x): return [x]"
+"""A text that tokenizers split in many ways."""
 FIRST_CHOSEN = 32768
 """The first port that Linux gives to programs that ask for any."""
 _DESCRIBE = {"do_remote_decode": True, "do_remote_prefill": False, "describe": True}
@@ -50,7 +52,7 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
         return Visit([reachable, *router.check(url, routing)])
     if (state := _sglang(ask)) is not None:
         findings = [*_sglang_findings(url, state, ask, connect, greet), *_transfers(url, ask)]
-        return Visit([reachable, *findings], _sglang_told(url, state))
+        return Visit([reachable, *findings], _sglang_told(url, state, ask))
     findings = [reachable, _version(url, ask)]
     try:
         model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
@@ -77,15 +79,30 @@ def _vllm_told(url: str, params: Any, model: str, ask: Ask) -> Told | None:
     """What a vLLM engine says of itself; None without PDConnector."""
     produces = isinstance(params, dict) and bool(params.get("describe"))
     ours = produces or (isinstance(params, dict) and about.FIELD in params) or _has_metrics(ask)
-    return Told(url, about.read(params), produces, model) if ours else None
+    return Told(url, about.read(params), produces, model, _tokens(ask, model)) if ours else None
 
 
-def _sglang_told(url: str, told: dict[str, Any]) -> Told | None:
+def _sglang_told(url: str, told: dict[str, Any], ask: Ask) -> Told | None:
     """What an SGLang engine says of itself; None without PDConnector."""
     states = _states(told)
     model = str(told.get("served_model_name") or told.get("model_path"))
     produces = told["disaggregation_mode"] == "prefill"
-    return Told(url, about.read(states[0]), produces, model) if states else None
+    if not states:
+        return None
+    return Told(url, about.read(states[0]), produces, model, _tokens(ask, model))
+
+
+def _tokens(ask: Ask, model: str) -> tuple[object, ...]:
+    """What the engine's tokenizer makes of a text and of a chat; None where it does not say."""
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SAMPLE}]
+    found: list[object] = []
+    for question in ({"prompt": SAMPLE}, {"messages": chat}):
+        try:
+            told = json.loads(ask("/tokenize", {"model": model, **question}))
+            found.append(told.get("tokens"))
+        except (PeerError, ValueError, LookupError, AttributeError):
+            found.append(None)
+    return tuple(found)
 
 
 def _sglang(ask: Ask) -> dict[str, Any] | None:

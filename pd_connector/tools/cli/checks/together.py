@@ -19,6 +19,7 @@ class Told(NamedTuple):
     about: About
     produces: bool
     model: str  # the name under which it serves its model
+    tokens: tuple[object, ...] = ()  # of a text and of a chat; None where it does not say
 
 
 def check(engines: Sequence[Told]) -> list[Finding]:
@@ -57,6 +58,17 @@ def _compare(first: Told, other: Told) -> Finding | None:
                 f"no KV passes between {first.url} and {other.url} until both serve the same model"
             )
             return Finding(AREA, "models", Status.FAIL, text, advice)
+    for what, flag, one, two in zip(
+        ("text", "chat"),
+        ("--tokenizer", "--chat-template"),
+        first.tokens,
+        other.tokens,
+        strict=False,
+    ):
+        if one and two and one != two:
+            found = f"{first.url} and {other.url} make unlike tokens of the same {what}"
+            advice = f"give both engines the same {flag}: KV of a prompt is of no use to an engine that reads other tokens"
+            return Finding(AREA, "tokenizers", Status.FAIL, found, advice)
     if first.model != other.model:
         found = f"{first.url} serves {first.model}, {other.url} serves {other.model}"
         advice = (
