@@ -28,7 +28,7 @@ class WeightsReader:
     """
 
     def __init__(
-        self, parts: Sequence[CheckpointFiles], cache: Path, tell: Callable[[bytes], None]
+        self, parts: Sequence[CheckpointFiles], cache: Path | None, tell: Callable[[bytes], None]
     ) -> None:
         self._parts = tuple(parts)
         self._cache = cache

@@ -6,22 +6,13 @@ believed: see `weights_problem`.
 """
 
 import hashlib
-import json
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from pd_connector.kv.geometry import DRAFT_LAYERS, Layers
+from pd_connector.kv.model_config import FINGERPRINT_BYTES, Fields, fields_unlike, printable
 from pd_connector.kv.rotation import Rotation
-
-FINGERPRINT_BYTES = 16
-# Where an engine put the checkpoint, and what it wrote on reading it, say nothing of the KV.
-_LOCAL_KEYS = frozenset(
-    {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"}
-)
-# In them `dtype` says how numbers are quantised, and not what an engine computes in.
-_QUANTISATION_KEYS = frozenset({"quantization_config", "compression_config"})
 
 _ON_DISK = ("weights_full", "weights")
 _LOADED = ("loaded_full", "loaded")
@@ -66,6 +57,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
         version: what the operator calls the weights that it changed to.
         draft: of the draft model's weights; layers from `DRAFT_LAYERS` on are of this model.
         layers: what the layers do.
+        source: where the engine was told to load the model from. For messages only.
+        fields: the fields of `config` with their values. For messages only.
     """
 
     config: _Print
@@ -79,20 +72,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     draft: _Print = b""
     layers: Annotated[tuple[LayerFacts, ...], msgspec.Meta(max_length=4096)] = ()
     loaded_full: _Print = b""
-
-
-def config_fingerprint(config: Mapping[str, Any], **served: str | int | None) -> bytes:
-    """Fingerprint of a model's config.
-
-    Args:
-        config: `config.json` as plain data, with what the operator overrides.
-        served: how the engine serves it, such as `dtype="bfloat16"`.
-    """
-    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-config")
-    digest.update(json.dumps(_kept(config), sort_keys=True, default=str).encode())
-    told = {name: value for name, value in served.items() if value is not None}
-    digest.update(json.dumps(told, sort_keys=True).encode())
-    return digest.digest()
+    source: _Name = ""
+    fields: Fields = ()
 
 
 def rotation_fingerprint(rotation: Rotation | str) -> bytes:
@@ -111,11 +92,7 @@ def model_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
             "must be the same (config key model_id)"
         )
     if producer.config != consumer.config:
-        return (
-            f"config fingerprint {_hex(producer.config)} at the producer, {_hex(consumer.config)} at "
-            "the consumer: both engines must serve the same config.json in the same dtype and "
-            "quantisation"
-        )
+        return _config_problem(producer, consumer)
     return weights_problem(producer, consumer) or _layers_problem(producer, consumer)
 
 
@@ -146,8 +123,8 @@ def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
             return ""
         name = "all bytes" if kind.endswith("_full") else "samples"
         return (
-            f"weights fingerprint ({name}) {_hex(ours)} at the producer, {_hex(theirs)} at the "
-            "consumer: both engines must serve the same weights"
+            f"weights differ{_sources(producer, consumer)}: both engines must serve the same checkpoint "
+            f"(fingerprint of {name}: {_hex(ours)} at the producer, {_hex(theirs)} at the consumer)"
         )
     if producer.model_id and producer.model_id == consumer.model_id:
         return ""
@@ -156,6 +133,30 @@ def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
         f"the weights of the {lacking} were not found on its disk, so that nothing shows that both "
         "serve the same: give both engines the same name of the model (config key model_id)"
     )
+
+
+def spoken(facts: ModelFacts) -> ModelFacts:
+    """The facts without what is there for messages only."""
+    return msgspec.structs.replace(facts, source="", fields=())
+
+
+def _config_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
+    unlike = fields_unlike(producer.fields, consumer.fields, "the producer", "the consumer")
+    if not unlike:  # an older version does not tell its fields
+        prints = f"{_hex(producer.config)} at the producer, {_hex(consumer.config)} at the consumer"
+        unlike = f"compare config.json and the flags (fingerprint {prints})"
+    return (
+        f"configs of the models differ{_sources(producer, consumer)}: {unlike}: both engines must serve the same "
+        "config.json with the same --dtype, --quantization and overrides"
+    )
+
+
+def _sources(producer: ModelFacts, consumer: ModelFacts) -> str:
+    """Where both models are from, if both engines say it and it differs."""
+    ours, theirs = producer.source, consumer.source
+    if not ours or not theirs or ours == theirs:
+        return ""
+    return printable(f" (the producer serves {ours}, the consumer {theirs})")
 
 
 def _both(producer: ModelFacts, consumer: ModelFacts, kind: str) -> bool:
@@ -170,16 +171,17 @@ def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
 def model_digest(facts: ModelFacts) -> bytes:
     """Digest of everything that a rank says of its model when it starts. What it finds out later of the same
     weights does not make another model of it."""
-    text = msgspec.json.encode(msgspec.structs.replace(facts, weights_full=b""))
+    text = msgspec.json.encode(msgspec.structs.replace(spoken(facts), weights_full=b""))
     return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, person=b"pd-facts").digest()
 
 
 def described(facts: ModelFacts) -> str:
-    """A model in a few words, by its fingerprints, for messages."""
+    """A model in a few words, by its source and fingerprints, for messages."""
     known = facts.weights_full or facts.weights or facts.loaded
     named = f" model_id {facts.model_id!r}" if facts.model_id else ""
     version = f" version {facts.version!r}" if facts.version else ""
-    return f"config {_hex(facts.config)} weights {_hex(known)}{named}{version}"
+    source = f"{printable(facts.source)} " if facts.source else ""
+    return f"{source}config {_hex(facts.config)} weights {_hex(known)}{named}{version}"
 
 
 def _layers_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
@@ -209,22 +211,6 @@ def _layers_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
 
 def _by_layer(facts: ModelFacts) -> dict[int, LayerFacts]:
     return {number: each for each in facts.layers for number in each.layers}
-
-
-def _kept(config: Mapping[str, Any], dropped: frozenset[str] = _LOCAL_KEYS) -> dict[str, Any]:
-    """A config without what says nothing of the KV, at any depth, and without nulls: engines write
-    them for what is not there."""
-
-    def below(name: str, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return _kept(value, frozenset() if name in _QUANTISATION_KEYS else dropped)
-
-    return {
-        name: below(name, value)
-        for name, value in config.items()
-        if name not in dropped and value is not None
-    }
 
 
 def _hex(fingerprint: bytes) -> str:

@@ -11,6 +11,7 @@ names, or how the tensors are spread over files.
 """
 
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -61,10 +62,25 @@ def read_weights(
     return _together([part.weights for part in parts if part.weights is not None])
 
 
-def cache_file() -> Path:
-    """Where fingerprints of whole files are kept."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / _CACHE
+def cache_file() -> Path | None:
+    """Where fingerprints of whole files are kept; None for a user without a home."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a container's user that /etc/passwd does not name, without HOME
+        _complain("~/.cache", "this user has no home")
+        return None
+    return Path(home) / _CACHE
+
+
+@functools.cache
+def _complain(place: str, why: str) -> None:
+    """Once for each place: a checkpoint can have hundreds of files."""
+    logger.warning(
+        "fingerprints of weights cannot be kept in %s (%s): each start reads all of the weights again. Set XDG_CACHE_HOME "
+        "to a folder that this user can write",
+        place,
+        why,
+    )
 
 
 def _together(parts: Sequence[Weights]) -> Weights:
@@ -162,8 +178,9 @@ def _write_cache(cache: Path | None, known: dict[str, int]) -> None:
     if cache is None:
         return
     try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
             json.dump({key: f"{value:x}" for key, value in known.items()}, file)
         Path(file.name).replace(cache)
     except OSError as error:
-        logger.warning("fingerprints of weights are not kept in %s: %s", cache, error)
+        _complain(str(cache.parent), error.strerror or str(error))

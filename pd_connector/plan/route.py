@@ -238,7 +238,8 @@ def _unlike(ours: Group, theirs: Group, layers: tuple[int, ...]) -> str:
         return (
             f"{where}: cache dtype {ours.dtype} / {theirs.dtype}, layout {ours.layout} / "
             f"{theirs.layout}, page size {ours.page_size} / {theirs.page_size}: "
-            f"only {', '.join(ELEMENT_BYTES)} can be converted, others must be alike"
+            f"only {', '.join(ELEMENT_BYTES)} can be converted, others must be alike: start both engines with the "
+            "same --kv-cache-dtype, --block-size and attention backend"
         )
     return ""
 

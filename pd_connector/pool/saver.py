@@ -4,7 +4,7 @@
 import msgspec
 
 from pd_connector.kv.geometry import Geometry
-from pd_connector.kv.model import ModelFacts
+from pd_connector.kv.model import ModelFacts, spoken
 from pd_connector.pool.form import Form, places
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.record import SUM_BYTES, LayerBytes, Record, Writer, encode, layer_sum
@@ -79,7 +79,7 @@ class Saver:
             inputs=chunk.inputs,
             adapter=chunk.adapter,
             salt=chunk.salt,
-            facts=facts,
+            facts=spoken(facts),
             geometry=self._geometry,
             form=form,
             layers=unsealed,

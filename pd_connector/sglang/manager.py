@@ -19,6 +19,7 @@ from pd_connector.control.seal import sealed
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire.last_words import FIRST_TOKEN
 from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.protocol.wire.peers import Peer, Source
@@ -190,8 +191,7 @@ class Manager(BaseKVManager):
         else:
             known.tell_to(self.agent.submit)
         self.weights = known
-        peer = Peer(Source(self._config.host, self.agent.port, engine_id), shard)
-        peers = ranks.gather(peer)
+        peers = ranks.gather(Peer(Source(self._config.host, self.agent.port, engine_id), shard))
         self.agent.introduce(peers)
         self._address = sealed(ProducerAddress(engine_id, peers), self._config.key)
 
@@ -230,11 +230,11 @@ class Manager(BaseKVManager):
         register(self.kv_args, self._config.host, self.agent.port)
 
     def describe(self) -> dict[str, Any]:
-        """The state that this engine tells: its side, which `/pd_role_switch` changes, and where a prefill engine
-        is. A router needs the address to name it to a decode engine of another kind."""
-        if not self._produces:
-            return {"side": "decode"}
-        return {"side": "prefill", **self._address.fields()}
+        """The state that this engine tells: its side, which `/pd_role_switch` changes, what it is, and where a prefill
+        engine is. A router needs the address to name it to a decode engine of another kind."""
+        side = "prefill" if self._produces else "decode"
+        address = self._address.fields() if self._produces else {}
+        return {"side": side, **address, **about.written(self.weights.facts)}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it

@@ -18,9 +18,9 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
-    config_fingerprint,
     rotation_fingerprint,
 )
+from pd_connector.kv.model_config import printable, served_config
 from pd_connector.kv.rotation_table import Made, rotation_text
 from pd_connector.kv.weights import cache_file, read_weights
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
@@ -74,12 +74,13 @@ def model_facts(
     loaded = loaded_weights(scheduler)
     in_memory = bool(loaded.sampled and not weights.sampled)
     module = scheduler.tp_worker.model_runner.model
+    compared = served_config(
+        served,
+        dtype=str(model.dtype),
+        quantization=None if "quantization_config" in served else model.quantization,
+    )
     return ModelFacts(
-        config=config_fingerprint(
-            served,
-            dtype=str(model.dtype),
-            quantization=None if "quantization_config" in served else model.quantization,
-        ),
+        config=compared.fingerprint,
         weights=weights.sampled,
         weights_full=weights.full,
         loaded=loaded.sampled,
@@ -87,6 +88,8 @@ def model_facts(
         held=f"SGLang's rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
         layers=_layer_facts(scheduler.tp_worker.model_runner.model, shard),
+        source=printable(str(model.model_path)[-_MOST_TEXT:]),
+        fields=compared.fields,
     )
 
 

@@ -122,13 +122,15 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     ) -> None:
         assert self._scheduler is not None
         peers: dict[tuple[int, int], Peer] = {}
+        models = {rank: one.model for rank, one in metadata.items() if isinstance(one, RankAddress)}
         for rank, address in metadata.items():
             assert isinstance(address, RankAddress)
             assert self._engine_id is not None
             source = Source(address.host, address.port, self._engine_id)
             peers[rank] = Peer(source, address.shard)
         ports = {a.data_port for a in metadata.values() if isinstance(a, RankAddress)}
-        self._scheduler.set_peers(in_order(peers), tuple(ports - {0}))
+        model = models[min(models)] if models else None
+        self._scheduler.set_peers(in_order(peers), tuple(ports - {0}), model)
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         assert self._scheduler is not None

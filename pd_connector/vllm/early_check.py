@@ -9,6 +9,7 @@ error is the last line of its log.
 import functools
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.early_place import check_place
 from pd_connector.vllm.support import check_name, check_supported, connector_parts, load_config
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def watch() -> None:
         check_name(args.kv_transfer_config)
         extras = connector_parts(args.kv_transfer_config)
         for extra in extras:
-            load_config(extra)
+            check_place(args, load_config(extra))
         config: VllmConfig = original(args, *more, **options)
         if extras:
             check_supported(config)

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pd_connector.agent.commands import Command
 from pd_connector.errors import Cause, Miss
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.consuming.incoming import Finished
 
 
@@ -76,13 +77,14 @@ class StepCommands(KVConnectorMetadata):
 
 @dataclass
 class RankAddress(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), the rank's shard, and
-    the port for data (0: none)."""
+    """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), the rank's shard, the
+    port for data (0: none), and its model."""
 
     host: str
     port: int
     shard: Shard
     data_port: int = 0
+    model: ModelFacts | None = None
 
 
 @dataclass

@@ -15,9 +15,9 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
-    config_fingerprint,
     rotation_fingerprint,
 )
+from pd_connector.kv.model_config import printable, served_config
 from pd_connector.kv.weights import cache_file, read_weights
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
 from pd_connector.vllm.checkpoint import model_files, read_config, remote_code
@@ -76,15 +76,16 @@ def model_facts(
         )
         weights = Weights(b"")
     module = None if weights.sampled or not loaded.sampled else loaded_model(vllm_config)
+    compared = served_config(
+        served,
+        dtype=str(model.dtype),
+        quantization=None if "quantization_config" in served else _plain(model.quantization),
+        quantised_online=_told(getattr(model, "quantization_config", None)),
+        code=remote_code(model, served),
+        **_encoder(model),
+    )
     return ModelFacts(
-        config=config_fingerprint(
-            served,
-            dtype=str(model.dtype),
-            quantization=None if "quantization_config" in served else _plain(model.quantization),
-            quantised_online=_told(getattr(model, "quantization_config", None)),
-            code=remote_code(model, served),
-            **_encoder(model),
-        ),
+        config=compared.fingerprint,
         weights=weights.sampled,
         weights_full=weights.full,
         loaded=loaded.sampled,
@@ -93,6 +94,8 @@ def model_facts(
         model_id=config.model_id,
         draft=_draft(vllm_config, files or ()),
         layers=_layer_facts(vllm_config, caches, served),
+        source=printable(str(model.model)[-_MOST_TEXT:]),
+        fields=compared.fields,
     )
 
 
@@ -197,7 +200,7 @@ def _draft(vllm_config: "VllmConfig", own: Sequence[CheckpointFiles]) -> bytes:
             if not any(part is one for one in own):
                 part.close()
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
-        config = config_fingerprint(read_config(draft), **told)
+        config = served_config(read_config(draft), **told).fingerprint
     except Exception as error:  # a draft model is optional: no error of it stops the engine
         logger.warning("KV of the draft model is not moved: %r", error)
         return b""

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pd_connector.agent.commands import Command, Expect, Withdraw
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import pages_for
+from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.last_words import LastWords
 from pd_connector.vllm.messages import Prefill
@@ -41,6 +43,7 @@ class Offers:
         self, windows: Windows, address: transfer_params.ProducerAddress, *, streams: bool
     ) -> None:
         self.address = address
+        self.model: ModelFacts | None = None  # of the first rank, as it was at the start
         self._windows = windows
         self._known: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
         self._describes: set[str] = set()
@@ -61,7 +64,7 @@ class Offers:
             ) from None
 
     def describe(self, request: "Request") -> None:
-        """A request has come that only asks for the addresses of the engine's ranks."""
+        """A request has come that only asks what this engine is, and for the addresses of its ranks."""
         self._describes.add(request.request_id)
 
     def add(self, request: "Request", transfer: str, identity: bytes) -> Command:
@@ -94,7 +97,8 @@ class Offers:
         request_id = request.request_id
         if request_id in self._describes:
             self._describes.discard(request_id)
-            return Ended(False, transfer_params.description(self.address))
+            told = about.written(self.model)
+            return Ended(False, transfer_params.description(self.address, told))
         if request_id not in self._known:
             return Ended(False, None)
         transfer, identity = self._known.pop(request_id)

@@ -15,6 +15,7 @@ from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
 from pd_connector.errors import Cause
+from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.codecs import pool_codecs
 from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
@@ -106,10 +107,12 @@ class SchedulerSide:
         if self.pool:
             self.pool.bind(manager.block_pool)
 
-    def set_peers(self, peers: tuple[Peer, ...], data_ports: tuple[int, ...] = ()) -> None:
-        """The addresses of the workers, each worker's shard, and their ports for data."""
-        address = self.offers.address._replace(peers=peers, data_ports=data_ports)
-        self.offers.address = sealed(address, self._config.key)
+    def set_peers(
+        self, peers: tuple[Peer, ...], ports: tuple[int, ...] = (), model: ModelFacts | None = None
+    ) -> None:
+        """The addresses of the workers, each worker's shard, their ports for data, and the first one's model."""
+        address = self.offers.address._replace(peers=peers, data_ports=ports)
+        self.offers.address, self.offers.model = sealed(address, self._config.key), model
         if self._config.address_file:
             self.offers.publish(Path(self._config.address_file))
 
@@ -132,9 +135,8 @@ class SchedulerSide:
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
-        if parsed.describe:  # a decode engine answers it without an address
-            if self._produces:
-                self.offers.describe(request)
+        if parsed.describe:
+            self.offers.describe(request)
         elif parsed.do_remote_prefill:
             self._announce_fetch(request, parsed)
         elif not self._produces:

@@ -116,7 +116,7 @@ class WorkerSide:
         self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit)
         self._told_changes = 0
         self._address = RankAddress(
-            self._agent.host, self._agent.port, shard, self._agent.data_port
+            self._agent.host, self._agent.port, shard, self._agent.data_port, facts
         )
         if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
             source = Source(self._agent.host, self._agent.port, transfer.engine_id)

@@ -84,7 +84,7 @@ def test_one_row_is_seen_when_all_bytes_were_read(checkpoint: Path, tmp_path: Pa
     for engine in (ours, same, theirs):
         engine.wait()
     assert model_problem(ours.facts, same.facts) == ""
-    assert "(all bytes)" in model_problem(ours.facts, theirs.facts)
+    assert "of all bytes" in model_problem(ours.facts, theirs.facts)
 
 
 def test_files_are_read_through_what_was_opened(checkpoint: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_weights_that_were_all_loaded_from_files_are_those_files(
     assert reloaded.told.tell_files([opened(other)], loaded=b"new")
     reloaded.wait()
     assert model_problem(reloaded.facts, fresh.facts) == ""
-    assert "(all bytes)" in model_problem(reloaded.facts, old.facts)
+    assert "of all bytes" in model_problem(reloaded.facts, old.facts)
 
 
 def test_files_of_some_of_the_weights_say_nothing_of_the_others(

@@ -27,6 +27,9 @@ from pairs import (
 from recipes import MODEL
 from tools import TOLERANCE, delta, probe, streamed_chat
 
+from pd_connector.kv.model import model_problem
+from pd_connector.protocol.wire import about
+
 PAGE = 32
 SHORT_LEASE = {"lease_s": 6}
 """For a producer whose peers refuse what it keeps for them: it keeps it until the lease ends."""
@@ -167,6 +170,13 @@ def test_a_description_names_the_address_and_keeps_nothing(pair: Pair) -> None:
     found = completion(pair.p, "a", 1, kv_transfer_params=params).kv_transfer_params
     assert found["remote_host"] == "127.0.0.1"
     assert 0 < found["remote_port"] < 65536
+    ours = about.read(completion(pair.d, "a", 1, kv_transfer_params=params).kv_transfer_params)
+    theirs = about.read(found)
+    assert ours.version == theirs.version != ""
+    assert ours.model is not None
+    assert theirs.model is not None
+    assert model_problem(theirs.model, ours.model) == ""
+    assert ("model_type", "llama") in theirs.model.fields
     assert pair.p.metrics().total("pd_connector:leased_pages") == 0
 
 

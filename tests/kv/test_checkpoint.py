@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pd_connector.kv.checkpoint import read_config
-from pd_connector.kv.model import config_fingerprint
+from pd_connector.kv.model_config import served_config
 
 
 def test_a_folder_without_a_config_has_none(tmp_path: Path) -> None:
@@ -29,4 +29,4 @@ def test_a_quantisation_beside_the_config_is_part_of_it(tmp_path: Path, name: st
         (tmp_path / name).write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
         found.append(read_config(tmp_path).config)
     assert found[0] == {"hidden_size": 8}
-    assert len({config_fingerprint(config or {}) for config in found}) == 3
+    assert len({served_config(config or {}).fingerprint for config in found}) == 3

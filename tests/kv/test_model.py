@@ -11,10 +11,12 @@ from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
-    config_fingerprint,
+    described,
     drafts_alike,
+    model_digest,
     model_problem,
 )
+from pd_connector.kv.model_config import MOST_FIELDS, served_config
 
 LAYERS = (LayerFacts((0, 1, 2, 3), "model/attention", "scale 0.125", b"plain", "plain"),)
 DISK = ModelFacts(b"config", b"sampled", b"", b"loaded", "rank 0 of 1", layers=LAYERS)
@@ -36,8 +38,8 @@ def test_engines_that_say_the_same_serve_the_same():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"config": b"other"}, "config fingerprint 636f6e666967 at the producer"),
-        ({"weights": b"other"}, r"weights fingerprint \(samples\)"),
+        ({"config": b"other"}, "configs .*fingerprint 636f6e666967 at the producer"),
+        ({"weights": b"other"}, r"weights differ.*fingerprint of samples"),
         ({"layers": layers(label="model/indexer")}, "layer 0 is 'model/attention' at the producer"),
         ({"layers": layers(attention="scale 1")}, "layer 0 attends with scale 0.125"),
         (
@@ -54,7 +56,7 @@ def test_any_difference_is_named(changes: dict[str, Any], named: str):
 
 def test_all_bytes_decide_where_both_have_hashed_them():
     ours = other(weights_full=b"all")
-    assert "(all bytes)" in model_problem(ours, other(weights_full=b"else"))
+    assert "fingerprint of all bytes" in model_problem(ours, other(weights_full=b"else"))
     assert model_problem(ours, other(weights_full=b"all")) == ""
     assert model_problem(ours, DISK) == "", "one has samples only"
 
@@ -63,7 +65,7 @@ def test_without_files_parameters_in_memory_decide_if_the_ranks_hold_the_same():
     memory = other(weights=b"")
     assert model_problem(memory, memory) == ""
     assert model_problem(memory, DISK) == ""
-    assert "weights fingerprint" in model_problem(memory, other(memory, loaded=b"else"))
+    assert "weights differ" in model_problem(memory, other(memory, loaded=b"else"))
     assert "model_id" in model_problem(memory, other(memory, held="rank 0 of 2"))
 
 
@@ -103,6 +105,80 @@ def test_draft_layers_are_never_a_reason_to_refuse():
     assert drafts_alike(plain, elsewhere)
     assert not drafts_alike(plain, other(plain, draft=b"medusa"))
     assert not drafts_alike(DISK, DISK), "a draft that was not hashed is not believed"
+
+
+def config_fingerprint(config: dict[str, Any], **served: Any) -> bytes:
+    return served_config(config, **served).fingerprint
+
+
+def served(source: str, config: dict[str, Any], **told: Any) -> ModelFacts:
+    found = served_config(config, **told)
+    return other(config=found.fingerprint, fields=found.fields, source=source)
+
+
+LLAMA = {"hidden_size": 2048, "rope": {"theta": 1e4}, "architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told", "named"),
+    [
+        (
+            LLAMA,
+            {"dtype": "torch.float32"},
+            "dtype is torch.bfloat16 at the producer, torch.float32",
+        ),
+        (
+            {**LLAMA, "rope": {"theta": 1e6}},
+            {},
+            "rope.theta is 10000.0 at the producer, 1000000.0 at",
+        ),
+        (
+            {**LLAMA, "sliding_window": 64},
+            {},
+            "sliding_window is not set at the producer, 64 at the",
+        ),
+        (LLAMA, {"quantization": "fp8"}, "quantization is not set at the producer, fp8 at the"),
+    ],
+)
+def test_the_field_of_a_config_that_differs_is_named_with_both_values(
+    theirs: dict[str, Any], told: dict[str, Any], named: str
+) -> None:
+    ours = served("/models/a", LLAMA, dtype="torch.bfloat16")
+    problem = model_problem(
+        ours, served("/models/a", theirs, **{"dtype": "torch.bfloat16", **told})
+    )
+    assert named in problem
+    assert problem.count(" is ") == 1
+    assert "--dtype" in problem
+    assert ours.config.hex() not in problem
+
+
+def test_two_models_are_named_by_where_they_come_from():
+    ours, theirs = served("/models/a", LLAMA), served("org/b", {**LLAMA, "hidden_size": 4096})
+    assert "(the producer serves /models/a, the consumer org/b)" in model_problem(ours, theirs)
+    same = served("org/b", LLAMA)
+    retrained = other(same, weights=b"else")
+    assert "(the producer serves /models/a, the consumer org/b)" in model_problem(ours, retrained)
+    assert "org/b config" in described(same)
+
+
+def test_what_is_there_for_messages_decides_nothing():
+    ours = served("/models/a", LLAMA)
+    theirs = other(ours, source="/elsewhere", fields=())
+    assert model_problem(ours, theirs) == ""
+    assert model_digest(ours) == model_digest(theirs)
+
+
+def test_what_a_message_says_of_a_config_is_short_and_can_be_sent():
+    layers = {f"layer {n}": {"bits": n} for n in range(2 * MOST_FIELDS)}
+    long = {"quantization_config": {"layers": layers}, **layers, "name": "\ud800\n" * 999}
+    facts = served("/m", long)
+    assert len(facts.fields) <= MOST_FIELDS
+    assert len(msgspec.msgpack.encode(facts)) < 1 << 15
+    assert msgspec.convert(msgspec.to_builtins(facts), ModelFacts) == facts
+    changed = served("/m", {**long, "layer 511": {"bits": 0}})
+    assert "other fields is " in model_problem(facts, changed)
+    assert "\n" not in model_problem(facts, other(changed, source="a\nb"))
 
 
 def test_a_config_counts_in_all_but_where_it_lies():

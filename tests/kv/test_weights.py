@@ -4,6 +4,7 @@
 import io
 import json
 import os
+import pwd
 import struct
 import subprocess
 import sys
@@ -372,11 +373,30 @@ def test_of_ranks_that_begin_together_one_reads_all_bytes(tmp_path: Path, folder
     assert sum(log.count("hashing") for _, log in said) == 1, said
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, folder: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without_and_told_once(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     blocked = tmp_path / "a file"
     blocked.write_text("")
-    found = read_weights(folder, full=True, cache=blocked / "weights.json")
-    assert found == read_weights(folder, full=True)
+    cache = blocked / "pd-connector" / "weights.json"
+    for _ in range(2):
+        assert read_weights(folder, full=True, cache=cache) == read_weights(folder, full=True)
+    (said,) = caplog.messages
+    assert f"{cache.parent} (Not a directory)" in said
+    assert "Set XDG_CACHE_HOME" in said
+
+
+def test_a_user_without_a_home_has_no_cache(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that is started with a number for its user."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    for _ in range(2):
+        assert module.cache_file() is None
+    (said,) = caplog.messages
+    assert "this user has no home" in said
 
 
 @pytest.mark.parametrize("kind", ["a token's embedding", "a row of a fused expert"])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GET /server_info` tells a prefill engine's address, as a router reads it; and never ends an engine."""
 
+import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -10,12 +11,15 @@ pytest.importorskip("sglang.srt")
 
 from pd_connector.control.seal import sealed
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
+from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire.params import ProducerAddress, parse_address
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang import hooks
 from pd_connector.sglang.manager import Manager
 
 KEY = "a key of forty characters for all engines"
+FACTS = ModelFacts(b"config", b"weights", source="/models/a", fields=(("dtype", "bfloat16"),))
 RANKS = tuple(Peer(Source("10.0.0.1", 7000 + n, "e"), Shard(0, 4, n, 2)) for n in range(2))
 
 
@@ -35,6 +39,7 @@ def manager(*, produces: bool) -> Manager:
     made = object.__new__(Manager)
     made._produces = produces
     made._address = sealed(ProducerAddress("e", RANKS), KEY)
+    made.weights = cast(Any, SimpleNamespace(facts=FACTS))
     return made
 
 
@@ -44,7 +49,15 @@ def test_a_prefill_engine_tells_all_ranks_and_its_seal() -> None:
 
 
 def test_a_decode_engine_tells_no_address() -> None:
-    assert told(manager(produces=False))[hooks.BACKEND] == {"side": "decode"}
+    found = told(manager(produces=False))[hooks.BACKEND]
+    assert found["side"] == "decode"
+    assert parse_address(found) is None
+
+
+@pytest.mark.parametrize("produces", [True, False])
+def test_both_sides_tell_their_version_schema_and_model(produces: bool) -> None:
+    found = json.loads(json.dumps(told(manager(produces=produces))[hooks.BACKEND]))
+    assert about.read(found) == about.own(FACTS)
 
 
 def test_an_engine_whose_address_cannot_be_told_still_answers() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wrong config ends the process that the operator started, before vLLM reads a model."""
 
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from engines.recipes import MODEL
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
-from pd_connector.vllm import early_check
+from pd_connector.vllm import early_check, early_place
 
 NOWHERE = "/no/such/model"
 """vLLM would fail on it next: whatever is told before was told before anything was read."""
@@ -83,3 +86,62 @@ def test_the_check_is_put_in_place_once() -> None:
     before = EngineArgs.create_engine_config
     early_check.watch()
     assert EngineArgs.create_engine_config is before
+
+
+@pytest.fixture
+def first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process before this one has checked where the engine listens."""
+    monkeypatch.setenv(early_place._CHECKED, "")  # so that it is unset again at the end
+    monkeypatch.delenv(early_place._CHECKED)
+    monkeypatch.setattr(early_place, "_PATIENCE_S", 0.2)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield int(server.getsockname()[1])
+
+
+def place(role: str = "kv_producer", **extra: Any) -> object:
+    config = KVTransferConfig(
+        kv_connector="PDConnector", kv_role=role, kv_connector_extra_config=extra
+    )
+    return EngineArgs(NOWHERE, kv_transfer_config=config).create_engine_config()
+
+
+@pytest.mark.usefixtures("first")
+@pytest.mark.parametrize("key", ["control_port", "data_port"])
+def test_a_port_in_use_is_told_before_the_model_is_read(key: str, taken: int) -> None:
+    with pytest.raises(ConfigError, match=f"{key} {taken}: 0 of these ports are free.*name others"):
+        place(**{key: taken})
+
+
+@pytest.mark.usefixtures("first")
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.77"])
+def test_a_host_that_is_not_this_machine_is_told_before_the_model_is_read(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"host '{host}': .* address of this machine"):
+        place(host=host, key=new_key())
+
+
+@pytest.mark.usefixtures("first")
+def test_a_port_that_comes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    """An engine that is started again may meet the one before it."""
+    freed: list[float] = []
+    monkeypatch.setattr(early_place, "_free", lambda *_: freed.append(0.0) or len(freed) > 1)
+    with pytest.raises(Exception, match=NOWHERE):
+        place(control_port=taken)
+
+
+@pytest.mark.usefixtures("first")
+def test_a_decode_engine_listens_nowhere(taken: int) -> None:
+    with pytest.raises(Exception, match=NOWHERE):
+        place("kv_consumer", control_port=taken)
+
+
+@pytest.mark.usefixtures("first")
+def test_the_engines_own_children_find_their_ports_taken_and_go_on(taken: int) -> None:
+    """vLLM's API servers make the config again, when the workers listen already."""
+    with pytest.raises(Exception, match=NOWHERE):
+        place()
+    with pytest.raises(Exception, match=NOWHERE):
+        place(control_port=taken)

@@ -234,11 +234,13 @@ def response(
     }
 
 
-def description(address: ProducerAddress) -> dict[str, Any]:
-    """The answer to `describe_params`."""
+def description(address: ProducerAddress, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The answer to `describe_params`. A decode engine has no address, and says what it is (`about`)."""
+    if not (address.peers and address.port):
+        return {**(about or {})}
     ports = {"data_ports": sorted(address.data_ports)} if address.data_ports else {}
     more = {"consumes": address.consumes, "pp_size": _stages(address), **ports}
-    return {"describe": True, **address.fields(), **more}
+    return {"describe": True, **address.fields(), **more, **(about or {})}
 
 
 def _read(params: object) -> TransferParams:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pd_connector.tools.cli.checks import (
     additions,
+    asking,
     handshake,
     limits,
     network,
@@ -20,6 +21,7 @@ from pd_connector.tools.cli.checks import (
     pool,
     probe,
     software,
+    together,
     transports,
 )
 from pd_connector.tools.cli.checks.facts import Facts
@@ -46,10 +48,14 @@ def doctor(
     Ends with status 1 if anything fails.
     """
     # Progress goes to standard error, so that --json can be piped.
-    with Console(stderr=True).status("looking at this machine"):
+    with Console(stderr=True).status("looking at this machine") as progress:
         findings = examine(probe.look())
+        visits = []
         for url in peers or ():
-            findings += visit(url, api_key)
+            progress.update(f"asking {escape(url)}")
+            visits.append(visit(url, api_key))
+        findings += [finding for visit in visits for finding in visit.findings]
+        findings += together.check([visit.told for visit in visits if visit.told is not None])
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -64,11 +70,11 @@ def examine(facts: Facts) -> list[Finding]:
     return [finding for area in areas for finding in area.check(facts)]
 
 
-def visit(url: str, api_key: str | None = None) -> list[Finding]:
-    """All findings about the engine at `url`."""
+def visit(url: str, api_key: str | None = None) -> peer.Visit:
+    """What is found at the engine at `url`."""
     if not url.startswith(("http://", "https://")):
         url = f"http://{url}"
-    return peer.check(url, peer.asker(url, api_key), peer.connect, handshake.greet)
+    return peer.check(url, asking.asker(url, api_key), peer.connect, handshake.greet)
 
 
 def show(findings: Iterable[Finding], console: Console) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an engine can fail a request, and the failure that an error of a connection stands for."""
 
+from urllib.parse import urlsplit
+
 import aiohttp
 
 from scheduler_plugins.router.engines.connections import NotConnectedError
@@ -68,11 +70,29 @@ def ended_early() -> EngineFailedError:
     return EngineFailedError("aborted", "it ended the answer early (finish_reason abort)")
 
 
+def first_look(url: str, failure: EngineFailedError) -> str:
+    """What to look at if this is how an engine fails that has not been up yet; empty if the message says enough."""
+    if failure.cause == "died":
+        wanted = "https://" if url.startswith("http://") else "http://"
+        return f"; the URL must be that of the engine's HTTP port ({wanted} perhaps), not of its control port"
+    if failure.cause == "timeout":
+        return "; is the engine stopped, or does a firewall drop what is sent there?"
+    if "answered 404" in str(failure) and urlsplit(url).path:
+        return "; the URL must be http://host:port, without the path of an endpoint"
+    return ""
+
+
 def failure_of(error: Exception) -> EngineFailedError:
     """The failure that an error of either HTTP client stands for."""
     if isinstance(error, NotConnectedError):
         return UnreachableError(f"no connection: {error}", refused=error.refused)
     # The session has no read timeout, so a timeout is always the connection's.
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        what = f"{error.certificate_error}; --engine-ca FILE names the CA to trust"
+        return UnreachableError(f"no connection: {what}", refused=False)
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        what = f"{error.os_error.strerror}; does the engine speak http://, not https://?"
+        return UnreachableError(f"no connection: {what}", refused=False)
     if isinstance(error, aiohttp.ClientConnectorError):
         refused = isinstance(error.os_error, ConnectionRefusedError)
         reason = "refused" if refused else error.os_error.strerror or str(error.os_error)

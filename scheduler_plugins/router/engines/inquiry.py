@@ -78,7 +78,13 @@ class Inquiry:
 
     async def health(self) -> None:
         """Return if the engine can serve."""
-        await self._ask(EngineCall("GET", "/health", {}), self._config().health_timeout_s)
+        call = EngineCall("GET", "/health", {})
+        status, raw = await self._answer(call, self._config().health_timeout_s)
+        if b'"disaggregates"' in raw:  # perhaps this router itself, under another name
+            raise EngineFailedError(
+                "status", "a pd-router answers there, not an engine: name the URLs of its engines"
+            )
+        _good(call, status, raw)
 
     async def sglang_facts(self) -> SglangFacts | None:
         """Facts that an SGLang engine reports; None if the engine is not SGLang."""
@@ -210,7 +216,8 @@ def _good(call: EngineCall, status: int, raw: bytes) -> bytes:
     """The body, if the status is 200. Raises EngineFailedError."""
     if status != 200:
         said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-        raise EngineFailedError("status", f"{call.path} answered {status}: {said or '-'}")
+        key = "; give the engines' key with --api-key" if status in (401, 403) else ""
+        raise EngineFailedError("status", f"{call.path} answered {status}: {said or '-'}{key}")
     return raw
 
 

@@ -103,6 +103,9 @@ class Looks:
             engine.warning = ""
             return
         _count(engine, handoffs, reading.at_s)
+        # vLLM without log statistics has no metrics at all, and says nothing of its connector.
+        if engine.kind is Kind.VLLM and reading.cache_used is not None and not reading.totals:
+            warning = _HAS_NONE
         warning = _TAKES_NONE if engine.only_produces else warning
         if warning and not engine.warning:
             logger.warning("%s (decode): %s", engine.url, warning)
@@ -112,6 +115,11 @@ class Looks:
 _TAKES_NONE = (
     "it is a decode engine, and its kv_role is kv_producer, so it takes no KV. "
     "What to do: start it with kv_role kv_consumer or kv_both, or name it with --prefill"
+)
+
+_HAS_NONE = (
+    "it is a decode engine without PDConnector, so it computes every prompt that a prefill engine has computed for it. "
+    "What to do: start it with PDConnector and kv_role kv_consumer or kv_both"
 )
 
 

@@ -12,7 +12,11 @@ import aiohttp
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_reports import apply
-from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
+from scheduler_plugins.router.engines.failures import (
+    EngineFailedError,
+    UnreachableError,
+    first_look,
+)
 from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
 from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
 from scheduler_plugins.router.engines.looks import Looks
@@ -56,7 +60,7 @@ class EngineWatch:
         self.misses = 0
         self.reports = True  # whether the engine may answer `GET /pd/load`
         self._unsure = False  # whether the engine may be on another side than is known
-        self._told = False  # whether the log has said that the engine is not up
+        self._told = set[str]()  # causes for which the log has said that the engine is not up
         self._asked_for = 0  # the start of the engine for which it was asked for its address beside
         self._asking: asyncio.Task[None] | None = None
         self._config = config
@@ -97,7 +101,8 @@ class EngineWatch:
             self.misses += late
             if not late or self.misses >= HUNG_AFTER:
                 refusing = isinstance(failure, UnreachableError) and failure.refused
-                self.set_down(f"/health: {failure}", refusing=refusing)
+                look = "" if engine.starts else first_look(engine.url, failure)
+                self.set_down(f"/health: {failure}{look}", refusing=refusing, cause=failure.cause)
             elif not engine.up:
                 engine.reason = f"/health: {failure}"
             return
@@ -260,11 +265,12 @@ class EngineWatch:
             return await self._ask.sglang_handover()
         return await self._ask.vllm_handover(len(self.engine.ranks))
 
-    def set_down(self, reason: str, *, refusing: bool) -> None:
+    def set_down(self, reason: str, *, refusing: bool, cause: str = "") -> None:
         """Send the engine nothing until it answers again.
 
         Args:
             refusing: the engine takes no new connections, and may still finish its requests.
+            cause: of an engine that has not been up: each is logged once.
         """
         engine = self.engine
         now = asyncio.get_running_loop().time()
@@ -273,6 +279,6 @@ class EngineWatch:
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
             if not refusing:
                 self._caches.lost(engine)
-        elif not self._told:
+        elif cause not in self._told and not engine.starts:
             logger.warning("%s (%s) is not up yet: %s", engine.url, engine.role, reason)
-        self._told = True
+        self._told.add(cause)

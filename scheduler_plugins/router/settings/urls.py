@@ -59,9 +59,15 @@ def base_url(side: str, given: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{wanted} ({error})") from None
-    if parts.scheme not in ("http", "https") or not is_host(parts.hostname or "") or port == 0:
+    except ValueError:
+        rest = url.partition("://")[2]
+        if "," in rest:
+            wanted += "; several URLs are separated by spaces"
+        elif rest.count(":") > 1:
+            wanted += "; an IPv6 address needs brackets, as in http://[::1]:8100"
+        raise ValueError(wanted) from None
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https") or not is_host(host) or host.isdigit() or port == 0:
         raise ValueError(wanted)
     if parts.query or parts.fragment or parts.username:
         raise ValueError(f"{wanted}, without query, fragment or user name")

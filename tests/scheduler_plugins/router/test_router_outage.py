@@ -124,3 +124,32 @@ def test_what_became_of_requests_is_counted_as_the_decode_engine_tells_it(
             assert await world.metric("handoffs_total", outcome="unaudited") == 7
 
     run(scenario())
+
+
+OTHERS = """
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0
+"""
+
+
+@pytest.mark.parametrize("ours", ["", 'pd_connector:incoming_transfers{engine="0"} 0.0\n'])
+def test_a_decode_engine_without_our_connector_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ours: str
+) -> None:
+    """Its metrics are vLLM's alone. It answers, so nothing else would show that all prompts are computed twice."""
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        world = World()
+        world.d[0].metrics = OTHERS + ours
+        async with world:
+            engine = world.known(world.d[0])
+            checks = world.d[0].health_checks
+            await until(lambda: world.d[0].health_checks > checks + 3, "it is looked at")
+            assert bool(engine.warning) is not bool(ours)
+            if not ours:
+                assert "without PDConnector" in engine.warning
+                assert "kv_role kv_consumer" in engine.warning
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    assert ("without PDConnector" in caplog.text) is not bool(ours)

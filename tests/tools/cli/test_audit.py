@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from pd_connector.tools.cli.audit import Engine, audit, judge, look, pairs_of
-from pd_connector.tools.cli.checks.peer import PeerError
+from pd_connector.tools.cli.checks.asking import PeerError
 
 PLACE = {"remote_host": "127.0.0.1", "remote_port": 1}
 

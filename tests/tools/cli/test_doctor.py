@@ -2,6 +2,9 @@
 """What the doctor makes of machines it is told about, and that it can look at this one."""
 
 import json
+import socket
+import ssl
+import subprocess
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +28,7 @@ from pd_connector.tools.cli.checks import (
     software,
     transports,
 )
+from pd_connector.tools.cli.checks.asking import PeerError
 from pd_connector.tools.cli.checks.facts import (
     Addition,
     Facts,
@@ -351,10 +355,10 @@ def visit(answers=None, *, url=URL, params=DESCRIPTION, metrics="", refused=""):
 
     def ask(path, body):
         if known[path] is None:
-            raise peer.PeerError(f"{path}: Connection refused")
+            raise PeerError(f"{path}: Connection refused")
         return known[path]
 
-    return peer.check(url, ask, lambda host, port: refused, lambda host, port: None)
+    return peer.check(url, ask, lambda host, port: refused, lambda host, port: None).findings
 
 
 def test_a_peer_with_our_connector_is_healthy():
@@ -534,12 +538,12 @@ def engine_url():
 def test_a_peer_is_visited_over_http_past_any_proxy(engine_url, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.setattr(handshake, "greet", lambda host, port: None)  # no agent is there
-    assert worst(doctor.visit(f"{engine_url}/v1/", "secret")) is Status.OK
-    assert worst(doctor.visit(engine_url.removeprefix("http://"), "secret")) is Status.OK
+    assert worst(doctor.visit(f"{engine_url}/v1/", "secret").findings) is Status.OK
+    assert worst(doctor.visit(engine_url.removeprefix("http://"), "secret").findings) is Status.OK
 
 
 def test_a_peer_that_wants_a_key_says_so(engine_url):
-    finding = only(doctor.visit(engine_url), "answers")
+    finding = only(doctor.visit(engine_url).findings, "answers")
     assert "401" in finding.found
     assert "--api-key" in finding.advice
 
@@ -638,11 +642,70 @@ def test_a_handshake_that_fails_is_a_failure_of_the_control_port():
     answers["/v1/models"] = json.dumps({"data": [{"id": "m"}]})
     answers["/v1/completions"] = json.dumps({"kv_transfer_params": DESCRIPTION})
     told = ("it has another key", "set it")
-    findings = peer.check(
+    visit = peer.check(
         "http://10.0.0.2:8000",
         lambda path, body: answers.get(path, ""),
         lambda host, port: "",
         lambda host, port: told,
     )
-    finding = only(findings, "control port")
+    finding = only(visit.findings, "control port")
     assert (finding.status, finding.found, finding.advice) == (Status.FAIL, *told)
+
+
+def _tls_server(tmp_path: Path) -> tuple[ThreadingHTTPServer, str]:
+    cert = tmp_path / "cert.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    made = [*command.split(), str(cert), "-out", str(tmp_path / "only.pem"), *names]
+    subprocess.run(made, check=True, capture_output=True)
+    cert.write_text(cert.read_text() + (tmp_path / "only.pem").read_text())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
+    server.socket = context.wrap_socket(
+        server.socket, server_side=True, do_handshake_on_connect=False
+    )
+    return server, f"https://127.0.0.1:{server.server_port}"
+
+
+def test_the_wrong_scheme_and_an_unknown_certificate_are_told_with_what_to_set(
+    engine_url: str, tmp_path: Path
+) -> None:
+    server, url = _tls_server(tmp_path)
+    with server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        unknown = only(doctor.visit(url).findings, "reachable")
+        plain = only(doctor.visit(url.replace("https", "http")).findings, "reachable")
+        server.shutdown()
+        thread.join()
+    assert "set SSL_CERT_FILE" in unknown.found
+    assert "is it https://, not http://?" in plain.found
+    encrypted = only(doctor.visit(engine_url.replace("http", "https")).findings, "reachable")
+    assert "is it http://, not https://?" in encrypted.found
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [(b"\xff\0\0\0\0\0\0\0\1\x7f\r\n", "its answer is not HTTP"), (b"", "is it https://")],
+)
+def test_a_port_that_does_not_speak_http_is_a_finding(said: bytes, found: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        finding = only(doctor.visit(f"127.0.0.1:{server.getsockname()[1]}").findings, "reachable")
+        thread.join()
+    assert finding.status is Status.FAIL
+    assert found in finding.found
+
+
+def test_what_is_not_a_url_is_a_finding() -> None:
+    finding = only(doctor.visit("http://a b:1").findings, "reachable")
+    assert "must look like http://host:port" in finding.found

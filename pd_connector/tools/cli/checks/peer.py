@@ -4,57 +4,55 @@
 import json
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
-from urllib.error import HTTPError, URLError
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
 
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.hosts import is_loopback
+from pd_connector.protocol.wire import about
 from pd_connector.remedies import outage_in, staged_in
-from pd_connector.tools.cli.checks import router
+from pd_connector.tools.cli.checks import router, together
+from pd_connector.tools.cli.checks.asking import TIMEOUT_S, Ask, PeerError
 from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.tools.cli.checks.together import Told
 
 BACKEND = "pd_connector"
 """SGLang's name for our transfer backend."""
-TIMEOUT_S = 10.0
+SAMPLE = "Hello, world! 1234567 na\u00efve \u4f60\u597d \U0001f642\n\tdef f(x): return [x]"
+"""A text that tokenizers split in many ways."""
 FIRST_CHOSEN = 32768
 """The first port that Linux gives to programs that ask for any."""
-DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after its present work
 _DESCRIBE = {"do_remote_decode": True, "do_remote_prefill": False, "describe": True}
 
-Ask = Callable[[str, Mapping[str, Any] | None], str]
-"""GET a path of the peer, or POST a body to it; returns the answer's body. Raises PeerError."""
 Connect = Callable[[str, int], str]
 """Open and close a TCP connection; returns why that failed, or an empty string."""
 Greet = Callable[[str, int], tuple[str, str] | None]
 """Make the control channel's handshake; returns why it failed, and what to do (`handshake.greet`)."""
 
 
-class PeerError(Exception):
-    """There is no answer, or the answer is an error."""
+class Visit(NamedTuple):
+    """What was found at one peer."""
+
+    findings: list[Finding]
+    told: Told | None = None  # None: not an engine with PDConnector
 
 
-def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
+def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
     """All findings about one peer. Each needs the finding before it."""
     try:
         health = ask("/health", None)
     except PeerError as error:
-        return [
-            Finding(
-                url,
-                "reachable",
-                Status.FAIL,
-                str(error),
-                "is the engine up, and does it listen on an address of this network "
-                "(--host 0.0.0.0)? Is a firewall between? The URL is the engine's, not its control port",
-            )
-        ]
+        advice = (
+            "is the engine up, and does it listen on an address of this network "
+            "(--host 0.0.0.0)? Is a firewall between? The URL is the engine's, not its control port"
+        )
+        return Visit([Finding(url, "reachable", Status.FAIL, str(error), advice)])
     reachable = Finding(url, "reachable", Status.OK, "healthy")
     if (routing := router.told(health)) is not None:
-        return [reachable, *router.check(url, routing)]
-    if (told := _sglang(ask)) is not None:
-        return [reachable, *_sglang_findings(url, told, ask, connect, greet), *_transfers(url, ask)]
+        return Visit([reachable, *router.check(url, routing)])
+    if (state := _sglang(ask)) is not None:
+        findings = [*_sglang_findings(url, state, ask, connect, greet), *_transfers(url, ask)]
+        return Visit([reachable, *findings], _sglang_told(url, state, ask))
     findings = [reachable, _version(url, ask)]
     try:
         model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
@@ -68,9 +66,43 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> list[Finding]:
     except (PeerError, ValueError, LookupError, TypeError, AttributeError) as error:
         advice = "the engine's own log says more; give its key with --api-key if it asks for one"
         findings.append(Finding(url, "answers", Status.FAIL, repr_short(error), advice))
-        return findings
+        return Visit(findings)
     findings.append(Finding(url, "answers", Status.OK, f"model {model}"))
-    return [*findings, *_connector(url, params, ask, connect, greet), *_transfers(url, ask)]
+    told = _vllm_told(url, params, model, ask)
+    if told is not None:
+        findings += together.schema(url, about.own(), told.about)
+    findings += [*_connector(url, params, ask, connect, greet), *_transfers(url, ask)]
+    return Visit(findings, told)
+
+
+def _vllm_told(url: str, params: Any, model: str, ask: Ask) -> Told | None:
+    """What a vLLM engine says of itself; None without PDConnector."""
+    produces = isinstance(params, dict) and bool(params.get("describe"))
+    ours = produces or (isinstance(params, dict) and about.FIELD in params) or _has_metrics(ask)
+    return Told(url, about.read(params), produces, model, _tokens(ask, model)) if ours else None
+
+
+def _sglang_told(url: str, told: dict[str, Any], ask: Ask) -> Told | None:
+    """What an SGLang engine says of itself; None without PDConnector."""
+    states = _states(told)
+    model = str(told.get("served_model_name") or told.get("model_path"))
+    produces = told["disaggregation_mode"] == "prefill"
+    if not states:
+        return None
+    return Told(url, about.read(states[0]), produces, model, _tokens(ask, model))
+
+
+def _tokens(ask: Ask, model: str) -> tuple[object, ...]:
+    """What the engine's tokenizer makes of a text and of a chat; None where it does not say."""
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SAMPLE}]
+    found: list[object] = []
+    for question in ({"prompt": SAMPLE}, {"messages": chat}):
+        try:
+            told = json.loads(ask("/tokenize", {"model": model, **question}))
+            found.append(told.get("tokens"))
+        except (PeerError, ValueError, LookupError, AttributeError):
+            found.append(None)
+    return tuple(found)
 
 
 def _sglang(ask: Ask) -> dict[str, Any] | None:
@@ -87,27 +119,34 @@ def _sglang_findings(
 ) -> list[Finding]:
     """SGLang is not sent a prompt: it would refuse one without a bootstrap room."""
     mode, backend = told["disaggregation_mode"], told.get("disaggregation_transfer_backend")
-    engine = Finding(url, "SGLang", Status.OK, f"{told.get('version', '?')}, {mode}")
+    states = _states(told)
+    engine = [Finding(url, "SGLang", Status.OK, f"{told.get('version', '?')}, {mode}")]
+    if states:
+        engine += together.schema(url, about.own(), about.read(states[0]))
     if mode not in ("prefill", "decode") or backend != BACKEND:
         found = f"disaggregation mode {mode}, transfer backend {backend}"
         advice = (
             "start it with --disaggregation-mode prefill (or decode) and "
             f"--disaggregation-transfer-backend {BACKEND}"
         )
-        return [engine, Finding(url, "connector", Status.FAIL, found, advice)]
+        return [*engine, Finding(url, "connector", Status.FAIL, found, advice)]
     if mode == "decode":
         found = "PDConnector, no control port: a decode engine dials and is not dialled"
-        return [engine, Finding(url, "connector", Status.OK, found)]
-    states = told.get("internal_states")
-    states = states if isinstance(states, list) else []
-    addresses = [state.get(BACKEND) if isinstance(state, dict) else None for state in states]
-    known = [one for one in addresses if isinstance(one, dict) and one]
-    if not known:
+        return [*engine, Finding(url, "connector", Status.OK, found)]
+    if not states:
         advice = "see that engine's log: pd_connector says there why it was not registered"
         found = "its state has no address for KV transfers"
-        return [engine, Finding(url, "connector", Status.FAIL, found, advice)]
-    asked = [_connector(url, {**one, "describe": True}, ask, connect, greet) for one in known]
-    return [engine, *(finding for findings in asked for finding in findings)]
+        return [*engine, Finding(url, "connector", Status.FAIL, found, advice)]
+    asked = [_connector(url, {**one, "describe": True}, ask, connect, greet) for one in states]
+    return [*engine, *(finding for findings in asked for finding in findings)]
+
+
+def _states(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank of an SGLang engine with PDConnector says."""
+    states = told.get("internal_states")
+    listed = states if isinstance(states, list) else []
+    ours = [one.get(BACKEND) for one in listed if isinstance(one, dict)]
+    return [one for one in ours if isinstance(one, dict) and one]
 
 
 def _version(url: str, ask: Ask) -> Finding:
@@ -191,11 +230,7 @@ def _ports(url: str, params: Mapping[str, Any]) -> list[Finding]:
 
 def _without_address(url: str, params: Any, ask: Ask) -> Finding:
     """A decode engine has no control port. An engine without PDConnector does not have its metrics."""
-    try:
-        ours = "pd_connector:" in ask("/metrics", None)
-    except PeerError:
-        ours = False
-    if ours:
+    if _has_metrics(ask):
         found = "PDConnector, no control port: decode only (kv_consumer), which dials and is not dialled"
         return Finding(url, "connector", Status.OK, found)
     found = "another connector" if params else "no KV connector"
@@ -208,36 +243,18 @@ def _without_address(url: str, params: Any, ask: Ask) -> Finding:
     )
 
 
+def _has_metrics(ask: Ask) -> bool:
+    """Whether the engine has metrics of PDConnector."""
+    try:
+        return "pd_connector:" in ask("/metrics", None)
+    except PeerError:
+        return False
+
+
 def repr_short(error: Exception) -> str:
     """An error in one line: its message, or its type if there is no message."""
     text = str(error) if isinstance(error, PeerError) else f"unexpected answer ({error!r})"
     return text[:300]
-
-
-def asker(url: str, api_key: str | None) -> Ask:
-    """A function that asks over HTTP. Proxy variables are for the internet; engines are dialled directly."""
-    opener = build_opener(ProxyHandler({}))
-    base = url.rstrip("/").removesuffix("/v1")
-
-    def ask(path: str, body: Mapping[str, Any] | None) -> str:
-        headers = {"Content-Type": "application/json"}
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = Request(base + path, data, headers)
-            limit_s = TIMEOUT_S if body is None else DESCRIBE_TIMEOUT_S
-            with opener.open(request, timeout=limit_s) as response:
-                return str(response.read().decode(errors="replace"))
-        except HTTPError as error:
-            said = error.read(300).decode(errors="replace")
-            raise PeerError(f"{path} was answered with status {error.code}: {said}") from None
-        except URLError as error:
-            raise PeerError(f"{path}: {error.reason}") from None
-        except (OSError, ValueError) as error:
-            raise PeerError(f"{path}: {error}") from None
-
-    return ask
 
 
 def connect(host: str, port: int) -> str:

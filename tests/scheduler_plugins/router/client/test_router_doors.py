@@ -116,7 +116,16 @@ def test_clients_and_engines_may_speak_tls(tmp_path: Path) -> None:
                 with pytest.raises(aiohttp.ClientError):
                     await session.get(f"http://127.0.0.1:{server.port}/health")
         async with RouterServer(RouterConfig(**sides, **FAST)) as server:
-            assert not server.app[SHARED].pool.all_up(), "nobody has signed these certificates"
+            pool = server.app[SHARED].pool
+            assert not pool.all_up(), "nobody has signed these certificates"
+            for engine in pool.engines:
+                assert "--engine-ca FILE names the CA to trust" in engine.reason
+        plain = {
+            side: [url.replace("https", "http") for url in found] for side, found in sides.items()
+        }
+        async with RouterServer(RouterConfig(**plain, **FAST)) as server:
+            for engine in server.app[SHARED].pool.engines:
+                assert "the engine's HTTP port (https:// perhaps)" in engine.reason
         for fake in fakes:
             await fake.die()
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's config as engines compare it: its fingerprint, and its fields in words for messages."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+FINGERPRINT_BYTES = 16
+MOST_FIELDS = 256
+_MOST_LEAVES = 64
+"""A part of a config with more values than this is shown as one value, such as a list of quantised layers."""
+_SHOWN = 40
+"""Characters of a value that are shown."""
+_NAMED = 4
+"""Fields that a message names; it counts the others."""
+
+# Where an engine put the checkpoint, and what it wrote on reading it, say nothing of the KV.
+_LOCAL_KEYS = frozenset(
+    {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"}
+)
+# In them `dtype` says how numbers are quantised, and not what an engine computes in.
+_QUANTISATION_KEYS = frozenset({"quantization_config", "compression_config"})
+
+_Text = Annotated[str, msgspec.Meta(max_length=128)]
+Fields = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=MOST_FIELDS)]
+"""Names and values, shortened. They are for messages, and decide nothing."""
+
+
+class ServedConfig(NamedTuple):
+    """A model's config with the engine's settings that belong to it."""
+
+    fingerprint: bytes
+    fields: tuple[tuple[str, str], ...]
+
+
+def served_config(config: Mapping[str, Any], **served: str | int | None) -> ServedConfig:
+    """What engines compare of a config.
+
+    Args:
+        config: `config.json` as plain data, with what the operator overrides.
+        served: how the engine serves it, such as `dtype="bfloat16"`.
+    """
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-config")
+    kept = _kept(config)
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    told = {name: value for name, value in served.items() if value is not None}
+    digest.update(json.dumps(told, sort_keys=True).encode())
+    found = [*told.items(), *_leaves(kept)]
+    if len(found) > MOST_FIELDS:
+        rest = dict(found[MOST_FIELDS - 1 :])
+        found[MOST_FIELDS - 1 :] = [("other fields", rest)]
+    fields = tuple((printable(name[-128:]), _shown(value)) for name, value in found)
+    return ServedConfig(digest.digest(), fields)
+
+
+def fields_unlike(ours: Fields, theirs: Fields, here: str, there: str) -> str:
+    """The fields that differ, with both values; empty if they are alike or one side does not say its fields.
+
+    Args:
+        here, there: what the two sides are called.
+    """
+    if not ours or not theirs:
+        return ""
+    first, second = dict(ours), dict(theirs)
+    unlike = [
+        f"{name} is {first.get(name, 'not set')} at {here}, {second.get(name, 'not set')} at {there}"
+        for name in {**first, **second}
+        if first.get(name) != second.get(name)
+    ]
+    more = f"; {len(unlike) - _NAMED} more fields differ" if len(unlike) > _NAMED else ""
+    return printable("; ".join(unlike[:_NAMED]) + more)
+
+
+def printable(text: str) -> str:
+    """A text without what would break a line of a log, or could not be encoded."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a config with their names, such as `text_config.hidden_size`."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and (not path or len(value) <= _MOST_LEAVES):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    text = printable(text)
+    if len(text) <= _SHOWN:
+        return text
+    mark = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{text[:_SHOWN]}... ({len(text)} characters, checksum {mark})"
+
+
+def _kept(config: Mapping[str, Any], dropped: frozenset[str] = _LOCAL_KEYS) -> dict[str, Any]:
+    """A config without what says nothing of the KV, at any depth, and without nulls: engines write
+    them for what is not there."""
+
+    def below(name: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return _kept(value, frozenset() if name in _QUANTISATION_KEYS else dropped)
+
+    return {
+        name: below(name, value)
+        for name, value in config.items()
+        if name not in dropped and value is not None
+    }

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP requests to an engine or a router, for the doctor and other commands."""
+
+import json
+import ssl
+from collections.abc import Callable, Mapping
+from http.client import HTTPException, InvalidURL, RemoteDisconnected
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+TIMEOUT_S = 10.0
+DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after its present work
+
+Ask = Callable[[str, Mapping[str, Any] | None], str]
+"""GET a path of the peer, or POST a body to it; returns the answer's body. Raises PeerError."""
+
+
+class PeerError(Exception):
+    """There is no answer, or the answer is an error."""
+
+
+def asker(url: str, api_key: str | None) -> Ask:
+    """A function that asks over HTTP. Proxy variables are for the internet; engines are dialled directly."""
+    opener = build_opener(ProxyHandler({}))
+    base = url.rstrip("/").removesuffix("/v1")
+
+    def ask(path: str, body: Mapping[str, Any] | None) -> str:
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = Request(base + path, data, headers)
+            limit_s = TIMEOUT_S if body is None else DESCRIBE_TIMEOUT_S
+            with opener.open(request, timeout=limit_s) as response:
+                return str(response.read().decode(errors="replace"))
+        except HTTPError as error:
+            said = error.read(300).decode(errors="replace")
+            raise PeerError(f"{path} was answered with status {error.code}: {said}") from None
+        except (OSError, ValueError, HTTPException) as error:
+            raise PeerError(f"{path}: {_said(error)}") from None
+
+    return ask
+
+
+def _said(error: Exception) -> str:
+    """Why there is no answer, and what to look at."""
+    if isinstance(error, URLError) and isinstance(error.reason, Exception):
+        error = error.reason
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"{error.verify_message}: set SSL_CERT_FILE to the file with the certificate of its CA"
+        )
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS answers there ({error.reason}): is it http://, not https://?"
+    if isinstance(error, RemoteDisconnected):
+        return "it closed the connection without an answer: is it https://, not http://?"
+    if isinstance(error, InvalidURL):
+        return f"the URL must look like http://host:port ({error})"
+    if isinstance(error, HTTPException):
+        return f"its answer is not HTTP ({type(error).__name__})"
+    return str(getattr(error, "reason", "") or error)
