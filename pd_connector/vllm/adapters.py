@@ -7,14 +7,17 @@ keyed by content, too. Tiers that other connectors key by vLLM's block hashes fo
 
 A request keeps the adapter's content as it was when the request came. Its KV is handed over only if the files are
 untouched at its end: vLLM rereads an adapter that it had evicted, also while a request for it runs.
+
+vLLM tells adapters by their numbers, and an adapter that is replaced in place keeps its number. Each step loads one
+adapter for a number: of the request that joined the batch first, or last (vLLM's two model runners differ). So a
+request that comes while requests of the replaced adapter are here may be computed with either.
 """
 
-import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.adapter_files import (
     AdapterFiles,
@@ -31,12 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_connector.vllm")
 
 _USES = "_pd_connector_adapters"
-_KEYS = "_gen_lora_extra_hash_keys"
-"""vLLM's function that returns what an adapter adds to the hash of a page."""
-_WATCHED = "_pd_connector_watched"
 
 
-class _Use(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Use:
     """The adapter of one request, as it was when the request came."""
 
     name: str  # name and content
@@ -61,6 +62,8 @@ class Adapters:
         self._settings = settings
         self._loaded: dict[int, LoadedAdapter] = {}  # by vLLM's number
         self._doubts: dict[str, int] = {}  # by fingerprint: how often its pages may have changed
+        # Requests that are here, by number and path.
+        self._live: dict[int, dict[str, weakref.WeakSet[_Use]]] = {}
         self._readings = 0
         self._lock = threading.Lock()
 
@@ -91,12 +94,35 @@ class Adapters:
 
     def unchanged(self, request: "Request") -> bool:
         """Whether everything computed for a request was computed with the adapter that `name` returned."""
+        return not request.lora_request or (
+            not self._use(request).problem and not self.replaced(request)
+        )
+
+    def replaced(self, request: "Request") -> bool:
+        """Whether vLLM may have another adapter now than when the request came; its content need not be known."""
+        if not request.lora_request:
+            return False
+        use, lora = self._use(request), request.lora_request
+        number, path = int(lora.lora_int_id), str(lora.lora_path)
+        with self._lock:
+            known = self._loaded.get(number)
+            if known is None or known.path != path:
+                return True
+            now = self._refresh(number, known, in_place=loads_in_place(lora))
+        return now.reading != use.reading
+
+    def finished(self, request: "Request") -> bool:
+        """A request has ended: no step loads its adapter any more. Returns as `unchanged`."""
         if not request.lora_request:
             return True
-        use = self._use(request)
+        unchanged = self.unchanged(request)
+        use, number = self._use(request), int(request.lora_request.lora_int_id)
         with self._lock:
-            now = self._look(request.lora_request)
-        return now.reading == use.reading and not use.problem
+            live = self._live.get(number, {})
+            live.get(str(request.lora_request.lora_path), weakref.WeakSet()).discard(use)
+            if not any(live.values()):
+                self._live.pop(number, None)
+        return unchanged
 
     def before_load(self, lora: Any) -> AdapterFiles | None:
         """vLLM is about to load an adapter. Returns its files for `load`; None if they are not on this disk."""
@@ -132,17 +158,44 @@ class Adapters:
                 )
             self._note(number, loaded)
 
+    def load_failed(self, lora: Any) -> None:
+        """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another one, neither is
+        believed."""
+        with self._lock:
+            if known := self._loaded.get(int(lora.lora_int_id)):
+                problem = f"its load from {lora.lora_path} has failed; load it again"
+                self._replaced(int(lora.lora_int_id), known, problem)
+
+    def remove(self, number: int) -> None:
+        """vLLM has removed an adapter; its number may be given to another one."""
+        with self._lock:
+            known = self._loaded.pop(number, None)
+            if known is not None and known.files is not None:
+                self._doubt(known.files)
+
     def _use(self, request: "Request") -> _Use:
         uses = vars(request).setdefault(_USES, {})
         if self not in uses:
+            lora = request.lora_request
+            number, path = int(lora.lora_int_id), str(lora.lora_path)
             with self._lock:
-                uses[self] = self._begin(request.lora_request)
+                live = self._live.setdefault(number, {})
+                replaced = any(uses for other, uses in live.items() if other != path)
+                uses[self] = self._begin(lora, replaced=replaced)
+                live.setdefault(path, weakref.WeakSet()).add(uses[self])
         return uses[self]  # type: ignore[no-any-return]
 
-    def _begin(self, lora: Any) -> _Use:
-        """A request comes for an adapter."""
+    def _begin(self, lora: Any, *, replaced: bool) -> _Use:
+        """A request comes for an adapter.
+
+        Args:
+            replaced: requests are here for the adapter that had its number before.
+        """
         loaded = self._look(lora)
         problem = loaded.problem or self.problem
+        if replaced:
+            loaded = self._note(int(lora.lora_int_id), loaded)  # its pages are its own
+            problem = problem or f"requests of the adapter that {lora.lora_name} replaces still run"
         if problem or loaded.files is None:
             pages = f"unknown {lora.lora_int_id}.{loaded.reading}"
             return _Use("", "", pages, problem, loaded.reading)
@@ -156,14 +209,20 @@ class Adapters:
         """An adapter as it is now."""
         number, path, in_place = int(lora.lora_int_id), str(lora.lora_path), loads_in_place(lora)
         known = self._loaded.get(number)
-        if known is None or (in_place and known.path != path):
+        if known is None or (in_place and (known.path != path or known.problem)):
             return self._note(number, read_adapter(path))
         if known.path != path:
             problem = (
                 f"adapter {number} is loaded from {known.path}: {path} needs a number of its own"
             )
-            return known._replace(problem=problem)
+            return self._replaced(number, known, problem)
         return self._refresh(number, known, in_place=in_place)
+
+    def _replaced(self, number: int, known: LoadedAdapter, problem: str) -> LoadedAdapter:
+        """vLLM may have another adapter under this number now, or later."""
+        if known.files is not None:
+            self._doubt(known.files)
+        return self._note(number, known._replace(problem=problem))
 
     def _refresh(
         self, number: int, known: LoadedAdapter, *, in_place: bool = False
@@ -174,7 +233,7 @@ class Adapters:
         Args:
             in_place: vLLM rereads the files for every step, and so has their present content.
         """
-        if (known.problem and not in_place) or untouched(known):
+        if known.problem or untouched(known):
             return known
         loaded = read_adapter(known.path)
         if known.files is not None:
@@ -192,51 +251,3 @@ class Adapters:
 
     def _doubt(self, files: AdapterFiles) -> None:
         self._doubts[files.fingerprint] = self._doubts.get(files.fingerprint, 0) + 1
-
-
-_watching: "weakref.WeakSet[Adapters]" = weakref.WeakSet()
-
-
-def watch(adapters: Adapters) -> None:
-    """Report each adapter that this process's engine loads to `adapters`, and key vLLM's pages by content."""
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.engine.core import EngineCore
-
-    keys = getattr(kv_cache_utils, _KEYS, None)
-    if keys is None:
-        adapters.problem = (
-            "this version of vLLM cannot key pages by an adapter's content: KV of adapters is not handed over; "
-            "install a vLLM version that pd-connector supports"
-        )
-        return
-    _watching.add(adapters)
-    if not hasattr(keys, _WATCHED):
-        setattr(kv_cache_utils, _KEYS, _by_content(keys))
-    if not hasattr(EngineCore.add_lora, _WATCHED):
-        EngineCore.add_lora = _watched(EngineCore.add_lora)
-
-
-def _by_content(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-    @functools.wraps(original)
-    def extra_keys(request: Any) -> list[Any]:
-        found = original(request)
-        if not found:
-            return found
-        told = sorted({adapters.pages(request) for adapters in list(_watching)})
-        return [(*key[:-1], " ".join((key[-1], *told))) for key in found]
-
-    setattr(extra_keys, _WATCHED, True)
-    return extra_keys
-
-
-def _watched(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def add_lora(core: Any, lora_request: Any) -> bool:
-        before = [(adapters, adapters.before_load(lora_request)) for adapters in list(_watching)]
-        loaded = original(core, lora_request)
-        for adapters, files in before:
-            adapters.load(lora_request, files)
-        return loaded
-
-    setattr(add_lora, _WATCHED, True)
-    return add_lora

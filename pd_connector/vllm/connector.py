@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.versions import advice
-from pd_connector.vllm.adapters import watch
+from pd_connector.vllm.adapter_watch import watch
 from pd_connector.vllm.extension import Operated
 from pd_connector.vllm.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity

@@ -34,6 +34,7 @@ class Fetch:
     tokens: int  # most wanted tokens; a prompt's last token is computed here, for its logits
     stage: Stage
     computed_tokens: int = 0  # tokens in the prefix cache when vLLM asked last
+    outdated: bool = False  # its adapter was replaced: its KV is not wanted
     failed: bool = False  # its load has failed: it is computed here
     outcome: str = ""  # its outcome, as the counter `handoffs` names it
     had_room: bool = False  # there was room when vLLM asked last, after the load failed

@@ -10,9 +10,11 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.wire.params import TransferParams
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.audits import Audits
 from pd_connector.vllm.fetch import Fetch, Stage
 from pd_connector.vllm.messages import WorkerActivity
+from pd_connector.vllm.outdated import OutdatedKV
 from pd_connector.vllm.recomputed import Recomputed
 from pd_connector.vllm.streaming import kept_pages
 from pd_connector.vllm.uncomputable import Uncomputable
@@ -20,8 +22,7 @@ from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -37,6 +38,7 @@ class Fetching:
         windows: page sizes and windows of the engine's page tables.
         ranks: number of ranks of this engine.
         uncomputable: requests that only a fetch can serve.
+        adapters: what is known of the engine's adapters.
     """
 
     def __init__(
@@ -46,19 +48,23 @@ class Fetching:
         ranks: int,
         telemetry: Telemetry,
         uncomputable: Uncomputable,
+        adapters: Adapters,
     ) -> None:
         self._windows = windows
         self._telemetry = telemetry
         self._uncomputable = uncomputable
         self._fetches: dict[str, Fetch] = {}
+        self._adapters = adapters
+        self._outdated = OutdatedKV(adapters, uncomputable, self._given_up)
         self._recomputed = Recomputed(windows.page_sizes)
         self.audits = Audits(config, windows, ranks)
         self.unfilled = UnfilledPages()
 
-    def bind(self, blocks: "BlockPool") -> None:
+    def bind(self, manager: "KVCacheManager") -> None:
         """Attach vLLM's pages."""
-        self.unfilled.evict = blocks.evict_blocks
-        self._recomputed.free_pages = blocks.get_num_free_blocks
+        self._outdated.bind(manager)
+        self.unfilled.evict = manager.block_pool.evict_blocks
+        self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
 
     def fetches(self, transfer: str) -> bool:
         """Whether some request fetches this transfer."""
@@ -90,7 +96,9 @@ class Fetching:
         """Tokens to fetch beyond the `computed` ones that are here; None: ask again."""
         request_id = request.request_id
         fetch = self._fetches.get(request_id)
-        fetches = fetch is not None and fetch.waiting
+        if fetch is not None:
+            fetch.outdated = self._adapters.replaced(request)
+        fetches = fetch is not None and fetch.waiting and not fetch.outdated
         there = fetch.tokens if fetch is not None and fetches else computed
         if self._uncomputable.waits(request_id, there):
             return None
@@ -131,6 +139,9 @@ class Fetching:
             first, stop = fetch.computed_tokens, fetch.computed_tokens + external_tokens
             self.fills(request.request_id, blocks, first, stop)
             return [fetch.load(request.request_id, stop, kept_pages(blocks.get_block_ids()))]
+        if fetch.outdated:
+            fetch.stage, fetch.outcome = Stage.OVER, Cause.MODEL
+            return [Drop(request.request_id, Cause.MODEL)]
         if self.audits.begin(request.request_id, fetch, unchanged):
             fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
             held = Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
@@ -205,6 +216,7 @@ class Fetching:
         fetch = self._fetches.pop(request_id, None)
         if fetch is not None:
             self._telemetry.count("handoffs", cause=fetch.outcome or Cause.ABORTED)
+        self._outdated.finished(request_id)
         self.unfilled.finished(request_id)
         self._uncomputable.discard(request_id)
         compared, commands = self.audits.finished(
@@ -213,6 +225,11 @@ class Fetching:
         if not compared and fetch is not None and fetch.stage not in (Stage.AUDITED, Stage.OVER):
             commands = [*commands, Drop(request_id, Cause.ABORTED)]
         return compared, commands
+
+    def _given_up(self, request_id: str) -> None:
+        """KV that was loaded for a request is not used: its adapter was replaced before its first step."""
+        if fetch := self._fetches.get(request_id):
+            fetch.failed, fetch.outcome = True, Cause.MODEL
 
 
 def fetched_tokens(request: "Request", params: TransferParams) -> int:

@@ -84,7 +84,8 @@ class SchedulerSide:
         self.offers = Offers(windows, address, streams=config.overlap != "off")
         self.identity = RequestIdentity(adapters, processor)
         self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
-        self._fetching = Fetching(config, windows, ranks, self.telemetry, self._uncomputable)
+        known = self._uncomputable, self.identity.adapters
+        self._fetching = Fetching(config, windows, ranks, self.telemetry, *known)
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
             codecs = pool_codecs(config, consumes=consumes)
@@ -102,7 +103,7 @@ class SchedulerSide:
     def bind(self, manager: "KVCacheManager") -> None:
         """Attach vLLM's pages."""
         self._unverified.bind(manager)
-        self._fetching.bind(manager.block_pool)
+        self._fetching.bind(manager)
         self._stale.bind(manager.block_pool)
         if self.pool:
             self.pool.bind(manager.block_pool)
@@ -246,7 +247,7 @@ class SchedulerSide:
         request_id = request.request_id
         self._stale.finished(request_id, pages)
         verified = not self._unverified.finished(request_id)
-        unchanged = self.identity.adapters.unchanged(request)
+        unchanged = self.identity.adapters.finished(request)
         complete = request.status in _COMPLETE and unchanged
         if self.pool:
             self._commands += self.pool.finished(request, pages, unchanged=unchanged)

@@ -21,6 +21,7 @@ class _Prompt:
     transfer: str
     identity: bytes
     tokens: int
+    provisional: bool  # known to be right only at its end: its adapter may be replaced
     pages: list[list[int]] = field(default_factory=list)
     computed: int = 0
     # First offered page of each table, once the prompt is computed; empty before.
@@ -44,7 +45,8 @@ class Streaming:
 
     def add(self, request: "Request", transfer: str, identity: bytes) -> None:
         """A request has been queued. A consumer will fetch its KV."""
-        self._prompts[request.request_id] = _Prompt(transfer, identity, request.num_prompt_tokens)
+        tokens, provisional = request.num_prompt_tokens, request.lora_request is not None
+        self._prompts[request.request_id] = _Prompt(transfer, identity, tokens, provisional)
 
     def discard(self, request_id: str) -> None:
         """The request has ended; it streams no more."""
@@ -141,6 +143,7 @@ def _offer(request_id: str, prompt: _Prompt, tokens: int) -> Offer:
         prompt_tokens=prompt.tokens,
         tokens=tokens,
         final=False,
+        provisional=prompt.provisional,
     )
 
 

@@ -5,7 +5,7 @@ between is never used. Where vLLM overwrites pages: tests/vllm/test_preemption.p
 import pytest
 from support.agents import TRANSPORTS, Rank, Ranks, assert_pages, ranks, until
 
-from pd_connector.agent.commands import Expect, Revoke
+from pd_connector.agent.commands import Expect, Revoke, Withdraw
 from pd_connector.errors import Cause
 from pd_connector.protocol.producing.outgoing_stream import OutgoingStream
 
@@ -34,9 +34,10 @@ def overwrite(producer: Rank) -> None:
         layer[1], layer[2] = 0, 0
 
 
-def all_gathered(producer: Rank, consumer: Rank) -> None:
+def all_gathered(producer: Rank, consumer: Rank, *, provisional: bool = False) -> None:
     """All KV of pages 1 and 2 is computed and passes to the consumer."""
-    producer.offer("t", [1, 2], computed=2 * producer.page_tokens)
+    computed = 2 * producer.page_tokens
+    producer.offer("t", [1, 2], computed=computed, provisional=provisional)
     nbytes = sum(len(producer.page(page)) for page in (1, 2))
     until(lambda: consumer.count("received_bytes") == nbytes, "both pages, in however many chunks")
     chunks = consumer.count("received_chunks")  # no more will come
@@ -99,6 +100,25 @@ def test_what_was_read_in_an_earlier_step_is_used(ranks: Ranks, transport: str) 
     assert consumer.loaded("t").cause is None
     assert_pages(producer, [8, 9], consumer, [5, 6])
     assert producer.freed("t").cause is None
+
+
+@by_transport
+def test_what_turns_out_to_be_wrong_at_the_end_of_the_prefill_is_not_used(
+    ranks: Ranks, transport: str
+) -> None:
+    """An adapter was replaced while vLLM computed with it."""
+    producer, consumer = streaming(ranks, transport, late_revokes=False)
+    all_gathered(producer, consumer, provisional=True)
+    assert "load of t" not in consumer.look()
+    producer.agent.submit(Withdraw("t", "offer of t"))
+    assert consumer.loaded("t").cause == Cause.PREFILL_ENDED
+
+
+def test_what_is_not_said_to_be_provisional_is_used_before_the_end(ranks: Ranks) -> None:
+    producer, consumer = streaming(ranks, "shm", late_revokes=False)
+    all_gathered(producer, consumer)
+    assert consumer.loaded("t").cause is None
+    producer.agent.submit(Withdraw("t", "offer of t"))
 
 
 @by_transport

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from harness import Answer, assert_same_logprobs, completion, fresh_salt, two_step
+from harness import Answer, assert_same_logprobs, completion, fresh_salt, two_step, wait_until
 from pairs import Pair, Setup
 from recipes import MODEL
 from safetensors.torch import save_file
 from test_handoff import prompt_of
+from told import halves
 from tools import TOLERANCE, delta
 
 from pd_connector.tools.launch import VllmEngine
@@ -22,6 +24,7 @@ from pd_connector.tools.launch import VllmEngine
 SETUP = Setup.of(args=["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"])
 RECEIVED = "pd_connector:received_transfers_total"
 RANK = 8
+ANSWER_S = 300.0
 
 
 def adapter(folder: Path, seed: int) -> Path:
@@ -88,5 +91,34 @@ def test_an_adapter_that_is_loaded_anew_answers_and_not_the_one_before(
     with pytest.raises(AssertionError):
         assert_same_logprobs(after, before, TOLERANCE)
     assert handed_over(pair, prompt, after) == 1, "its pages are computed again, and handed over"
+    for engine in pair.engines:
+        tell(engine, "unload")
+
+
+def test_a_request_that_waits_for_kv_while_its_adapter_is_replaced_is_computed_with_the_new_one(
+    pair: Pair, tmp_path: Path
+) -> None:
+    """The prefill engine still has the one before."""
+    prompt = prompt_of(640)
+    for engine in pair.engines:
+        tell(engine, "load", lora_path=str(adapter(tmp_path / "first", 1)))
+    prefill, decode = halves(pair.p)
+    with (
+        ThreadPoolExecutor(1) as threads,
+        delta(pair.d, RECEIVED) as received,
+        delta(pair.d, "pd_connector:handoffs_total", cause="model") as given_up,
+    ):
+        answer = threads.submit(completion, pair.d, prompt, model="sql", **decode)
+        waiting = "vllm:num_requests_waiting"
+        wait_until(lambda: pair.d.metrics().total(waiting) == 1, "it waits for its KV")
+        second = str(adapter(tmp_path / "second", 2))
+        tell(pair.d, "load", lora_path=second, load_inplace=True)
+        completion(pair.p, prompt, 1, model="sql", **prefill)
+        found = answer.result(ANSWER_S)
+        wait_until(lambda: given_up.so_far() == 1, "the handoff is counted")
+    assert received.amount == 0
+    assert_same_logprobs(found, alone(pair.d, prompt), TOLERANCE)
+    with pytest.raises(AssertionError):
+        assert_same_logprobs(found, alone(pair.p, prompt), TOLERANCE)
     for engine in pair.engines:
         tell(engine, "unload")

@@ -158,13 +158,16 @@ class Rank:
         identity: bytes = TOKENS,
         *,
         computed: int | None = None,
+        provisional: bool = False,
     ) -> None:
-        """Offer pages; with `computed`, those of a running prefill with that number of tokens computed."""
+        """Offer pages; with `computed`, those of a running prefill with that number of tokens computed. A `provisional`
+        offer may still be withdrawn."""
         prompt = len(pages) * self.page_tokens
         final = computed is None
         tokens = prompt if computed is None else computed
         request, tables = f"offer of {transfer}", (list(pages),)
-        self.agent.submit(Offer(transfer, request, tables, identity, prompt, tokens, final))
+        offer = Offer(transfer, request, tables, identity, prompt, tokens, final)
+        self.agent.submit(offer._replace(provisional=provisional))
 
     def load(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +15,11 @@ import torch
 
 pytest.importorskip("vllm")
 
-from safetensors.torch import save_file
+from support.lora_adapters import adapter, changed, load, lora, remove
 from support.vllm_steps import FETCH, OFFER, PAGE, SteppedEngine
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.engine import core
 
 from pd_connector.agent.commands import Drop, Withdraw
 from pd_connector.errors import Cause
@@ -28,33 +27,11 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.vllm import adapter_files, adapters
+from pd_connector.vllm import adapter_files, adapter_watch
 from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.inputs import RequestIdentity, adapter_settings
 
 CHANGED = "has changed since the adapter was loaded"
-
-
-def adapter(folder: Path, scale: float = 1.0, rank: int = 8) -> Path:
-    """A LoRA adapter as PEFT saves it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    weights = {f"layers.{i}.lora_{side}": torch.randn(8, 16) for i in range(2) for side in "AB"}
-    weights["layers.1.lora_B"] *= scale
-    save_file(weights, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
-    return folder
-
-
-def changed(folder: Path, scale: float) -> None:
-    """Other content under the same names, some time later."""
-    adapter(folder, scale)
-    for file in folder.iterdir():
-        os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
-
-
-def lora(folder: Path | str, number: int = 1, name: str = "sql", **options: Any) -> LoRARequest:
-    return LoRARequest(name, number, str(folder), **options)
 
 
 def request(folder: Path | str | None = None, *args: Any, **options: Any) -> Any:
@@ -68,29 +45,21 @@ def of(*arguments: Any, **options: Any) -> bytes:
     return RequestIdentity().of(request(*arguments, **options))
 
 
-def load(asked: LoRARequest, meanwhile: Callable[[], object] = lambda: None) -> None:
-    """vLLM is told to load an adapter."""
-    engine = SimpleNamespace(
-        model_executor=SimpleNamespace(add_lora=lambda lora: (meanwhile(), True)[1])
-    )
-    assert core.EngineCore.add_lora(engine, asked)
-
-
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     """Engines of other tests do not watch."""
-    before = list(adapters._watching)
-    adapters._watching.clear()
+    before = list(adapter_watch._watching)
+    adapter_watch._watching.clear()
     yield
-    adapters._watching.clear()
-    adapters._watching.update(before)
+    adapter_watch._watching.clear()
+    adapter_watch._watching.update(before)
 
 
 @pytest.fixture
 def known() -> Adapters:
     """What an engine knows that has told it of every adapter."""
     found = Adapters()
-    adapters.watch(found)
+    adapter_watch.watch(found)
     return found
 
 
@@ -229,7 +198,7 @@ def test_an_adapter_counts_as_it_was_when_vllm_was_told_to_load_it(
 ) -> None:
     """Between that and the first request its files may be replaced."""
     folder, others = adapter(tmp_path / "a"), Adapters()
-    adapters.watch(others)
+    adapter_watch.watch(others)
     loaded: list[int] = []
     load(lora(folder), lambda: loaded.append(1))
     assert loaded == [1], "once, however many watch"
@@ -271,12 +240,90 @@ def test_an_adapter_that_vllm_cannot_load_is_no_adapter(tmp_path: Path, known: A
 
 
 def test_two_adapters_of_one_number_are_not_believed(tmp_path: Path, known: Adapters) -> None:
-    """vLLM goes on with the first: it tells adapters by their numbers."""
+    """vLLM goes on with the first, and, after it had no room for it, with whichever it reads then."""
     first, second = adapter(tmp_path / "a"), adapter(tmp_path / "b", 2.0)
-    known.name(request(first))
+    name = known.name(request(first))
+    for each in (second, first):
+        with pytest.raises(OSError, match="needs a number of its own"):
+            known.name(request(each))
+    load(lora(first, load_inplace=True))
+    before = request(first)
+    assert known.name(before) == name
     with pytest.raises(OSError, match="needs a number of its own"):
         known.name(request(second))
-    assert known.name(request(first))
+    assert not known.unchanged(before)
+
+
+def test_an_adapter_that_has_got_the_number_of_a_removed_one_is_another(
+    tmp_path: Path, known: Adapters
+) -> None:
+    first, second = adapter(tmp_path / "a"), adapter(tmp_path / "b", 2.0)
+    load(lora(first))
+    before = request(first)
+    name, pages = known.name(before), known.pages(before)
+    remove(1)
+    load(lora(second))
+    assert not known.unchanged(before), "it goes on with the second"
+    known.finished(before)
+    assert known.name(request(second)) != name
+    remove(1)
+    load(lora(first))
+    again = request(first)
+    assert known.name(again) == name
+    assert known.pages(again) != pages, "some were computed with the second"
+
+
+def test_an_adapter_whose_replacement_could_not_be_loaded_is_not_believed(
+    tmp_path: Path, known: Adapters
+) -> None:
+    """One rank may have loaded it, before another one could not."""
+    first, second = adapter(tmp_path / "a"), adapter(tmp_path / "b", 2.0)
+    load(lora(first))
+    before = request(first)
+    known.name(before)
+
+    def fail() -> None:
+        raise ValueError("no such file")
+
+    with pytest.raises(ValueError, match="no such file"):
+        load(lora(second, load_inplace=True), fail)
+    assert not known.unchanged(before)
+    with pytest.raises(OSError, match="has failed; load it again"):
+        known.name(request(first))
+    load(lora(first, load_inplace=True))
+    assert known.name(request(first)) == known.name(before)
+
+
+def test_while_requests_of_a_replaced_adapter_run_the_one_in_its_place_is_not_believed(
+    tmp_path: Path, known: Adapters
+) -> None:
+    """vLLM reads an adapter that was loaded in place for each step: of one of the requests, for all of that number."""
+    first = lora(adapter(tmp_path / "a"), load_inplace=True)
+    second = lora(adapter(tmp_path / "b", 2.0), load_inplace=True)
+
+    def of(asked: LoRARequest) -> Any:
+        return request(asked.lora_path, load_inplace=True)
+
+    load(first)
+    old = of(first)
+    known.name(old)
+    load(second)
+    mixed = [of(second), of(second)]
+    for each in mixed:
+        with pytest.raises(OSError, match="replaces still run"):
+            known.name(each)
+        assert not known.unchanged(each)
+    known.finished(old)
+    for each in mixed:
+        known.finished(each)
+    alone = of(second)
+    assert known.name(alone)
+    assert known.unchanged(alone)
+    assert len({known.pages(each) for each in (old, *mixed, alone)}) == 4
+    late = of(first)  # its client asked before the replacement
+    with pytest.raises(OSError, match="replaces still run"):
+        known.name(late)
+    assert not known.unchanged(alone)
 
 
 def repository(hub: Path, commit: str, scale: float) -> None:
@@ -310,7 +357,7 @@ class Engine(SteppedEngine):
     """An engine with adapters, of which vLLM's own scheduler has the prefix cache."""
 
     def __init__(self, **extra: Any) -> None:
-        super().__init__(adapters=True, overlap="off", **extra)
+        super().__init__(adapters=True, **{"overlap": "off", **extra})
         self.side.set_peers((Peer(Source("127.0.0.1", 7, "e"), Shard(0, 2, 0, 1)),))
 
     def ask(self, name: str, asked: LoRARequest | None, **kv: Any) -> int:
@@ -347,7 +394,7 @@ def test_pages_of_an_adapter_are_not_found_by_another_that_is_loaded_in_its_plac
     assert engine.ask("f", None) == 3 * PAGE
 
     monkeypatch.setattr(
-        kv_cache_utils, adapters._KEYS, kv_cache_utils._gen_lora_extra_hash_keys.__wrapped__
+        kv_cache_utils, adapter_watch._KEYS, kv_cache_utils._gen_lora_extra_hash_keys.__wrapped__
     )
     assert engine.ask("g", lora(folder, 2)) == 0
     changed(folder, 3.0)
@@ -411,6 +458,44 @@ def test_what_is_computed_while_its_adapter_changes_is_not_offered(
     assert len(engine.told(Withdraw)) == 1
 
 
+def test_what_streams_may_still_be_withdrawn_as_long_as_its_adapter_may_change(
+    tmp_path: Path,
+) -> None:
+    """Its consumer is told so, and waits for the end."""
+    folder, engine = adapter(tmp_path / "a"), Engine(budget=32, overlap="step")
+    load(lora(folder))
+    engine.add("a", 100, 1, lora=lora(folder), **OFFER)
+    for _ in range(3):
+        engine.step()
+    load(lora(adapter(tmp_path / "b", 2.0), load_inplace=True))
+    for _ in range(3):
+        engine.step()
+    assert [(offer.final, offer.provisional) for offer in engine.told(Offer)] == [(False, True)] * 4
+    assert len(engine.told(Withdraw)) == 1
+    engine.ask("plain", None, **OFFER)
+    assert {offer.provisional for offer in engine.told(Offer)} == {False}
+
+
+def test_what_is_computed_beside_requests_of_the_replaced_adapter_is_not_offered(
+    tmp_path: Path,
+) -> None:
+    """It may be computed with the replaced one, and ends before that one's request does."""
+    engine, other = Engine(budget=32), lora(adapter(tmp_path / "b", 2.0), load_inplace=True)
+    first = lora(adapter(tmp_path / "a"), load_inplace=True)
+    load(first)
+    engine.add("a", 60, 20, lora=first)
+    engine.step()
+    load(other)
+    assert engine.ask("b", other, **OFFER) == 0
+    assert not engine.told(Offer)
+    assert "a" in engine.scheduler.requests
+    for _ in range(20):
+        engine.step()
+    assert engine.ask("c", other, **OFFER) == 0, "pages of either adapter"
+    assert engine.told(Offer)
+    assert engine.ask("d", other, **OFFER) == 3 * PAGE
+
+
 def test_what_is_computed_here_while_its_adapter_changes_is_not_compared(tmp_path: Path) -> None:
     """It would differ, and its producer would be distrusted for nothing."""
     folder = adapter(tmp_path / "a")
@@ -444,9 +529,9 @@ def test_a_request_keeps_the_pages_that_it_began_with(tmp_path: Path) -> None:
 def test_with_a_vllm_that_keys_pages_otherwise_no_adapter_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(kv_cache_utils, adapters._KEYS)
+    monkeypatch.delattr(kv_cache_utils, adapter_watch._KEYS)
     found = Adapters()
-    adapters.watch(found)
+    adapter_watch.watch(found)
     with pytest.raises(OSError, match="cannot key pages by an adapter's content"):
         found.name(request(adapter(tmp_path / "a")))
     assert found.name(request()) == ""

@@ -660,6 +660,25 @@ def test_chunks_are_loaded_for_an_adapter_only_while_it_is_the_one_that_the_requ
     assert bool(fills(of)) == unchanged
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_chunks_are_not_used_if_their_adapter_is_replaced_while_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, *, replaced: bool
+) -> None:
+    monkeypatch.setattr(Adapters, "content", lambda *_: "content")
+    monkeypatch.setattr(Adapters, "unchanged", lambda *_: True)
+    of = engine()
+    stored(of, 2, adapter="content")
+    add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=4, lora=LoRARequest("sql", 1, "/no/such/folder"))
+    of.step()
+    assert fills(of)
+    monkeypatch.setattr(Adapters, "replaced", lambda *_: replaced)
+    of.step(finished_recving={"a"})
+    of.step()
+    assert (of.scheduler.requests["a"].num_computed_tokens == 0) == replaced
+    run(of)
+    of.assert_nothing_held()
+
+
 def test_kv_of_two_models_is_not_saved() -> None:
     of = engine()
     add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=4)

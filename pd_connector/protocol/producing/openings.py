@@ -82,10 +82,9 @@ class Openings:
         self._transfers.touch(session, outgoing)
         outgoing.watchers.discard(session)
         outgoing.readers = max(outgoing.readers, message.readers)
-        leased_only = self._provisional and not message.provisional
         slots = message.slots if outgoing.offer else message.slots[:_MOST_EARLY_SLOTS]
         kept = msgspec.structs.replace(message, slots=[])
-        outgoing.streams[session] = OutgoingStream(kept, routes, deque(slots), leased_only)
+        outgoing.streams[session] = OutgoingStream(kept, routes, deque(slots))
         return self.start(outgoing, session)
 
     def start(self, outgoing: OutgoingTransfer, session: SessionId) -> list[Action]:
@@ -102,11 +101,12 @@ class Openings:
                 del outgoing.streams[session]
                 outgoing.refused.add(session)
                 return [_refusal(session, transfer, *problem)]
+        provisional = not offer.final and (self._provisional or offer.provisional)
+        stream.leased_only = provisional and not stream.message.provisional
         stream.accepted = True
         self._queue.enqueue(transfer, session)
         if known and not offer.final:
             return []
-        provisional = self._provisional and not offer.final
         accept = messages.Accept(transfer, stream.planned, offer.final, offer.words, provisional)
         return [Reply(session, accept)]
 

@@ -26,6 +26,7 @@ class Offer(NamedTuple):
     tokens: int  # [0, tokens) are computed in all layers
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
     words: LastWords | None = None  # what else the engine decided; with the final offer
+    provisional: bool = False  # it may be withdrawn, as wrong, when the prefill has ended
 
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int

@@ -97,7 +97,7 @@ class OutgoingTransfer:
         stream, offer = self.streams.get(session), self.offer
         if stream is None or offer is None or not stream.credits or not stream.accepted:
             return None
-        if stream.leased_only and not offer.final:
+        if stream.leased_only:
             return None
         taken = stream.take_chunk(offer, self.step)
         if taken is None:

@@ -413,13 +413,15 @@ def test_revoked_pages_are_not_sent_and_new_ones_are(producer: Producer):
     assert producer.done(ONE, "t") == [Free("request", None)]
 
 
-def streaming_late(**fields: Any) -> Producer:
-    """All is computed, the prefill has not ended, and its engine revokes late."""
-    producer = Producer(CONFIG, late_revokes=True)
+def streaming_late(*, late_revokes: bool = True, **fields: Any) -> Producer:
+    """All is computed, the prefill has not ended, and what was computed may still be taken back: its engine revokes
+    late, or has an adapter that may be replaced."""
+    producer = Producer(CONFIG, late_revokes=late_revokes)
     producer.expect("t", 0.0)
     producer.open(ONE, opening(wait=True, slots=(0, 1, 2, 3), **fields), ROUTES, 0.0)
     provisional = messages.Accept("t", 4, False, provisional=True)
-    assert producer.offer(grown(12), 0.0) == [Reply(ONE, provisional)]
+    offer = grown(12)._replace(provisional=not late_revokes)
+    assert producer.offer(offer, 0.0) == [Reply(ONE, provisional)]
     return producer
 
 
@@ -436,8 +438,9 @@ def test_a_reader_of_pages_that_may_have_been_overwritten_is_refused(step: int, 
     producer.check_integrity()
 
 
-def test_a_consumer_that_cannot_wait_is_sent_nothing_that_may_be_retracted():
-    producer = streaming_late()
+@pytest.mark.parametrize("late_revokes", [True, False])
+def test_a_consumer_that_cannot_wait_is_sent_nothing_that_may_be_retracted(late_revokes: bool):
+    producer = streaming_late(late_revokes=late_revokes)
     assert sent(producer) == []
     assert producer.offer(OFFER, 0.0) == [Reply(ONE, ACCEPT)]
     assert len(sent(producer)) == 4
