@@ -229,7 +229,8 @@ class SchedulerSide:
     def pending_work(self) -> bool:
         """Whether steps are needed even without a request: for commands, audits, weights that may have changed, or
         ranks that have not yet reported the end of their transfers. vLLM reports metrics only with steps."""
-        waits = self._gauges.under_way or self._fetching.audits.pending or self._workers_called
+        moves = self._gauges.under_way(queued=self.offers.pending or self._fetching.pending)
+        waits = moves or self._fetching.audits.pending or self._workers_called
         return bool(self._commands or waits or (self.pool and self.pool.pending))
 
     @property
