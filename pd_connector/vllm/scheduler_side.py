@@ -102,7 +102,7 @@ class SchedulerSide:
         """Attach vLLM's pages."""
         self._unverified.bind(manager)
         self._fetching.bind(manager.block_pool)
-        self._stale.bind(manager.block_pool)
+        self._stale.bind(manager)
         if self.pool:
             self.pool.bind(manager.block_pool)
 
@@ -161,6 +161,7 @@ class SchedulerSide:
     ) -> None:
         """Pages have been allocated: fill them, or tell the producer that no KV is wanted."""
         own = num_external_tokens
+        self._stale.admitted(request.request_id)
         verified = self._unverified.allocated(request.request_id, blocks, own)
         if self.pool and (fill := self.pool.allocated(request, blocks, own, verified=verified)):
             self._fetching.fills(request.request_id, blocks, fill.first_token, fill.stop_token)
@@ -175,7 +176,6 @@ class SchedulerSide:
 
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
-        self._stale.step(output)
         commands, prefills = self.offers.step(output)
         compared, over = self._fetching.step(output)
         self._commands += [*commands, *compared]
@@ -243,7 +243,7 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request with these pages has ended in some way. Returns whether they stay, and the answer for the proxy."""
         request_id = request.request_id
-        self._stale.finished(request_id, pages)
+        self._stale.finished(request_id)
         verified = not self._unverified.finished(request_id)
         unchanged = self.identity.adapters.unchanged(request)
         complete = request.status in _COMPLETE and unchanged
