@@ -88,7 +88,7 @@ class AgentThread:
                 self._config.agent_timeout_s,
             )
             self._telemetry.count("agent_failures")
-            self._telemetry.gauge(**dict.fromkeys(UNDER_WAY, 0.0))
+            self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
         touched = self._gate.abandon()
         self._owed.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
 

@@ -5,7 +5,9 @@ Only sockets live here, no state of transfers. What arrives is bytes; callers de
 """
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 
 import zmq
@@ -181,7 +183,8 @@ class Connection:
                 self.monitor = self.socket.get_monitor_socket(_WATCHED)
                 self.socket.connect(endpoint(host, port))
             except zmq.ZMQError as error:
-                raise PDConnectorError(f"{host}:{port} cannot be dialled: {error}") from error
+                why = no_more_files(error.errno) or error
+                raise PDConnectorError(f"{host}:{port} cannot be dialled: {why}") from error
             undo.pop_all()
 
     def receive(self, most: int = MAX_BATCH) -> list[bytes]:
@@ -222,3 +225,22 @@ class Connection:
     def close(self) -> None:
         self.socket.disable_monitor()
         self.socket.close()
+
+
+def no_more_files(error: int | None = None) -> str:
+    """What is wrong and what to do if this process can open no more files; empty if it can.
+
+    Args:
+        error: number of an error that may say so; None: it is tried.
+    """
+    if error is None:
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as failed:
+            error = failed.errno
+    if error not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"this process has all the {most} open files that it may have (ulimit -n); raise that limit"
+    )

@@ -66,6 +66,11 @@ class Fetching:
         self.unfilled.evict = manager.block_pool.evict_blocks
         self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
 
+    @property
+    def pending(self) -> bool:
+        """Whether a request waits for its KV, or compares it."""
+        return any(fetch.stage is not Stage.OVER for fetch in self._fetches.values())
+
     def fetches(self, transfer: str) -> bool:
         """Whether some request fetches this transfer."""
         return any(fetch.transfer == transfer for fetch in self._fetches.values())

@@ -95,10 +95,15 @@ class RankGauges:
         self._by_rank.update(told)
         self._changed |= bool(told)
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a rank's last report says that transfers are under way."""
-        return any(gauges.get(name) for gauges in self._by_rank.values() for name in UNDER_WAY)
+    def under_way(self, *, queued: bool) -> bool:
+        """Whether a rank's last report says that transfers are under way.
+
+        Args:
+            queued: there are requests that have not ended and have transfers. vLLM steps for these requests itself,
+                unless it is paused: only leases count then, which are of requests that have ended. A pause would
+                otherwise take as long as requests of its queue wait for KV.
+        """
+        return any(self._sum(name) for name in (("leased_pages",) if queued else UNDER_WAY))
 
     def changed(self) -> dict[str, float] | None:
         """The sum of each gauge over all ranks; None if none has changed since the last call."""

@@ -49,6 +49,11 @@ class Offers:
         self._describes: set[str] = set()
         self._streaming = Streaming(windows) if streams else None
 
+    @property
+    def pending(self) -> bool:
+        """Whether a request that has not ended is to be offered."""
+        return bool(self._known)
+
     def publish(self, file: Path) -> None:
         """Write this engine's address into a file.
 

@@ -104,7 +104,7 @@ class SchedulerSide:
         """Attach vLLM's pages."""
         self._unverified.bind(manager)
         self._fetching.bind(manager)
-        self._stale.bind(manager.block_pool)
+        self._stale.bind(manager)
         if self.pool:
             self.pool.bind(manager.block_pool)
 
@@ -164,6 +164,7 @@ class SchedulerSide:
     ) -> None:
         """Pages have been allocated: fill them, or tell the producer that no KV is wanted."""
         own = num_external_tokens
+        self._stale.admitted(request.request_id)
         verified = self._unverified.allocated(request.request_id, blocks, own)
         if self.pool and (fill := self.pool.allocated(request, blocks, own, verified=verified)):
             self._fetching.fills(request.request_id, blocks, fill.first_token, fill.stop_token)
@@ -178,7 +179,6 @@ class SchedulerSide:
 
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
-        self._stale.step(output)
         commands, prefills = self.offers.step(output)
         compared, over = self._fetching.step(output)
         self._commands += [*commands, *compared]
@@ -232,7 +232,8 @@ class SchedulerSide:
     def pending_work(self) -> bool:
         """Whether steps are needed even without a request: for commands, audits, weights that may have changed, or
         ranks that have not yet reported the end of their transfers. vLLM reports metrics only with steps."""
-        waits = self._gauges.under_way or self._fetching.audits.pending or self._workers_called
+        moves = self._gauges.under_way(queued=self.offers.pending or self._fetching.pending)
+        waits = moves or self._fetching.audits.pending or self._workers_called
         return bool(self._commands or waits or (self.pool and self.pool.pending))
 
     @property
@@ -245,7 +246,7 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request with these pages has ended in some way. Returns whether they stay, and the answer for the proxy."""
         request_id = request.request_id
-        self._stale.finished(request_id, pages)
+        self._stale.finished(request_id)
         verified = not self._unverified.finished(request_id)
         unchanged = self.identity.adapters.finished(request)
         complete = request.status in _COMPLETE and unchanged

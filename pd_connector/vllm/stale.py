@@ -2,16 +2,17 @@
 """Pages that hold KV of other weights than the present weights: of earlier weights, or of a producer with others.
 
 vLLM keeps its prefix cache when weights change in place, unless it is told to reset the cache. So all pages are
-evicted from it. Requests that run during the change have KV of both weights. vLLM continues to cache their pages, so
-those are evicted as well.
+evicted from it. Requests that have pages during the change have KV of both weights, or loaded KV of the earlier
+weights. vLLM caches their pages later, so each of them is evicted as soon as vLLM has cached it, before vLLM looks at
+another request.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
 
 
 class StalePages:
@@ -26,12 +27,22 @@ class StalePages:
         self._evict: Callable[[set[int]], None] = lambda _: None
         self._pages = 0
         self._distrusted: dict[int, float] = {}  # by rank
-        self._running: set[str] = set()
-        self._mixed: dict[str, set[int]] = {}  # pages of requests that ran when weights changed
+        self._admitted: set[str] = set()  # requests that may have pages
+        self._mixed: set[str] = set()  # those that had pages when weights changed
 
-    def bind(self, pool: "BlockPool") -> None:
-        """Attach vLLM's prefix cache."""
+    def bind(self, manager: "KVCacheManager") -> None:
+        """Watch what vLLM puts into its prefix cache."""
+        pool, coordinator = manager.block_pool, manager.coordinator
         self._evict, self._pages = pool.evict_blocks, pool.num_gpu_blocks
+        cache = coordinator.cache_blocks
+
+        def cache_blocks(request: "Request", *args: Any, **told: Any) -> None:
+            cache(request, *args, **told)
+            if request.request_id in self._mixed:
+                tables = manager.get_block_ids(request.request_id)
+                self._evict({page for table in tables for page in table})
+
+        coordinator.cache_blocks = cache_blocks
 
     def changed(self, changes: Mapping[int, int]) -> bool:
         """Record how often each rank's weights have changed. Returns whether a number is new."""
@@ -51,22 +62,13 @@ class StalePages:
 
     def _evict_all(self) -> None:
         self._evict(set(range(self._pages)))
-        self._mixed = {request: self._mixed.get(request, set()) for request in self._running}
+        self._mixed |= self._admitted
 
-    def step(self, output: "SchedulerOutput") -> None:
-        """A step was scheduled: vLLM has cached pages that the step will fill."""
-        self._running.update(new.req_id for new in output.scheduled_new_reqs)
-        if not self._mixed:
-            return
-        cached = output.scheduled_cached_reqs
-        for request, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request in self._mixed:
-                self._mixed[request].update(page for table in tables or () for page in table)
-        for pages in self._mixed.values():
-            self._evict(pages)
+    def admitted(self, request: str) -> None:
+        """vLLM has given pages to a request, to compute or to load KV."""
+        self._admitted.add(request)
 
-    def finished(self, request: str, tables: tuple[list[int], ...]) -> None:
-        """A request has ended, with these pages."""
-        self._running.discard(request)
-        if self._mixed.pop(request, None) is not None:
-            self._evict({page for table in tables for page in table})
+    def finished(self, request: str) -> None:
+        """A request has ended."""
+        self._admitted.discard(request)
+        self._mixed.discard(request)

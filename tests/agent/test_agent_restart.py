@@ -256,16 +256,20 @@ def test_what_a_hung_agent_owes_fails_in_time_and_it_serves_again_when_it_goes_o
 ):
     producer, consumer = ranks.pair(SETTINGS | {"agent_timeout_s": 1.0})
     assert_serves_on(producer, consumer, "before")
+    producer.offer("leased", [2])
+    until(lambda: producer.gauge("leased_pages") == 1)
     hangs = [Hang(monkeypatch, rank.loop, "step") for rank in (producer, consumer)]
     producer.offer("t", [1])
     consumer.load(producer.source, "u", [1])
     for hang in hangs:
         assert hang.reached.wait(60)
     assert producer.freed("t").cause == Cause.AGENT_HUNG
+    assert producer.freed("leased").cause == Cause.AGENT_HUNG
     assert consumer.loaded("u").cause == Cause.AGENT_HUNG
     consumer.load(producer.source, "while it hangs", [2])
     assert consumer.loaded("while it hangs").cause == Cause.AGENT_HUNG
-    assert consumer.at_rest(), "the engine need not step for slots of a hung agent"
+    for rank in (producer, consumer):
+        assert rank.at_rest(), "the engine need not step for leases and slots of a hung agent"
     for hang in hangs:
         hang.release.set()
     for rank in (producer, consumer):

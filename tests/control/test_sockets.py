@@ -238,7 +238,7 @@ def test_a_dial_without_descriptors_fails_as_one_that_is_refused(left: int):
     context.socket(zmq.PAIR)  # libzmq's own descriptors are there; a close gives one back later
     before = len(os.listdir("/proc/self/fd"))
     try:
-        problem = r"127\.0\.0\.1:9 cannot be dialled"
+        problem = r"127\.0\.0\.1:9 cannot be dialled: .* \(ulimit -n\); raise that limit"
         with no_descriptors(but=left), pytest.raises(PDConnectorError, match=problem):
             Connection(context, "127.0.0.1", 9, None)
         until(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors given back")

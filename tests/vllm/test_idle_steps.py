@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker pauses in steps that compute nothing, so that its agent can move KV, unless others wait for it."""
+"""Steps that compute nothing: a worker pauses in them, so that its agent can move KV, unless others wait for it. A
+paused engine makes none for requests that wait in its queue."""
 
 from types import SimpleNamespace
 
@@ -7,11 +8,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support.vllm_steps import SteppedEngine
+from support.vllm_steps import OFFER, SteppedEngine
+from vllm.v1.core.sched.interface import PauseState
 
 from pd_connector.config import Config
+from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
-from pd_connector.vllm.messages import StepCommands
+from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.worker_side import WorkerSide
 
 
@@ -92,3 +96,56 @@ def test_an_engine_steps_on_until_its_gauges_have_told_that_it_rests() -> None:
     assert scheduler.pending_work
     assert told() == {"outgoing_transfers": 0.0, "leased_pages": 0.0}
     assert not scheduler.pending_work
+
+
+PAUSED = [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]
+
+
+def telling(**gauges: float) -> WorkerActivity:
+    return WorkerActivity(gauges={0: gauges})
+
+
+@pytest.mark.parametrize("state", PAUSED)
+def test_a_pause_does_not_wait_for_transfers_of_requests_that_stay_in_the_queue(
+    state: PauseState,
+) -> None:
+    engine = SteppedEngine()
+    engine.scheduler.set_pause_state(state)
+    engine.fetch("fetched", 100, wait=True)
+    engine.add("offered", 100, seed=1, **OFFER)
+    assert engine.scheduler.has_requests(), "the agents have to hear of them"
+    engine.step(telling(incoming_transfers=1.0, outgoing_transfers=1.0))
+    assert not engine.scheduler.has_requests()
+    engine.abort("fetched")
+    assert engine.scheduler.has_requests(), "and of their end"
+
+
+def test_a_pause_that_keeps_requests_does_not_wait_for_their_loads() -> None:
+    engine = SteppedEngine(audit="off")
+    engine.fetch("loading", 100)
+    engine.step(telling(incoming_transfers=1.0, landing_slots=2.0))
+    assert engine.scheduler.kv_holding_waiting
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not engine.scheduler.has_requests()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert engine.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("state", PAUSED)
+def test_a_paused_engine_steps_until_its_gauges_have_told_that_leases_have_ended(
+    state: PauseState,
+) -> None:
+    engine = SteppedEngine()
+    engine.side.set_peers((Peer(Source("127.0.0.1", 7, "e"), Shard(0, 2, 0, 1)),))
+    engine.add("leased", 48, 1, **OFFER)
+    engine.step()
+    engine.scheduler.set_pause_state(state)
+    engine.add("queued", 48, seed=1, **OFFER)
+    held = telling(leased_pages=3.0, outgoing_transfers=2.0)
+    engine.step(held)
+    assert engine.scheduler.has_requests()
+    engine.step(held, finished_sending={"leased"})
+    assert list(engine.scheduler.requests) == ["queued"]
+    assert engine.scheduler.has_requests(), "gauges come one step later"
+    engine.step(telling(leased_pages=0.0, outgoing_transfers=1.0))
+    assert not engine.scheduler.has_requests()

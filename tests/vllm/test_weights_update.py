@@ -236,9 +236,13 @@ def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
         get_num_free_blocks=lambda: 0,
         get_new_blocks=None,
     )
-    side.bind(
-        SimpleNamespace(block_pool=pages, allocate_slots=None, prefix_cache_lookup_enabled=None)
+    manager = SimpleNamespace(
+        block_pool=pages,
+        allocate_slots=None,
+        prefix_cache_lookup_enabled=None,
+        coordinator=SimpleNamespace(cache_blocks=None),
     )
+    side.bind(manager)
     old = SimpleNamespace(request_id="old", num_prompt_tokens=32)
     side.offers.add(old, "t", b"identity")
     side.workers_reported(WorkerActivity(weight_changes={0: 1}))

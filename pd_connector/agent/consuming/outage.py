@@ -4,6 +4,7 @@
 import logging
 from collections import Counter
 
+from pd_connector.control.sockets import no_more_files
 from pd_connector.errors import Cause
 from pd_connector.hosts import is_loopback
 from pd_connector.remedies import HARMLESS, remedy, told
@@ -61,8 +62,13 @@ class OutageWatch:
 
 
 def named_for_what_it_is(host: str, cause: Cause, detail: str) -> str:
-    """The detail of a failed session; where a loopback address could not be reached, with what that means."""
-    if cause is not Cause.UNREACHABLE or not is_loopback(host):
+    """The detail of a failed session. Where the producer could not be reached because this process has too many open
+    files, which libzmq reports as a refused connection, with that; else, at a loopback address, with what that means."""
+    if cause is not Cause.UNREACHABLE:
+        return detail
+    if full := no_more_files():
+        return f"{detail}: {full}"
+    if not is_loopback(host):
         return detail
     return (
         f"{detail}: {host} is this machine itself. A prefill engine on another machine that tells it has no `host` "

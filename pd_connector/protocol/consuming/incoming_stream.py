@@ -18,6 +18,7 @@ class IncomingStream:
     readers: int  # ranks of this engine that read from it
     waits_for_words: bool = False  # not received before the prefill has ended, and told so
     deadline: float = float("inf")
+    waits: bool = False  # for a prefill that need not have ended
     opened: bool = False
     accepted: bool = False
     provisional: bool = False  # not received before the prefill has ended: it may be refused
@@ -44,14 +45,16 @@ class IncomingStream:
         if not self.opened:
             return Cause.UNREACHABLE, "no session within connect_timeout_s"
         if not self.complete:
-            return Cause.WAIT_TIMEOUT, "the prefill did not end in time"
+            late = "the prefill did not end within wait_timeout_s"
+            mute = "the request says that the prefill has ended; its producer has not confirmed that within stall_timeout_s"
+            return Cause.WAIT_TIMEOUT, late if self.waits else mute
         return Cause.STALLED, "no chunk within stall_timeout_s"
 
     def prepare(
         self, load: Load, session: ProducerSession, slot_bytes: int, *, coded: bool
     ) -> tuple[Cause, str] | None:
         """Plan chunks that fit the slots of both sides; returns why there is no plan, if so."""
-        self.coded = coded
+        self.coded, self.waits = coded, load.wait
         self.routes = session.routes if self.coded else session.plain
         self.chunk_bytes = chunk_limit(
             self.routes,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.agents import SHORT, Ranks, ranks, until
+from support.descriptors import no_descriptors
 
 from pd_connector.agent.consuming import outage
 from pd_connector.agent.consuming.outage import OUTAGE_S, OutageWatch, named_for_what_it_is
@@ -75,6 +76,15 @@ def test_a_loopback_address_that_cannot_be_reached_is_named_as_this_machine() ->
     assert "PD_CONNECTOR_HOST" in told
     assert named_for_what_it_is("10.0.0.1", Cause.UNREACHABLE, "refused") == "refused"
     assert named_for_what_it_is("127.0.0.1", Cause.STALLED, "no chunk") == "no chunk"
+
+
+def test_a_producer_that_is_not_reached_for_want_of_descriptors_is_not_called_another_machine() -> (
+    None
+):
+    with no_descriptors():
+        told = named_for_what_it_is("127.0.0.1", Cause.UNREACHABLE, "connection refused")
+    assert "ulimit -n" in told
+    assert "this machine" not in told
 
 
 def test_an_agent_that_reaches_nobody_shows_it_until_kv_arrives(

@@ -273,6 +273,8 @@ def test_silence_fails_a_load_a_prefill_may_take_longer_than_a_chunk(
     _, finished, *stalled = bench.consumer.tick(patience)
     assert isinstance(finished, Finished)
     assert finished.cause == cause
+    limit = "stall_timeout_s" if patience == CONFIG.stall_timeout_s else "wait_timeout_s"
+    assert limit in finished.detail
     assert stalled == ([Stalled(SOURCE)] if cause is Cause.STALLED else [])
 
 
