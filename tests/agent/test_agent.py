@@ -159,14 +159,14 @@ def test_a_load_ends_when_the_prefill_it_waits_for_ends_without_pages(ranks: Ran
 
 
 def test_a_load_does_not_wait_for_ever_for_a_prefill(ranks: Ranks):
-    producer, consumer = ranks.pair(SHORT)
+    producer, consumer = ranks.pair(LONG | {"wait_timeout_s": 1.5})
     producer.agent.submit(Expect("t"))
     consumer.load(producer.source, "t", [1, 2], wait=True)
     assert consumer.loaded("t").cause == Cause.WAIT_TIMEOUT
 
 
 def test_a_consumer_that_holds_keeps_the_lease_and_one_that_does_not_loses_it(ranks: Ranks):
-    producer, consumer = ranks.pair(SHORT | {"wait_timeout_s": 30.0})
+    producer, consumer = ranks.pair(LONG | {"lease_s": 4.0})
     producer.offer("held", [1, 2])
     producer.offer("forgotten", [3])
     consumer.agent.submit(Hold("load of held", "held", (producer.peer,), False))
@@ -178,7 +178,7 @@ def test_a_consumer_that_holds_keeps_the_lease_and_one_that_does_not_loses_it(ra
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_an_unknown_transfer_fails_with_its_cause(ranks: Ranks, wait: bool):
-    producer, consumer = ranks.pair(SHORT | {"wait_timeout_s": 30.0})
+    producer, consumer = ranks.pair(LONG | {"lease_s": 1.5})
     consumer.load(producer.source, "nobody's", [1], wait=wait)
     assert consumer.loaded("nobody's").cause == Cause.UNKNOWN_TRANSFER
 
@@ -364,8 +364,7 @@ def test_an_agent_that_dies_ends_what_it_owes(ranks: Ranks):
 @pytest.mark.parametrize("moment", ["held", "dialled", "waiting", "streaming"])
 @each_transport
 def test_a_load_can_be_dropped_at_any_moment(ranks: Ranks, moment: str, transport: str):
-    settings = SHORT | TRANSPORTS[transport]
-    producer, consumer = ranks.pair(settings)
+    producer, consumer = ranks.pair(LONG | TRANSPORTS[transport])
     if moment == "held":
         producer.offer("t", [1])
         consumer.agent.submit(Hold("load of t", "t", (producer.peer,), False))
@@ -472,7 +471,8 @@ def test_a_request_is_told_when_the_prefill_has_begun(ranks: Ranks):
 
 @pytest.mark.parametrize("how", ["withdrawn", "silent", "unknown", "unreachable", "lost"])
 def test_a_request_is_told_once_that_there_will_be_nothing(ranks: Ranks, how: str):
-    producer, consumer = ranks.pair(SHORT)
+    short = {"silent": {"wait_timeout_s": 1.5}, "unknown": {"lease_s": 1.5}}
+    producer, consumer = ranks.pair(LONG | short.get(how, {}))
     peer = producer.peer
     if how == "unreachable":
         peer = Peer(Source("127.0.0.1", 1, ""), peer.shard)

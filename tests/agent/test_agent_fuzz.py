@@ -243,7 +243,7 @@ def test_slots_that_the_consumer_does_not_have(
 
 
 def test_a_flood_of_openings_and_farewells_is_forgotten(ranks: Ranks, context: zmq.Context[Any]):
-    producer = ranks(SHORT, consumes=False)
+    producer = ranks(SHORT | {"session_timeout_s": 8.0, "lease_s": 8.0}, consumes=False)
     shy = ranks(SHORT, produces=False)
     address = {t.name: t.address() for t in shy.transports}
     liar = LyingConsumer(context, producer.agent.port)
@@ -389,7 +389,8 @@ LIES: dict[str, tuple[list[messages.Message | list[bytes]], set[Cause]]] = {
 
 def test_a_producer_that_lies_fails_the_load_with_a_cause(ranks: Ranks, context: zmq.Context[Any]):
     """All lies at once: each is told by a producer of its own, to the same consumer."""
-    consumer = ranks(SHORT, produces=False)
+    # Each liar must have had time to speak.
+    consumer = ranks(SHORT | {"connect_timeout_s": 5.0}, produces=False)
     liars = {name: LyingProducer(context) for name in LIES}
     for name, liar in liars.items():
         consumer.load(liar.source, name, [0])

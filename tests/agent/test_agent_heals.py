@@ -173,7 +173,7 @@ def test_a_connection_that_ends_within_a_chunk_leaves_right_pages_and_serves_aga
     settings = SHORTER | {"key": key}
     producer = ranks(settings, consumes=False, wrap=detour)
     consumer = ranks(settings, seed=1, produces=False)
-    assert move_many(producer, consumer, "before")
+    serves_again(producer, consumer, "before")
     (relay,) = detour.relays
     relay.cut_after(nbytes, silently=silently)
     until(lambda: move_many(producer, consumer, "cut") or relay.has_cut)
@@ -188,7 +188,7 @@ def test_a_data_port_that_never_speaks_keeps_only_the_first_transfers_waiting(
     detour: Detour,
     key: str,
 ) -> None:
-    settings = SHORTER | {"key": key, "stall_timeout_s": 0.7}
+    settings = SETTINGS | {"key": key, "stall_timeout_s": 1.5, "session_timeout_s": 10.0}
     producer = ranks(settings, consumes=False, wrap=detour)
     consumer = ranks(settings, seed=1, produces=False)
     (relay,) = detour.relays
@@ -245,7 +245,7 @@ def test_a_control_connection_that_is_lost_after_the_handshake_is_made_anew(
     relay = Relay(producer.agent.port)
     try:
         source = producer.source._replace(port=relay.port)
-        assert move_many(producer, consumer, "before", source)
+        serves_again(producer, consumer, "before", source)
         for round_ in range(2):
             fault(relay)
             serves_again(producer, consumer, f"after {round_}", source)

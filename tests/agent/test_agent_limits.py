@@ -3,8 +3,9 @@
 
 import contextlib
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ import pytest
 from support.agents import (
     KEY,
     LONG,
-    SHORT,
     TRANSPORTS,
     WHOLE,
     Rank,
@@ -103,7 +103,8 @@ def test_silent_connections_do_not_take_the_last_descriptor(
 
 
 def test_a_connection_over_which_no_session_comes_is_closed(ranks: Ranks):
-    producer, consumer = ranks.pair(LONG | {"connect_timeout_s": 1.0})
+    producer = ranks(LONG | {"connect_timeout_s": 3.0}, consumes=False)
+    consumer = ranks(LONG, produces=False, seed=1)
     assert_serves(producer, consumer)
     with socket.create_connection(("127.0.0.1", producer.agent.port)) as silent:
         silent.settimeout(30.0)
@@ -168,7 +169,7 @@ def test_answers_to_heartbeats_are_taken_together_and_keep_nothing_else_waiting(
         consumer.agent.submit(Drop(f"request {number}", Cause.ABORTED))
 
 
-MANY: dict[str, Any] = LONG | {"lease_s": 4.5, "session_timeout_s": 1.0}
+MANY: dict[str, Any] = LONG | {"lease_s": 4.5, "session_timeout_s": 2.5}
 
 
 def test_with_many_sessions_heartbeats_are_seldom_and_nothing_is_lost(
@@ -180,9 +181,9 @@ def test_with_many_sessions_heartbeats_are_seldom_and_nothing_is_lost(
     producer.offer("waits", [5, 6])
     peer = Peer(producer.source, WHOLE)
     consumer.agent.submit(Hold("request", "waits", (peer,), watch=False))
-    beats = heartbeats_of(monkeypatch)
-    time.sleep(8.0)
-    assert 2 <= len(beats) <= 3, "they come every 3 s, though sessions end after 1 s"
+    beats, began = heartbeats_of(monkeypatch), time.monotonic()
+    until(lambda: len(beats) >= 3, "heartbeats")
+    assert time.monotonic() - began > 5.0, "they come every 3 s, though sessions end after 2.5 s"
     assert consumer.gauge("producer_sessions") == producer.gauge("consumer_sessions") == 1
     assert consumer.count("lost_sessions") == 0
     assert producer.gauge("leased_pages") == 2
@@ -212,9 +213,9 @@ def test_a_producer_of_the_release_before_hears_heartbeats_as_often_as_it_did(
         ConsumerSessions, "open", lambda *said: msgspec.structs.replace(open_(*said), lease_ms=0)
     )
     assert_serves(producer, consumer)
-    beats = heartbeats_of(monkeypatch)
-    time.sleep(4.0)
-    assert len(beats) >= 4, "every two thirds of a second"
+    beats, began = heartbeats_of(monkeypatch), time.monotonic()
+    until(lambda: len(beats) >= 5, "heartbeats")
+    assert time.monotonic() - began < 12.0, "every 1.7 s, not every 3 s"
     assert consumer.count("lost_sessions") == 0
 
 
@@ -415,13 +416,13 @@ def test_a_codec_that_raises_fails_its_transfer_and_no_other(
     consumer.counts.clear()
 
 
-def slow_names(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def slow_names(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
     """A name server that takes its time, except for localhost."""
     lookup = socket.getaddrinfo
 
     def slow(host: str, *rest: Any, **options: Any) -> Any:
         if host != "localhost":
-            time.sleep(seconds)
+            wait()
             host = "127.0.0.1"
         return lookup(host, *rest, **options)
 
@@ -431,8 +432,9 @@ def slow_names(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_a_name_server_that_does_not_answer_costs_its_request_only(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
-    slow_names(monkeypatch, 4.0)
-    producer, consumer = ranks.pair(SHORT | {"insecure": True})
+    answers = threading.Event()
+    slow_names(monkeypatch, lambda: answers.wait(60.0))
+    producer, consumer = ranks.pair(LONG | {"insecure": True, "connect_timeout_s": 5.0})
     for i in range(6):
         source = producer.source._replace(host=f"p{i}.example")
         consumer.agent.submit(Hold(f"load of slow {i}", f"slow {i}", (Peer(source, WHOLE),), True))
@@ -444,6 +446,7 @@ def test_a_name_server_that_does_not_answer_costs_its_request_only(
         finished = consumer.loaded(f"slow {i}")
         assert finished.cause == Cause.UNREACHABLE
         assert "name server" in finished.detail
+    answers.set()
 
 
 def test_a_name_that_nobody_knows_fails_its_load_once(
@@ -464,7 +467,7 @@ def test_a_name_that_nobody_knows_fails_its_load_once(
 def test_a_name_that_is_found_leads_to_the_session_that_is_there(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
-    slow_names(monkeypatch, 0.2)
+    slow_names(monkeypatch, lambda: time.sleep(0.2))
     producer, consumer = ranks.pair(LONG | {"insecure": True})
     assert_serves(producer, consumer)
     hosts = ["p.example", "P.example", "localhost", "::ffff:127.0.0.1", "127.0.0.1"]
@@ -481,12 +484,14 @@ def test_a_hung_engine_behind_a_live_agent_is_not_waited_for(
 ):
     settings = LONG | {"engine_timeout_s": 1.0, "wait_timeout_s": 4.0}
     producer, consumer = ranks.pair(settings)
-    if steps:  # without pause, which a busy machine would not let us do
-        monkeypatch.setattr(producer.agent._steps, "age_s", lambda: 0.0)
+    # Without pause, which a busy machine would not let us do.
+    monkeypatch.setattr(producer.agent._steps, "age_s", lambda: 0.0)
     consumer.load(producer.source, "loaded", [1], wait=True)
     watched = Hold("load of watched", "watched", (producer.peer,), True)
     consumer.agent.submit(watched)
     until(lambda: producer.gauge("outgoing_transfers") == 2)
+    if not steps:
+        monkeypatch.undo()
     deadline = time.monotonic() + 30.0
     while len(consumer.look()) + len(consumer.told) < 2:
         assert time.monotonic() < deadline

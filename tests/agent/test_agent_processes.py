@@ -73,7 +73,8 @@ def test_a_killed_producer_fails_its_loads_at_once_and_another_serves(
 
 @each_transport
 def test_a_killed_consumer_costs_its_leases_only(ranks: Ranks, children: Children, transport: str):
-    settings = SHORT | TRANSPORTS[transport] | {"lease_s": 60.0}
+    settings = SHORT | PATIENT | TRANSPORTS[transport]
+    settings |= {"lease_s": 60.0, "wait_timeout_s": 60.0, "session_timeout_s": 4.0}
     producer = ranks(settings, consumes=False)
     consumer = children(settings, produces=False)
     producer.offer("t", [1, 2])
@@ -104,7 +105,9 @@ def test_a_killed_consumer_is_gone_before_any_timeout(ranks: Ranks, children: Ch
 def test_a_stopped_producer_fails_its_loads_in_bounded_time_and_serves_when_it_goes_on(
     ranks: Ranks, children: Children, transport: str
 ):
-    settings = SHORT | TRANSPORTS[transport] | {"lease_s": 1.0}
+    settings = SHORT | TRANSPORTS[transport]
+    settings |= {"lease_s": 1.0, "wait_timeout_s": 60.0}
+    settings |= {"session_timeout_s": 2.0, "connect_timeout_s": 5.0}
     producer = children(settings, consumes=False)
     consumer = ranks(settings, produces=False, seed=1)
     source = producer.call("source")

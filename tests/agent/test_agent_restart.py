@@ -2,7 +2,6 @@
 """An agent that dies or hangs: its engine is told in time, no page is touched late, and it comes
 back on the same port."""
 
-import contextlib
 import itertools
 import os
 import socket
@@ -23,6 +22,7 @@ from support.agents import (
     ranks,
     until,
 )
+from support.free_ports import free_ports
 
 from pd_connector.agent import agent
 from pd_connector.agent.commands import Revoke, Withdraw
@@ -120,24 +120,14 @@ def test_an_agent_that_died_serves_again_on_its_port_with_another_epoch(ranks: R
         assert consumer.loaded("t").cause is None
 
 
-def free_port() -> int:
-    """A port that is free now, as is the next, and that the system does not give away by itself."""
-    for port in range(21000, 32000):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            socket.create_server(("127.0.0.1", port + 1)).close()
-            return port
-    raise AssertionError("no port is free")
-
-
 def test_ports_of_the_config_are_taken_by_producers_and_kept_over_a_restart(
     ranks: Ranks, forked: Callable[[], None]
 ) -> None:
-    control = free_port()
-    ports = {"control_port": control, "data_port": control + 1}
+    control, data = free_ports(2)
+    ports = {"control_port": control, "data_port": data}
     producer, consumer = ranks.pair(LONG | TRANSPORTS["tcp"] | {"agent_timeout_s": 600.0} | ports)
     assert producer.agent.port == control
-    data = producer.agent.data_port
-    assert data == control + 1
+    assert producer.agent.data_port == data
     assert consumer.agent.data_port == 0, (
         "a consumer dials, and takes no port that a producer needs"
     )

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from support.agents import MODEL, SHORT, Rank, Ranks, geometry_of, ranks
-from support.pool_stores import store
+from support.pool_stores import patient, store
 from support.waits import until
 
 from pd_connector.agent import pool_loads, pool_saves
@@ -30,10 +30,12 @@ from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 
-__all__ = ["ranks", "store"]
+__all__ = ["patient", "ranks", "store"]
 
 FACTS = msgspec.structs.replace(MODEL, weights_full=b"all bytes")
 ROOT = model_root(FACTS)
+PATIENT = SHORT | {"connect_timeout_s": 20.0, "session_timeout_s": 10.0, "stall_timeout_s": 20.0}
+LATE = (Cause.SESSION_LOST, Cause.UNREACHABLE, Cause.UNKNOWN_TRANSFER, Cause.LEASE_EXPIRED)
 PAGE, OTHER_PAGE = 16, 32
 CHUNKS = 2
 TOKENS = list(range(CHUNKS * CHUNK_TOKENS))
@@ -43,15 +45,16 @@ Make = Callable[..., Rank]
 
 
 @pytest.fixture
-def rank(ranks: Ranks, store: LocalStore) -> Make:
+def rank(ranks: Ranks, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes a rank by page size and name."""
+    monkeypatch.setattr(pool_saves, "_WAITS_S", 60.0)  # on a busy machine, too
 
     def make(
         page_size: int, name: str, codec: str = "raw", at_rest: str = "raw", **options: Any
     ) -> Rank:
         geometry = geometry_of(Shard(0, 2, 0, 1), page_size=page_size)
         told = {"facts": FACTS, "seed": len(name), "engine_id": name, "store": store, **options}
-        config = SHORT | {"codec": codec, "pool": {"codec": at_rest}}
+        config = PATIENT | {"codec": codec, "pool": {"codec": at_rest}}
         return ranks(config, geometry=geometry, **told)
 
     return make
@@ -165,7 +168,7 @@ def test_chunks_before_a_bad_one_are_in_place_and_none_after_it(
                 released.wait(30)
             return read(loader, asked, *args)
 
-        monkeypatch.setattr(pool_loads, "_STALL_S", 1.0)
+        monkeypatch.setattr(pool_loads, "_STALL_S", 3.0 if bad else 1.0)
         monkeypatch.setattr(pool_loads.Loader, "read", hangs)
     elif harm == "gone":
         store.remove([chunk.key])
@@ -443,6 +446,7 @@ def test_a_store_that_does_not_answer_keeps_no_page_of_a_save(
         assert isinstance(writer.end_of(save_.request), Saved)
     assert writer.count("pool_saves", cause="busy") == len(saves)
     silent.silent.set()
+    monkeypatch.setattr(pool_saves, "_WAITS_S", 60.0)
     again = Save("again", ROOT or b"", chunks()[0], (pages,))
     until(lambda: store.status().writing == 0, "what was given up leaves no room taken", 10.0)
     writer.agent.submit(again)
@@ -492,12 +496,12 @@ def test_a_silent_store_takes_no_thread_away_from_later_loads(
 
 
 def handed_over(producer: Rank, consumer: Rank, name: str) -> Finished:
-    """Hand over one page of the producer's; again where a session was lost."""
+    """Hand over one page of the producer's; again where a session was lost, or a lease has ended."""
     for attempt in range(20):
         producer.offer(f"{name} {attempt}", [0])
         consumer.load(producer.source, f"{name} {attempt}", [0])
         found = consumer.loaded(f"{name} {attempt}")
-        if found.cause is not Cause.SESSION_LOST:
+        if found.cause not in LATE:
             break
         time.sleep(0.1)
     return found
@@ -527,8 +531,8 @@ def test_kv_that_was_computed_on_int8_chunks_is_handed_over_where_int8_is_permit
 
 def test_what_came_in_a_lossy_codec_is_not_handed_on_as_exact(ranks: Ranks) -> None:
     """Without a pool: an engine of both roles."""
-    first, both = ranks(SHORT | {"codec": "int8"}), ranks(SHORT | {"codec": "int8"})
-    exact = ranks(SHORT)
+    first, both = ranks(PATIENT | {"codec": "int8"}), ranks(PATIENT | {"codec": "int8"})
+    exact = ranks(PATIENT)
     assert handed_over(both, exact, "before").cause is None
     assert handed_over(first, both, "int8").cause is None
     assert handed_over(both, exact, "after").cause is Cause.CODEC

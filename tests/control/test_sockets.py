@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control channel's sockets: they never wait, and tell why a connection has gone."""
 
-import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 from support.descriptors import no_descriptors
+from support.free_ports import free_ports
 from support.waits import until
 
 from pd_connector.control import sockets
@@ -108,8 +108,8 @@ def test_a_peer_that_floods_a_thread_which_does_not_look_takes_bounded_memory(co
         sent += 1
     assert sent < 600, "what is not taken waits at the peer, and in the system"
     arrived = 0
-    while listener.socket.poll(200):
-        arrived += len(listener.receive())
+    while arrived < sent:
+        arrived += len(until(listener.receive))
     assert arrived == sent
 
 
@@ -244,16 +244,6 @@ def test_a_dial_without_descriptors_fails_as_one_that_is_refused(left: int):
         until(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors given back")
     finally:
         context.destroy(linger=0)
-
-
-def free_ports(count: int) -> range:
-    """Ports in a row that are free now."""
-    for first in range(21000, 32000, count):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            return range(first, first + count)
-    raise AssertionError("no ports are free")
 
 
 def test_ranks_of_a_host_share_a_range_of_ports(context: Context):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.pool_records import FACTS, GEOMETRY, record, sealed
-from support.pool_stores import store
+from support.pool_stores import patient, store
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Shard
@@ -22,7 +22,7 @@ from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.trust import writer_of
 
-__all__ = ["store"]
+__all__ = ["patient", "store"]
 
 FIRST = record()
 SECOND = msgspec.structs.replace(

@@ -8,12 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from pd_connector.pool.store import holdings
+from pd_connector.pool.store.books import Books
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 
 
+def wait_for_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gives up on books that a keeper's thread holds, however long that waits for a processor."""
+    monkeypatch.setitem(Books.transaction.__wrapped__.__kwdefaults__, "wait_s", 30.0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(holdings, "_PUBLISHES_S", 30.0)
+
+
 @pytest.fixture
-def store() -> Iterator[LocalStore]:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of a store that nobody disturbs."""
+    wait_for_books(monkeypatch)
+
+
+@pytest.fixture
+def store(patient: None) -> Iterator[LocalStore]:
     """A store of 64 MiB in shared memory, without a disk."""
     folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
     found = LocalStore(Space(folder / "pool", 64 << 20))

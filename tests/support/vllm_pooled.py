@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from pd_connector.agent import pool_saves
 from pd_connector.pool import host
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.vllm import pool_looks
+from support.pool_stores import wait_for_books
 from support.vllm_computing import ComputingEngine, answered, until_over
 
 Make = Callable[..., ComputingEngine]
@@ -29,6 +31,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(host, "_stores", {})
     monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)  # on a busy machine, too
     monkeypatch.setattr(pool_looks, "_SLOW_S", 60.0)
+    monkeypatch.setattr(pool_saves, "_WAITS_S", 60.0)
+    wait_for_books(monkeypatch)
     made: list[ComputingEngine] = []
 
     def engine(

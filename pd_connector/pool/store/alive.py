@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from pd_connector.pool.store.folder import Folder, private_folder, unusable
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
 _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+_CLAIMS_S = 5.0
+"""The longest wait for a process that claims the same folder. It takes microseconds, unless it loses its processor."""
 TOLD_BYTES = 4096
 """The most bytes that a process tells others."""
 
@@ -127,12 +130,17 @@ class Alive:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._folder)
 
-    def close(self) -> None:
-        """This process no longer uses the store."""
+    def close(self, *, told: bool = True) -> None:
+        """This process no longer uses the store.
+
+        Args:
+            told: its end is in the books. Otherwise its name stays, and others remove what it has left, as of a dead process.
+        """
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
-            os.unlink(self.name, dir_fd=self._folder)
+            if told:
+                os.unlink(self.name, dir_fd=self._folder)
         os.close(self._lock)
         os.close(self._folder)
         self._lock = -1
@@ -168,7 +176,7 @@ def claim(disk: Folder, memory: Folder) -> int:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, _TAKE)
             write_claim(lock, memory)
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _share(lock)
         if os.pread(lock, 256, 0) != name:
             raise OSError("another name")
     except OSError:
@@ -178,6 +186,22 @@ def claim(disk: Folder, memory: Folder) -> int:
             "containers share one (Docker: --ipc), or name a folder for each (config key pool.dir)"
         ) from None
     return lock
+
+
+def _share(lock: int) -> None:
+    """Hold a lock together with others. A process that starts at the same time has it alone while it writes its claim.
+
+    Raises:
+        OSError: another one does not let it go.
+    """
+    until = time.monotonic() + _CLAIMS_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.001)
 
 
 def write_claim(lock: int, memory: Folder) -> None:

@@ -92,7 +92,15 @@ class Holdings:
             write_claim(self._claim, self.folders[0])
 
     def close(self) -> None:
+        """End this process's pins and parts. If the books cannot be written, others find the process dead, and end them."""
         self.flush()
+        told = not self._owed
+        try:
+            with self.books.transaction() as books:
+                books.execute("DELETE FROM pins WHERE holder = ?", (self.alive.name,))
+        except BooksError:
+            told = False
+        self.alive.close(told=told)
         self._closing.close()
 
     def begin_in(
@@ -240,8 +248,8 @@ class Holdings:
         """Write down what was used, and what is gone. If the books cannot be written, later."""
         if (not self._owed and not self.used) or not self._flushing.acquire(blocking=False):
             return
+        owed, used = list(self._owed), self._take_used()
         try:
-            owed, used = list(self._owed), self._take_used()
             with self.books.transaction() as books:
                 removed(books, owed)
                 for keys in used:
@@ -249,7 +257,8 @@ class Holdings:
             for _ in owed:
                 self._owed.popleft()
         except BooksError:
-            pass
+            room = _MOST_UNTOLD - len(self.used)  # else the youngest would be forgotten
+            self.used.extendleft(used[: -room - 1 : -1])
         finally:
             self._flushing.release()
 

@@ -211,6 +211,4 @@ class LocalStore(Store):
 
     def close(self) -> None:
         self.keeper.stop()
-        with contextlib.suppress(BooksError), self._books.transaction() as books:
-            books.execute("DELETE FROM pins WHERE holder = ?", (self._holdings.alive.name,))
         self._holdings.close()

@@ -8,8 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support.pool_stores import patient
 
 from pd_connector.pool.store.local import LocalStore, Space
+
+__all__ = ["patient"]
 
 Open = Callable[..., LocalStore]
 

@@ -14,6 +14,7 @@ from pd_connector.pool.store.ledger import DISK_TIER
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.parts import LocalReading
 
+pytestmark = pytest.mark.usefixtures("patient")
 Open = Callable[..., LocalStore]
 NBYTES = (1 << 20) + 4096 + 77
 
@@ -24,6 +25,7 @@ def reading(open_store: Open, tmp_path: Path) -> tuple[LocalReading, bytes]:
     store = open_store(disk=64 << 20)
     (key,) = chain("a", 1)
     save(store, [key], nbytes=NBYTES)
+    store.keeper.stop()  # its thread opens files, too
     assert store.keeper.copy(key, DISK_TIER)
     folder = store._holdings.folders[DISK_TIER]
     entry = folder.entry(key)

@@ -16,6 +16,7 @@ from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.folder import Folder, charge_of
 from pd_connector.pool.store.local import LocalStore
 
+pytestmark = pytest.mark.usefixtures("patient")
 NBYTES = 10_000
 CHARGE = charge_of(NBYTES)
 Open = Callable[..., LocalStore]
@@ -63,7 +64,7 @@ def test_a_part_that_is_not_published_is_not_found(open_store: Open) -> None:
         writing.write(0, memoryview(b"x" * NBYTES))
         assert there(store, [key]) == 0
     assert there(store, [key]) == 0
-    assert store.status().writing == 0
+    assert eventually(lambda: store.status().writing == 0), "with the keeper's turn at the latest"
     assert store.status().tiers[0].nbytes == 0
 
 
@@ -316,6 +317,7 @@ def test_the_journal_tells_what_is_there_the_same_to_all(open_store: Open) -> No
     assert set(known) == set(chain("a", 3))
     save(other, chain("b", 4))
     one.remove(chain("b", 1))
+    assert eventually(lambda: one.was_stored(chain("b", 1)[0]))
     known, after = replayed(one, after, known)
     assert known == replayed(other)[0]
     there_now = {key for key in chain("a", 3) + chain("b", 4) if one.find([key])[0]}
@@ -333,6 +335,7 @@ def test_the_journal_is_whole_over_many_pages(
     known, after = replayed(store)
     assert set(known) == set(keys)
     store.remove(keys[3:])
+    assert eventually(lambda: all(map(store.was_stored, keys[3:])))
     assert set(replayed(store, after, known)[0]) == set(keys[:3])
 
 
@@ -347,6 +350,7 @@ def test_a_journal_that_no_longer_reaches_back_begins_again(
         save(store, chain(f"{number}", 1))
         store.remove(chain(f"{number}", 1))
     store.remove(chain("a", 1))
+    assert eventually(lambda: store.status().tiers[0].chunks == 0)
     store.keeper.sweep()
     store.keeper.sweep()
     save(store, chain("b", 1))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from support.waits import until
 from whole import problems, sweep
 
 from pd_connector.errors import ConfigError, PoolError
-from pd_connector.pool.store import keeper, stocktaking
+from pd_connector.pool.store import alive, keeper, stocktaking
 from pd_connector.pool.store.base import Refusal, Why
 from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.folder import Folder, charge_of
@@ -91,6 +92,33 @@ def test_a_process_stopped_within_a_transaction_costs_saves_only(
     process.send_signal(signal.SIGCONT)
     process.wait(30)
     assert save(store, chain("b", 1)) == 1
+
+
+def test_what_a_store_cannot_write_down_as_it_closes_others_remove(open_store: Open) -> None:
+    """Else room that it had taken would stay taken, and chunks that it had pinned stay pinned, until the host restarts."""
+    one, other = open_store(2 * CHARGE), open_store(2 * CHARGE)
+    save(one, chain("a", 1))
+    one.pin(chain("a", 1), for_s=3600)
+    writing = begin(one, *chain("b", 1))
+    assert not isinstance(writing, Refusal)
+    with other._books.transaction(wait_s=10):
+        writing.cancel()
+        one.close()
+    until(lambda: other.status().writing == other.status().pinned == 0, "nobody's any more", 10.0)
+    assert save(other, chain("b", 2)) == 2
+    assert problems(other) == []
+
+
+def test_look_ups_while_the_books_are_held_count_as_uses(open_store: Open) -> None:
+    store, other = open_store(2 * CHARGE), open_store(2 * CHARGE)
+    store.keeper.stop()
+    for name in ("used", "unused"):
+        save(store, chain(name, 1))
+    with other._books.transaction(wait_s=10):
+        assert there(store, chain("used", 1)) == 1
+        assert isinstance(begin(store, *chain("new", 1)), Refusal)
+    assert save(store, chain("new", 1)) == 1
+    assert [there(store, chain(name, 1)) for name in ("used", "unused", "new")] == [1, 0, 1]
 
 
 def test_after_a_while_the_others_make_books_of_their_own(
@@ -346,6 +374,31 @@ def test_two_pools_do_not_share_a_disk(folder: Path, tmp_path: Path) -> None:
         LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26))
     one.close()
     LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26)).close()
+
+
+def test_processes_that_start_at_the_same_time_share_a_new_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has the lock of the folder alone for a moment."""
+    spaces = Space(folder / "pool", 1 << 26), Space(tmp_path / "disk", 1 << 26)
+    write, claiming, go_on = alive.write_claim, threading.Event(), threading.Event()
+    opened: list[LocalStore] = []
+
+    def slow(*arguments: Any) -> None:
+        write(*arguments)
+        claiming.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(alive, "write_claim", slow)
+    first = threading.Thread(target=lambda: opened.append(LocalStore(*spaces)))
+    first.start()
+    assert claiming.wait(30)
+    threading.Timer(0.1, go_on.set).start()
+    opened.append(LocalStore(*spaces))
+    first.join(30)
+    for store in opened:
+        store.close()
+    assert len(opened) == 2
 
 
 def test_what_a_reboot_leaves_on_the_disk_is_found_at_once(folder: Path, tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def _blocks(file: Path) -> int:
 
 
 def _problems(store: LocalStore, writing: int) -> list[str]:
+    try:
+        return _differences(store, writing)
+    except BooksError as error:
+        return [str(error)]
+
+
+def _differences(store: LocalStore, writing: int) -> list[str]:
     holdings, found = store._holdings, []
     holdings.flush()
     for tier, part in enumerate(holdings.folders):

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from chunks import chain, save
+from support.pool_stores import wait_for_books
+from support.waits import until
 
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store import reports
@@ -33,6 +35,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
     """The store as an engine of this host has opened it."""
     folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
     monkeypatch.setenv(SHM_VARIABLE, str(folder))
+    wait_for_books(monkeypatch)
     memory_folder().mkdir(parents=True, mode=0o700)
     opened = LocalStore(Space(memory_folder(), 64 << 20))
     yield opened
@@ -105,6 +108,7 @@ def test_a_journal_is_told_from_its_beginning_and_then_what_follows(store: Local
     assert [(one.key, one.tier) for one in first.events] == [(k.hex(), "memory") for k in keys[:2]]
     save(store, keys[2:])
     store.remove(keys[:1])
+    until(lambda: store.was_stored(keys[0]), "the removal in the books")
     further = server.page(first.next)
     assert not further.whole
     assert {one.key: one.tier for one in further.events} == {

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from router_fakes import FakeEngine, Reply, World, event, forever, run, says, until
 
+from scheduler_plugins.router import server
 from scheduler_plugins.router.client.downstream import Downstream
-from scheduler_plugins.router.client.stopping import LAST_S
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 
 LIMIT = "X-Request-Timeout-Ms"
@@ -119,8 +119,11 @@ def test_a_stream_that_is_late_says_so_and_its_connection_serves_again(limit: Li
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_router_that_stops_tells_the_clients_whose_time_is_over(stream: bool) -> None:
+def test_a_router_that_stops_tells_the_clients_whose_time_is_over(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream gets the error event, and a request without an answer 503; nobody waits for the limit twice."""
+    monkeypatch.setattr(server, "LAST_S", 20.0)  # on a busy machine, too
 
     async def scenario() -> None:
         async with World(shutdown_timeout_s=0.3) as world:
@@ -131,7 +134,7 @@ def test_a_router_that_stops_tells_the_clients_whose_time_is_over(stream: bool) 
                 await asyncio.sleep(0.1)
             begun_s = asyncio.get_running_loop().time()
             await world.server.close()
-            assert asyncio.get_running_loop().time() - begun_s < 0.3 + LAST_S
+            assert asyncio.get_running_loop().time() - begun_s < 20.0
             reply = await asked
             assert "the router is being stopped" in reply.text
             if stream:

@@ -26,6 +26,9 @@ from scheduler_plugins.router.engines.failures import UnreachableError
 from scheduler_plugins.router.handoff import prefill
 from scheduler_plugins.router.handoff.prefill import PrefillCopy
 
+HUNG_S = 2.5
+"""Silence after which an engine is hung. All engines of a test share a thread, which may have to wait for a processor."""
+
 
 @pytest.mark.parametrize(
     ("behave", "cause"),
@@ -164,7 +167,7 @@ def test_no_engine_is_asked_twice_and_prefill_engines_are_the_last_resort() -> N
 @pytest.mark.parametrize("how", ["unhealthy", "hung"])
 def test_an_engine_whose_health_fails_gets_no_more_requests(how: str) -> None:
     async def scenario() -> None:
-        async with World(decode=2, health_timeout_s=0.3) as world:
+        async with World(decode=2, health_timeout_s=HUNG_S) as world:
             world.d[0].healthy, world.d[0].hung = how != "unhealthy", how == "hung"
             await world.down(world.d[0])
             for _ in range(3):
@@ -179,7 +182,7 @@ def test_a_hung_decode_engine_is_left_without_waiting_for_the_first_byte_limit(
     streams: bool,
 ) -> None:
     async def scenario() -> None:
-        async with World(decode=2, health_timeout_s=0.3) as world:
+        async with World(decode=2, health_timeout_s=HUNG_S) as world:
             world.d[0].behave = hang
             task = asyncio.create_task(world.complete(stream=streams))
             await until(lambda: world.d[0].running == 1, "d0 has the request")
@@ -192,7 +195,7 @@ def test_a_hung_decode_engine_is_left_without_waiting_for_the_first_byte_limit(
 
 def test_a_stream_of_an_engine_that_hangs_is_interrupted() -> None:
     async def scenario() -> None:
-        async with World(health_timeout_s=0.3) as world:
+        async with World(health_timeout_s=HUNG_S) as world:
             world.d[0].behave = stream(2, then="hang")
             task = asyncio.create_task(world.complete(stream=True))
             await until(lambda: world.d[0].running == 1, "d0 has the request")
@@ -233,7 +236,7 @@ def test_draining_has_an_end() -> None:
 )
 def test_a_silent_but_healthy_engine_is_left_at_the_limit(streams: bool, limit: str) -> None:
     async def scenario() -> None:
-        async with World(decode=2, **{limit: 0.6}) as world:
+        async with World(decode=2, **{limit: HUNG_S}) as world:
             world.d[0].behave = hang
             assert "d1" in (await world.complete(stream=streams)).text
             assert await world.metric("retries_total", cause="first_byte_timeout") == 1

@@ -4,7 +4,6 @@
 import asyncio
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from router_fakes import World, run, stream, until
+from support.free_ports import free_ports
 
 PAGE = (Path(__file__).parents[3] / "docs" / "router.md").read_text()
 DOCUMENTED = re.findall(r"```nginx\n(.*?)```", PAGE, re.DOTALL)[0]
@@ -20,11 +20,6 @@ upstream pd_router { server 127.0.0.1:8000; }
 server { listen 80; location / { proxy_pass http://pd_router; } }
 """
 GAP_S = 0.3
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 pytestmark = pytest.mark.skipif(not shutil.which("nginx"), reason="no nginx is installed (Debian)")
@@ -57,7 +52,7 @@ def test_events_come_at_once_and_a_client_that_leaves_is_noticed(
     async def scenario() -> None:
         async with World(1, 1) as world:
             world.d[0].behave = stream(3, gap_s=GAP_S)
-            port = free_port()
+            (port,) = free_ports(1)
             url = f"http://127.0.0.1:{port}"
             with nginx(servers, world.port, port, tmp_path):
                 while True:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.pool_stores import patient
 
 from pd_connector.pool.settings import memory_folder
 from pd_connector.pool.store.base import Writing
@@ -20,6 +21,8 @@ from pd_connector.tools.cli.checks import pool
 from pd_connector.tools.cli.checks.facts import Facts, Pool
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
+__all__ = ["patient"]
+pytestmark = pytest.mark.usefixtures("patient")
 MIB = 1 << 20
 USED = Pool(
     "/dev/shm/pd_connector-0/pool",

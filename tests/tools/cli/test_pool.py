@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.pool_records import record, sealed
+from support.pool_stores import patient
 from typer.testing import CliRunner, Result
 
 from pd_connector.pool.form import coded_run
@@ -22,6 +23,9 @@ from pd_connector.pool.settings import SHM_VARIABLE, PoolSettings, load
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.tools.cli.pool import app
+
+__all__ = ["patient"]
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture

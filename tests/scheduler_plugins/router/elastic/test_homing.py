@@ -247,6 +247,7 @@ def test_an_engine_that_starts_on_another_side_than_the_file_says_is_named_with_
             world.p, world._both = [astray], True
         async with world:
             engine = world.known(astray)
+            await until(lambda: astray.url in caplog.text and engine.role is P, "it is named")
             await asyncio.sleep(0.3)
             assert (engine.role, astray.asked) == (P, []), "it is used for what it is"
             (named,) = [text for text in caplog.messages if text.startswith(astray.url)]
@@ -279,6 +280,7 @@ def test_an_engine_that_a_policy_has_moved_stays_when_the_router_starts_anew() -
         moved = world.fakes[2]
         moved.mode = "prefill"
         async with world:
+            await until(lambda: world.known(moved).role is P, "its side is known")
             await asyncio.sleep(0.3)
             assert (world.known(moved).role, moved.asked) == (P, [])
             assert not world.known(moved).standing.problem
@@ -318,6 +320,7 @@ def test_a_router_that_does_not_lead_switches_nothing_and_says_who_does(
             fake = world.fakes[2]
             world.pool.leads = False
             world.edit(world.fakes[0], fake)
+            await until(lambda: "Another router decides" in caplog.text, "it says so")
             await asyncio.sleep(0.3)
             assert (world.sides()["d1"], fake.asked) == (("decode", "decode"), [])
             assert caplog.text.count("Another router decides on roles") == 1

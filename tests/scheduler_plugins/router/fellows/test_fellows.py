@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from math import inf, nan
 from typing import cast
 
 import msgspec
 import pytest
 from router_fakes import DEADLINE_S, FAST, FakeEngine, run, until
+from support.free_ports import free_ports
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -185,9 +185,7 @@ def test_a_router_that_was_named_and_is_not_heard_is_missed(
 
 
 def free_address() -> str:
-    """A socket that is bound and closed names a port that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
 SECRET, ANOTHER = (

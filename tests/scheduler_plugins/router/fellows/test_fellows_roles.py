@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 from router_fakes import FAST, FakeEngine, run, until
+from support.free_ports import free_ports
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
@@ -34,11 +34,7 @@ def slow_to_forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def addresses(count: int) -> list[str]:
     """Addresses whose ports are free."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in held]
-    for one in held:
-        one.close()
-    return found
+    return [f"tcp://127.0.0.1:{port}" for port in free_ports(count)]
 
 
 @asynccontextmanager
