@@ -88,11 +88,9 @@ class SchedulerSide:
         self._fetching = Fetching(config, windows, ranks, self.telemetry, *known)
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
-            codecs = pool_codecs(config, consumes=consumes)
-            told, unfilled = (self.telemetry, self._ignored), self._fetching.unfilled
-            self.pool = PoolSide(
-                *opened, codecs, windows, self.identity, *told, unfilled, ranks, engine_id
-            )
+            of_engine = pool_codecs(config, consumes=consumes), windows, self.identity
+            told = self.telemetry, self._ignored, self._fetching.unfilled
+            self.pool = PoolSide(*opened, *of_engine, *told, ranks, engine_id)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()
