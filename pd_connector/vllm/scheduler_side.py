@@ -78,8 +78,7 @@ class SchedulerSide:
         self._ignored = IgnoredParams(self.telemetry)
         self._unmoved = UnmovedPrompts(self.telemetry, max(windows.page_sizes, default=0))
         self._config = config
-        self._produces = produces
-        self._consumes = consumes
+        self._produces, self._consumes = produces, consumes
         address = transfer_params.ProducerAddress(engine_id, consumes=consumes)
         self.offers = Offers(windows, address, streams=config.overlap != "off")
         self.identity = RequestIdentity(adapters, processor)
@@ -88,9 +87,11 @@ class SchedulerSide:
         self._fetching = Fetching(config, windows, ranks, self.telemetry, *known)
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
-            of_engine = pool_codecs(config, consumes=consumes), windows, self.identity
-            told = self.telemetry, self._ignored, self._fetching.unfilled
-            self.pool = PoolSide(*opened, *of_engine, *told, ranks, engine_id)
+            codecs = pool_codecs(config, consumes=consumes)
+            told, unfilled = (self.telemetry, self._ignored), self._fetching.unfilled
+            self.pool = PoolSide(
+                *opened, codecs, windows, self.identity, *told, unfilled, ranks, engine_id
+            )
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._stale = StalePages()
@@ -289,8 +290,7 @@ class SchedulerSide:
         try:
             return self.identity.of(request, tokens), self.identity.adapters.name(request)
         except OSError as error:
-            detail = f"its adapter cannot be identified by its content: {error}"
-            self._ignore(request, Cause.MODEL, detail)
+            self._ignore(request, Cause.MODEL, f"its adapter's content is not known: {error}")
             return None
 
     def _ignore(self, request: "Request", cause: Cause, detail: str) -> None:
