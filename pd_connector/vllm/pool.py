@@ -293,9 +293,8 @@ class PoolSide:
         if prompt.loading:
             self._looks.unpin(prompt.loading.keys)
             return []
-        usable = prompt.stepped and unchanged
         commands: list[Save | Fill] = []
-        if usable:
+        if prompt.stepped and unchanged:
             computed, pages = request.num_computed_tokens, self._saves.present(prompt, pages)
             commands += self._audit.compare(prompt, computed, pages, self.model)
             if prompt.writes:
@@ -310,7 +309,8 @@ class PoolSide:
         """Numbers of the chunks that were computed since the last saves."""
         # A token's KV is final once the token after it is known: drafts may be rejected.
         stop = min(computed, prompt.request.num_tokens - 1) // CHUNK_TOKENS
-        return range(prompt.kept, stop if self.model else 0)
+        usable = self.model and self._identity.exact(prompt.request)
+        return range(prompt.kept, stop if usable else 0)
 
     def _saves_of(
         self, prompt: PoolPrompt, new: range, pages: Sequence[Sequence[int]]
