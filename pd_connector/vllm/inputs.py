@@ -5,9 +5,10 @@ engine's settings for them and for adapters (`adapters`)."""
 import hashlib
 import json
 import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-_MOST_INPUTS = 4096
+_MOST_INPUTS = 1 << 16
 """Number of inputs (images and others) whose hashes are remembered."""
 LEAST_ELEMENTS = 256
 """Fewest elements in the largest tensor of an input. With fewer, the input has only sizes: its content is on an
@@ -64,6 +65,27 @@ def _under(settings: Mapping[str, Any]) -> str:
     return "under " + hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
+class _Known(NamedTuple):
+    """An input that has come."""
+
+    content: str
+    data: Callable[[], object]  # the processed data, as long as vLLM has it
+
+
+def _reference(data: object) -> Callable[[], object]:
+    try:
+        return weakref.ref(data)
+    except TypeError:
+        return lambda: None
+
+
+def _remember(known: OrderedDict[str, Any], identifier: str, value: object) -> None:
+    known[identifier] = value
+    known.move_to_end(identifier)
+    if len(known) > _MOST_INPUTS:
+        known.popitem(last=False)
+
+
 class RequestIdentity:
     """Fingerprints of requests' prompts. Used by one thread.
 
@@ -78,7 +100,29 @@ class RequestIdentity:
     def __init__(self, settings: str = "", processor: str = "") -> None:
         self.adapters = Adapters(settings)
         self._processor = processor
-        self._inputs: OrderedDict[str, str] = OrderedDict()
+        self._inputs: OrderedDict[str, _Known] = OrderedDict()  # by vLLM's identifier
+        self._ambiguous: OrderedDict[str, None] = OrderedDict()  # identifiers of several inputs
+
+    def note(self, request: "Request") -> None:
+        """A request has come: remember its images and other inputs."""
+        for feature in request.mm_features or ():
+            self._input(feature)
+
+    def exact(self, request: "Request") -> bool:
+        """Whether each image or other input of a request is the only one that came under its identifier.
+
+        A client may choose an identifier (`uuid`), also the one that vLLM gives another client's image. vLLM then takes its
+        encoder's output, or pages of its prefix cache, for either image. KV of such a request is not handed over or saved.
+        """
+        return all(str(one.identifier) not in self._ambiguous for one in request.mm_features or ())
+
+    def unchanged(self, request: "Request") -> bool:
+        """Whether everything computed for a request is KV of its own inputs, and of the adapter with which it came."""
+        return self.exact(request) and self.adapters.unchanged(request)
+
+    def finished(self, request: "Request") -> bool:
+        """A request has ended. Returns as `unchanged`."""
+        return self.adapters.finished(request) and self.exact(request)
 
     def of(self, request: "Request", tokens: int | None = None) -> bytes:
         """Fingerprint of everything that the KV of a request's prompt depends on.
@@ -116,20 +160,21 @@ class RequestIdentity:
         """Hash of what the model is given for an image or other input, after the engine's processor. So the
         processor's settings count. The model's path, a part of vLLM's own identifier, does not."""
         known, data = str(feature.identifier), feature.data
-        if known in self._inputs:
+        before = self._inputs.get(known)
+        if before is not None and (is_elsewhere(data) or before.data() is data):
             self._inputs.move_to_end(known)
-        elif is_elsewhere(data):
+            return before.content
+        if is_elsewhere(data):
             # Processed elsewhere, or in shared memory: there is only vLLM's identifier. It does not include
             # the engine's own settings.
             return f"{feature.modality} {known} {self._processor}".rstrip()
-        else:
-            content = _content(data)
-            if elements(data) < LEAST_ELEMENTS:
-                content = f"{content} {known}"
-            self._inputs[known] = f"{feature.modality} {content}"
-            if len(self._inputs) > _MOST_INPUTS:
-                self._inputs.popitem(last=False)
-        return self._inputs[known]
+        content = f"{feature.modality} {_content(data)}"
+        if elements(data) < LEAST_ELEMENTS:
+            content = f"{content} {known}"
+        if before is not None and before.content != content:
+            _remember(self._ambiguous, known, None)
+        _remember(self._inputs, known, _Known(content, _reference(data)))
+        return content
 
 
 def is_elsewhere(data: Mapping[str, Any] | None) -> bool:

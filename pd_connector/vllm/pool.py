@@ -274,7 +274,8 @@ class PoolSide:
                 prompt.stepped = True
                 continue
             saved = self.model and prompt.writes and not prompt.adapter
-            new = prompt.new_chunks(computed if saved else 0)
+            exact = saved and self._identity.exact(prompt.request)
+            new = prompt.new_chunks(computed if exact else 0)
             pages = self._saves.present(prompt) if new or prompt.audited else ()
             saves += self._audit.compare(prompt, computed, pages, self.model)
             saves += self._saves_of(prompt, new, pages)
@@ -296,9 +297,8 @@ class PoolSide:
         if prompt.loading:
             self._looks.unpin(prompt.loading.keys)
             return []
-        usable = prompt.stepped and unchanged
         commands: list[Save | Fill] = []
-        if usable:
+        if prompt.stepped and unchanged:
             computed, pages = request.num_computed_tokens, self._saves.present(prompt, pages)
             commands += self._audit.compare(prompt, computed, pages, self.model)
             if prompt.writes and self.model:

@@ -118,6 +118,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""
+        self.identity.note(request)
         self._uncomputable.add(request)
         if self.pool:
             self.pool.add(request)
@@ -162,9 +163,9 @@ class SchedulerSide:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Pages have been allocated: fill them, or tell the producer that no KV is wanted."""
-        own = num_external_tokens
         self._stale.admitted(request.request_id)
-        verified = self._unverified.allocated(request.request_id, blocks, own)
+        own, exact = num_external_tokens, self.identity.exact(request)
+        verified = self._unverified.allocated(request.request_id, blocks, own) and exact
         if self.pool and (fill := self.pool.allocated(request, blocks, own, verified=verified)):
             self._fetching.fills(request.request_id, blocks, fill.first_token, fill.stop_token)
             self._commands.append(fill)
@@ -172,7 +173,7 @@ class SchedulerSide:
 
         def alike() -> bool:
             known = request.request_id not in self._unverified
-            return known and self.identity.adapters.unchanged(request)
+            return known and self.identity.unchanged(request)
 
         self._commands += self._fetching.allocated(request, blocks, own, alike)
 
@@ -247,7 +248,7 @@ class SchedulerSide:
         request_id = request.request_id
         self._stale.finished(request_id)
         verified = not self._unverified.finished(request_id)
-        unchanged = self.identity.adapters.finished(request)
+        unchanged = self.identity.finished(request)
         complete = request.status in _COMPLETE and unchanged
         if self.pool:
             self._commands += self.pool.finished(request, pages, unchanged=unchanged)
@@ -260,8 +261,7 @@ class SchedulerSide:
         return ended.keeps_pages, ended.answer
 
     def _announce_fetch(self, request: "Request", parsed: transfer_params.TransferParams) -> None:
-        assert parsed.remote_request_id is not None
-        transfer = parsed.remote_request_id
+        transfer = str(parsed.remote_request_id)  # `parse` has seen that it is there
         if not self._consumes:
             self._ignore(request, Cause.ROLE, "do_remote_prefill, but kv_role is kv_producer")
             return

@@ -21,7 +21,7 @@ class _Prompt:
     transfer: str
     identity: bytes
     tokens: int
-    provisional: bool  # known to be right only at its end: its adapter may be replaced
+    provisional: bool  # known to be right only at its end
     pages: list[list[int]] = field(default_factory=list)
     computed: int = 0
     # First offered page of each table, once the prompt is computed; empty before.
@@ -45,7 +45,9 @@ class Streaming:
 
     def add(self, request: "Request", transfer: str, identity: bytes) -> None:
         """A request has been queued. A consumer will fetch its KV."""
-        tokens, provisional = request.num_prompt_tokens, request.lora_request is not None
+        # Its adapter may be replaced, or another client's image come under the same identifier.
+        provisional = bool(request.lora_request or request.mm_features)
+        tokens = request.num_prompt_tokens
         self._prompts[request.request_id] = _Prompt(transfer, identity, tokens, provisional)
 
     def discard(self, request_id: str) -> None:

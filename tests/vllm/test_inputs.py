@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images count by content, not by name or path."""
 
+from collections import UserDict
 from types import SimpleNamespace
 
 import torch
@@ -59,6 +60,35 @@ def test_a_name_that_a_client_gives_two_images_finds_no_kv_of_either_image_under
     assert not set(known) & set(named)
     assert known[0] == RequestIdentity().inputs(request([image(first, "hash of the first")]))
     assert known[0] != known[1]
+
+
+def test_kv_is_not_exact_if_its_image_has_an_identifier_under_which_another_one_came():
+    """A client can choose it. vLLM then has the encoder's output, or pages, of either image."""
+    identity = RequestIdentity()
+    theirs, ours = torch.zeros(1, 256), torch.ones(1, 256)
+    first = request([image(theirs, "hash of ours"), image(theirs, "theirs")])
+    identity.note(first)
+    same = request([image(theirs.clone(), "hash of ours")])
+    identity.note(same)
+    assert identity.exact(first)
+    assert identity.unchanged(same)
+    second = request([image(ours, "hash of ours")])
+    assert identity.of(second) == RequestIdentity().of(second), "counts by its own content"
+    for each in (first, same, second):
+        assert not identity.exact(each)
+        assert not identity.unchanged(each)
+        assert not identity.finished(each)
+    assert identity.exact(request([image(theirs, "theirs")]))
+
+
+def test_an_image_that_vllm_keeps_is_hashed_once(monkeypatch):
+    hashed, content = [], inputs._content
+    monkeypatch.setattr(inputs, "_content", lambda data: (hashed.append(1), content(data))[1])
+    identity, kept = RequestIdentity(), image(torch.ones(1, 256), "a")
+    kept.data = UserDict(kept.data)  # as vLLM's is
+    for _ in range(3):
+        identity.note(request([kept]))
+    assert hashed == [1]
 
 
 def test_an_image_that_is_not_sent_again_is_known_by_its_identifier():

@@ -679,6 +679,18 @@ def test_chunks_are_not_used_if_their_adapter_is_replaced_while_they_are_loaded(
     of.assert_nothing_held()
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_kv_that_may_be_of_another_image_of_the_same_identifier_is_not_saved(
+    monkeypatch: pytest.MonkeyPatch, *, exact: bool
+) -> None:
+    of = engine()
+    add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=4)
+    of.step()  # the other one comes now
+    monkeypatch.setattr(of.side.identity, "exact", lambda request: exact)
+    run(of)
+    assert bool(saves(of)) == exact
+
+
 def test_kv_of_two_models_is_not_saved() -> None:
     of = engine()
     add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=4)
