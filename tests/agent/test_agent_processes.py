@@ -139,6 +139,26 @@ def test_a_producer_that_stops_between_chunks_stalls_its_loads(
     producer.kill()
 
 
+@pytest.mark.parametrize("transport", ["shm", "shm direct"])
+def test_slots_of_a_stopped_producer_that_is_read_come_home_with_its_session(
+    ranks: Ranks, children: Children, transport: str
+):
+    """It writes into none of them when it goes on. Loads from other producers would wait for a lease's time."""
+    settings = SHORT | TRANSPORTS[transport] | {"lease_s": 600.0}
+    producer = children(settings, consumes=False)
+    consumer = ranks(settings, produces=False, seed=1)
+    for transfer in ("before", "t"):
+        producer.call("offer", transfer, [1, 2])
+    source = producer.call("source")
+    consumer.load(source, "before", [1, 2])
+    assert consumer.loaded("before").cause is None
+    producer.signal(signal.SIGSTOP)
+    consumer.load(source, "t", [3, 4])
+    assert consumer.loaded("t").cause in (Cause.STALLED, Cause.SESSION_LOST, Cause.WAIT_TIMEOUT)
+    consumer.assert_at_rest()
+    producer.kill()
+
+
 @each_transport
 def test_a_producer_killed_while_it_streams_fails_its_loads_and_every_slot_comes_home(
     ranks: Ranks, children: Children, transport: str

@@ -5,18 +5,29 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
-from harness import assert_same_logprobs, completion, fresh_salt, two_step
+from harness import (
+    assert_same_logprobs,
+    completion,
+    fresh_salt,
+    prefill_step,
+    two_step,
+    wait_until,
+)
 from pairs import EnginePool, Pair, Setup
 from recipes import MODEL
 from safetensors.torch import load_file, save_file
+from test_faults import loading, paused
 from test_handoff import prompt_of
+from test_pauses import no_generation
 from tiny_models import LONG_FROM, build
 from tools import TOLERANCE, delta, probe_all
 
+LEASED = "pd_connector:leased_pages"
 DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
 
 
@@ -121,6 +132,31 @@ def test_weights_that_are_reloaded_without_a_pause_are_those_of_their_files(
     reload(pair.p, MODEL)
     reload(pair.d, MODEL)
     assert handed_over()
+    pair.assert_idle()
+
+
+def test_kv_that_came_before_weights_changed_is_found_by_no_other_request(
+    engines: EnginePool,
+) -> None:
+    """The decode engine is paused for new weights while the KV of a queued request comes."""
+    pair = engines.pair(Setup.of(**TRAINED))
+    prompt, salt = prompt_of(900), fresh_salt()
+    params = prefill_step(pair.p, prompt, cache_salt=salt)
+    wait_until(lambda: pair.p.metrics().total(LEASED), "the KV is on offer")
+    with paused(pair.p), ThreadPoolExecutor(2) as threads:
+        extra = {"cache_salt": salt, "kv_transfer_params": params}
+        first = threads.submit(completion, pair.d, prompt, **extra)
+        wait_until(lambda: loading(pair), "the transfer is under way")
+        with no_generation(pair.d, "keep"):
+            pair.p.resume()
+            wait_until(lambda: not pair.p.metrics().total(LEASED), "the KV has come")
+            probe_all(pair.d, "scale_weights", 1.5)
+            second = threads.submit(completion, pair.d, prompt, cache_salt=salt)
+        first.result()
+        wanted = completion(pair.d, prompt)
+        for found in (second.result(), completion(pair.d, prompt, cache_salt=salt)):
+            assert_same_logprobs(found, wanted, TOLERANCE)
+    probe_all(pair.d, "reload_weights", None, str(MODEL))
     pair.assert_idle()
 
 

@@ -17,7 +17,9 @@ def listener() -> Iterator[Listener]:
     made.close()
 
 
-def test_without_a_descriptor_nobody_is_let_in_and_nothing_fails(listener: Listener) -> None:
+def test_without_a_descriptor_nobody_is_let_in_and_nothing_fails(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
     token = b"t" * TOKEN_BYTES
     with connect(listener.name, token, []):
         at_rest = len(listener.pollables)
@@ -25,6 +27,7 @@ def test_without_a_descriptor_nobody_is_let_in_and_nothing_fails(listener: Liste
             for _ in range(3):
                 assert listener.accept({token}) == []
             assert len(listener.pollables) < at_rest, "it does not ask to be called again at once"
+        assert "(ulimit -n); raise that limit" in caplog.text
         accepted = []
         until(lambda: accepted.extend(listener.accept({token})) or bool(accepted), "let in")
         assert [one.token for one in accepted] == [token]

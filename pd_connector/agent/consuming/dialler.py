@@ -84,9 +84,10 @@ class Dialler:
             detail = f"welcome to transport {welcome.transport!r}, which was not offered"
             raise RefusedError(Cause.MALFORMED_MESSAGE, detail)
         try:
-            path = ReceivePath(transport, transport.expect(welcome.transport_address))
+            expected = transport.expect(welcome.transport_address)
         except TransportError as error:
             raise RefusedError(Cause.TRANSPORT, str(error)) from None
+        path = ReceivePath(transport, expected, own=welcome.read and transport.copies)
         direct = (
             welcome.read
             and welcome.direct

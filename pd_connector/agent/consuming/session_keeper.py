@@ -274,7 +274,7 @@ class SessionKeeper:
         level = self._outage.level if self._consumer.wants(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
-        silenced = path is None or path.transport.silenced(path.expected)
+        silenced = path is None or path.own or path.transport.silenced(path.expected)
         if path is not None:
             path.transport.dismiss(path.expected)
         self._inbox.forget_reads(source)

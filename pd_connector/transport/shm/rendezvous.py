@@ -13,6 +13,7 @@ import time
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
+from pd_connector.control.sockets import no_more_files
 from pd_connector.transport.shm.descriptors import is_of_same_user, recv_fds, send_fds
 
 logger = logging.getLogger("pd_connector.transport.shm.rendezvous")
@@ -106,7 +107,8 @@ class Listener:
             except (
                 OSError
             ) as error:  # no descriptor is left: who waits here makes room, and time does
-                logger.warning("a producer cannot be let in: %s", error)
+                why = no_more_files(error.errno) or error
+                logger.warning("a producer cannot be let in: %s", why)
                 self._resumes = time.monotonic() + _PAUSE_S
                 if self._pending:
                     self._pending.pop(0).close()
