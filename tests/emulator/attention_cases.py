@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from transfer_cases import Case
+from unused_memory import nothing_outside, spoil
 
 from pd_kernels.attention import (
     alibi,
@@ -33,11 +34,9 @@ from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
 from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.work_partition import RowShape
-from pd_kernels.bench import decode_cases
 from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.tuning import tuned
 
-decode_cases.DEVICE = "cpu"
 BF16 = torch.bfloat16
 BOUND = 5e-3
 CPU = torch.device("cpu")
@@ -45,18 +44,6 @@ CODED_BOUND = 1e-2
 """Queries are coded as well, and the reference does not round them."""
 FEW, MANY = Heads(8, 2, 128), Heads(16, 2, 128)
 LENGTHS = (70, 0, 37)
-
-
-def _nothing_outside(cache: torch.Tensor, table: torch.Tensor, lengths: Sequence[int]) -> None:
-    """NaN in `[page, token, ...]` wherever no sequence has a token."""
-    page, used = cache.shape[1], torch.zeros(cache.shape[:2], dtype=torch.bool)
-    for row, length in zip(table.tolist(), lengths, strict=True):
-        for token in range(length):
-            used[row[token // page], token % page] = True
-    nothing = 0x7F if cache.dtype == torch.uint8 else torch.nan
-    cache.copy_(
-        torch.where(used.view(*used.shape, *[1] * (cache.dim() - 2)), cache.float(), nothing)
-    )
 
 
 def _compare(batch: DecodeCall, workers: int, bound: float) -> None:
@@ -69,6 +56,8 @@ def _compare(batch: DecodeCall, workers: int, bound: float) -> None:
     if getattr(batch, "mask_mod", None) is not None:
         plan = batch.plan()
     plan.fill(batch.lengths)
+    cache: torch.Tensor = getattr(batch, batch.caches[0])
+    spoil(plan, batch.table, batch.lengths, cache.shape[1])
     shape = *batch.query.shape[:3], batch.width
     out, lse = torch.full(shape, 7.0, dtype=batch.query.dtype), torch.full(shape[:3], 7.0)
     wanted, sums = out.float(), lse.clone()
@@ -96,7 +85,7 @@ def paged(
     torch.manual_seed(1)
     given = paged_set(list(lengths), heads, page, cache, queries)
     for each in (given.keys, given.values):
-        _nothing_outside(each, given.table, lengths)
+        nothing_outside(each, given.table, lengths)
     scales = (heads.dim**-0.5, 0.7, 1.3) if cache == FP8 else (heads.dim**-0.5, 1.0, 1.0)
     batch = PagedCall(*given, *scales, True, window, mods.get("score"), mods.get("mask"))
     if jagged:
@@ -122,7 +111,7 @@ def mla(
     given = latent_set(list(lengths), heads, queries, page, coded)
     if not coded:
         given = given._replace(query=given.query.to(dtype), cache=given.cache.to(dtype))
-        _nothing_outside(given.cache, given.table, lengths)
+        nothing_outside(given.cache, given.table, lengths)
     with tuned(**switches):
         _compare(MlaCall(*given, 0.05, True), workers, CODED_BOUND if coded else BOUND)
 
@@ -172,18 +161,20 @@ def mixed_steps(
     counts: Sequence[int] = (1, 1, 40),
     heads: Heads = FEW,
     launches: int = 2,
+    decodes: int = 2,
 ) -> None:
     """A prefill chunk behind decodes, and the same plan again."""
     torch.manual_seed(2)
     starts = [0, *itertools.accumulate(counts)]
     given = paged_set(list(lengths), heads, 16, cache)
     for each in (given.keys, given.values):
-        _nothing_outside(each, given.table, lengths)
+        nothing_outside(each, given.table, lengths)
     query = torch.randn(sum(counts), heads.query, heads.dim, dtype=BF16)
     layer = {"query": query.unsqueeze(1), "keys": given.keys, "values": given.values}
-    decodes = counts.count(1)
     with processors(count):
         plan = mixed.MixedPlan.of(query, given.keys, given.table, given.lengths, starts, decodes)
+        for call, own in zip((plan.prefill, plan.decode), plan.plans, strict=True):
+            spoil(own, call.table, call.lengths, 16)
         wanted = torch.zeros(layer["query"].shape)
         reference_paged_decode(plan.whole(**layer, scale=0.1), wanted, None)
         for _ in range(launches):
@@ -264,6 +255,7 @@ DECODES: dict[str, Case] = {
     "mla, 24 heads, page 16": functools.partial(mla, 24, page=16),
     "mla, 32 heads, page 16, fp8": functools.partial(mla, 32, page=16, coded=True),
     "mla, 40 heads, split": functools.partial(mla, 40, [37, 170, 0], workers=4),
+    "mla, 2 heads, split": functools.partial(mla, 2, [1, 258, 0], workers=4, column_merge=False),
     "mla, 128 heads": functools.partial(mla, 128, [70, 37]),
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
     "mla, 128 heads, page 16": functools.partial(mla, 128, [70, 37], page=16),
@@ -271,7 +263,9 @@ DECODES: dict[str, Case] = {
     "gluon off": functools.partial(gluon, gluon=False),
     "gluon, 128 heads": functools.partial(gluon, 128, lengths=[70, 37], workers=1),
     "gluon, 16 heads, 4 queries": functools.partial(gluon, queries=4),
-    "gluon, 24 heads, 2 queries": functools.partial(gluon, 24, queries=2, lengths=[1, 65]),
+    "gluon, 24 heads, 2 queries": functools.partial(
+        gluon, 24, queries=2, lengths=[322, 0, 0, 66], workers=5
+    ),
     "gluon, 96 heads, page 128": functools.partial(gluon, 96, page=128, lengths=[200, 37]),
     "gluon, page 256, split": functools.partial(gluon, 64, page=256, lengths=[700], workers=3),
     "gluon, float16": functools.partial(gluon, 64, dtype=torch.float16),
@@ -279,9 +273,14 @@ DECODES: dict[str, Case] = {
     "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
     "mixed": mixed_steps,
     "mixed, fp8": functools.partial(mixed_steps, FP8),
-    "mixed, one processor": functools.partial(mixed_steps, count=1, aware=False),
+    "mixed, one processor": functools.partial(
+        *(mixed_steps, BF16, 1, False, (40, 20, 30), (5, 1, 3), Heads(32, 1, 128))
+    ),
     "mixed, split": functools.partial(
-        mixed_steps, BF16, 4, True, (400, 70, 20, 300), (1, 1, 1, 40), Heads(4, 1, 128), launches=1
+        mixed_steps, BF16, 4, True, (400, 70, 20, 300), (1, 1, 1, 40), Heads(4, 1, 128), 1, 3
+    ),
+    "mixed, 2 heads, split": functools.partial(
+        mixed_steps, BF16, 4, True, (2, 13, 201, 5, 300), (1, 1, 1, 1, 40), Heads(2, 1, 128), 1, 4
     ),
     "merge": functools.partial(merge, 128, 4),
     "merge, 80": functools.partial(merge, 80, 7),

@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ LEND, NEW_STREAM = (
 
 
 class Launched(NamedTuple):
-    """A launch as the driver is told of it. `parameters` are addresses of the kernel's parameters."""
+    """A launch as the driver is told of it. `parameters` are addresses of the kernel's parameters; `arguments` are
+    what Triton's launcher was given, tensors among them."""
 
     ptx: Path
     grid: tuple[int, int, int]
@@ -39,6 +41,10 @@ class Launched(NamedTuple):
     shared: int
     parameters: Any
     stream: int
+    arguments: tuple[Any, ...]
+
+
+_LAUNCHING = threading.local()
 
 
 class Driver:
@@ -80,7 +86,8 @@ class Driver:
     def _launched(self, function: int, grid: Any, threads: int, shared: int, *given: Any) -> int:
         try:
             x, y, z = grid[:3]
-            self.execute(Launched(self.sources[function], (x, y, z), threads, shared, *given))
+            told = self.sources[function], (x, y, z), threads, shared
+            self.execute(Launched(*told, *given, _LAUNCHING.arguments))
         except BaseException as error:
             self.error = error
             return 1
@@ -97,12 +104,20 @@ def _driver() -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver as nvidia
 
+    class Launcher(nvidia.CudaLauncher):  # type: ignore[misc]
+        def __call__(self, *given: Any) -> None:
+            _LAUNCHING.arguments = given
+            try:
+                super().__call__(*given)
+            finally:
+                del _LAUNCHING.arguments  # which would keep tensors from being freed
+
     class Hopper(nvidia.CudaDriver):  # type: ignore[misc]
         """Triton's driver, told what torch would know of a GPU."""
 
         def __init__(self) -> None:
             self.utils = nvidia.CudaUtils()
-            self.launcher_cls = nvidia.CudaLauncher
+            self.launcher_cls = Launcher
             self.get_device_capability = lambda _: (9, 0)
             self.get_current_device = lambda: 0
             self.get_current_stream = lambda _: STREAMS.current.cuda_stream if STREAMS.used else 0

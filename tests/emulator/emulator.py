@@ -18,6 +18,7 @@ import numpy as np
 from arithmetic import OPERATIONS
 from device_memory import MEMORY
 from driver import Driver, Launched, live_memory
+from extents import Extents, Reach, find_origins
 from gangs import PARAMETERS, Code
 from machine import Launch
 from memory import Memory
@@ -68,6 +69,7 @@ def code_of(program: Program) -> Code:
 def code_at(path: Path) -> Code:
     program = Program.parse(path.read_text())
     check_products(program)
+    find_origins(program)
     return code_of(program)
 
 
@@ -100,17 +102,23 @@ class Emulator:
         parameters = Memory(np.frombuffer(raw, np.uint8), PARAMETERS)
         bounds = MEMORY.bounds() if STREAMS.used else live_memory()
         told = (lambda: bounds) if not STREAMS.captured else MEMORY.bounds  # a replay's own
-        work = functools.partial(self._run, launched, code, parameters, told)
+        addresses = [int.from_bytes(each[:8], "little") for each in given]
+        extents = Extents(launched.arguments, addresses)
+        launched = launched._replace(arguments=())  # queued work does not keep tensors
+        work = functools.partial(self._run, launched, code, parameters, told, extents)
         if STREAMS.used:
             STREAMS.queue(work, STREAMS.of(launched.stream))
         else:
             work()
 
-    def _run(self, launched: Launched, code: Code, parameters: Memory, bounds: Any) -> None:
+    def _run(
+        self, launched: Launched, code: Code, parameters: Memory, bounds: Any, extents: Extents
+    ) -> None:
         launch = Launch(
             *(code, parameters, launched.grid, launched.threads, launched.shared, bounds()),
             seed=self.seed,
         )
+        launch.shadow.reach = Reach(extents, launch.shadow)
         reached = self.reached.setdefault(launched.ptx, bytearray(len(code.functions)))
         with np.errstate(all="ignore"):
             launch.run(reached)

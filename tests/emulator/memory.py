@@ -35,15 +35,8 @@ class Memory:
     @classmethod
     def of_process(cls) -> "Memory":
         """All memory of this process, by address."""
-
-        everything = SimpleNamespace(
-            __array_interface__={
-                "data": (FIRST, False),
-                "shape": ((1 << 47) - 2 * FIRST,),
-                "typestr": "|u1",
-                "version": 3,
-            }
-        )
+        told = {"data": (FIRST, False), "shape": ((1 << 47) - 2 * FIRST,), "typestr": "|u1"}
+        everything = SimpleNamespace(__array_interface__={**told, "version": 3})
         return cls(np.asarray(everything), FIRST)
 
     def load(self, addresses: Array, size: int) -> Array:
@@ -233,6 +226,8 @@ class GlobalShadow:
         self.atomic = np.zeros(count, bool)
         self.counted: dict[int, dict[int, int]] = {}
         """When each warp used a piece last, of those that were used by atomics."""
+        self.reach: Any = None
+        """Told what an instruction touches; raises FaultError if it must not (`extents.py`)."""
 
     def check(
         self,
@@ -256,6 +251,8 @@ class GlobalShadow:
             raise FaultError(f"out of bounds: {kind} {worst} bytes from any tensor: {where}")
         pieces = (self.first[place] + (addresses - self.starts[place]) // self.piece)[:, None]
         pieces = pieces + np.arange(max(1, size // self.piece))
+        if self.reach is not None:
+            self.reach(where, pieces)
         self._order(warps, pieces, f"{kind}: {where}", same, write=write, atomic=atomic)
 
     def _order(

@@ -29,6 +29,7 @@ class Instruction:
         line: file and line of the kernel's source, as the compiler told it.
         modifiers: the opcode's parts after the first; `::` is written `_`.
         predicate: register of the guard, "" without one; `negated` if it stands with `!`.
+        origins: the parameters that its address comes from (`extents.py`).
         lanes: how many neighbouring threads must execute it together: 1, a warp or a warpgroup.
     """
 
@@ -39,6 +40,7 @@ class Instruction:
     operands: list[str]
     predicate: str = ""
     negated: bool = False
+    origins: int = 0
     lanes: int = field(init=False)
 
     def __post_init__(self) -> None:

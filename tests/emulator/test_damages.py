@@ -65,3 +65,11 @@ def test_a_gather_of_fp8_has_no_order_to_damage() -> None:
     """No program waits for another."""
     name = "transfer fp8, sums"
     assert executed(name, arguments=["--damage=order"]) == {name: {}}
+
+
+def test_an_access_to_memory_of_another_tensor_or_of_no_token_is_found() -> None:
+    """Threads behind the last token would read page 0, which is not the chunk's; what they read goes nowhere."""
+    name = "transfer raw"
+    found = executed(name, arguments=["--damage=guard"])[name]
+    assert all(found.values()), found
+    assert any("in no tensor that its address is of" in problem for problem in found.values())

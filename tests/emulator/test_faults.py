@@ -6,6 +6,7 @@ import pytest
 import torch
 from driver import live_memory
 from emulator import code_of
+from extents import Extents, Reach, find_origins, names
 from gangs import PARAMETERS
 from machine import Launch
 from memory import FaultError, Memory
@@ -38,11 +39,14 @@ it is in the first warp."""
 def run(body: str, out: torch.Tensor | None = None, ctas: int = 1, seed: int = 0) -> torch.Tensor:
     """Execute the body with two warps a CTA, on 64 words."""
     words = torch.zeros(64 * ctas, dtype=torch.int32) if out is None else out
-    code = code_of(Program.parse(HEAD + body + "\nret;\n}\n"))
+    program = Program.parse(HEAD + body + "\nret;\n}\n")
+    find_origins(program)
+    code = code_of(program)
     given = np.array([words.data_ptr()] * 32, np.uint64).view(np.uint8)
     launch = Launch(
         code, Memory(given, PARAMETERS), (ctas, 1, 1), 64, 1024, live_memory(), seed=seed
     )
+    launch.shadow.reach = Reach(Extents([words], [words.data_ptr()]), launch.shadow)
     launch.run(bytearray(len(code.functions)))
     return words
 
@@ -104,6 +108,48 @@ def test_what_a_kernel_must_not_do(body: str, fault: str) -> None:
         return
     with pytest.raises(FaultError, match=fault):
         run(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("st.global.b32 [%rd2], %r0;", ""),
+        ("st.global.b32 [%rd2+4], %r0;", "in no tensor that its address is of"),
+        ("ld.global.b32 %r6, [%rd2+-4];", "in no tensor that its address is of"),
+        ("cp.async.ca.shared.global [%r3], [%rd2+4], 4;", "in no tensor that its address is of"),
+    ],
+)
+def test_an_access_may_not_leave_its_view_for_other_memory(body: str, fault: str) -> None:
+    """The word behind a view's last one, and the one before its first, are of the same tensor."""
+    words = torch.zeros(66, dtype=torch.int32)[1:65]
+    if not fault:
+        run(body, words)
+        return
+    with pytest.raises(FaultError, match=fault):
+        run(body, words)
+
+
+def test_an_access_may_not_fall_between_the_elements_of_a_view() -> None:
+    """As in V beside K: only every second word belongs to it."""
+    words, body = torch.zeros(64, 2, dtype=torch.int32)[:, 0], "shl.b64 %rd3, %rd1, 1;"
+    body += "add.s64 %rd4, %rd0, %rd3; ld.global.b32 %r6, [%rd4"
+    run(f"{body}];", words)
+    with pytest.raises(FaultError, match="in no tensor that its address is of"):
+        run(f"{body}+4];", words)
+
+
+@pytest.mark.parametrize(
+    "way", ["", "st.shared.b64 [%r2], %rd4; bar.sync 0; ld.shared.b64 %rd4, [%r2];"]
+)
+def test_an_address_from_a_table_reaches_what_the_table_names(way: str) -> None:
+    words = torch.zeros(80, dtype=torch.int32)
+    table = torch.tensor([words.data_ptr()] * 32)
+    body = f"ld.global.b64 %rd4, [%rd0]; {way} add.s64 %rd5, %rd4, %rd1; ld.global.b32 %r6, [%rd5"
+    run(f"{body}+4];", table)
+    names(table, [words[:64]])
+    run(f"{body}];", table)
+    with pytest.raises(FaultError, match="in no tensor that its address is of"):
+        run(f"{body}+4];", table)
 
 
 def test_a_copy_of_a_register_is_another_register() -> None:

@@ -3,10 +3,11 @@
 compiled differently."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from extents import names
 
 from pd_kernels.transfer import PayloadShape, Planes, Resharding, Stored, finish, new_sums
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
@@ -26,16 +27,26 @@ class Cache:
     def __init__(
         self, dtype: torch.dtype, heads: int, dims: tuple[int, ...], odd: bool, tokens: int
     ) -> None:
-        self.dims, self.dtype = dims, dtype
+        self.dims, self.tokens = dims, tokens
         self.pages = -(-(FIRST + tokens) // PAGE)
-        self.table = torch.randperm(self.pages + 3)[: self.pages].int()
+        self.table = 1 + torch.randperm(self.pages + 2)[: self.pages].int()
+        """Not page 0, the number that a load which is masked off gives."""
         numbers = torch.randn(LAYERS, self.pages + 3, heads, PAGE, sum(dims) + odd) * 3
         self.storage = numbers.to(dtype)
 
     def planes(self, codec: str, source: Stored, destination: Stored) -> Planes:
         parts = [layer[..., : sum(self.dims)].split(self.dims, dim=3) for layer in self.storage]
         values = [part[1] for part in parts] if len(self.dims) > 1 else []
-        return Planes.of([part[0] for part in parts], values, PAGE, codec, source, destination)
+        keys = [part[0] for part in parts]
+        planes = Planes.of(keys, values, PAGE, codec, source, destination)
+        names(planes.table, [chunk for view in planes.views for chunk in self._tokens(view)])
+        return planes
+
+    def _tokens(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The chunk's tokens in each of its pages, `[head, token, dim]`."""
+        for number, page in enumerate(self.table.tolist()):
+            begin, end = FIRST - number * PAGE, FIRST + self.tokens - number * PAGE
+            yield view[page, :, max(0, begin) : min(PAGE, end)]
 
     def bits(self) -> torch.Tensor:
         """With all NaN alike: which of them a conversion gives is nobody's promise."""
@@ -80,7 +91,7 @@ def transfer(
         launch(ChunkLaunch(planes, table, slot, FIRST, tokens, added))
         return b"" if added is None else finish(added, nbytes)
 
-    slots = [torch.full((nbytes + 64,), 0xA5, dtype=torch.uint8) for _ in range(2)]
+    slots = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(2)]
     digest = run(reference_gather, planes, ours.table, slots[0])
     assert digest == run(launch_gather, planes, ours.table, slots[1]), "sums of the gather differ"
     assert torch.equal(*slots), f"{int((slots[0] != slots[1]).sum())} bytes of the payload differ"
@@ -92,12 +103,18 @@ def transfer(
     assert torch.equal(by_kernel, theirs.bits()), "pages differ"
 
 
+def _parts(rows: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of an engine's pages, each of which has two."""
+    return [rows[2 * page : 2 * page + 2] for page in table.tolist()]
+
+
 def verbatim(check: bool = False) -> None:
     """Some heads of whole pages, there and back."""
     torch.manual_seed(4)
     rows = torch.randint(0, 256, (9, 4, 3 * 1024), dtype=torch.uint8)
-    table = torch.tensor([3, 0, 2], dtype=torch.int32)
+    table = torch.tensor([3, 1, 2], dtype=torch.int32)
     planes = Planes.of_rows([rows[:, 1:3]], 2)
+    names(planes.table, _parts(planes.views[0], table))
     nbytes = planes.nbytes(6)
     slots = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(2)]
     sums = [new_sums(nbytes, slots[0].device) if check else None for _ in slots]
@@ -107,7 +124,9 @@ def verbatim(check: bool = False) -> None:
     assert sums[0] is None or sums[1] is None or torch.equal(sums[0].sum(), sums[1].sum())
     found, wanted = torch.zeros(2, *rows.shape, dtype=torch.uint8)
     for launch, into in ((launch_scatter, found), (reference_scatter, wanted)):
-        launch(ChunkLaunch(Planes.of_rows([into[:, 1:3]], 2), table, slots[0], 0, 6, None))
+        planes = Planes.of_rows([into[:, 1:3]], 2)
+        names(planes.table, _parts(planes.views[0], table))
+        launch(ChunkLaunch(planes, table, slots[0], 0, 6, None))
     assert wanted.any()
     assert torch.equal(found, wanted), "pages differ"
 
@@ -118,9 +137,11 @@ def reshard(codec: str, before: int, after: int) -> None:
     sources = [torch.randint(0, 256, (payload.nbytes(before),)).byte() for _ in range(before)]
     found = []
     for launch in (reference_reshard, launch_reshard):
-        room = payload.nbytes(after) + 64
+        room = payload.nbytes(after)
         slabs = [torch.full((room,), 0xA5, dtype=torch.uint8) for _ in range(after)]
-        launch(Resharding.of(sources, slabs, payload))
+        told = Resharding.of(sources, slabs, payload)
+        names(told.table, [*sources, *slabs])
+        launch(told)
         found.append(torch.stack(slabs))
     assert torch.equal(*found), "slabs differ"
 
