@@ -53,7 +53,7 @@ class _Told(NamedTuple):
 
 
 class PoolEvents:
-    """Used by the scheduler's thread, except for `_follow`.
+    """Used by the scheduler's thread, except for `_follow` and `_look`.
 
     Args:
         page_size: tokens of a block.
@@ -66,6 +66,8 @@ class PoolEvents:
         self._asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()  # key, tier
         self._events: list[KVCacheEvent] = []
+        self._wanted: list[bytes] = []  # asked for, and still to be found
+        self._after, self._began = 0, False  # the place in the journal
         self._ends = threading.Event()
         threading.Thread(target=self._follow, name="pd-pool-events", daemon=True).start()
 
@@ -151,35 +153,38 @@ class PoolEvents:
 
     def _follow(self) -> None:
         """In a thread of its own: hear where chunks are."""
-        after, began = 0, False
         while not self._ends.wait(_LOOKS_EVERY_S):
             try:
-                more = True
-                while more:
-                    page = self._store.journal(after)
-                    after, more = page.next, page.more
-                    if began:  # what was there before is found when it is asked for
-                        if page.whole:
-                            self._places.put(_ANEW)
-                        for event in page.events:
-                            self._places.put((event.key, event.tier))
-                began = True
-                self._find_asked()
+                self._look()
             except PoolError:
                 continue  # the books cannot be read at the moment
             except Exception:
                 logger.exception("pool: KV events end")
                 return
 
-    def _find_asked(self) -> None:
-        """Find all that was asked for. Indexes of routers chain blocks by their parents, so a chunk that came while later
-        ones were looked for is told before them."""
-        asked = list[bytes]()
+    def _look(self) -> None:
+        """Read what is new in the journal, and find all that was asked for. A chunk is in the journal a moment before it is
+        found, so what the journal says now counts, too. Indexes of routers chain blocks by their parents, so a chunk that
+        came while later ones were looked for is told before them."""
         while not self._asked.empty():
-            asked.append(self._asked.get())
-        tiers = {key: self._tier(key) for key in asked}
-        for key in asked:
-            self._places.put((key, tiers[key] or self._tier(key)))
+            self._wanted.append(self._asked.get())
+        heard = dict.fromkeys(self._wanted, "")
+        more = True
+        while more:
+            page = self._store.journal(self._after)
+            self._after, more = page.next, page.more
+            if self._began and page.whole:
+                self._places.put(_ANEW)
+            for event in page.events:
+                if event.key in heard:
+                    heard[event.key] = event.tier
+                if self._began:  # what was there before is found when it is asked for
+                    self._places.put((event.key, event.tier))
+        self._began = True
+        tiers = {key: self._tier(key) for key in heard}
+        for key in self._wanted:
+            self._places.put((key, tiers[key] or self._tier(key) or heard[key]))
+        self._wanted.clear()
 
     def _tier(self, key: bytes) -> str:
         (found,) = self._store.find([key])

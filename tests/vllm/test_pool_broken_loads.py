@@ -65,7 +65,7 @@ def _harm(reader: ComputingEngine, harm: str, key: bytes, monkeypatch: pytest.Mo
     def reads(loader: Any, chunk: Any, *args: Any) -> Any:
         if chunk.key == key:
             if harm == "late":
-                time.sleep(1.0)
+                time.sleep(4.0)
             elif harm == "gone":
                 loader._store.remove([key])
             else:
@@ -75,7 +75,7 @@ def _harm(reader: ComputingEngine, harm: str, key: bytes, monkeypatch: pytest.Mo
                 path.write_bytes(data)
         return read(loader, chunk, *args)
 
-    monkeypatch.setattr(pool_loads, "_STALL_S", 0.5)
+    monkeypatch.setattr(pool_loads, "_STALL_S", 2.0 if harm == "late" else 60.0)
     monkeypatch.setattr(pool_loads.Loader, "read", reads)
 
 

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.store.base import DISK, MEMORY
+from pd_connector.pool.store.folder import Folder
 from pd_connector.vllm import pool_events
 from scheduler_plugins.router.index.events import decode
 from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes
@@ -119,8 +120,25 @@ def test_a_chunk_that_comes_while_later_ones_are_looked_for_is_told_before_them(
     monkeypatch.setattr(engine.store, "find", finds)
     for key in keys:
         told._asked.put(key)
-    told._find_asked()
+    told._look()
     assert [told._places.get() for _ in keys] == [(key, MEMORY) for key in keys]
+
+
+def test_a_chunk_is_told_that_was_looked_for_just_before_it_could_be_found(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the journal, and its entry is not made yet."""
+    engine, enter = telling(make, "a"), Folder.enter
+    told = engine.side.pool.events
+    told.close()
+
+    def enters(*arguments: Any) -> None:
+        told._look()
+        enter(*arguments)
+
+    monkeypatch.setattr(Folder, "enter", enters)
+    run(engine, "a")
+    assert [type(one) for one in events(engine, CHUNKS)] == [BlockStored] * CHUNKS
 
 
 def test_a_chunk_that_moves_to_the_disk_is_told_as_gone_and_as_stored(make: Make) -> None:

@@ -16,8 +16,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from support.clocks import Clock
+from support.pool_stores import wait_for_books
 from support.vllm_computing import full, window
 from support.vllm_steps import PAGE, SteppedEngine
+from support.waits import until
 from vllm.lora.request import LoRARequest
 
 from pd_connector.errors import Cause, Miss
@@ -39,6 +42,9 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="pd-test-", dir="/dev/shm"))
     monkeypatch.setenv("PD_CONNECTOR_SHM", str(folder))
     monkeypatch.setattr(host, "_stores", {})
+    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(pool_looks, "_SLOW_S", 60.0)
+    wait_for_books(monkeypatch)
     yield folder
     for store in host._stores.values():
         store.close()
@@ -468,9 +474,10 @@ def test_a_load_that_goes_on_too_long_is_not_waited_for(monkeypatch: pytest.Monk
 def test_a_silent_store_is_left_alone_by_look_ups_and_probed_by_nobody_who_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_looks, "LOOK_S", 0.02)
-    monkeypatch.setattr(pool_looks, "_SLOW_S", 0.02)
-    monkeypatch.setattr(worth, "FIRST_PAUSE_S", 0.5)
+    clock = Clock()
+    monkeypatch.setattr(pool_looks, "time", clock)
+    monkeypatch.setattr(pool_looks, "LOOK_S", 0.1)
+    monkeypatch.setattr(pool_looks, "_SLOW_S", 0.1)
     of = engine()
     store, answers = FaultyStore(of.store), threading.Event()
     stored(of, 1)
@@ -478,16 +485,15 @@ def test_a_silent_store_is_left_alone_by_look_ups_and_probed_by_nobody_who_waits
     store.silent = answers
     of.add("a", CHUNK_TOKENS + 50, max_tokens=2)
     of.step()
-    time.sleep(0.03)
+    until(lambda: store.calls, "the look-up under way")
+    clock.now += 0.2
     of.step()
     assert of.scheduler.running, "it has waited once"
-    began_s = time.monotonic()
     for name in ("b", "c", "d"):
         of.add(name, CHUNK_TOKENS + 50, max_tokens=2, seed=3)
         run(of, 4)
-    assert time.monotonic() < began_s + 0.5, "else this test says nothing"
     assert store.calls == ["find"], "the others did not ask"
-    time.sleep(0.5)
+    clock.now += worth.FIRST_PAUSE_S
     monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)
     of.add("probe", CHUNK_TOKENS + 50, max_tokens=2, seed=3)
     of.step()
@@ -532,6 +538,7 @@ def test_chunks_that_are_not_there_are_counted_by_why(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(of.side.telemetry, "count", count)
     keys = stored(of, 2)
+    of.store.keeper.stop()  # its thread may hold the books, for which a look-up does not wait
     of.store.remove(keys[1:])
     add(of, "a", 2 * CHUNK_TOKENS + 5, max_tokens=1)
     add(of, "b", 3 * CHUNK_TOKENS + 5, max_tokens=1, seed=3)
@@ -539,23 +546,23 @@ def test_chunks_that_are_not_there_are_counted_by_why(monkeypatch: pytest.Monkey
     assert misses == {"evicted": 1, "never_stored": 3}
 
 
-@pytest.mark.parametrize(("soon_s", "asked"), [(0.0, 2), (5.0, 1)])
+@pytest.mark.parametrize(("soon_s", "asked"), [(0.0, 2), (60.0, 1)])
 def test_a_look_up_that_ends_soon_costs_no_step(
     monkeypatch: pytest.MonkeyPatch, soon_s: float, asked: int
 ) -> None:
     """vLLM asks right after it has queued a request, when no look-up can have ended."""
     monkeypatch.setattr(pool_looks, "SOON_S", soon_s)
-    monkeypatch.setattr(pool_looks, "LOOK_S", 60.0)
     of = engine()
     stored(of, 1)
     looks = of.side.pool._looks
-    look = looks._look
-    monkeypatch.setattr(looks, "_look", lambda *of_it: (time.sleep(0.05), look(*of_it))[1])
-    steps = 0
+    look, stepped, steps = looks._look, threading.Event(), 0
+    after_s = 0.05 if soon_s else 30.0
+    monkeypatch.setattr(looks, "_look", lambda *it: (stepped.wait(after_s), look(*it))[1])
     of.add("a", CHUNK_TOKENS + 50, max_tokens=2)
     while not fills(of):
         of.step()
-        time.sleep(0.1)
+        stepped.set()
+        settle(of)
         steps += 1
     assert steps == asked
 
@@ -579,17 +586,17 @@ def test_the_scheduler_waits_for_look_ups_once_in_a_step(monkeypatch: pytest.Mon
 
 
 def test_a_late_look_up_makes_no_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_looks, "LOOK_S", 0.05)
-    of = engine()
+    of, answers = engine(), threading.Event()
     stored(of, 1)
-    monkeypatch.setattr(of.side.pool._looks, "_look", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(of.side.pool._looks, "_look", lambda *_: answers.wait(30))
     of.add("a", CHUNK_TOKENS + 50, max_tokens=2)
     assert of.step() == []
     assert not of.scheduler.running, "it waits for the look-up"
-    time.sleep(0.06)
+    monkeypatch.setattr(pool_looks, "LOOK_S", 0.0)
     of.step()
     assert of.scheduler.running
     assert fills(of) == []
+    answers.set()
 
 
 def test_the_first_hit_of_a_writer_is_computed_and_compared_and_the_next_one_loaded() -> None:
