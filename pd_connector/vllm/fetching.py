@@ -102,7 +102,7 @@ class Fetching:
         request_id = request.request_id
         fetch = self._fetches.get(request_id)
         if fetch is not None:
-            fetch.outdated = self._adapters.replaced(request)
+            fetch.outdated = self._adapters.replaced(request, look=False)
         fetches = fetch is not None and fetch.waiting and not fetch.outdated
         there = fetch.tokens if fetch is not None and fetches else computed
         if self._uncomputable.waits(request_id, there):

@@ -42,7 +42,7 @@ class OutdatedKV:
         look_up, allocate = manager.prefix_cache_lookup_enabled, manager.allocate_slots
 
         def prefix_cache_lookup_enabled(request: "Request") -> bool:
-            if not self._adapters.replaced(request):
+            if not self._adapters.replaced(request, look=False):
                 return bool(look_up(request))
             if request.request_id not in self._uncomputable:
                 # Other parts of a MultiConnector load nothing either. For such a request vLLM ignores

@@ -19,7 +19,7 @@ from support.vllm_steps import FETCH, PAGE, SteppedEngine
 from pd_connector.agent.commands import Drop
 from pd_connector.errors import Cause
 from pd_connector.protocol.consuming.incoming import Load
-from pd_connector.vllm import adapter_watch
+from pd_connector.vllm import adapter_watch, adapters
 from pd_connector.vllm.adapters import Adapters
 
 BUDGET, PROMPT = 32, 100
@@ -46,8 +46,9 @@ Replace = Callable[[Path], None]
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Engines of other tests do not watch."""
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of other tests do not watch. Files are looked at whenever vLLM asks."""
+    monkeypatch.setattr(adapters, "_SEEN_S", 0.0)
     before = list(adapter_watch._watching)
     adapter_watch._watching.clear()
     yield
@@ -196,6 +197,25 @@ def test_pages_are_found_for_an_adapter_of_unknown_content(engine: Engine) -> No
             engine.step()
 
 
+def test_files_are_not_looked_at_in_every_step_for_every_request_that_waits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "_SEEN_S", 60.0)
+    for name in "abc":
+        engine.fetch(name, remote_block_ids=None)
+    looks: list[object] = []
+    untouched = adapters.untouched
+    monkeypatch.setattr(
+        adapters, "untouched", lambda known: (looks.append(known), untouched(known))[1]
+    )
+    for _ in range(5):
+        engine.step()
+    assert not looks
+    in_place(engine.folder)
+    engine.step()
+    assert {drop.cause for drop in engine.told(Drop)} == {Cause.MODEL}, "a load counts at once"
+
+
 def test_kv_of_another_part_is_not_loaded_either(engine: Engine) -> None:
     """vLLM ignores what connectors answer for such a request."""
     request = engine.fetch("a")
@@ -223,7 +243,7 @@ def test_a_request_that_cannot_be_computed_waits(
 def test_without_the_guard_kv_of_the_replaced_adapter_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Adapters, "replaced", lambda *_: False)
+    monkeypatch.setattr(Adapters, "replaced", lambda *_, **_look: False)
     engine = Engine(tmp_path / "a")
     request = engine.fetch("a")
     in_place(engine.folder)

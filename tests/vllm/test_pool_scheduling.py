@@ -678,7 +678,7 @@ def test_chunks_are_not_used_if_their_adapter_is_replaced_while_they_are_loaded(
     add(of, "a", 2 * CHUNK_TOKENS + 10, max_tokens=4, lora=LoRARequest("sql", 1, "/no/such/folder"))
     of.step()
     assert fills(of)
-    monkeypatch.setattr(Adapters, "replaced", lambda *_: replaced)
+    monkeypatch.setattr(Adapters, "replaced", lambda *_, **_look: replaced)
     of.step(finished_recving={"a"})
     of.step()
     assert (of.scheduler.requests["a"].num_computed_tokens == 0) == replaced
