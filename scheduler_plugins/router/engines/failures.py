@@ -70,6 +70,11 @@ def ended_early() -> EngineFailedError:
     return EngineFailedError("aborted", "it ended the answer early (finish_reason abort)")
 
 
+def about_key(status: int) -> str:
+    """What to do about an answer with this status to a request of the router's own, if it lacks the engine's key."""
+    return "; give the engines' key with --api-key" if status in (401, 403) else ""
+
+
 def first_look(url: str, failure: EngineFailedError) -> str:
     """What to look at if this is how an engine fails that has not been up yet; empty if the message says enough."""
     if failure.cause == "died":

@@ -18,7 +18,12 @@ from scheduler_plugins.admission.pool_report import PoolReport
 from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
 from scheduler_plugins.router.engines.exchange import EngineCall
-from scheduler_plugins.router.engines.failures import EXCERPT_BYTES, EngineFailedError, failure_of
+from scheduler_plugins.router.engines.failures import (
+    EXCERPT_BYTES,
+    EngineFailedError,
+    about_key,
+    failure_of,
+)
 from scheduler_plugins.router.engines.kinds import (
     SERVER_INFO,
     SWITCH_ROLE,
@@ -216,8 +221,8 @@ def _good(call: EngineCall, status: int, raw: bytes) -> bytes:
     """The body, if the status is 200. Raises EngineFailedError."""
     if status != 200:
         said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-        key = "; give the engines' key with --api-key" if status in (401, 403) else ""
-        raise EngineFailedError("status", f"{call.path} answered {status}: {said or '-'}{key}")
+        told = f"{call.path} answered {status}: {said or '-'}{about_key(status)}"
+        raise EngineFailedError("status", told)
     return raw
 
 

@@ -23,6 +23,7 @@ from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
 from pd_connector.remedies import remedy_of
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineCall
+from scheduler_plugins.router.engines.failures import about_key
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import sent_to
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -179,7 +180,8 @@ class PairAudits:
                 _say(where, verdict, again)
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
             said = str(error) or "no answer in time"
-            logger.info("%s: the audit with a test prompt cannot run: %s", where, said)
+            level = logging.WARNING if "--api-key" in said else logging.INFO
+            logger.log(level, "%s: the audit with a test prompt cannot run: %s", where, said)
         except Exception:
             logger.exception("%s: the audit with a test prompt failed", where)
 
@@ -231,6 +233,6 @@ class PairAudits:
         ) as answer:
             raw = await answer.read()
             if answer.status != 200:
-                raise ValueError(f"{engine.url} answered {answer.status}")
+                raise ValueError(f"{engine.url} answered {answer.status}{about_key(answer.status)}")
         found = msgspec.json.decode(raw)
         return found if isinstance(found, dict) else {}

@@ -211,3 +211,18 @@ def test_a_pair_gets_prompts_until_one_is_not_audited_any_more(
     told = [text for text in caplog.messages if "no audit has passed" in text]
     assert len(told) == ("passed" not in causes or causes[0] == "audit"), "once, with what to do"
     assert all("What to do: serve the same weights" in text for text in told if "model" in text)
+
+
+def test_a_decode_engine_with_a_key_that_the_router_lacks_is_told_with_the_option(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        world = ours(1, 1)
+        world.d[0].api_key = "secret"
+        async with world:
+            await until(lambda: "cannot run" in caplog.text, "the prompt was refused")
+
+    run(scenario())
+    (line,) = [record for record in caplog.records if "cannot run" in record.message]
+    assert line.levelname == "WARNING"
+    assert "answered 401; give the engines' key with --api-key" in line.message
