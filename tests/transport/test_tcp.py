@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.clocks import Clock
 from support.relay import Relay
 from transport_ends import SLOT_BYTES, SLOTS, Arrival, End, drive, meet
 
@@ -201,15 +202,24 @@ def test_a_lost_connection_fails_its_writes_and_is_made_again(
     assert relay.accepted >= 3
 
 
-def test_a_slow_link_is_not_taken_for_a_dead_one(make_end: MakeEnd) -> None:
+def test_a_slow_link_is_not_taken_for_a_dead_one(
+    make_end: MakeEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing but heartbeats for several times what counts as silence."""
+    clock = Clock()
+    monkeypatch.setattr(transport, "time", clock)
     producer, consumer = make_end(pace=Pace(0.02, 0.5)), make_end(pace=Pace(0.02, 0.5))
     link, _ = meet(producer, consumer)
     producer.send(link, b"", b"x", slot=0)
     drive(producer, consumer, until=lambda: bool(producer.written))
     connection = producer.transport._links[link]._connection  # type: ignore[attr-defined]
-    began = transport.time.monotonic()
-    drive(producer, consumer, until=lambda: transport.time.monotonic() > began + 2)
+    end = clock.now + 2
+
+    def is_over() -> bool:
+        clock.now += 0.01
+        return clock.now > end
+
+    drive(producer, consumer, until=is_over)
     assert producer.transport._links[link]._connection is connection  # type: ignore[attr-defined]
 
 
