@@ -123,7 +123,7 @@ def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
             return ""
         name = "all bytes" if kind.endswith("_full") else "samples"
         return (
-            f"weights differ{_sources(producer, consumer)}: both engines must serve the same checkpoint "
+            f"weights differ{_sources(producer, consumer)}: both engines must serve the same weights "
             f"(fingerprint of {name}: {_hex(ours)} at the producer, {_hex(theirs)} at the consumer)"
         )
     if producer.model_id and producer.model_id == consumer.model_id:
