@@ -7,12 +7,14 @@ import signal
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.agents import Rank
 from support.transports import MeddlingTransport
+from support.waits import until
 
 FORKS = multiprocessing.get_context("forkserver")
 """Makes processes that are forked from one which has imported the agent: the import takes seconds."""
@@ -44,6 +46,18 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+        if number == signal.SIGSTOP:  # its threads may run on for a moment
+            until(self._stopped, "all threads are stopped")
+
+    def _stopped(self) -> bool:
+        try:
+            stats = [
+                (thread / "stat").read_text()
+                for thread in Path(f"/proc/{self._process.pid}/task").iterdir()
+            ]
+        except FileNotFoundError:  # a thread has just ended
+            return False
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
