@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chunks import begin, chain, content, loads, save, there
+from support.waits import until
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.store.base import Found, Journal, Refusal, Store, Why
@@ -25,13 +26,6 @@ Open = Callable[..., LocalStore]
 def refused(answer: object) -> Why:
     assert isinstance(answer, Refusal), answer
     return answer.why
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 30
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.02)
-    return condition()
 
 
 def has_caught_up(store: LocalStore) -> bool:
@@ -64,7 +58,7 @@ def test_a_part_that_is_not_published_is_not_found(open_store: Open) -> None:
         writing.write(0, memoryview(b"x" * NBYTES))
         assert there(store, [key]) == 0
     assert there(store, [key]) == 0
-    assert eventually(lambda: store.status().writing == 0), "with the keeper's turn at the latest"
+    assert until(lambda: store.status().writing == 0), "with the keeper's turn at the latest"
     assert store.status().tiers[0].nbytes == 0
 
 
@@ -286,7 +280,7 @@ def test_missing_and_evicted_chunks_are_told_apart(open_store: Open) -> None:
     save(store, stored)
     store.remove(stored)
     # Later, if the keeper's own turn holds the books: neither a removal nor this question waits for them.
-    assert eventually(lambda: store.was_stored(stored[0]))
+    assert until(lambda: store.was_stored(stored[0]))
     assert not store.was_stored(never[0])
     with pytest.raises(PoolError) as caught:
         store.read(stored[0], "r0")
@@ -317,7 +311,7 @@ def test_the_journal_tells_what_is_there_the_same_to_all(open_store: Open) -> No
     assert set(known) == set(chain("a", 3))
     save(other, chain("b", 4))
     one.remove(chain("b", 1))
-    assert eventually(lambda: one.was_stored(chain("b", 1)[0]))
+    assert until(lambda: one.was_stored(chain("b", 1)[0]))
     known, after = replayed(one, after, known)
     assert known == replayed(other)[0]
     there_now = {key for key in chain("a", 3) + chain("b", 4) if one.find([key])[0]}
@@ -335,7 +329,7 @@ def test_the_journal_is_whole_over_many_pages(
     known, after = replayed(store)
     assert set(known) == set(keys)
     store.remove(keys[3:])
-    assert eventually(lambda: all(map(store.was_stored, keys[3:])))
+    assert until(lambda: all(map(store.was_stored, keys[3:])))
     assert set(replayed(store, after, known)[0]) == set(keys[:3])
 
 
@@ -350,7 +344,7 @@ def test_a_journal_that_no_longer_reaches_back_begins_again(
         save(store, chain(f"{number}", 1))
         store.remove(chain(f"{number}", 1))
     store.remove(chain("a", 1))
-    assert eventually(lambda: store.status().tiers[0].chunks == 0)
+    assert until(lambda: store.status().tiers[0].chunks == 0)
     store.keeper.sweep()
     store.keeper.sweep()
     save(store, chain("b", 1))
@@ -364,7 +358,7 @@ def test_what_leaves_memory_is_on_the_disk_and_comes_back_when_it_is_used(open_s
     for keys in chains:
         for parent, key in zip([b"", *keys], keys, strict=False):
             save(store, [key], parent)
-            assert eventually(lambda: has_caught_up(store))
+            assert until(lambda: has_caught_up(store))
     assert sum(there(store, keys) for keys in chains) == 40
     assert store.find(chains[0])[0] == Found("disk", ("r0",), NBYTES)
     assert all(loads(store, key) for keys in chains for key in keys)
@@ -373,14 +367,14 @@ def test_what_leaves_memory_is_on_the_disk_and_comes_back_when_it_is_used(open_s
         assert loads(store, chains[0][0])
         return store.find(chains[0])[0] == Found("memory", ("r0",), NBYTES)
 
-    assert eventually(is_used_in_memory)
+    assert until(is_used_in_memory)
 
 
 def test_the_disk_has_a_budget_too(open_store: Open) -> None:
     store = open_store(8 * CHARGE, disk=16 * CHARGE)
     for number in range(60):
         save(store, chain(f"{number}", 1))
-        assert eventually(lambda: has_caught_up(store))
+        assert until(lambda: has_caught_up(store))
     memory, disk = store.status().tiers
     assert memory.nbytes <= 8 * CHARGE
     assert 8 * CHARGE < disk.nbytes <= 16 * CHARGE
@@ -392,9 +386,9 @@ def test_a_smaller_budget_is_met_by_eviction(open_store: Open) -> None:
     save(store, chain("a", 20))
     store.close()
     store = open_store(5 * CHARGE)
-    assert eventually(lambda: store.status().tiers[0].nbytes == 5 * CHARGE)
+    assert until(lambda: store.status().tiers[0].nbytes == 5 * CHARGE)
     # Files go after their line in the books.
-    assert eventually(lambda: there(store, chain("a", 20)) == 5)
+    assert until(lambda: there(store, chain("a", 20)) == 5)
 
 
 def test_a_chunk_entered_while_books_are_made_anew_is_kept(

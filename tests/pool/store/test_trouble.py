@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,6 @@ with store._books.transaction(reading=sys.argv[2] == "reads", wait_s=10):
 """
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 30
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.fixture(params=["writes", "reads"])
 def holder(
     request: pytest.FixtureRequest, folder: Path
@@ -63,7 +55,7 @@ def holder(
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "holds\n"
-        assert eventually(lambda: "T (stopped)" in Path(f"/proc/{process.pid}/status").read_text())
+        assert until(lambda: "T (stopped)" in Path(f"/proc/{process.pid}/status").read_text())
         return process
 
     yield start
@@ -196,10 +188,10 @@ def test_a_pool_removed_by_hand_begins_anew(open_store: Open, folder: Path, remo
         with pytest.raises(PoolError):
             loads(store, *chain("a", 1))
     names = (f"b{number}" for number in itertools.count())
-    assert eventually(lambda: save(store, chain(next(names), 2), patience_s=30) == 2)
+    assert until(lambda: save(store, chain(next(names), 2), patience_s=30) == 2)
     last = next(names)
     assert save(store, chain(last, 2), patience_s=30) == there(store, chain(last, 2)) == 2
-    assert eventually(lambda: not problems(store))
+    assert until(lambda: not problems(store))
 
 
 def test_an_engine_that_starts_after_the_memory_was_removed_shares_the_disk(
