@@ -11,7 +11,8 @@ from rich.console import Console
 
 from pd_connector.tools.bench.serve.bench import ServeBench
 from pd_connector.tools.bench.serve.measure import Plan, ServeFindings
-from pd_connector.tools.bench.serve.pool import AGAIN, PLAIN, POOL, PoolServeBench
+from pd_connector.tools.bench.serve.pool import PoolServeBench
+from pd_connector.tools.bench.serve.pool_turns import AGAIN, PLAIN, POOL
 from pd_connector.tools.bench.serve.stack import PARTS, RIVAL
 from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.tools.output import Json
@@ -66,8 +67,8 @@ def serve(
     rival's capacity. Exit code 1 when a bar is missed, 2 when nothing was measured.
 
     With --pool both sides are ours, on this host and without a link: with a KV pool and without, at
-    shares (0.5) of what the one without completes. Then both engines with the pool are killed, and
-    the same requests come again.
+    shares (0.5) of what the one without completes. After all rounds both engines with the pool are
+    killed, and the same requests come again.
     """
     stderr = Console(stderr=True)
     if pool:

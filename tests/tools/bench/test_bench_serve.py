@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.serve import pool
 from pd_connector.tools.bench.serve.measure import Plan, Promise, Turn, compared
+from pd_connector.tools.bench.serve.pool_turns import PLAIN, POOL
 from pd_connector.tools.bench.serve.sending import Answer, completion_rate, send
 from pd_connector.tools.bench.serve.trace import Line, TimedRequest, read, timed
 from pd_connector.tools.cli import bench as command
@@ -159,14 +160,16 @@ class _Stack:
 
 @pytest.mark.parametrize(("after", "equal"), [(b"a", 3), (b"b", 0)])
 def test_answers_after_the_engines_death_are_held_to_those_without_a_pool(
-    server, monkeypatch, after, equal
+    server, monkeypatch, tmp_path, after, equal
 ):
     monkeypatch.setattr(pool, "_SAVED_S", 0.0)
     monkeypatch.setattr(server, "model", lambda: "m", raising=False)
-    pooled, plain = (_Stack(name, server, after) for name in (pool.POOL, pool.PLAIN))
+    pooled, plain = (_Stack(name, server, after) for name in (POOL, PLAIN))
     pooled.engines = (SimpleNamespace(client=server),)
     plan = Plan((0.5,), 3, 1, 32.0)
-    found = pool.PoolMeasurement(pooled, plain, LINES, plan, lambda _: None, Console()).measure()
+    found = pool.PoolMeasurement(
+        pooled, plain, LINES, plan, tmp_path, lambda _: None, Console()
+    ).measure()
     before, died = ({one.name: one for one in side} for side in (found.first, found.again))
     assert before["answers equal"].ok
     assert died["answers equal"].ours.values == (equal,)

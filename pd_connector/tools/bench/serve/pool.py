@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench serve --pool`: one stack with a KV pool beside one without, then again after its engines have died.
 
-Each round, both stacks serve the same requests in turn. Then both engines of the stack with the pool are killed and
-restarted, and the same requests come again.
+Each round, both stacks serve the same requests in turn. After the last round both engines of the stack with the pool are
+killed and restarted, and all requests come again. Until then both stacks have the same past.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -23,21 +23,18 @@ from rich.console import Console
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.model import write_model, write_weights
+from pd_connector.tools.bench.model import KV_BYTES_PER_TOKEN, write_model, write_weights
 from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.bench.serve.measure import AT_ONCE, WARM_UPS, Plan, Say
+from pd_connector.tools.bench.serve.pool_turns import AGAIN, PLAIN, POOL, Round, Turns, compared
 from pd_connector.tools.bench.serve.sending import Answer, completion_rate, send
 from pd_connector.tools.bench.serve.stack import PoolStack, StackSetup
 from pd_connector.tools.bench.serve.trace import Line, TimedRequest, longest, read, timed
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.tools.launch.service import log_folder
 
-POOL, PLAIN, AGAIN = "with the pool", "no pool", "after kill -9"
-BARS = {PLAIN: 1.1, POOL: 0.5}
-"""Most mean TTFT, as a multiple of that on the other side: with the pool beside no pool, and after the engines have died
-beside the time before."""
-MEMORY = "4GiB"
+MEMORY = "8GiB"
+"""More than the KV of all requests at the default of 24 a round."""
 EXACT = ("--dtype", "float32")
 """In bfloat16 an engine's answers differ from its own when it computes a prompt in other portions."""
 _IN_USE_S = 180.0
@@ -112,21 +109,15 @@ class PoolServeBench:
             def say(line: str) -> None:
                 console.print(line, markup=False, highlight=False)
 
-            return PoolMeasurement(pooled, plain, lines, self.plan, say, console).measure()
-
-
-@dataclass
-class _Turns:
-    """The answers of one load, by round."""
-
-    ttft_s: dict[str, list[float]] = field(default_factory=dict)
-    tpot_s: dict[str, list[float]] = field(default_factory=dict)
-    equal: dict[str, list[int]] = field(default_factory=dict)
-    requests: int = 0
+            return PoolMeasurement(pooled, plain, lines, self.plan, shm, say, console).measure()
 
 
 class PoolMeasurement:
-    """Measures two stacks that are already running."""
+    """Measures two stacks that are already running.
+
+    Args:
+        shm: folder in memory, where the pool is.
+    """
 
     def __init__(
         self,
@@ -134,17 +125,18 @@ class PoolMeasurement:
         plain: PoolStack,
         lines: Sequence[Line],
         plan: Plan,
+        shm: Path,
         say: Say,
         console: Console,
     ) -> None:
         self._pooled, self._plain = pooled, plain
         self._lines = lines
         self._plan = plan
+        self._shm = shm
         self._say = say
         self._console = console
         self._model = pooled.engines[0].client.model()
         self._failed: dict[str, Counter[str]] = {one: Counter() for one in (POOL, PLAIN, AGAIN)}
-        self._named = self._loaded = 0.0
 
     def measure(self) -> PoolServeFindings:
         """Measure everything.
@@ -153,8 +145,7 @@ class PoolMeasurement:
             BenchError: an engine does not use the pool.
         """
         self._wait_for_pool()
-        pids = [pid for stack in (self._pooled, self._plain) for pid in stack.pids]
-        noise = Noise(pids)
+        noise = self._noise()
         for stack in (self._pooled, self._plain):
             self._rate(stack, WARM_UPS, 1, seed=1)
         rates = [
@@ -163,59 +154,57 @@ class PoolMeasurement:
         ]
         capacity = rates[-1]
         self._say(f"{PLAIN}: {capacity:.2f} requests/s with {AT_ONCE} under way")
-        turns = {load: _Turns() for load in self._plan.loads}
+        rounds = [
+            Round(load, number, self._requests(load * capacity, number, place))
+            for number in range(self._plan.rounds)
+            for place, load in enumerate(self._plan.loads)
+        ]
+        turns = {load: Turns() for load in self._plan.loads}
         others = [noise.cores()]
-        for number in range(self._plan.rounds):
-            for place, load in enumerate(self._plan.loads):
-                seed = 100 + number * len(self._plan.loads) + place
-                others.append(self._round(turns[load], number, load * capacity, seed))
-        first, again = self._compared(turns)
-        asked = sum(one.requests for one in turns.values())
-        return PoolServeFindings(
-            first, again, capacity, (self._named, asked), self._loaded, self._failed, max(others)
-        )
-
-    def _round(self, turns: _Turns, number: int, per_s: float, seed: int) -> float:
-        """One round of one load. Returns the cores that other programs used."""
-        lines = self._lines[number * self._plan.requests : (number + 1) * self._plan.requests]
-        requests = timed(lines, per_s, self._plan.scale, seed)
-        noise = Noise([pid for one in (self._pooled, self._plain) for pid in one.pids])
-        found: dict[str, list[Answer]] = {}
-        order = (self._plain, self._pooled)
-        for stack in order if number % 2 else reversed(order):
-            found[stack.name] = self._turn(stack, stack.name, requests)
-        others = noise.cores()
+        both = {POOL: self._pooled, PLAIN: self._plain}
+        turned = dict(reversed(both.items()))
+        others += [
+            self._serve(turns[one.load], one, turned if one.number % 2 else both) for one in rounds
+        ]
         time.sleep(_SAVED_S)
         self._pooled.kill_engines()
         wait_all(self._pooled.services, console=self._console)
         self._wait_for_pool()
         named = self._pooled.named_pool()
-        noise = Noise([pid for one in (self._pooled, self._plain) for pid in one.pids])
-        found[AGAIN] = self._turn(self._pooled, AGAIN, requests)
-        self._named += self._pooled.named_pool() - named
-        self._loaded += self._pooled.loaded_chunks()
-        turns.requests += len(requests)
-        wanted = found[PLAIN]
-        for name, answers in found.items():
-            served = [one for one in answers if not one.failure]
-            if not served:
-                raise BenchError(f"{name}: no request was served; see the logs")
-            turns.ttft_s.setdefault(name, []).append(statistics.mean(a.ttft_s for a in served))
-            turns.tpot_s.setdefault(name, []).append(statistics.mean(a.tpot_s for a in served))
-            same = (
-                not one.failure and one.text == other.text
-                for one, other in zip(answers, wanted, strict=True)
-            )
-            turns.equal.setdefault(name, []).append(sum(same))
-        return max(others, noise.cores())
+        others += [self._serve(turns[one.load], one, {AGAIN: self._pooled}) for one in rounds]
+        first, again = compared(turns)
+        asked = sum(len(one.requests) for one in rounds)
+        decided = self._pooled.named_pool() - named, asked
+        loaded = self._pooled.loaded_chunks()
+        return PoolServeFindings(first, again, capacity, decided, loaded, self._failed, max(others))
+
+    def _requests(self, per_s: float, number: int, place: int) -> list[TimedRequest]:
+        lines = self._lines[number * self._plan.requests : (number + 1) * self._plan.requests]
+        seed = 100 + number * len(self._plan.loads) + place
+        return timed(lines, per_s, self._plan.scale, seed)
+
+    def _serve(self, turns: Turns, one: Round, stacks: Mapping[str, PoolStack]) -> float:
+        """One round, served by each of these in turn. Returns the cores that other programs used."""
+        others = list[float]()
+        for name, stack in stacks.items():
+            _use_memory(self._shm, _kv_bytes(one.requests))
+            noise = self._noise()
+            turns.add(name, self._turn(stack, name, one.requests))
+            others.append(noise.cores())
+        return max(others)
+
+    def _noise(self) -> Noise:
+        return Noise([pid for stack in (self._pooled, self._plain) for pid in stack.pids])
 
     def _turn(self, stack: PoolStack, name: str, requests: Sequence[TimedRequest]) -> list[Answer]:
         answers = send(stack.router.client, self._model, requests)
         failures = [one.failure for one in answers if one.failure]
         self._failed[name].update(failures)
         times = [one.ttft_s for one in answers if not one.failure]
-        mean = f"mean TTFT {statistics.mean(times):.2f} s" if times else "nothing served"
-        self._say(f"{name}: {mean}, {len(failures)} of {len(answers)} lost")
+        if not times:
+            raise BenchError(f"{name}: no request was served; see {stack.router.log_path.parent}")
+        mean = statistics.mean(times)
+        self._say(f"{name}: mean TTFT {mean:.2f} s, {len(failures)} of {len(answers)} lost")
         return answers
 
     def _rate(self, stack: PoolStack, count: int, at_once: int, seed: int) -> float:
@@ -235,31 +224,20 @@ class PoolMeasurement:
                 )
             time.sleep(0.5)
 
-    def _compared(self, turns: Mapping[float, _Turns]) -> tuple[list[Comparison], list[Comparison]]:
-        """With the pool beside no pool, and after the engines' death beside the time before."""
-        first, again = list[Comparison](), list[Comparison]()
-        for load, one in turns.items():
-            for found, name, beside in ((first, POOL, PLAIN), (again, AGAIN, POOL)):
-                add = _adder(found, {"load": load})
-                add("TTFT mean", one.ttft_s[name], one.ttft_s[beside], "s", BARS[beside], False)
-                add("TPOT mean", one.tpot_s[name], one.tpot_s[beside], "s", None, False)
-                asked = [self._plan.requests] * self._plan.rounds
-                add("answers equal", one.equal[name], asked, "", 1.0, True)
-        return first, again
+
+def _kv_bytes(requests: Sequence[TimedRequest]) -> int:
+    tokens = sum(len(one.prompt) + one.max_tokens for one in requests)
+    return tokens * 2 * KV_BYTES_PER_TOKEN  # in float32
 
 
-def _adder(
-    found: list[Comparison], params: Mapping[str, float]
-) -> Callable[[str, Sequence[float], Sequence[float], str, float | None, bool], None]:
-    def add(
-        name: str,
-        ours: Sequence[float],
-        theirs: Sequence[float],
-        unit: str,
-        bar: float | None,
-        more: bool,
-    ) -> None:
-        mine, others = (Sample(tuple(float(value) for value in side)) for side in (ours, theirs))
-        found.append(Comparison(name, dict(params), mine, others, unit, bar, more))
+def _use_memory(folder: Path, nbytes: int) -> None:
+    """Write this much to a folder, and give it back.
 
-    return add
+    A virtual machine may get memory from its host only when it is used first, and then at a tenth of the usual speed or
+    less. A turn would measure that wherever it is the first to use some.
+    """
+    path, piece = folder / "used-before", bytes(8 << 20)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(-(-nbytes // len(piece))):
+            file.write(piece)
+    path.unlink()
