@@ -5,6 +5,7 @@ import queue
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from pd_connector.agent.thread_priority import prefer_this_thread
 from pd_connector.pool.jobs import Fill, PromptChunk
 from pd_connector.pool.loader import Landing, ReadChunk
 from pd_connector.pool.plans import LoadPiece, plan_load
@@ -38,7 +39,8 @@ class Readers:
     """Threads that read, and the memory that they read into."""
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load")
+        # A request waits for them: as the agent's thread they go before the engine's.
+        self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
         self.landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
         for _ in range(_LANDINGS):
             self.landings.put(Landing())

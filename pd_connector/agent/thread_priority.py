@@ -38,7 +38,8 @@ def prefer_short_slices() -> bool:
     """Give the calling thread short time slices; returns whether the kernel agreed.
 
     Threads that it starts inherit neither these nor its priority. Those that compile, or save chunks of the pool, would
-    otherwise take the processors from the engine for as long as they work.
+    otherwise take the processors from the engine for as long as they work. Those that load chunks ask for the priority
+    themselves.
 
     An engine's processes poll shared memory for a second after each step. Since Linux 6.12 a waking
     thread goes before a running one that has a longer slice. So a chunk does not wait for
@@ -65,16 +66,25 @@ def prefer_own_threads() -> bool:
     An engine's pollers yield the processor and take it back at once. Beside them, encrypting and
     copying KV would get half a core. With many free cores nothing changes.
     """
-    threads = [threading.get_native_id()]
+    threads = list[int]()
     for task in Path("/proc/self/task").iterdir():
         try:
             if (task / "comm").read_text().startswith(_IO_THREAD):
                 threads.append(int(task.name))
         except OSError:  # it has just ended
             continue
+    return prefer_this_thread() and all(map(_prefer, threads))
+
+
+def prefer_this_thread() -> bool:
+    """Give the calling thread that priority, if the process may; returns whether it may. For threads that do what a
+    request waits for."""
+    return _prefer(threading.get_native_id())
+
+
+def _prefer(thread: int) -> bool:
     try:
-        for thread in threads:
-            os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
     except OSError:
         return False
     return True

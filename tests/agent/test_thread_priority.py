@@ -15,6 +15,7 @@ import zmq
 from support.agents import Ranks, ranks
 from support.waits import until
 
+from pd_connector.agent.pool_readers import Readers
 from pd_connector.agent.thread_priority import (
     prefer_own_threads,
     prefer_short_slices,
@@ -105,6 +106,15 @@ def test_threads_that_the_asking_thread_starts_have_the_engines_priority():
     thread.start()
     thread.join()
     assert found == [nice_of(threading.get_native_id())]
+
+
+def test_threads_that_read_chunks_of_the_pool_go_first():
+    threads = Readers().threads
+    allowed, nice = asked_in_a_thread()
+    if not allowed:
+        pytest.skip("this process is not allowed to raise priorities")
+    assert threads.submit(lambda: nice_of(threading.get_native_id())).result() == nice
+    threads.shutdown()
 
 
 def test_where_it_may_not_nothing_changes(monkeypatch: pytest.MonkeyPatch):
