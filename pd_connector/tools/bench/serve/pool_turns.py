@@ -29,8 +29,8 @@ class Round(NamedTuple):
 
 @dataclass
 class Turns:
-    """The answers of one load, by whose turn it was. Rounds have other requests, so their figures are no repetitions: each
-    figure is of all requests."""
+    """The answers of one load, by whose turn it was. Each figure is of all of them: rounds have unlike requests, so a median
+    of rounds would be that of one round."""
 
     answers: dict[str, list[Answer]] = field(default_factory=dict)
 
