@@ -276,6 +276,7 @@ def test_a_prefill_engine_that_loads_what_another_engine_keeps_in_int8_is_told(
         ("a: [", "is not YAML"),
         ("{{- if .Values.x }}\na: 1\n{{- end }}", "helm template"),
         ("replicas: 3", "no kv_connector in it"),
+        ("model: m", "check what `helm template` prints"),
     ],
 )
 def test_a_file_that_has_no_config_is_told_apart(tmp_path: Path, text: str, wanted: str) -> None:
