@@ -49,14 +49,14 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [
-        ("slots", "16", "Expected `int`"),
+        ("slots", "16", "got `str`: write it without quotes"),
         ("slots", 1.5, "Expected `int`"),
         ("slots", True, "Expected `int`"),
         ("slots", None, "Expected `int`"),
         ("insecure", "yes", "Expected `bool`"),
         ("host", 7, "Expected `str`"),
-        ("lease_s", "30s", "Expected `float`"),
-        ("transports", "tcp", "Expected `array`"),
+        ("lease_s", "30s", "got `str` (config"),
+        ("transports", "tcp", 'got `str`: write ["tcp"]'),
         ("transports", [1], "Expected `str`"),
         ("on_failure", "retry", "Invalid enum value 'retry'"),
         ("weights", "some", "Invalid enum value 'some'"),

@@ -98,6 +98,10 @@ def check(value: object) -> Mapping[str, object] | None:
     for name in ("memory", "disk"):
         if name in given:
             _size(name, given[name])
+    if "dir" in given:
+        _folder(given["dir"])
+    elif "disk" in given:
+        raise ConfigError(f"pool.disk {given['disk']!r}: needs the folder too: set pool.dir")
     _tenants(given.get("tenants", []))
     if (codec := given.get("codec", AT_REST[0])) not in AT_REST:
         hint = did_you_mean(str(codec), AT_REST) or f"must be {' or '.join(AT_REST)}"
@@ -130,15 +134,9 @@ def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Spac
 
 def _disk(given: Mapping[str, object]) -> Space | None:
     if "dir" not in given:
-        if "disk" in given:
-            raise ConfigError(f"pool.disk {given['disk']!r}: needs the folder too: set pool.dir")
         return None
     named = given["dir"]
-    path = Path(named) if isinstance(named, str) else Path()
-    if not path.is_absolute():
-        raise ConfigError(
-            f"pool.dir {named!r}: must be the absolute path of a folder (config key pool.dir)"
-        )
+    path = _folder(named)
     kind = file_system(path)
     if is_network(kind):
         raise ConfigError(
@@ -160,6 +158,16 @@ def _disk(given: Mapping[str, object]) -> Space | None:
     if asked > free:
         raise _too_much("pool.disk", given["disk"], asked, [room])
     return Space(path, asked)
+
+
+def _folder(named: object) -> Path:
+    """The path of a folder. Raises ConfigError."""
+    path = Path(named) if isinstance(named, str) else Path()
+    if not path.is_absolute():
+        raise ConfigError(
+            f"pool.dir {named!r}: must be the absolute path of a folder (config key pool.dir)"
+        )
+    return path
 
 
 def _size(name: str, value: object) -> int:

@@ -8,20 +8,22 @@ from contextlib import contextmanager
 FAILED = 2
 _OURS = ("pd_connector", "scheduler_plugins", "pd_kernels")
 _ROUTER = ("aiohttp", "aiohappyeyeballs", "httptools", "prometheus_client", "yaml")
-"""Modules that the extra `router` installs."""
+_EXTRAS = dict.fromkeys(_ROUTER, "router") | {"opentelemetry": "otel"}
+"""The extra that installs a module."""
 
 
 def what_to_install(module: str) -> str:
     """How to install this module, as an instruction."""
     return (
-        brought_by_the_router(module)
+        brought_by_an_extra(module)
         or "use the environment of your engine (vLLM or SGLang), which brings it"
     )
 
 
-def brought_by_the_router(module: str) -> str:
-    """How to install this module, if the extra `router` contains it; else an empty string."""
-    return "pip install 'pd-connector[router]'" if module.partition(".")[0] in _ROUTER else ""
+def brought_by_an_extra(module: str) -> str:
+    """How to install this module, if an extra contains it; else an empty string."""
+    extra = _EXTRAS.get(module.partition(".")[0])
+    return f"pip install 'pd-connector[{extra}]'" if extra else ""
 
 
 @contextmanager

@@ -66,7 +66,10 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
         ProfileError: there are fewer than 20 measurements, a duration is not positive, or no measurement has prefill.
     """
     if len(measured) < FEWEST:
-        raise ProfileError(f"{len(measured)} measurements: at least {FEWEST} are needed")
+        raise ProfileError(
+            f"{len(measured)} measurements: at least {FEWEST} are needed; longer prompts, larger batches or more "
+            "repeats give more"
+        )
     for one in measured:
         if not one.duration_s > 0:
             raise ProfileError(f"{one}: the duration must be a number of seconds > 0")

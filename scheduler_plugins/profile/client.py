@@ -120,7 +120,7 @@ class EngineClient:
                 return json.loads(text)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise AskError(
-                f"{method} {self.url}{path}: no answer ({error!r}); is this "
+                f"{method} {self.url}{path}: no answer ({str(error) or type(error).__name__}); is this "
                 "the base URL of a running vLLM, as http://127.0.0.1:8000?"
             ) from None
 

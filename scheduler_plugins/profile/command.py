@@ -36,7 +36,7 @@ def profile(
     longest_tokens: Annotated[
         int,
         typer.Option(
-            min=64, help="Longest prompt in tokens. The engine must take prompts of this length."
+            min=64, help="Longest prompt in tokens, at most what the engine's context has room for."
         ),
     ] = 8192,
     most_batch: Annotated[

@@ -3,7 +3,6 @@
 
 import logging
 import os
-import ssl
 import sys
 from collections.abc import Sequence
 from inspect import Parameter
@@ -14,6 +13,7 @@ import typer
 from pd_connector.tools.command_line import run as run_command
 from pd_connector.tools.command_line import single
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
+from scheduler_plugins.router.client.tls import check as check_tls
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.options import (
     API_KEY_VARIABLE,
@@ -32,12 +32,11 @@ def serve(ctx: typer.Context, **given: Any) -> None:
     logging.basicConfig(level=level.value, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config, settings = _settings(given, path)
+        check_tls(config)
     except ValueError as error:
         ctx.fail(str(error))
     try:
         _run(config, settings)
-    except ssl.SSLError as error:
-        _fail(f"tls_cert, tls_key or engine_ca cannot be used: {error}")
     except OSError as error:
         _fail(f"cannot listen on {error}")
 

@@ -241,6 +241,7 @@ def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
         "policy", "TTFT s", "p50", "p99", "TPOT ms", "p99", "hit", "goodput /s", "in time", "P busy", "D busy", "moves", "rejected", "took s",
     )  # fmt: skip
     table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     for one, seconds in zip(summaries, took_s, strict=True):

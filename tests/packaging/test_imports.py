@@ -98,6 +98,7 @@ def test_transformers_does_not_take_our_folder_for_hugging_faces(root, tmp_path)
         ("pd_connector profile --url http://127.0.0.1:1", "aiohttp"),
         ("pd_connector bench router peers trace.jsonl", "aiohttp"),
         ("scheduler_plugins.router --prefill a:1 --decode b:1", "aiohttp"),
+        ("scheduler_plugins.router --prefill a:1 --decode b:1 --otlp http://a:1", "opentelemetry"),
         ("pd_kernels.bench decode", "torch"),
     ],
 )
@@ -112,5 +113,5 @@ def test_a_program_says_what_it_lacks_and_what_brings_it(program, absent, tmp_pa
     assert ended.returncode in (1, 2)
     assert "Traceback" not in ended.stderr
     assert absent in ended.stderr
-    wanted = "pd-connector[router]" if absent == "aiohttp" else "environment of your engine"
-    assert wanted in ended.stderr
+    extras = {"aiohttp": "pd-connector[router]", "opentelemetry": "pd-connector[otel]"}
+    assert extras.get(absent, "environment of your engine") in ended.stderr

@@ -72,7 +72,8 @@ def private_folder(path: Path, key: str) -> int:
     elif found.st_mode & _OTHERS:
         mode = stat.S_IMODE(found.st_mode)
         shared = mode & stat.S_ISVTX  # such as /tmp, which must stay open
-        remedy = f"name a folder within it, such as {path}/kv" if shared else f"chmod 700 {path}"
+        remedy = f"name a folder within it, such as {path}/kv, which the engine makes"
+        remedy += "" if shared else f", or chmod 700 {path} if nobody else needs it"
         problem = f"is open to other users (mode {mode:o}): KV could be read in it; {remedy}"
     if problem:
         os.close(descriptor)

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import typer
+from rich.markup import escape
 from typer.main import get_command
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import Extension, load_entry_points
 from pd_connector.tools.command_line import SETTINGS, LateGroup, Version, run
-from pd_connector.tools.missing import brought_by_the_router
+from pd_connector.tools.missing import brought_by_an_extra
 
 COMMANDS = "pd_connector.commands"
 """The group of entry points."""
@@ -83,7 +84,7 @@ def load(extension: Extension) -> Any:
         found = extension.load()
     except ConfigError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
-        extra = brought_by_the_router(missing or "")
+        extra = brought_by_an_extra(missing or "")
         return _unavailable(f"{missing} is not installed: {extra}" if extra else str(error))
     if isinstance(found, typer.Typer):
         return get_command(found)
@@ -97,7 +98,7 @@ def _unavailable(reason: str) -> Any:
     single = typer.Typer(add_completion=False)
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-    @single.command(help=f"Not available: {reason}", context_settings=anything)
+    @single.command(help=f"Not available: {escape(reason)}", context_settings=anything)
     def unavailable() -> None:
         fail(reason)
 

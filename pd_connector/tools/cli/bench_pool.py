@@ -14,7 +14,7 @@ from pd_connector.tools.bench.pool import disk as disk_reads
 from pd_connector.tools.bench.pool import lookups, rivals
 from pd_connector.tools.bench.pool import slow as slow_stores
 from pd_connector.tools.bench.pool import trace as hit_rates
-from pd_connector.tools.bench.pool.engines import running
+from pd_connector.tools.bench.pool.engines import need_vllm, running
 from pd_connector.tools.bench.pool.folders import own_folder
 from pd_connector.tools.bench.pool.measure import PROMPT_TOKENS, EngineMeasurement
 from pd_connector.tools.bench.pool.raw import RawBench
@@ -86,6 +86,8 @@ def pool(
     notes: list[str] = []
     others_cores = 0.0
     with exit_codes(stderr), terminate_as_interrupt():
+        if engines or slow or everything:
+            need_vllm()  # before minutes are spent on the other parts
         if raw or everything:
             objects_found = RawBench(peer_env, objects, runs, warm_ups).measure(say)
             tables += objects_found.tables

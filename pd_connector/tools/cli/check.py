@@ -55,7 +55,10 @@ def examine(config: str, environment: Mapping[str, str]) -> list[Finding]:
         set_there = {KEY_VARIABLE: new_key(), HOST_VARIABLE: f"value-of-{HOST_VARIABLE}"}
         environment = {name: value for name, value in set_there.items() if name in text}
     if not found:
-        advice = 'engines need --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\''
+        advice = (
+            'engines need --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'. '
+            "If a chart's templates write it, check what `helm template` prints; `pd_connector.ray:build_pd_app` writes it itself"
+        )
         return [Finding(place, "connector", Status.FAIL, "no kv_connector in it", advice)]
     findings = [one for written in found for one in transfer_config.check(written, environment)]
     findings += transfer_config.together(found)

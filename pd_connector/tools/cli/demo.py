@@ -87,9 +87,18 @@ class TransportName(StrEnum):
     NIXL = "nixl"
 
 
+def _has_config(model: Path) -> Path:
+    """Raises typer.BadParameter for a folder without a model: engines take a minute to say so."""
+    if (model.is_absolute() or model.exists()) and not (model / "config.json").is_file():
+        raise typer.BadParameter(f"{model}: has no config.json; name the folder of a model")
+    return model
+
+
 def demo(
     engine: Annotated[EngineName, typer.Option(help="Which engines.")] = EngineName.VLLM,
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL_DIR,
+    model: Annotated[
+        Path, typer.Option(help="Folder of the model.", callback=_has_config)
+    ] = MODEL_DIR,
     transport: Annotated[
         TransportName | None, typer.Option(help="How KV travels.  [default: the connector's own]")
     ] = None,

@@ -16,6 +16,7 @@ from pd_connector.errors import ConfigError
 from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder, text_of
 from pd_connector.pool.store.base import DISK, StoreStatus
+from pd_connector.pool.store.folder import VERSION
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import Chunk, LocalStore
 from pd_connector.pool.verify import verify
@@ -42,6 +43,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def opened(folder: Path | None) -> Iterator[LocalStore]:
     """The pool of this user, with its disk folder. Ends the command if there is none."""
     memory = memory_folder()
+    if folder is not None and not (folder / VERSION).is_dir():
+        fail(f"no pool in {folder}: name the folder of the config key pool.dir (--dir)")
     if not memory.is_dir() and folder is None:
         fail(
             f"no pool in {memory}: no engine of this user has run with the config key `pool` since this machine started. "

@@ -8,6 +8,24 @@ import ssl
 from scheduler_plugins.router.settings.config import RouterConfig
 
 
+def check(config: RouterConfig) -> None:
+    """Raises ValueError for files that cannot be used, and names them."""
+    pair = (
+        ("tls_cert", "tls_key"),
+        for_clients,
+        "a certificate in PEM form and its own private key",
+    )
+    for names, context, wanted in (pair, (("engine_ca",), for_engines, "certificates in PEM form")):
+        try:
+            context(config)
+        except OSError as error:
+            files = " and ".join(f"{n} {getattr(config, n)}" for n in names if getattr(config, n))
+            text = (
+                f"{files}: must be {wanted}, which this user can read ({error.strerror or error})"
+            )
+            raise ValueError(text) from None
+
+
 def for_clients(config: RouterConfig) -> ssl.SSLContext | None:
     """The TLS context for clients; None: plain HTTP. Raises OSError if a file cannot be used."""
     if not config.tls_cert:

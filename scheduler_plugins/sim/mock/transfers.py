@@ -33,7 +33,8 @@ class Moved:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._counts: Counter[str] = Counter()
+        # From the start, as an engine with PDConnector: the router warns of a decode engine that has none.
+        self._counts: Counter[str] = Counter({"received_transfers_total{": 0})
 
     def sent(self, tokens: int, *, early: bool) -> None:
         """A decode engine was told that the KV of a prompt is computed. `early`: it asked before that."""

@@ -202,7 +202,9 @@ def test_a_missing_key_is_named(serve, tmp_path) -> None:
 def test_nobody_there_is_named(tmp_path) -> None:
     result = profile("http://127.0.0.1:9", tmp_path / "cost.json")
     assert result.exit_code == 2
-    assert "is this the base URL of a running vLLM" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert "is this the base URL of a running vLLM" in said
+    assert "ConnectionKey" not in said, "a line for people, and no object of aiohttp's"
 
 
 def test_a_refusal_names_the_middleware(serve, tmp_path) -> None:

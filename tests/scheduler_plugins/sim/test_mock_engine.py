@@ -95,6 +95,7 @@ def test_answers_have_as_many_tokens_as_asked_and_say_what_was_cached() -> None:
             async with session.get(f"http://127.0.0.1:{mock.port}/metrics") as answer:
                 text = await answer.text()
             assert 'vllm:prefix_cache_hits_total{model_name="mock",engine="0"} 80' in text
+            assert read(text, 0.0).totals, "or the router says that it has no PDConnector"
 
     run(scenario())
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.model import HEAD_DIM, KV_HEADS, LAYERS, write_model, write_weights
+from pd_connector.tools.bench.pool import engines
 from pd_connector.tools.bench.pool import trace as hit_rates
 from pd_connector.tools.bench.pool.raw import RawPair
 from pd_connector.tools.bench.pool.raw_party import OBJECT_BYTES, Objects
@@ -109,3 +110,12 @@ def test_the_weights_are_the_same_in_each_folder(tmp_path: Path) -> None:
     with safetensors.safe_open(files[0], "pt") as weights:
         key = weights.get_slice(f"model.layers.{LAYERS - 1}.self_attn.k_proj.weight")
         assert key.get_shape()[0] == KV_HEADS * HEAD_DIM
+
+
+def test_without_vllm_nothing_is_measured_that_takes_minutes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    code, said = bench("--runs", "1")
+    assert code == 2
+    assert said.startswith("not measured: vllm is not installed")

@@ -52,6 +52,9 @@ def text_of(findings: list[Finding]) -> str:
         (extra(lease_s=0.5), "must be at least twice heartbeat_s"),
         (extra(pool={"memori": "16GiB"}), "did you mean 'memory'?"),
         (extra(pool={"memory": "lots"}), "must be a size"),
+        (extra(pool={"disk": "16GiB"}), "set pool.dir"),
+        (extra(pool={"dir": "kv"}), "must be the absolute path"),
+        ({"kv_role": "kv_both"}, "no kv_connector"),
         (extra(audit=7), "must be `first`, `off`, or a share"),
         ({**RIGHT, "codec": "int8"}, 'write "kv_connector_extra_config": {"codec": "int8"}'),
         ({**RIGHT, "kv_rol": "kv_both"}, "did you mean 'kv_role'?"),
@@ -273,6 +276,7 @@ def test_a_prefill_engine_that_loads_what_another_engine_keeps_in_int8_is_told(
         ("a: [", "is not YAML"),
         ("{{- if .Values.x }}\na: 1\n{{- end }}", "helm template"),
         ("replicas: 3", "no kv_connector in it"),
+        ("model: m", "check what `helm template` prints"),
     ],
 )
 def test_a_file_that_has_no_config_is_told_apart(tmp_path: Path, text: str, wanted: str) -> None:

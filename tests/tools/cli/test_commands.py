@@ -85,6 +85,15 @@ def test_a_command_that_cannot_be_imported_says_why_and_spoils_no_other(greeting
     assert len(run("key", folder=greeting).stdout.strip()) == 64
 
 
+def test_the_extra_that_a_command_lacks_is_named_in_its_help_too(tmp_path: Path) -> None:
+    modules = {"toy_plot": "import aiohttp.nothing_like_this"}
+    add_distribution(tmp_path, "toy-plot", modules, {GROUP: {"plot": "toy_plot:run"}})
+    for said in (run("--help", folder=tmp_path).stdout, run("plot", folder=tmp_path).stderr):
+        assert (
+            "aiohttp.nothing_like_this is not installed: pip install 'pd-connector[router]'" in said
+        )
+
+
 def test_a_command_that_nobody_has_is_refused() -> None:
     refused = run("nothing")
     assert refused.returncode == 2

@@ -81,3 +81,9 @@ def test_failures_are_named_with_their_causes():
         'pd_connector:lost_sessions_total{engine="0",cause="timeout"} 0\n'
     )
     assert asker.failures(grown) == "failed_transfers_total['checksum']"
+
+
+def test_a_folder_without_a_model_is_named_before_an_engine_starts(tmp_path):
+    result = CliRunner().invoke(app, ["demo", "--model", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert f"{tmp_path}: has no config.json" in result.output

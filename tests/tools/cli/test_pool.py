@@ -210,3 +210,16 @@ def test_what_is_left_on_the_disk_after_a_reboot_is_shown(
     assert call("ls").exit_code == 1
     (line,) = call("ls", "--dir", str(settings.disk.path)).output.splitlines()
     assert "disk" in line
+
+
+@pytest.mark.parametrize("command", ["status", "ls", "verify", "clear"])
+def test_a_folder_without_a_pool_is_named_and_left_as_it_is(
+    store: LocalStore, tmp_path: Path, command: str
+) -> None:
+    (empty := tmp_path / "empty").mkdir(mode=0o700)
+    for folder in (tmp_path / "nothing", empty):
+        result = call(command, "--dir", str(folder))
+        assert result.exit_code == 1
+        assert f"no pool in {folder}" in " ".join(result.output.split())
+    assert not (tmp_path / "nothing").exists()
+    assert not list(empty.iterdir())

@@ -129,6 +129,12 @@ class Engines(Protocol):
 Made = TypeVar("Made", bound=Engines)
 
 
+def need_vllm() -> None:
+    """Raises BenchError if vLLM is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise BenchError("vllm is not installed: use the environment that has it, or --raw")
+
+
 @contextlib.contextmanager
 def begun(make: Callable[[Path, Path, Path], Made], console: Console) -> Iterator[Made]:
     """Engines of a model with made-up weights, starting, with a pool of their own. At the end no engine and no chunk is left.
@@ -139,8 +145,7 @@ def begun(make: Callable[[Path, Path, Path], Made], console: Console) -> Iterato
     Raises:
         PDConnectorError: vLLM is missing, or an engine did not start.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise BenchError("vllm is not installed: use the environment that has it, or --raw")
+    need_vllm()
     with contextlib.ExitStack() as stack:
         shm = stack.enter_context(own_folder())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-connector-model-"))

@@ -37,7 +37,10 @@ def asker(url: str, api_key: str | None) -> Ask:
                 return str(response.read().decode(errors="replace"))
         except HTTPError as error:
             said = error.read(300).decode(errors="replace")
-            raise PeerError(f"{path} was answered with status {error.code}: {said}") from None
+            remedy = " (give the engines' key with --api-key)" if error.code == 401 else ""
+            raise PeerError(
+                f"{path} was answered with status {error.code}{remedy}: {said}"
+            ) from None
         except (OSError, ValueError, HTTPException) as error:
             raise PeerError(f"{path}: {_said(error)}") from None
 

@@ -46,7 +46,8 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
             "is the engine up, and does it listen on an address of this network "
             "(--host 0.0.0.0)? Is a firewall between? The URL is the engine's, not its control port"
         )
-        return Visit([Finding(url, "reachable", Status.FAIL, str(error), advice)])
+        advised = "" if str(error).endswith("?") else advice  # the error asks what to look at
+        return Visit([Finding(url, "reachable", Status.FAIL, str(error), advised)])
     reachable = Finding(url, "reachable", Status.OK, "healthy")
     if (routing := router.told(health)) is not None:
         return Visit([reachable, *router.check(url, routing)])
@@ -64,7 +65,7 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
         )
         params = answer.get("kv_transfer_params")
     except (PeerError, ValueError, LookupError, TypeError, AttributeError) as error:
-        advice = "the engine's own log says more; give its key with --api-key if it asks for one"
+        advice = "the engine's own log says more"
         findings.append(Finding(url, "answers", Status.FAIL, repr_short(error), advice))
         return Visit(findings)
     findings.append(Finding(url, "answers", Status.OK, f"model {model}"))

@@ -163,7 +163,13 @@ def _name(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
             found += " PdConnector is Dynamo's own connector"
         yield Finding(place, "connector", Status.FAIL, found, advice)
     elif not isinstance(name, str):
-        yield Finding(place, "connector", Status.FAIL, f"kv_connector is {name!r}", advice)
+        yield Finding(
+            place,
+            "connector",
+            Status.FAIL,
+            "no kv_connector" if name is None else f"kv_connector is {name!r}",
+            advice,
+        )
     else:
         found = f"{name}, not PDConnector: nothing of pd-connector is used"
         yield Finding(place, "connector", Status.WARN, found, advice)

@@ -22,6 +22,8 @@ from cryptography.x509.oid import NameOID
 from router_fakes import FAST, FakeEngine, World, run, until
 from support.fake_kubernetes import FakeKubernetes
 
+from scheduler_plugins.router.__main__ import main
+from scheduler_plugins.router.client import tls
 from scheduler_plugins.router.client.doors import MOST_ID_CHARACTERS
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.engines import named as named_module
@@ -147,6 +149,20 @@ def test_clients_and_engines_may_speak_tls(tmp_path: Path) -> None:
 def test_a_wrong_door_is_named(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RouterConfig(**{"prefill": ("a:1",), "decode": ("b:1",), **settings})
+
+
+def test_files_for_tls_that_cannot_be_used_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = certificate(tmp_path)
+    sides: dict[str, Any] = {"prefill": ("a:1",), "decode": ("b:1",)}
+    tls.check(RouterConfig(**sides, tls_cert=cert, tls_key=key, engine_ca=cert))
+    tls.check(RouterConfig(**sides))
+    pair = f"tls_cert {key} and tls_key {cert}: must be a certificate .* and its own private key"
+    with pytest.raises(ValueError, match=pair):
+        tls.check(RouterConfig(**sides, tls_cert=key, tls_key=cert))
+    assert main(["--prefill", "a:1", "--decode", "b:1", "--engine-ca", key]) == 2
+    assert f"engine_ca {key}: must be certificates" in capsys.readouterr().err
 
 
 def test_a_dns_name_becomes_several_engines_and_is_followed(
