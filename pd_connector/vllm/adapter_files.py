@@ -27,6 +27,11 @@ class LoadedAdapter(NamedTuple):
     reading: int = 0  # a new number whenever its files may have changed
 
 
+def number_and_path(lora: Any) -> tuple[int, str]:
+    """By what vLLM tells adapters apart, and where it reads this one."""
+    return int(lora.lora_int_id), str(lora.lora_path)
+
+
 def loads_in_place(lora: Any) -> bool:
     return bool(getattr(lora, "load_inplace", False))
 
