@@ -10,12 +10,10 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.needs import Need, need, needed_parts
 from pd_connector.pool.record import (
-    HEADER,
     Record,
     Wanted,
-    decode,
     payload_problem,
-    read_header,
+    read_head,
     readable,
     record_problem,
 )
@@ -108,8 +106,7 @@ class Loader:
         own = self._geometry
         for name in needed_parts(found.parts, self._geometry):
             with self._store.read(chunk.key, name) as reading:
-                header = read_header(reading.take(0, HEADER.size))
-                record = decode(reading.take(0, HEADER.size + header.record_bytes))
+                header, record = read_head(reading)
                 if problem := record_problem(record, _wanted(chunk, facts, self._codecs)):
                     raise PoolError(*problem)
                 own = readable(record, own, facts)
