@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies computed chunks out of pages, and has a thread write them into the store.
+"""Copies computed chunks out of pages, and has threads write them into the store.
 
-The thread asks the store first. What it does not want is not copied: another engine has often saved the chunk already,
+They ask the store first. What it does not want is not copied: another engine has often saved the chunk already,
 as a prefill engine has what it hands over.
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,8 +31,11 @@ from pd_connector.telemetry import Telemetry
 
 logger = logging.getLogger("pd_connector.agent.pool_saves")
 
-_BUFFERS = 4
-"""Chunks that the store is asked for, or that are copied and not written yet."""
+_MORE_BUFFERS = 3
+"""Chunks that the store is asked for, or that are copied and not written yet, beside one for each thread that writes."""
+_MOST_WRITERS = 4
+_PROCESSORS = 8
+"""Processors of a rank for each thread that writes."""
 _WAITS_S = 1.0
 """Longest wait of a save for a buffer, and then for the store, in seconds. Its pages are kept meanwhile, and a store may never
 answer."""
@@ -57,13 +61,24 @@ class _Asked:
     over: bool = False
 
 
+def writers(ranks: int) -> int:
+    """How many threads of a rank write. One writes about 2 GB/s, and a GPU may compute KV faster; a machine with few
+    processors needs them for other things.
+
+    Args:
+        ranks: of the engine.
+    """
+    return max(1, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // (_PROCESSORS * ranks)))
+
+
 class PoolSaves:
     """Used by the agent's thread only.
 
     Args:
         gate: shut by the engine's thread for requests whose pages must not be touched.
-        saver: writes parts; used by one thread.
+        saver: writes parts.
         codec: in which chunks are kept.
+        threads: number of those that write.
         report: told that pages are no longer read.
         done: has the agent's thread carry something out.
     """
@@ -74,6 +89,7 @@ class PoolSaves:
         gate: PageGate,
         saver: Saver,
         codec: AtRest,
+        threads: int,
         telemetry: Telemetry,
         report: Callable[[Outcome], None],
         done: Callable[[Callable[[], None]], None],
@@ -91,9 +107,9 @@ class PoolSaves:
         self._wanted: deque[tuple[_Asked, WantedPart]] = deque()
         ends = (place.offset + place.nbytes for place in places(self._form, cache.geometry))
         nbytes = max(ends, default=0)
-        self._free = [bytearray(nbytes) for _ in range(_BUFFERS)]
-        self._writers = ThreadPoolExecutor(1, "pd-pool-save")
-        self._written_last: Future[None] | None = None  # ends after all others
+        self._free = [bytearray(nbytes) for _ in range(threads + _MORE_BUFFERS)]
+        self._writers = ThreadPoolExecutor(threads, "pd-pool-save")
+        self._writes: list[Future[None]] = []  # under way
 
     @property
     def waits_for_device(self) -> bool:
@@ -118,9 +134,8 @@ class PoolSaves:
         self._waiting.append((save, fence, time.monotonic()))
 
     def close(self) -> None:
-        """End the thread. What is copied is written, as far as the store takes it in time."""
-        if self._written_last is not None:
-            wait([self._written_last], _LAST_WRITES_S)
+        """End the threads. What is copied is written, as far as the store takes it in time."""
+        wait(self._writes, _LAST_WRITES_S)
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, facts: ModelFacts) -> None:
@@ -171,7 +186,7 @@ class PoolSaves:
         return plan
 
     def _ask(self, asked: _Asked, facts: ModelFacts) -> None:
-        """In the thread that writes."""
+        """In a thread that writes."""
         save, found = asked.save, None
         try:
             if not asked.over:
@@ -209,7 +224,8 @@ class PoolSaves:
             if not asked.over:
                 self._report(Saved(save.request))
         work = partial(self._write, wanted, asked.buffer, copied=copied)
-        self._written_last = self._writers.submit(work)
+        self._writes = [one for one in self._writes if not one.done()]
+        self._writes.append(self._writers.submit(work))
 
     def _tables(self, save: Save) -> list[list[int]]:
         """The save's pages, each at its place in the request."""
@@ -221,7 +237,7 @@ class PoolSaves:
         ]
 
     def _write(self, wanted: WantedPart, buffer: bytearray, *, copied: bool) -> None:
-        """In the thread that writes."""
+        """In a thread that writes."""
         cause = "failed"
         try:
             if copied:

@@ -43,7 +43,7 @@ class WantedPart:
 
 
 class Saver:
-    """Used by one thread.
+    """May be used by several threads.
 
     Args:
         geometry: of the rank's cache.

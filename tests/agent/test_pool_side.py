@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -324,6 +325,35 @@ def test_an_engine_that_ends_has_written_what_it_had_copied(
         assert isinstance(writer.end_of(name), Saved)
     writer.agent.close()
     assert None not in store.find([chunk.key for chunk in chunks()])
+
+
+def test_a_rank_with_many_processors_writes_several_chunks_at_once(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    both, write = threading.Barrier(2, timeout=30), saver.Wanted.write
+
+    def meets(wanted: saver.Wanted, payload: memoryview) -> str:
+        both.wait()
+        return write(wanted, payload)
+
+    monkeypatch.setattr(saver.Wanted, "write", meets)
+    writer, pages = rank(PAGE, "a"), range(CHUNK_TOKENS // PAGE)
+    for chunk in chunks():
+        writer.agent.submit(Save(f"save {chunk.number}", ROOT or b"", chunk, (tuple(pages),)))
+    until(lambda: None not in store.find([chunk.key for chunk in chunks()]), "both")
+    assert fill(rank(OTHER_PAGE, "other")).cause is None
+
+
+@pytest.mark.parametrize(
+    ("processors", "ranks", "threads"),
+    [(2, 1, 1), (15, 1, 1), (16, 1, 2), (64, 1, 4), (64, 8, 1), (192, 8, 3), (8, 16, 1)],
+)
+def test_a_rank_writes_with_as_many_threads_as_its_processors_bear(
+    monkeypatch: pytest.MonkeyPatch, processors: int, ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(processors))
+    assert pool_saves.writers(ranks) == threads
 
 
 def test_a_chunk_that_the_store_has_already_costs_neither_a_copy_nor_sums(
