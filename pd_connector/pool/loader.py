@@ -54,7 +54,7 @@ class ReadChunk(NamedTuple):
     nbytes: int
 
 
-class Landing:
+class ReadBuffer:
     """Memory of one chunk on its way. It grows to the largest chunk. It begins at pages of memory, so that a disk can read
     straight into it."""
 
@@ -81,24 +81,24 @@ class Loader:
         self._geometry = geometry
         self._codecs = codecs
 
-    def read(self, chunk: PromptChunk, facts: ModelFacts, landing: Landing) -> ReadChunk:
+    def read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
         """Read and verify a chunk.
 
         Args:
             facts: the model that will use it.
-            landing: takes the bytes.
+            buffer: takes the bytes.
 
         Raises:
             PoolError: it is not there, not what is wanted, or damaged. Then the store has lost it.
         """
         try:
-            return self._read(chunk, facts, landing)
+            return self._read(chunk, facts, buffer)
         except PoolError as error:
             if error.cause is Miss.DAMAGED:
                 self._store.remove([chunk.key])
             raise
 
-    def _read(self, chunk: PromptChunk, facts: ModelFacts, landing: Landing) -> ReadChunk:
+    def _read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
         (found,) = self._store.find([chunk.key])
         if found is None:
             raise PoolError(Miss.EVICTED, f"chunk {chunk.number} is no longer there")
@@ -113,7 +113,7 @@ class Loader:
                 needed = need(record.form, record.geometry, own)
                 if needed is None:
                     continue
-                data = landing.room(len(parts), needed.nbytes)
+                data = buffer.room(len(parts), needed.nbytes)
                 _fill(data, reading, record, needed, header.payload_offset)
                 told = record.writer.engine_id, writer_of(record), record.writer.codec
                 parts.append(ReadPart(record.geometry, needed, data, *told))
