@@ -10,10 +10,13 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.needs import Need, need, needed_parts
 from pd_connector.pool.record import (
+    HEADER,
+    Header,
     Record,
     Wanted,
+    decode,
     payload_problem,
-    read_head,
+    read_header,
     readable,
     record_problem,
 )
@@ -118,6 +121,16 @@ class Loader:
                 told = record.writer.engine_id, writer_of(record), record.writer.codec
                 parts.append(ReadPart(record.geometry, needed, data, *told))
         return ReadChunk(parts, own, sum(part.need.nbytes for part in parts))
+
+
+def read_head(reading: Reading) -> tuple[Header, Record]:
+    """Header and record of a part, verified.
+
+    Raises:
+        PoolError: as `Reading.into` and `record.decode`.
+    """
+    header = read_header(reading.take(0, HEADER.size))
+    return header, decode(reading.take(0, HEADER.size + header.record_bytes))
 
 
 def _fill(

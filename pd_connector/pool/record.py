@@ -21,7 +21,6 @@ from pd_connector.pool.codecs import AT_REST
 from pd_connector.pool.form import Form, Place, form_problem, places
 from pd_connector.pool.keys import CHUNK_BYTES, KEY_BYTES, link, model_root
 from pd_connector.pool.part_names import part_name
-from pd_connector.pool.store.base import Reading
 from pd_connector.protocol.wire.fields import Count, Name
 from pd_connector.protocol.wire.fields import decode as decode_fields
 
@@ -226,16 +225,6 @@ def decode(data: bytes | memoryview) -> Record:
     if problem := _problem(record, header):
         raise PoolError(Miss.DAMAGED, f"record of {record.key.hex()}: {problem}")
     return record
-
-
-def read_head(reading: Reading) -> tuple[Header, Record]:
-    """Header and record of a part, verified.
-
-    Raises:
-        PoolError: as `Reading.into` and `decode`.
-    """
-    header = read_header(reading.take(0, HEADER.size))
-    return header, decode(reading.take(0, HEADER.size + header.record_bytes))
 
 
 def record_problem(record: Record, wanted: Wanted) -> tuple[Miss, str] | None:

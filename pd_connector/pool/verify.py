@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.pool.record import layer_sum, read_head
+from pd_connector.pool.loader import read_head
+from pd_connector.pool.record import layer_sum
 from pd_connector.pool.store.base import Reading
 from pd_connector.pool.store.local import LocalStore
 
