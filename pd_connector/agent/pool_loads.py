@@ -11,7 +11,7 @@ from typing import Any
 
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
-from pd_connector.agent.pool_readers import Landed, Readers, landed
+from pd_connector.agent.pool_readers import Arranged, Readers, arrange
 from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
 from pd_connector.kv.coding import coarsest
 from pd_connector.kv.model import ModelFacts
@@ -19,7 +19,7 @@ from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.route import Route
 from pd_connector.pool.jobs import Fill, PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
-from pd_connector.pool.loader import Landing, Loader
+from pd_connector.pool.loader import Loader, ReadBuffer
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
@@ -27,7 +27,8 @@ from pd_connector.telemetry import Telemetry
 
 logger = logging.getLogger("pd_connector.agent.pool_loads")
 
-_LANDING_WAIT_S = 10.0
+_BUFFER_WAIT_S = 10.0
+"""Longest wait of a thread for a buffer that holds no chunk, in seconds."""
 _STALL_S = 5.0
 """Longest time without a chunk of a load, in seconds. What comes later is dropped."""
 
@@ -161,32 +162,32 @@ class PoolLoads:
         """Read all that the load still waits for."""
         for chunk in filling.fill.chunks:
             if chunk.number in filling.waits:
-                self._readers.threads.submit(self._read, self._readers.landings, filling, chunk)
+                self._readers.threads.submit(self._read, self._readers.buffers, filling, chunk)
 
     def _read(
-        self, landings: queue.SimpleQueue[Landing], filling: _Filling, chunk: PromptChunk
+        self, buffers: queue.SimpleQueue[ReadBuffer], filling: _Filling, chunk: PromptChunk
     ) -> None:
         """In a thread that reads."""
-        found: Landed | PDConnectorError | None = None
-        landing: Landing | None = None
+        found: Arranged | PDConnectorError | None = None
+        buffer: ReadBuffer | None = None
         if filling.wants(chunk.number):
             try:
-                landing = landings.get(timeout=_LANDING_WAIT_S)
-                read = self._loader.read(chunk, filling.facts, landing)
-                found = landed(read, filling.fill, chunk, landing)
+                buffer = buffers.get(timeout=_BUFFER_WAIT_S)
+                read = self._loader.read(chunk, filling.facts, buffer)
+                found = arrange(read, filling.fill, chunk, buffer)
             except PDConnectorError as error:
                 found = error
             except Exception as error:
                 logger.exception("pool: a chunk was not read")
                 found = PDConnectorError(repr(error))
-        give_back = partial(landings.put, landing) if landing else None
+        give_back = partial(buffers.put, buffer) if buffer else None
         self._done(partial(self._place, filling, chunk, found, give_back))
 
     def _place(
         self,
         filling: _Filling,
         chunk: PromptChunk,
-        found: Landed | PDConnectorError | None,
+        found: Arranged | PDConnectorError | None,
         give_back: Callable[[], None] | None,
     ) -> None:
         if isinstance(found, PDConnectorError):
@@ -201,7 +202,7 @@ class PoolLoads:
         if filling.ended and filling in self._fillings:
             self._end(filling)
 
-    def _use(self, filling: _Filling, chunk: PromptChunk, found: Landed) -> None:
+    def _use(self, filling: _Filling, chunk: PromptChunk, found: Arranged) -> None:
         """Write a chunk into pages, or compare it with them."""
         fill, comparison = filling.fill, filling.comparison
         try:

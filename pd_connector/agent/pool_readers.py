@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from pd_connector.agent.thread_priority import prefer_this_thread
 from pd_connector.pool.jobs import Fill, PromptChunk
-from pd_connector.pool.loader import Landing, ReadChunk
+from pd_connector.pool.loader import ReadBuffer, ReadChunk
 from pd_connector.pool.plans import LoadPiece, plan_load
 from pd_connector.pool.stored import gathered_bytes, payloads
 
-_LANDINGS = 4
+_BUFFERS = 4
 """Chunks that are being read, or not placed yet."""
 _READERS = 2
 
 
-class Landed(NamedTuple):
+class Arranged(NamedTuple):
     """A chunk in memory, ready to be written into pages."""
 
     read: ReadChunk
@@ -24,15 +24,15 @@ class Landed(NamedTuple):
     payloads: list[memoryview]
 
 
-def landed(read: ReadChunk, fill: Fill, chunk: PromptChunk, landing: Landing) -> Landed:
+def arrange(read: ReadChunk, fill: Fill, chunk: PromptChunk, buffer: ReadBuffer) -> Arranged:
     """Bring what was read into the order of the rank's pages. In a thread that reads, so that the agent's thread only
     has to write it."""
     needs = [(part.geometry, part.need) for part in read.parts]
     span = fill.first_token, fill.stop_token
     pieces = plan_load(needs, read.own, fill.pages, chunk.number, *span)
     parts = [(part.geometry, part.need, part.data) for part in read.parts]
-    room = landing.room(-1, gathered_bytes(pieces))
-    return Landed(read, pieces, payloads(pieces, parts, room))
+    room = buffer.room(-1, gathered_bytes(pieces))
+    return Arranged(read, pieces, payloads(pieces, parts, room))
 
 
 class Readers:
@@ -41,6 +41,6 @@ class Readers:
     def __init__(self) -> None:
         # A request waits for them: as the agent's thread they go before the engine's.
         self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
-        self.landings: queue.SimpleQueue[Landing] = queue.SimpleQueue()
-        for _ in range(_LANDINGS):
-            self.landings.put(Landing())
+        self.buffers: queue.SimpleQueue[ReadBuffer] = queue.SimpleQueue()
+        for _ in range(_BUFFERS):
+            self.buffers.put(ReadBuffer())

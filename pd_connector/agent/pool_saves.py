@@ -25,7 +25,7 @@ from pd_connector.pool.form import places
 from pd_connector.pool.jobs import Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
 from pd_connector.pool.plans import SavePlan, plan_save
-from pd_connector.pool.saver import Saver, Wanted
+from pd_connector.pool.saver import Saver, WantedPart
 from pd_connector.pool.stored import describe, gather_piece
 from pd_connector.telemetry import Telemetry
 
@@ -104,7 +104,7 @@ class PoolSaves:
         # Each with its fence, and when it came.
         self._waiting: deque[tuple[Save, Any, float]] = deque()
         self._asked: deque[_Asked] = deque()
-        self._wanted: deque[tuple[_Asked, Wanted]] = deque()
+        self._wanted: deque[tuple[_Asked, WantedPart]] = deque()
         ends = (place.offset + place.nbytes for place in places(self._form, cache.geometry))
         nbytes = max(ends, default=0)
         self._free = [bytearray(nbytes) for _ in range(threads + _MORE_BUFFERS)]
@@ -197,16 +197,16 @@ class PoolSaves:
             logger.exception("pool: a chunk was not saved")
         self._done(partial(self._answered, asked, found or "failed"))
 
-    def _answered(self, asked: _Asked, found: Wanted | str) -> None:
+    def _answered(self, asked: _Asked, found: WantedPart | str) -> None:
         self._asked.remove(asked)
-        if isinstance(found, Wanted):
+        if isinstance(found, WantedPart):
             self._wanted.append((asked, found))
             return
         self._free.append(asked.buffer)
         if not asked.over:
             self._drop(asked.save, found)
 
-    def _copy(self, asked: _Asked, wanted: Wanted, facts: ModelFacts) -> None:
+    def _copy(self, asked: _Asked, wanted: WantedPart, facts: ModelFacts) -> None:
         """Copy the pages of a save, and have it written. The engine may reuse them afterwards."""
         save, payload, copied = asked.save, memoryview(asked.buffer), False
         try:
@@ -236,7 +236,7 @@ class PoolSaves:
             for table, pages in enumerate(save.pages)
         ]
 
-    def _write(self, wanted: Wanted, buffer: bytearray, *, copied: bool) -> None:
+    def _write(self, wanted: WantedPart, buffer: bytearray, *, copied: bool) -> None:
         """In a thread that writes."""
         cause = "failed"
         try:

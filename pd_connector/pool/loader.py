@@ -11,6 +11,7 @@ from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.needs import Need, need, needed_parts
 from pd_connector.pool.record import (
     HEADER,
+    Header,
     Record,
     Wanted,
     decode,
@@ -56,7 +57,7 @@ class ReadChunk(NamedTuple):
     nbytes: int
 
 
-class Landing:
+class ReadBuffer:
     """Memory of one chunk on its way. It grows to the largest chunk. It begins at pages of memory, so that a disk can read
     straight into it."""
 
@@ -83,24 +84,24 @@ class Loader:
         self._geometry = geometry
         self._codecs = codecs
 
-    def read(self, chunk: PromptChunk, facts: ModelFacts, landing: Landing) -> ReadChunk:
+    def read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
         """Read and verify a chunk.
 
         Args:
             facts: the model that will use it.
-            landing: takes the bytes.
+            buffer: takes the bytes.
 
         Raises:
             PoolError: it is not there, not what is wanted, or damaged. Then the store has lost it.
         """
         try:
-            return self._read(chunk, facts, landing)
+            return self._read(chunk, facts, buffer)
         except PoolError as error:
             if error.cause is Miss.DAMAGED:
                 self._store.remove([chunk.key])
             raise
 
-    def _read(self, chunk: PromptChunk, facts: ModelFacts, landing: Landing) -> ReadChunk:
+    def _read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
         (found,) = self._store.find([chunk.key])
         if found is None:
             raise PoolError(Miss.EVICTED, f"chunk {chunk.number} is no longer there")
@@ -108,19 +109,28 @@ class Loader:
         own = self._geometry
         for name in needed_parts(found.parts, self._geometry):
             with self._store.read(chunk.key, name) as reading:
-                header = read_header(reading.take(0, HEADER.size))
-                record = decode(reading.take(0, HEADER.size + header.record_bytes))
+                header, record = read_head(reading)
                 if problem := record_problem(record, _wanted(chunk, facts, self._codecs)):
                     raise PoolError(*problem)
                 own = readable(record, own, facts)
                 needed = need(record.form, record.geometry, own)
                 if needed is None:
                     continue
-                data = landing.room(len(parts), needed.nbytes)
+                data = buffer.room(len(parts), needed.nbytes)
                 _fill(data, reading, record, needed, header.payload_offset)
                 told = record.writer.engine_id, writer_of(record), record.writer.codec
                 parts.append(ReadPart(record.geometry, needed, data, *told))
         return ReadChunk(parts, own, sum(part.need.nbytes for part in parts))
+
+
+def read_head(reading: Reading) -> tuple[Header, Record]:
+    """Header and record of a part, verified.
+
+    Raises:
+        PoolError: as `Reading.into` and `record.decode`.
+    """
+    header = read_header(reading.take(0, HEADER.size))
+    return header, decode(reading.take(0, HEADER.size + header.record_bytes))
 
 
 def _fill(

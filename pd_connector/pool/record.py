@@ -116,7 +116,7 @@ class Wanted(NamedTuple):
     salt: bytes
     facts: ModelFacts
     codecs: tuple[str, ...]
-    """Those that the reader permits."""
+    """In which the reader permits that KV has passed."""
 
 
 class Header(NamedTuple):

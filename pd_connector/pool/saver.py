@@ -13,7 +13,7 @@ from pd_connector.pool.store.base import Refusal, Store, Why, Writing
 SAVED = "saved"
 
 
-class Wanted:
+class WantedPart:
     """A part that the store wants. It has room there until `write` or `cancel` has been called."""
 
     def __init__(self, record: Record, writing: Writing) -> None:
@@ -57,7 +57,9 @@ class Saver:
         self._writer = writer
         self._parts = parts
 
-    def ask(self, chunk: PromptChunk, tenant: str, facts: ModelFacts, form: Form) -> Wanted | str:
+    def ask(
+        self, chunk: PromptChunk, tenant: str, facts: ModelFacts, form: Form
+    ) -> WantedPart | str:
         """Ask the store for room, before anything is copied: another engine has often saved the chunk already. Returns
         why the store does not want it otherwise.
 
@@ -95,4 +97,4 @@ class Saver:
             tenant=tenant,
             writer=self._writer.engine_id,
         )
-        return writing.why if isinstance(writing, Refusal) else Wanted(record, writing)
+        return writing.why if isinstance(writing, Refusal) else WantedPart(record, writing)

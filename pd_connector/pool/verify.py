@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.pool.record import HEADER, decode, layer_sum, read_header
+from pd_connector.pool.loader import read_head
+from pd_connector.pool.record import layer_sum
 from pd_connector.pool.store.base import Reading
 from pd_connector.pool.store.local import LocalStore
-
-"""Key, name of the part, and the part: what is wrong with it; empty if nothing is. May raise PoolError."""
 
 
 class Checked(NamedTuple):
@@ -24,8 +23,7 @@ class Checked(NamedTuple):
 def sound(key: bytes, part: str, reading: Reading) -> str:
     """What is wrong with a part, by its header, its record and the sum of each layer. Whether an engine can use it depends on
     the engine."""
-    header = read_header(reading.take(0, HEADER.size))
-    record = decode(reading.take(0, HEADER.size + header.record_bytes))
+    header, record = read_head(reading)
     if (record.key, record.part) != (key, part):
         return f"is {record.part} of chunk {record.key.hex()}"
     end = header.payload_offset + header.payload_bytes

@@ -95,39 +95,18 @@ def _describe(
     table: int = 0,
 ) -> tuple[dict[int, LayerPages], Group]:
     """Layers with these numbers, held by one pool of plain tensors."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
     dtype = _DTYPE_NAMES.get(pool.dtype)
     if dtype is None:
         raise UnsupportedGeometryError(
             f"KV pool of {pool.dtype}: PDConnector moves SGLang's pools of "
             f"{', '.join(DTYPES)} (--kv-cache-dtype auto, bf16 or fp8_e4m3)"
         )
-    places = range(pool.layer_num)
-    if type(pool) is MHATokenToKVPool:
-        if pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
-            raise UnsupportedGeometryError(
-                f"KV pool in layout {pool.kv_cache_layout}, quantised {pool.is_quantized_kv_cache}: "
-                "PDConnector moves layout nhd, not quantised"
-            )
-        pages = [_layer(pool, pool.k_buffer[n], pool.v_buffer[n]) for n in places]
-        dims = pool.head_dim, pool.v_head_dim
-    elif type(pool) is MLATokenToKVPool and not pool.use_dsa and dtype != _FP8:
-        pages = [_layer(pool, pool.kv_buffer[n], None) for n in places]
-        dims = pool.kv_cache_dim, 0
-        total_heads = 1
-    else:
-        raise UnsupportedGeometryError(
-            f"KV pool of type {type(pool).__name__}, {pool.dtype}: PDConnector moves full and "
-            "sliding-window attention (MHATokenToKVPool) and 16- or 32-bit MLA latents "
-            "(MLATokenToKVPool) of SGLang; serve this model without "
-            "--disaggregation-transfer-backend pd_connector"
-        )
+    pages, dims = _pages(pool, latents=dtype != _FP8)
     device = pages[0].key.device.type
     group = Group(
         kind="attention" if dims[1] else "latent",
         layers=tuple(numbers),
-        heads=total_heads,
+        heads=total_heads if dims[1] else 1,
         key_dim=dims[0],
         value_dim=dims[1],
         page_size=pool.page_size,
@@ -139,6 +118,33 @@ def _describe(
         scales=tuple(scales.get(n, (1.0, 1.0)) for n in numbers) if dtype == _FP8 else (),
     )
     return dict(zip(numbers, pages, strict=True)), group
+
+
+def _pages(pool: Any, *, latents: bool) -> tuple[list[LayerPages], tuple[int, int]]:
+    """The layers of a pool, with the dimensions of K and V; those of a latent, which has no V, are (dimension, 0).
+
+    Args:
+        latents: latents of this dtype can be moved.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    places = range(pool.layer_num)
+    if type(pool) is MHATokenToKVPool:
+        if pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+            raise UnsupportedGeometryError(
+                f"KV pool in layout {pool.kv_cache_layout}, quantised {pool.is_quantized_kv_cache}: "
+                "PDConnector moves layout nhd, not quantised"
+            )
+        pages = [_layer(pool, pool.k_buffer[n], pool.v_buffer[n]) for n in places]
+        return pages, (pool.head_dim, pool.v_head_dim)
+    if type(pool) is MLATokenToKVPool and not pool.use_dsa and latents:
+        return [_layer(pool, pool.kv_buffer[n], None) for n in places], (pool.kv_cache_dim, 0)
+    raise UnsupportedGeometryError(
+        f"KV pool of type {type(pool).__name__}, {pool.dtype}: PDConnector moves full and "
+        "sliding-window attention (MHATokenToKVPool) and 16- or 32-bit MLA latents "
+        "(MLATokenToKVPool) of SGLang; serve this model without "
+        "--disaggregation-transfer-backend pd_connector"
+    )
 
 
 def _layer(pool: Any, key: torch.Tensor, value: torch.Tensor | None) -> LayerPages:

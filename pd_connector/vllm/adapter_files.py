@@ -27,11 +27,18 @@ class LoadedAdapter(NamedTuple):
     reading: int = 0  # a new number whenever its files may have changed
 
 
+def number_and_path(lora: Any) -> tuple[int, str]:
+    """vLLM's number of an adapter, and the folder or repository that vLLM reads it from."""
+    return int(lora.lora_int_id), str(lora.lora_path)
+
+
 def loads_in_place(lora: Any) -> bool:
+    """Whether vLLM rereads an adapter's files for every step that needs it."""
     return bool(getattr(lora, "load_inplace", False))
 
 
 def read_adapter(path: str) -> LoadedAdapter:
+    """An adapter as its files are now; with `problem` if they cannot be read."""
     try:
         return LoadedAdapter(path, read_files(path))
     except OSError as error:

@@ -24,6 +24,7 @@ from pd_connector.vllm.adapter_files import (
     AdapterFiles,
     LoadedAdapter,
     loads_in_place,
+    number_and_path,
     read_adapter,
     read_files,
     untouched,
@@ -112,7 +113,7 @@ class Adapters:
         if not request.lora_request:
             return False
         use, lora = self._use(request), request.lora_request
-        number, path = int(lora.lora_int_id), str(lora.lora_path)
+        number, path = number_and_path(lora)
         with self._lock:
             known = self._loaded.get(number)
             if known is None or known.path != path:
@@ -126,20 +127,21 @@ class Adapters:
         if not request.lora_request:
             return True
         unchanged = self.unchanged(request)
-        use, number = self._use(request), int(request.lora_request.lora_int_id)
+        use, (number, path) = self._use(request), number_and_path(request.lora_request)
         with self._lock:
             live = self._live.get(number, {})
-            live.get(str(request.lora_request.lora_path), weakref.WeakSet()).discard(use)
+            live.get(path, weakref.WeakSet()).discard(use)
             if not any(live.values()):
                 self._live.pop(number, None)
         return unchanged
 
     def before_load(self, lora: Any) -> AdapterFiles | None:
         """vLLM is about to load an adapter. Returns its files for `load`; None if they are not on this disk."""
-        if int(lora.lora_int_id) in self._loaded and not loads_in_place(lora):
+        number, path = number_and_path(lora)
+        if number in self._loaded and not loads_in_place(lora):
             return None  # vLLM has it already
         try:
-            return read_files(str(lora.lora_path))
+            return read_files(path)
         except OSError as error:
             logger.debug("adapter %s cannot be read before it is loaded: %r", lora, error)
             return None
@@ -150,7 +152,7 @@ class Adapters:
         Args:
             before: its files before the load. If they lie in another folder now, vLLM has downloaded them.
         """
-        number, path = int(lora.lora_int_id), str(lora.lora_path)
+        number, path = number_and_path(lora)
         with self._lock:
             for other, known in list(self._loaded.items()):
                 if known.path == path:
@@ -171,10 +173,11 @@ class Adapters:
     def load_failed(self, lora: Any) -> None:
         """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another one, neither is
         believed."""
+        number, path = number_and_path(lora)
         with self._lock:
-            if known := self._loaded.get(int(lora.lora_int_id)):
-                problem = f"its load from {lora.lora_path} has failed; load it again"
-                self._replaced(int(lora.lora_int_id), known, problem)
+            if known := self._loaded.get(number):
+                problem = f"its load from {path} has failed; load it again"
+                self._replaced(number, known, problem)
 
     def remove(self, number: int) -> None:
         """vLLM has removed an adapter; its number may be given to another one."""
@@ -187,7 +190,7 @@ class Adapters:
         uses = vars(request).setdefault(_USES, {})
         if self not in uses:
             lora = request.lora_request
-            number, path = int(lora.lora_int_id), str(lora.lora_path)
+            number, path = number_and_path(lora)
             with self._lock:
                 live = self._live.setdefault(number, {})
                 replaced = any(uses for other, uses in live.items() if other != path)
@@ -201,13 +204,14 @@ class Adapters:
         Args:
             replaced: requests are here for the adapter that had its number before.
         """
+        number, _ = number_and_path(lora)
         loaded = self._look(lora)
         problem = loaded.problem or self.problem
         if replaced:
-            loaded = self._note(int(lora.lora_int_id), loaded)  # its pages are its own
+            loaded = self._note(number, loaded)  # its pages are its own
             problem = problem or f"requests of the adapter that {lora.lora_name} replaces still run"
         if problem or loaded.files is None:
-            pages = f"unknown {lora.lora_int_id}.{loaded.reading}"
+            pages = f"unknown {number}.{loaded.reading}"
             return _Use("", "", pages, problem, loaded.reading)
         content = loaded.files.fingerprint
         layout = "3d" if getattr(lora, "is_3d_lora_weight", False) else ""
@@ -217,7 +221,7 @@ class Adapters:
 
     def _look(self, lora: Any) -> LoadedAdapter:
         """An adapter as it is now."""
-        number, path, in_place = int(lora.lora_int_id), str(lora.lora_path), loads_in_place(lora)
+        (number, path), in_place = number_and_path(lora), loads_in_place(lora)
         known = self._loaded.get(number)
         if known is None or (in_place and (known.path != path or known.problem)):
             return self._note(number, read_adapter(path))

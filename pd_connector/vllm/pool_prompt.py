@@ -100,6 +100,8 @@ class Loading(NamedTuple):
 
 @dataclass(slots=True)
 class PoolPrompt:
+    """What the scheduler knows of one request's chunks."""
+
     request: "Request"
     adapter: str
     inputs: tuple[Input, ...]

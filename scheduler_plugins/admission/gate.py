@@ -94,8 +94,8 @@ class AdmissionGate:
         boards: Sequence[Board],
         metrics: AdmissionMetrics,
         *,
-        settings: Path | None = None,
-        cache_tokens: int = 0,
+        settings: Path | None,
+        cache_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the settings.

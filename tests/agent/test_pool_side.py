@@ -331,13 +331,13 @@ def test_a_rank_with_many_processors_writes_several_chunks_at_once(
     store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    both, write = threading.Barrier(2, timeout=30), saver.Wanted.write
+    both, write = threading.Barrier(2, timeout=30), saver.WantedPart.write
 
-    def meets(wanted: saver.Wanted, payload: memoryview) -> str:
+    def meets(wanted: saver.WantedPart, payload: memoryview) -> str:
         both.wait()
         return write(wanted, payload)
 
-    monkeypatch.setattr(saver.Wanted, "write", meets)
+    monkeypatch.setattr(saver.WantedPart, "write", meets)
     writer, pages = rank(PAGE, "a"), range(CHUNK_TOKENS // PAGE)
     for chunk in chunks():
         writer.agent.submit(Save(f"save {chunk.number}", ROOT or b"", chunk, (tuple(pages),)))

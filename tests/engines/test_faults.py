@@ -10,16 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from harness import (
     TWO_STEP_PARAMS,
-    Answer,
-    Service,
     assert_no_leaks,
     assert_same_logprobs,
     completion,
@@ -32,6 +28,7 @@ from pairs import (
     Pair,
     Setup,
 )
+from pauses import in_background, loading, paused
 from test_handoff import PAGE, prompt_of
 from tools import TOLERANCE, delta, leaving_client
 
@@ -49,26 +46,6 @@ SETUP = Setup.of(
     connect_timeout_s=4,
     wait_timeout_s=60,
 )
-
-
-@contextmanager
-def paused(service: Service) -> Iterator[None]:
-    """Freeze an engine: its sockets stay open, and nothing of it answers."""
-    service.pause()
-    try:
-        yield
-    finally:
-        service.resume()
-
-
-@contextmanager
-def in_background(call: Any, *args: Any, **kwargs: Any) -> Iterator[Future[Answer]]:
-    with ThreadPoolExecutor(1) as threads:
-        yield threads.submit(call, *args, **kwargs)
-
-
-def loading(pair: Pair) -> bool:
-    return pair.d.metrics().total("pd_connector:incoming_transfers") > 0
 
 
 def test_a_handoff_with_a_key_over_tcp(pair: Pair, reference) -> None:

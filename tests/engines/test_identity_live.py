@@ -14,20 +14,17 @@ from harness import (
     assert_same_logprobs,
     completion,
     fresh_salt,
-    prefill_step,
     two_step,
     wait_until,
 )
 from pairs import EnginePool, Pair, Setup
+from pauses import LEASED, fetching_while_paused
 from recipes import MODEL
 from safetensors.torch import load_file, save_file
-from test_faults import loading, paused
 from test_handoff import prompt_of
-from test_pauses import no_generation
 from tiny_models import LONG_FROM, build
 from tools import TOLERANCE, delta, probe_all
 
-LEASED = "pd_connector:leased_pages"
 DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
 
 
@@ -66,28 +63,29 @@ def update(engine, factor: float) -> None:
     probe_all(engine, "scale_weights", factor)
 
 
+def handed_over(pair: Pair) -> bool:
+    """Whether KV of a prompt passes; the answer is right in any case."""
+    prompt = prompt_of(200)
+    with delta(pair.d, "pd_connector:received_transfers_total") as received:
+        answer = two_step(pair.p, pair.d, prompt)
+    wanted = completion(pair.d, prompt, cache_salt=fresh_salt())
+    assert_same_logprobs(answer, wanted, TOLERANCE)
+    return received.amount == 1
+
+
 def test_weights_that_change_in_place_are_other_weights(engines: EnginePool) -> None:
     """Its own pair: its weights are others afterwards."""
     pair = engines.pair(Setup.of(**TRAINED))
-    prompt = prompt_of(200)
-
-    def handed_over() -> bool:
-        with delta(pair.d, "pd_connector:received_transfers_total") as received:
-            answer = two_step(pair.p, pair.d, prompt)
-        wanted = completion(pair.d, prompt, cache_salt=fresh_salt())
-        assert_same_logprobs(answer, wanted, TOLERANCE)
-        return received.amount == 1
-
-    assert handed_over()
+    assert handed_over(pair)
     update(pair.p, 1.25)
     completion(pair.p, "a step", 1)
-    assert not handed_over(), "the decode engine has the old ones"
+    assert not handed_over(pair), "the decode engine has the old ones"
     update(pair.d, 1.25)
     completion(pair.d, "a step", 1)
-    assert handed_over(), "both have the same again"
+    assert handed_over(pair), "both have the same again"
     for engine in pair.engines:
         probe_all(engine, "set_weights_version", "step 7")
-    assert handed_over()
+    assert handed_over(pair)
     pair.assert_idle()
 
 
@@ -108,30 +106,22 @@ def test_weights_that_are_reloaded_without_a_pause_are_those_of_their_files(
 ) -> None:
     """Neither KV of before, in the prefix cache, nor KV of other weights is used for a moment."""
     pair = engines.pair(Setup.of(**TRAINED))
-    prompt = prompt_of(200)
-
-    def handed_over() -> bool:
-        with delta(pair.d, "pd_connector:received_transfers_total") as received:
-            answer = two_step(pair.p, pair.d, prompt)
-        wanted = completion(pair.d, prompt, cache_salt=fresh_salt())
-        assert_same_logprobs(answer, wanted, TOLERANCE)
-        return received.amount == 1
 
     def reload(engine, folder: Path) -> None:
         probe_all(engine, "reload_weights", None, str(folder))
 
     for engine in pair.engines:
         reload(engine, MODEL)
-    assert handed_over()
+    assert handed_over(pair)
     other = retrained(tmp_path / "other")
     reload(pair.p, other)
-    assert not handed_over(), "the decode engine has the old ones"
-    assert not handed_over()
+    assert not handed_over(pair), "the decode engine has the old ones"
+    assert not handed_over(pair)
     reload(pair.d, other)
-    assert handed_over(), "both have the same files again"
+    assert handed_over(pair), "both have the same files again"
     reload(pair.p, MODEL)
     reload(pair.d, MODEL)
-    assert handed_over()
+    assert handed_over(pair)
     pair.assert_idle()
 
 
@@ -141,14 +131,8 @@ def test_kv_that_came_before_weights_changed_is_found_by_no_other_request(
     """The decode engine is paused for new weights while the KV of a queued request comes."""
     pair = engines.pair(Setup.of(**TRAINED))
     prompt, salt = prompt_of(900), fresh_salt()
-    params = prefill_step(pair.p, prompt, cache_salt=salt)
-    wait_until(lambda: pair.p.metrics().total(LEASED), "the KV is on offer")
-    with paused(pair.p), ThreadPoolExecutor(2) as threads:
-        extra = {"cache_salt": salt, "kv_transfer_params": params}
-        first = threads.submit(completion, pair.d, prompt, **extra)
-        wait_until(lambda: loading(pair), "the transfer is under way")
-        with no_generation(pair.d, "keep"):
-            pair.p.resume()
+    with ThreadPoolExecutor(1) as threads:
+        with fetching_while_paused(pair, prompt, salt) as first:
             wait_until(lambda: not pair.p.metrics().total(LEASED), "the KV has come")
             probe_all(pair.d, "scale_weights", 1.5)
             second = threads.submit(completion, pair.d, prompt, cache_salt=salt)

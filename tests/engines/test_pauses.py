@@ -4,48 +4,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
-from harness import assert_same_logprobs, completion, fresh_salt, prefill_step, wait_until
+from harness import assert_same_logprobs, completion, fresh_salt, wait_until
 from pairs import Pair
-from test_faults import in_background, loading, paused
+from pauses import fetching_while_paused, in_background, loading, no_generation
 from test_handoff import prompt_of
 from told import halves
 from tools import TOLERANCE
 
-from pd_connector.tools.launch import VllmEngine
-
-AT_ONCE_S = 5.0
-"""Half of the time after which a decode engine gives a silent prefill engine up, and much less than `wait_timeout_s`."""
-
-
-@contextmanager
-def no_generation(engine: VllmEngine, mode: str) -> Iterator[None]:
-    """Within the block the engine generates nothing."""
-    began = time.monotonic()
-    engine.client.post(f"/pause?mode={mode}&clear_cache=false", {})
-    took_s = time.monotonic() - began
-    try:
-        yield
-    finally:
-        engine.client.post("/resume", {})
-    assert took_s < AT_ONCE_S, f"{engine.name}: {took_s:.1f} s until it was paused"
-
 
 def test_a_pause_that_keeps_requests_does_not_wait_for_kv_that_comes(pair: Pair, reference) -> None:
     prompt, salt = prompt_of(900, start=60), fresh_salt()
-    params = prefill_step(pair.p, prompt, cache_salt=salt)
-    with paused(pair.p), ThreadPoolExecutor(1) as threads:
-        extra = {"cache_salt": salt, "kv_transfer_params": params}
-        answer = threads.submit(completion, pair.d, prompt, **extra)
-        wait_until(lambda: loading(pair), "the transfer is under way")
-        with no_generation(pair.d, "keep"):
-            pair.p.resume()
-            time.sleep(1.0)  # KV comes meanwhile
-            assert not answer.done()
-        assert_same_logprobs(answer.result(), reference(prompt), TOLERANCE)
+    with fetching_while_paused(pair, prompt, salt) as answer:
+        time.sleep(1.0)  # KV comes meanwhile
+        assert not answer.done()
+    assert_same_logprobs(answer.result(), reference(prompt), TOLERANCE)
 
 
 def test_pauses_do_not_wait_for_prompts_that_are_queued_on_both_engines(

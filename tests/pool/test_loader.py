@@ -16,7 +16,7 @@ from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.jobs import PromptChunk
-from pd_connector.pool.loader import Landing, Loader, ReadChunk
+from pd_connector.pool.loader import Loader, ReadBuffer, ReadChunk
 from pd_connector.pool.record import Record, encode
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
@@ -62,9 +62,9 @@ def read(
     *,
     facts: ModelFacts = FACTS,
     codecs: tuple[str, ...] = ("raw",),
-    landing: Landing | None = None,
+    buffer: ReadBuffer | None = None,
 ) -> ReadChunk:
-    return Loader(store, own, codecs).read(chunk_of(part), facts, landing or Landing())
+    return Loader(store, own, codecs).read(chunk_of(part), facts, buffer or ReadBuffer())
 
 
 def cause(store: LocalStore, **asked: Any) -> Miss:
@@ -190,12 +190,12 @@ def test_layers_of_a_draft_model_are_wanted_only_of_a_writer_that_has_the_same(
 
 def test_memory_of_a_chunk_grows_to_the_largest_one(store: LocalStore) -> None:
     put(store, FIRST, SECOND)
-    landing = Landing()
+    buffer = ReadBuffer()
     stage = msgspec.structs.replace(
         WHOLE,
         shard=Shard(0, 1, 0, 1),
         groups=(msgspec.structs.replace(GEOMETRY.groups[0], layers=(0,)),),
     )
-    read(store, stage, landing=landing)
-    found = read(store, landing=landing)
+    read(store, stage, buffer=buffer)
+    found = read(store, buffer=buffer)
     assert [bytes(part.data) for part in found.parts] == [payload_of(FIRST), payload_of(SECOND)]

@@ -70,18 +70,15 @@ class ProducerCommands:
         if isinstance(command, Revoke | Withdraw):
             self._gate.open(command.request)  # `Agent.submit` has shut it
 
-    def resume(self, now: float) -> None:
-        """Carry out what need not wait any more."""
-        self._resume(now)
-
-    def resume_all(self, now: float) -> None:
-        """Carry out everything that waits."""
-        self._resume(now, self._unfinished.transfers)
-
-    def _resume(self, now: float, at_once: Container[str] = ()) -> None:
+    def resume(self, now: float, at_once: Container[str] = ()) -> None:
+        """Carry out what need not wait any more, and everything of the transfers `at_once`."""
         for command, fence in self._unfinished.take_due(at_once):
             with self._confined(command):
                 self._execute(command, fence, now)
+
+    def resume_all(self, now: float) -> None:
+        """Carry out everything that waits."""
+        self.resume(now, self._unfinished.transfers)
 
     def _confined(self, command: ProducerCommand) -> AbstractContextManager[None]:
         what = f"transfer {command.transfer}"
@@ -97,7 +94,7 @@ class ProducerCommands:
                 return kept
             case Revoke(transfer, request) | Withdraw(transfer, request):
                 self._unfinished.drop(transfer, request)
-                self._resume(now, (transfer,))  # another request's: the transfer is its own then
+                self.resume(now, (transfer,))  # another request's: the transfer is its own then
         return False
 
     def _due(self, command: Offer | Computed, fence: Any) -> bool:

@@ -51,7 +51,7 @@ class ProducerSide:
         sending: Slab,
         gate: PageGate,
         report: Callable[[Free], None],
-        port: int = 0,
+        port: int,
     ) -> None:
         config, identity = resources.config, resources.identity
         self._config = config

@@ -55,7 +55,7 @@ class Unfinished:
         if left := deque(told for told in commands if told[0].request != request):
             self._waiting[transfer] = left
 
-    def take_due(self, at_once: Container[str] = ()) -> Iterator[_Told]:
+    def take_due(self, at_once: Container[str]) -> Iterator[_Told]:
         """What need not wait any more, and everything of the transfers `at_once`. Each is carried out
         before the next is taken."""
         for transfer, commands in list(self._waiting.items()):

@@ -68,20 +68,7 @@ def engines(
     with tempfile.TemporaryDirectory(prefix="pd-connector-model-") as folder:
         model, logs = write_model(Path(folder)), log_folder()
         say(f"logs in {logs}")
-        args = [*MADE_UP_WEIGHTS, *OUR_SCHEDULER, "--served-model-name", MODEL]
-        args += ["--max-num-batched-tokens", str(STEP_TOKENS)]
-        made = [
-            VllmEngine(
-                model,
-                "kv_both",
-                name=f"engine{n}",
-                max_model_len=longest + 64,
-                args=args,
-                env={"VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB)},
-                log_path=logs / f"engine{n}.log",
-            )
-            for n in range(ENGINES)
-        ]
+        made = _made(model, longest + 64, logs)
         try:
             for one in made:
                 one.start()
@@ -114,6 +101,24 @@ def engines(
             yield live._replace(fleet=replace(fleet, costs=costs))
         finally:
             stop_services(made)
+
+
+def _made(model: Path, longest: int, logs: Path) -> list[VllmEngine]:
+    """The engines, not started yet. `longest`: the most tokens of a sequence."""
+    args = [*MADE_UP_WEIGHTS, *OUR_SCHEDULER, "--served-model-name", MODEL]
+    args += ["--max-num-batched-tokens", str(STEP_TOKENS)]
+    return [
+        VllmEngine(
+            model,
+            "kv_both",
+            name=f"engine{n}",
+            max_model_len=longest,
+            args=args,
+            env={"VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB)},
+            log_path=logs / f"engine{n}.log",
+        )
+        for n in range(ENGINES)
+    ]
 
 
 async def _at_rest(url: str, longest: int) -> Profile:

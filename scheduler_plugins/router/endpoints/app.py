@@ -78,8 +78,8 @@ CLIENT_CLOSED_REQUEST = 499
 
 def create_app(
     config: RouterConfig,
-    settings: SettingsFile | None = None,
-    backend: Backend | None = None,
+    settings: SettingsFile | None,
+    backend: Backend | None,
 ) -> web.Application:
     """The router as an aiohttp application, for `server.RouterServer`.
 

@@ -200,7 +200,7 @@ class BackendEngine(Loaded):
         known = self.addresses[rank : rank + 1]
         return bool(self.addresses) and not any(map(seen.same_place, known))
 
-    def bootstrap(self, rank: int = 0) -> tuple[str, int]:
+    def bootstrap(self, rank: int) -> tuple[str, int]:
         """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's registry if there
         is one, else the control port of the rank."""
         if self.bootstrap_port is not None:

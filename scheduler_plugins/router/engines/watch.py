@@ -42,7 +42,7 @@ class EngineWatch:
         config: Callable[[], RouterConfig],
         session: aiohttp.ClientSession,
         caches: EngineCaches,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None],
     ) -> None:
         """Start nothing yet.
 

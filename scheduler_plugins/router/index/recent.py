@@ -34,10 +34,10 @@ class RecentBlocks:
     up, and cost only the list of prompts.
     """
 
-    def __init__(self, index: BlockIndex, engine: str, most_blocks: int = ASSUMED_BLOCKS) -> None:
-        """`most_blocks`: the engine's capacity in blocks."""
+    def __init__(self, index: BlockIndex, engine: str) -> None:
         index.add(engine)
-        self.most_blocks = most_blocks
+        self.most_blocks = ASSUMED_BLOCKS
+        """The engine's capacity in blocks."""
         self._index = index
         self._engine = engine
         self._noted: deque[_Noted] = deque()

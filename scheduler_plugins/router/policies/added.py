@@ -103,9 +103,7 @@ class Checked(Policy):
             problem = _problem(decision, view)
         except KeyboardInterrupt:
             raise
-        except (
-            BaseException
-        ) as error:  # another package's policy can raise anything, SystemExit too
+        except BaseException as error:  # another package's code can raise SystemExit, too
             raise PolicyError(f"{whose} failed: {_SHOWN.repr(error)}") from error
         if problem:
             raise PolicyError(f"{whose} decided {_SHOWN.repr(decision)}: {problem}")

@@ -22,7 +22,7 @@ from scheduler_plugins.router.policies.base import (
     cached_tokens,
 )
 from scheduler_plugins.router.policies.least_tpot import LeastTpot
-from scheduler_plugins.router.policies.sides import Choice, Rule, least
+from scheduler_plugins.router.policies.sides import Choice, Rule, chosen_in_time, least
 
 AHEAD = 8
 """An engine with fewer prompts gets the next. Others wait in the router, where they can still go elsewhere."""
@@ -108,12 +108,8 @@ class Dop(Policy):
         decode = [one for one in decode if one.name != p.name]
         if not decode:
             return Route(None, p.name)
-        d = self._decode.choose(request, decode, view, now_s, random)
-        if isinstance(d, Reject | Defer):
-            return d
-        if d.expected_s > request.tpot_slo_s:
-            return Reject("tpot", request.max_tokens * d.expected_s)
-        return Route(p.name, d.engine.name)
+        d = chosen_in_time(self._decode, request, decode, view, now_s, random)
+        return d if isinstance(d, Reject | Defer) else Route(p.name, d.engine.name)
 
     def _note(
         self, request: Request, engines: Sequence[EngineView], view: View, now_s: float

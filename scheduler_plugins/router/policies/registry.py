@@ -92,7 +92,7 @@ def create(name: str, decode: str = "") -> Policy:
     return made if extension is None else Checked(made, extension)
 
 
-def is_added(name: str, decode: str = "") -> bool:
+def is_added(name: str, decode: str) -> bool:
     """Whether another package's code decides, under the names that `create` takes."""
     own = name.removeprefix(WRAPPER + ":")
     return own not in {*PREFILL, *BOTH_SIDES, WRAPPER} or decode not in {"", *DECODE}

@@ -66,6 +66,22 @@ class Rule(ABC):
         """Choose one of `engines`. The list is never empty and may differ from call to call."""
 
 
+def chosen_in_time(
+    decode: Rule,
+    request: Request,
+    engines: Sequence[EngineView],
+    view: View,
+    now_s: float,
+    random: Random,
+) -> Choice | Reject | Defer:
+    """A rule's choice of the decode engine, rejected if its predicted TPOT breaks the request's SLO."""
+    chosen = decode.choose(request, engines, view, now_s, random)
+    if isinstance(chosen, Reject | Defer) or chosen.expected_s <= request.tpot_slo_s:
+        return chosen
+    # The batch shrinks as answers end, so the client should wait for one answer's length in steps.
+    return Reject("tpot", request.max_tokens * chosen.expected_s)
+
+
 class Sides(Policy):
     """Asks one rule for each side, and rejects requests whose SLO cannot be kept.
 
@@ -98,13 +114,9 @@ class Sides(Policy):
                 decode = [one for one in decode if one.name != p.engine.name]
             if p.engine.role is Role.WHOLE or not decode:
                 return Route(None, p.engine.name, p.source)
-        d = self._decode.choose(request, decode, view, now_s, random)
+        d = chosen_in_time(self._decode, request, decode, view, now_s, random)
         if isinstance(d, Reject | Defer):
             return d
-        if d.expected_s > request.tpot_slo_s:
-            # The batch shrinks as answers end, so the client should wait for one answer's length in
-            # steps.
-            return Reject("tpot", request.max_tokens * d.expected_s)
         if p is None:
             return Route(None, d.engine.name, d.source)
         return Route(p.engine.name, d.engine.name, p.source)

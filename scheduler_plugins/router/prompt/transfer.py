@@ -53,7 +53,7 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     return None
 
 
-def needs_one_engine(body: Mapping[str, Any], endpoint: str = "") -> str:
+def needs_one_engine(body: Mapping[str, Any], endpoint: str) -> str:
     """What no pair of SGLang engines can answer, and what to do; empty if a pair can. SGLang uses one transfer for
     all answers of a request, and returns logprobs of the prompt in the prefill engine's answer.
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from math import inf
 
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.policies.base import Defer, Reject, Request, cached_tokens
+from scheduler_plugins.router.policies.base import Defer, Reject, Request, Route, cached_tokens
 from scheduler_plugins.router.policies.sides import least
 from scheduler_plugins.router.request.shared import Shared
-from scheduler_plugins.router.routing.attempt import Attempt, RejectedError
+from scheduler_plugins.router.routing.attempt import AbleEngines, Attempt, RejectedError
 from scheduler_plugins.router.routing.candidates import Candidates
 from scheduler_plugins.router.routing.promises import kept_by
 from scheduler_plugins.router.routing.view import LiveView
@@ -59,33 +59,51 @@ async def next_attempt(
             pause_s = min(decision.until_s - now, LONGEST_PAUSE_S)
             await asyncio.sleep(max(LEAST_PAUSE_S, pause_s))
             continue
-        answering = next(one for one in engines.decode if one.name == decision.d)
-        p = None if decision.p == decision.d else decision.p
-        others = [one for one in engines.prefill if one is not answering]
-        pool = next((one for one in view.pools() if one.name == decision.pull_from), None)
-        name = "" if pool is None else pool.name
-        if p is None and (answering.computes_prompts or not others):
-            return Attempt(answering, None, engines.cause or "policy", pool=name)
-        # An engine that computes no prompts gets the least busy prefill engine.
-        prefill = (
-            least(others, lambda one: one.open_requests, shared.random)
-            if p is None
-            else next(one for one in able if one.name == p)
-        )
-        _count(shared, request, prefill, now)
-        (blocks,) = view.match(request.hashes, [prefill])
-        cached, loaded_s = cached_tokens(request, prefill, blocks), 0.0
-        if pool is not None:
-            (chunks,) = view.match(request.hashes, [pool])
-            stored = max(cached, cached_tokens(request, pool, chunks))
-            loaded_s = view.transfer_s(pool, prefill, stored - cached)
-            cached = stored
-        expected_s = None
-        if prefill.costs.known:
-            own_s = loaded_s + prefill.costs.prefill_s(request.tokens, cached)
-            expected_s = now - arrived + prefill.queued_s(now) + own_s
-        return Attempt(answering, prefill, "", request.tokens - cached, expected_s, name)
+        return _attempt(shared, request, engines, view, decision, now - arrived, now)
     return None
+
+
+def _attempt(
+    shared: Shared,
+    request: Request,
+    engines: AbleEngines,
+    view: LiveView,
+    decision: Route,
+    waited_s: float,
+    now: float,
+) -> Attempt:
+    """The engines that the policy has named, and when the first token is expected of them.
+
+    Args:
+        waited_s: since the request came.
+        now: on the event loop's clock, in seconds.
+    """
+    answering = next(one for one in engines.decode if one.name == decision.d)
+    p = None if decision.p == decision.d else decision.p
+    others = [one for one in engines.prefill if one is not answering]
+    pool = next((one for one in view.pools() if one.name == decision.pull_from), None)
+    name = "" if pool is None else pool.name
+    if p is None and (answering.computes_prompts or not others):
+        return Attempt(answering, None, engines.cause or "policy", pool=name)
+    # An engine that computes no prompts gets the least busy prefill engine.
+    prefill = (
+        least(others, lambda one: one.open_requests, shared.random)
+        if p is None
+        else next(one for one in (*engines.prefill, *engines.cpu_prefill) if one.name == p)
+    )
+    _count(shared, request, prefill, now)
+    (blocks,) = view.match(request.hashes, [prefill])
+    cached, loaded_s = cached_tokens(request, prefill, blocks), 0.0
+    if pool is not None:
+        (chunks,) = view.match(request.hashes, [pool])
+        stored = max(cached, cached_tokens(request, pool, chunks))
+        loaded_s = view.transfer_s(pool, prefill, stored - cached)
+        cached = stored
+    expected_s = None
+    if prefill.costs.known:
+        own_s = loaded_s + prefill.costs.prefill_s(request.tokens, cached)
+        expected_s = waited_s + prefill.queued_s(now) + own_s
+    return Attempt(answering, prefill, "", request.tokens - cached, expected_s, name)
 
 
 def _count(shared: Shared, request: Request, prefill: BackendEngine, now_s: float) -> None:

@@ -152,9 +152,7 @@ class RoleController:
                     found.append(move._replace(role=Role(move.role)))
         except KeyboardInterrupt:
             raise
-        except (
-            BaseException
-        ) as error:  # another package's policy can raise anything, SystemExit too
+        except BaseException as error:  # another package's code can raise SystemExit, too
             self.fault = error
         return found
 

@@ -32,7 +32,7 @@ class Candidates:
     """The engines that have not failed one request."""
 
     def __init__(
-        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, endpoint: str = ""
+        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, endpoint: str
     ) -> None:
         """Send nothing yet.
 

@@ -20,7 +20,7 @@ class Fallback(Policy):
     """The policy that the user names, and the default policy for what it cannot decide."""
 
     def __init__(
-        self, name: str, decode: str = "", count: Callable[[str], object] = lambda cause: None
+        self, name: str, decode: str, count: Callable[[str], object] = lambda cause: None
     ) -> None:
         """Make both policies.
 

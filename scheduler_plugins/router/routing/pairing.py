@@ -23,7 +23,7 @@ class Pairing:
         failed: pairs (prefill, decode) in which the decode engine got no KV.
     """
 
-    def __init__(self, request: Mapping[str, Any], *, endpoint: str = "") -> None:
+    def __init__(self, request: Mapping[str, Any], *, endpoint: str) -> None:
         """`endpoint`: path of an endpoint without transfers, which one engine answers; empty for all others."""
         self._endpoint = endpoint
         self.whole = "endpoint" if endpoint else transfer.why_not_disaggregated(request)
@@ -37,7 +37,7 @@ class Pairing:
         self,
         decode: Sequence[BackendEngine],
         prefill: Sequence[BackendEngine],
-        cpu_prefill: Sequence[BackendEngine] = (),
+        cpu_prefill: Sequence[BackendEngine],
     ) -> AbleEngines | None:
         """Engines for the next attempt; each decode engine can work with each prefill engine. None if no engine can
         answer.

@@ -196,6 +196,9 @@ class RouterConfig:
             load(Path(self.profile))  # ProfileError is a ValueError, and names the file
         urls = {url for side in SIDES for url in getattr(self, side)}
         object.__setattr__(self, "kv_events", checked_events(self.kv_events, urls))
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
         for name in ("port", "admin_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 65535")
@@ -205,7 +208,6 @@ class RouterConfig:
                 raise ValueError(f"{one.name} {value}: must be a number of seconds > 0")
             if one.name in COUNTS and value < 1:
                 raise ValueError(f"{one.name} {value}: must be 1 or more")
-
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers {self.workers}: must be {MOST_WORKERS} at most")
         if self.workers > 1 and not hasattr(os, "memfd_create"):
