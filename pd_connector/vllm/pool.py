@@ -308,8 +308,7 @@ class PoolSide:
                     self._telemetry.count("pool_misses", cause="busy")
         self._audit.give_up(prompt)
         if prompt.ask.pin_s:
-            last = request.num_prompt_tokens // CHUNK_TOKENS
-            self._looks.pin_for_client(prompt.keys[1 : last + 1], prompt.ask)
+            self._looks.pin_for_client(prompt, tenants=1 + len(self._settings.tenants))
         return commands
 
     def _saves_of(

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from pd_connector.errors import Cause, Miss, PoolError
 from pd_connector.pool.keys import CHUNK_TOKENS
@@ -19,7 +20,7 @@ from pd_connector.pool.store.base import Found, Store
 from pd_connector.pool.worth import Answers, Worth
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.pool_audit import PoolAudit
-from pd_connector.vllm.pool_prompt import Look, PoolAsk, PoolPrompt
+from pd_connector.vllm.pool_prompt import Look, PoolPrompt
 from pd_connector.vllm.pool_sharing import SharedLoads
 
 logger = logging.getLogger("pd_connector.vllm")
@@ -34,7 +35,7 @@ busy machine."""
 _PIN_S = 60.0
 """Chunks that a request will load are not evicted for this time, in seconds."""
 _SAVED_WITHIN_S = 2.0
-"""How long a client's pin waits for chunks that are being saved, in seconds."""
+"""A client's pin is tried again after this time, in seconds: its chunks are being saved. Look-ups do not wait for it."""
 
 
 class PoolLooks:
@@ -64,6 +65,7 @@ class PoolLooks:
         self._codecs = frozenset(codecs)
         self._thread = ThreadPoolExecutor(1, "pd-pool-look")
         self._probes = ThreadPoolExecutor(1, "pd-pool-probe")
+        self._pins = ThreadPoolExecutor(1, "pd-pool-pin")
         self._probe: Future[None] | None = None
         self._probed: list[tuple[str, int, float]] = []  # tier, bytes, seconds
         self._answers = Answers()
@@ -142,9 +144,11 @@ class PoolLooks:
         """Their load has ended."""
         self._thread.submit(self._store.unpin, keys)
 
-    def pin_for_client(self, keys: Sequence[bytes], ask: PoolAsk) -> None:
-        """A client wants these chunks to be kept."""
-        self._thread.submit(self._pin, keys, ask.pin_s, f"tenant {ask.tenant}")
+    def pin_for_client(self, prompt: PoolPrompt, tenants: int) -> None:
+        """A client wants the chunks of this prompt to be kept, among `tenants` that share the pool."""
+        keys = prompt.keys[1 : prompt.request.num_prompt_tokens // CHUNK_TOKENS + 1]
+        ask = keys, prompt.ask.pin_s, f"tenant {prompt.ask.tenant}", tenants
+        self._thread.submit(self._pin, *ask)
 
     def _hear(self) -> None:
         """Take in what the threads have measured."""
@@ -211,7 +215,10 @@ class PoolLooks:
         self._telemetry.count("pool_misses", cause=cause)
         return 0
 
-    def _pin(self, keys: Sequence[bytes], for_s: float, holder: str) -> None:
-        ends = time.monotonic() + _SAVED_WITHIN_S
-        while self._store.pin(keys, for_s, holder) < len(keys) and time.monotonic() < ends:
-            time.sleep(0.1)
+    def _pin(self, keys: Sequence[bytes], *ask: Any) -> None:
+        if self._store.pin(keys, *ask) < len(keys):
+            self._pins.submit(self._pin_later, time.monotonic() + _SAVED_WITHIN_S, keys, *ask)
+
+    def _pin_later(self, then_s: float, *ask: Any) -> None:
+        time.sleep(max(0.0, then_s - time.monotonic()))
+        self._store.pin(*ask)

@@ -77,17 +77,22 @@ def answers(of: SteppedEngine) -> WorkerActivity:
 
 
 def stored(
-    of: SteppedEngine, chunks: int, seed: int = 0, part: str = "0-1.0of1", adapter: str = ""
+    of: SteppedEngine,
+    chunks: int,
+    seed: int = 0,
+    part: str = "0-1.0of1",
+    adapter: str = "",
+    nbytes: int = 100,
 ) -> list[bytes]:
     """Put the first chunks of the prompt of this seed into the store, without their KV."""
     store = of.store
     tokens = [(seed * 31 + place) % 250 for place in range(chunks * CHUNK_TOKENS)]
     keys = chain(MODEL, tokens, adapter=adapter)
     for parent, key in zip([b"", *keys], keys, strict=False):
-        writing = store.begin(key, parent=parent, part=part, parts=1, nbytes=100, writer="x")
+        writing = store.begin(key, parent=parent, part=part, parts=1, nbytes=nbytes, writer="x")
         assert isinstance(writing, Writing)
         with writing:
-            writing.write(0, memoryview(bytes(100)))
+            writing.write(0, memoryview(bytes(nbytes)))
             assert writing.publish()
     return keys
 
@@ -743,6 +748,38 @@ def test_a_client_can_pin_what_it_has_computed_and_name_who_pays() -> None:
     assert [save.tenant for save in saves(of)] == ["t"]
     settle(of)
     assert of.store.status().pinned == 1, "the deepest chunk that was found"
+
+
+def test_pins_that_wait_for_chunks_that_never_come_keep_no_lookup_waiting() -> None:
+    of = engine()
+    stored(of, 1)
+    for number in range(1, 4):
+        wishes = {"pin_s": 60, "write": False}
+        add(of, f"{number}", CHUNK_TOKENS + 10, max_tokens=1, seed=number, pool=wishes)
+    run(of)
+    assert not of.scheduler.requests
+    began = time.monotonic()
+    settle(of)  # each pin was tried once
+    settle(of)
+    assert time.monotonic() - began < pool_looks._SAVED_WITHIN_S / 2, (
+        "the thread is free for look-ups"
+    )
+    add(of, "a", CHUNK_TOKENS + 10, max_tokens=1)
+    of.step()
+    assert [fill.request for fill in fills(of)] == ["a"]
+
+
+@pytest.mark.parametrize(("tenants", "pinned"), [([], 1), (["t", "u"], 0)])
+def test_clients_pins_keep_half_of_their_part_at_most(tenants: list[str], pinned: int) -> None:
+    of = engine(tenants=tenants)
+    stored(of, 1, nbytes=12 << 20)  # less than half of 64 MiB, more than half of a third
+    add(of, "a", CHUNK_TOKENS + 10, max_tokens=1, pool={"pin_s": 60})
+    of.step()
+    settle(of)
+    of.step(finished_recving={"a"})
+    run(of)
+    settle(of)
+    assert of.store.status().pinned == pinned
 
 
 def test_names_and_salts_that_clients_invent_have_one_share_together(

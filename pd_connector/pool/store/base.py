@@ -192,13 +192,14 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "") -> int:
+    def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
         """Keep chunks from being evicted, for a load, or because a client asked for it.
 
         Args:
             for_s: after which the pins end by themselves, on the machine's monotonic clock.
             holder: whose pins these are. By default this store's: they end with its process. Pins with a name outlive it;
-                these may hold half of each tier at most.
+                these may hold half of the memory at most, each holder's half of its part.
+            tenants: how many share the memory alike. A part is the memory divided by this number.
 
         Returns:
             How many of the first keys are there with whole files: a load of these may begin. Chunks with a missing,

@@ -38,6 +38,8 @@ _PRAGMAS = ("journal_mode = TRUNCATE", "synchronous = OFF", "mmap_size = 0", "te
 """Nothing is mapped, and nothing waits for a disk: the books need not survive the machine."""
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+_DAMAGES = (sqlite3.Error, ValueError, TypeError, ArithmeticError)
+"""What damaged books raise. A flipped byte can make SQLite's own message, or a number, something that Python cannot read."""
 
 
 class BooksError(Exception):
@@ -88,7 +90,7 @@ class Books:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
                 raise
-        except sqlite3.Error as error:
+        except _DAMAGES as error:
             raise self._explained(error) from error
         finally:
             self._lock.release()
@@ -134,7 +136,7 @@ class Books:
         self.damaged = self.damaged or text
         return text
 
-    def _explained(self, error: sqlite3.Error) -> BooksError:
+    def _explained(self, error: Exception) -> BooksError:
         """What a failed transaction means."""
         code = _code(error)
         if code in _BUSY:
@@ -230,11 +232,11 @@ def _opened(path: str) -> sqlite3.Connection:
     try:
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}").fetchall()
-    except sqlite3.Error:
+    except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _code(error: sqlite3.Error) -> int:
+def _code(error: Exception) -> int:
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF

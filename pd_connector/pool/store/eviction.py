@@ -2,7 +2,9 @@
 """Which chunk gives way to which: reservations, pins, quotas. Each function runs within a transaction and touches no file.
 
 The chunk that was used longest ago goes first, the end of a chain before what it follows: without its parent, no look-up would
-find it. A tenant's quota is the budget divided by the tenants that have anything in the tier.
+find it. A tenant's quota is the budget divided by the tenants that have anything in the tier. A tenant within its quota takes
+room from those above theirs, and not from itself: else its old chunks would make room for its new ones, and it would never
+reach its quota beside a tenant that uses its chunks more often.
 """
 
 import sqlite3
@@ -88,7 +90,7 @@ def make_room(
     books.execute("DELETE FROM pins WHERE until <= ?", (now_s(),))
     pinned = {key for (key,) in books.execute("SELECT key FROM pins")}
     while used + need > budget and len(evicted) < most:
-        key, text, nbytes = _victim(books, tier, budget, tenant, pinned)
+        key, text, nbytes = _victim(books, tier, budget, tenant, need, pinned)
         books.execute("DELETE FROM chunks WHERE tier = ? AND key = ?", (tier, key))
         evicted.append(Evicted(tier, key, text))
         used -= nbytes
@@ -96,16 +98,23 @@ def make_room(
 
 
 def _victim(
-    books: sqlite3.Connection, tier: int, budget: int, tenant: str | None, pinned: set[bytes]
+    books: sqlite3.Connection,
+    tier: int,
+    budget: int,
+    tenant: str | None,
+    need: int,
+    pinned: set[bytes],
 ) -> tuple[bytes, str, int]:
     """The chunk that was used longest ago among those that nothing follows, that no pin keeps and no quota protects.
 
     Chunks that the disk has as well go before those that would be lost.
     """
     tenants = one(books, "SELECT count(*) FROM usage WHERE tier = ?", tier)
-    if tenant is not None and not books.execute(_USAGE, (tier, tenant)).fetchone():
+    own = books.execute(_USAGE, (tier, tenant)).fetchone()
+    if tenant is not None and own is None:
         tenants += 1
     quota = budget // max(1, tenants)
+    exceeds = (own[0] if own else 0) + need > quota
     copies = tier == MEMORY_TIER and one(books, "SELECT count(*) FROM tiers") > 1
     passed: set[bytes] = set()
     while True:
@@ -114,10 +123,8 @@ def _victim(
         for key, text, nbytes, whose, copied in oldest:
             if key in pinned:
                 _use_now(books, tier, key)
-            elif (
-                whose == tenant
-                or tenant is None
-                or one(books, _USAGE, tier, whose) - nbytes >= quota
+            elif tenant is None or (
+                exceeds if whose == tenant else one(books, _USAGE, tier, whose) - nbytes >= quota
             ):
                 allowed.append((not copied if copies else False, key, text, nbytes))
         if allowed:
@@ -125,24 +132,25 @@ def _victim(
             return key, text, nbytes
         looked_at = {key for key, *_ in oldest}
         if not looked_at <= pinned:
-            return _victim_of_largest(books, tier, quota, tenant, pinned)
+            return _victim_of_largest(books, tier, quota, tenant, exceeds)
         if looked_at <= passed:
             raise RefusedError(Refusal(Why.FULL, "every chunk is pinned, or being written"))
         passed |= looked_at
 
 
 def _victim_of_largest(
-    books: sqlite3.Connection, tier: int, quota: int, tenant: str | None, pinned: set[bytes]
+    books: sqlite3.Connection, tier: int, quota: int, tenant: str | None, exceeds: bool
 ) -> tuple[bytes, str, int]:
-    """The oldest chunks are those of tenants within their quota. Others have more than theirs, or this one has."""
-    largest, most = books.execute(
-        "SELECT tenant, bytes FROM usage WHERE tier = ? ORDER BY bytes DESC LIMIT 1", (tier,)
-    ).fetchone()
-    for whose in (tenant, largest):
+    """The oldest chunks are those of tenants within their quota. Others have more than theirs, or this one `exceeds` it."""
+    above = "SELECT tenant, bytes FROM usage WHERE tier = ? AND bytes > ? ORDER BY bytes DESC"
+    others = [row for row in books.execute(above, (tier, quota)) if row[0] != tenant]
+    own = (tenant, 0)
+    for whose, most in [own, *others] if exceeds else [*others, own]:
         for key, text, nbytes, _, _ in books.execute(
-            f"{_ENDS} AND tenant = ? ORDER BY used LIMIT {_LOOKED_AT}", (tier, whose)
-        ).fetchall():
-            if key not in pinned and (whose == tenant or most - nbytes >= quota):
+            f"{_ENDS} AND tenant = ? AND key NOT IN (SELECT key FROM pins) ORDER BY used LIMIT 1",
+            (tier, whose),
+        ):
+            if whose == tenant or most - nbytes >= quota:
                 return key, text, nbytes
     text = f"all room belongs to tenants within their quota of {quota} bytes"
     raise RefusedError(Refusal(Why.QUOTA, text))
@@ -182,21 +190,25 @@ def pin(
     rows: Iterable[tuple[bytes, int]],
     until: float,
     holder: str,
-    named: bool,
+    tenants: int,
 ) -> None:
-    """Pin chunks, the first ones first. Pins that outlive their process hold half of the memory tier at most.
+    """Pin chunks, the first ones first.
 
     Args:
         rows: a key, and the bytes that its pin keeps: those of the chunk, and of the chunks before it.
+        tenants: how many share the memory tier; 0 for pins of a load, which end with their process. Pins of a tenant hold
+            half of its part at most, and all together half of the tier.
     """
-    room = one(books, "SELECT budget / 2 FROM tiers WHERE tier = 0")
-    held = "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named AND until > ?"
-    room -= one(books, held, now_s()) if named else 0
+    half = one(books, "SELECT budget / 2 FROM tiers WHERE tier = 0")
+    held = "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named AND until > ? AND (key, holder) != (?, ?)"
     for key, nbytes in rows:
-        room -= nbytes if named else 0
-        if room < 0:
+        others = (held, now_s(), key, holder)
+        if tenants and (
+            nbytes + one(books, *others) > half
+            or nbytes + one(books, f"{held} AND holder = ?", *others[1:], holder) > half // tenants
+        ):
             return
         books.execute(
             "INSERT INTO pins VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
-            (key, holder, named, until, nbytes),
+            (key, holder, bool(tenants), until, nbytes),
         )

@@ -121,7 +121,7 @@ class Holdings:
         try:
             self._reserve(what)
             descriptor = self._created(what)
-        except BooksError as error:
+        except (BooksError, OSError) as error:  # a folder was removed
             return Refusal(Why.UNWELL, str(error))
         except RefusedError as refused:
             return refused.refusal

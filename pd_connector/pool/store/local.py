@@ -71,7 +71,7 @@ class LocalStore(Store):
             self._holdings.used.append(keys[: len(found)])
         return found + [None] * (len(keys) - len(found))
 
-    def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "") -> int:
+    def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
         ends: list[
             tuple[bytes, int]
         ] = []  # a chunk keeps those before it in its tier from being evicted
@@ -87,7 +87,8 @@ class LocalStore(Store):
             ends.append((key, nbytes))
             there, last = there + 1, found.tier
         with contextlib.suppress(BooksError), self._books.transaction() as books:
-            pin(books, ends, now_s() + for_s, holder or self._holdings.alive.name, bool(holder))
+            whose, shared = (holder, tenants) if holder else (self._holdings.alive.name, 0)
+            pin(books, ends, now_s() + for_s, whose, shared)
         return there
 
     def _whole(self, key: bytes) -> Found | None:

@@ -188,26 +188,6 @@ def test_pins_with_a_name_hold_half_of_the_memory_at_most(open_store: Open) -> N
     assert sum(there(store, keys) for keys in chains) == 4
 
 
-def test_no_tenant_evicts_another_within_its_quota(open_store: Open) -> None:
-    store = open_store(10 * CHARGE)
-    small = [chain(f"small {number}", 1) for number in range(5)]
-    for keys in small:
-        save(store, keys, tenant="small")
-    for number in range(30):
-        assert save(store, chain(f"{number}", 1), tenant="large") == 1
-    assert sum(there(store, keys) for keys in small) == 5
-    assert store.status().tiers[0].tenants == {"small": 5 * CHARGE, "large": 5 * CHARGE}
-
-
-def test_a_tenant_alone_may_use_everything_until_another_comes(open_store: Open) -> None:
-    store = open_store(10 * CHARGE)
-    for number in range(10):
-        save(store, chain(f"{number}", 1), tenant="first")
-    for number in range(10):
-        assert save(store, chain(f"other {number}", 1), tenant="second") == 1
-    assert store.status().tiers[0].tenants == {"first": 5 * CHARGE, "second": 5 * CHARGE}
-
-
 def test_a_part_larger_than_the_tier_is_refused(open_store: Open) -> None:
     store = open_store(CHARGE)
     assert refused(begin(store, *chain("a", 1), nbytes=2 * CHARGE)) is Why.FULL

@@ -169,6 +169,27 @@ def test_damaged_books_are_made_anew_from_the_files(
     assert len(list((root / "data").iterdir())) <= 20
 
 
+def test_an_engine_starts_with_books_whose_error_cannot_be_read(
+    open_store: Open, folder: Path
+) -> None:
+    """SQLite quotes the damaged schema in its message, which is not UTF-8 then."""
+    save(open_store(), chain("a", 2))
+    root = folder / "pool" / "v1"
+    books = root / os.readlink(root / "books")
+    books.write_bytes(books.read_bytes().replace(b"TABLE chunks", b"\xec\xec\xec\xec\xec chunks"))
+    store = open_store()
+    assert save(store, chain("b", 2), patience_s=30) == 2
+    assert there(store, chain("a", 2)) == 2
+
+
+def test_rows_of_damaged_books_that_make_no_sense_make_new_books(open_store: Open) -> None:
+    store = open_store(2 * CHARGE)
+    save(store, chain("a", 2))
+    with store._books.transaction(wait_s=10) as books:
+        books.execute("UPDATE tiers SET bytes = x'ff'")
+    assert save(store, chain("b", 2), patience_s=30) == 2
+
+
 def test_books_of_nobody_knows_what_are_not_followed(open_store: Open, folder: Path) -> None:
     store = open_store()
     save(store, chain("a", 1))
