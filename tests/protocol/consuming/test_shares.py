@@ -151,6 +151,31 @@ def test_streams_that_end_with_their_session_take_no_slots_into_quarantine() -> 
     assert len(third.slots) == 1
 
 
+def test_slots_of_a_cancelled_stream_count_until_its_producer_has_confirmed() -> None:
+    grants, _ = grants_of(4)
+    first = asking(grants, "first", ONE, waits=False)
+    grants.grant_free(0.0)
+    grants.end_stream("first", ONE, first, LEASE_S, cancelled=True)
+    second = asking(grants, "second", ONE, waits=False)
+    grants.grant_free(0.0)
+    assert (len(first.slots), len(second.slots)) == (3, 0), "the last one is for others"
+    grants.confirmed("first", ONE)
+    grants.grant_free(0.0)
+    assert len(second.slots) == 3
+
+
+def test_the_slot_of_a_stream_that_has_all_goes_to_one_that_waits() -> None:
+    """Its transfer has not ended: another rank still sends."""
+    grants, _ = grants_of(1)
+    first, second = (asking(grants, name, ONE, waits=False) for name in ("first", "second"))
+    grants.grant_free(0.0)
+    assert (len(first.slots), len(second.slots)) == (1, 0)
+    first.missing.clear()
+    grants.give_back("first", ONE, first, first.slots[0])
+    grants.grant_free(0.0)
+    assert (len(first.slots), len(second.slots)) == (0, 1)
+
+
 class Landing(RuleBasedStateMachine):
     """Grants, beside a model of who may still write into which slot, and until when."""
 
