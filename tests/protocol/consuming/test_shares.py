@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -55,6 +55,7 @@ class Books:
     st.integers(1, 40),
     st.lists(st.tuples(st.sampled_from(PRODUCERS), st.sampled_from(["ready", "early", "back"]))),
 )
+@example(2, [("producer0", "early"), ("producer0", "ready")])
 @settings(max_examples=400, deadline=None)
 def test_each_has_a_part_in_any_order_of_events(slots: int, events: list[tuple[str, str]]) -> None:
     books = Books(slots)
