@@ -2,6 +2,8 @@
 """Engines in processes of their own die, freeze and come back; the other side recovers."""
 
 import signal
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -139,12 +141,23 @@ def test_a_producer_that_stops_between_chunks_stalls_its_loads(
     producer.kill()
 
 
-@pytest.mark.parametrize("transport", ["shm", "shm direct"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        TRANSPORTS["shm"],
+        TRANSPORTS["shm direct"],
+        pytest.param(
+            {"transports": ("nixl",), "direction": "read"},
+            marks=pytest.mark.skipif(not find_spec("nixl"), reason="nixl is not installed"),
+        ),
+    ],
+    ids=["shm", "shm direct", "nixl"],
+)
 def test_slots_of_a_stopped_producer_that_is_read_come_home_with_its_session(
-    ranks: Ranks, children: Children, transport: str
+    ranks: Ranks, children: Children, transport: dict[str, Any]
 ):
     """It writes into none of them when it goes on. Loads from other producers would wait for a lease's time."""
-    settings = SHORT | TRANSPORTS[transport] | {"lease_s": 600.0}
+    settings = SHORT | transport | {"lease_s": 600.0}
     producer = children(settings, consumes=False)
     consumer = ranks(settings, produces=False, seed=1)
     for transfer in ("before", "t"):

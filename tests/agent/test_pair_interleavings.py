@@ -61,7 +61,13 @@ class Interleavings(RuleBasedStateMachine):
     )
     def begin_with(self, ranks: tuple[int, tuple, tuple], one_sided: bool) -> None:
         consumers, sources, shards = ranks
-        self.world = World(consumers, sources=sources, shards=shards, one_sided=one_sided)
+        self.world = World(
+            consumers,
+            sources=sources,
+            shards=shards,
+            one_sided=one_sided,
+            writes_late=one_sided,
+        )
 
     def link(self, i: int) -> Link:
         return self.world.links[i % len(self.world.links)]
@@ -319,7 +325,13 @@ def test_long_walks_with_a_fault_now_and_then(seed: int, shape: int, one_sided: 
         (HALVES, (WHOLE,)),
         (STAGES, HALVES),
     ][shape]
-    world = World(3 - len(shards), sources=sources, shards=shards, one_sided=one_sided)
+    world = World(
+        3 - len(shards),
+        sources=sources,
+        shards=shards,
+        one_sided=one_sided,
+        writes_late=one_sided,
+    )
     steps = chance.choice([200, 2000])
     for _ in range(steps):
         kind = chance.choices([begin, go_on, move, fault], [3, 15, 150, 1])[0]

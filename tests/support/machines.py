@@ -228,9 +228,11 @@ class World:
         shards: Sequence[Shard] = (WHOLE,),
         config: Config = CONFIG,
         one_sided: bool = True,
+        writes_late: bool = False,
     ) -> None:
         self.config = config
         self.one_sided = one_sided
+        self.writes_late = writes_late
         self.now = 1000.0
         self.verifies = True
         self.tags: dict[str, int] = {}
@@ -509,7 +511,14 @@ class World:
             return self.consume(link, link.consumer.session_down(source, cause, "", self.now))
         line.session = f"{link.name}/{self.number()}".encode()
         routes = routes_of(line.rank.shard, link.shard)
-        session = ProducerSession(line.rank.epoch, self.config.slot_bytes, routes)
+        engine_id = f"engine{source.port}"  # so they share slots as engines do
+        session = ProducerSession(
+            line.rank.epoch,
+            self.config.slot_bytes,
+            routes,
+            engine_id=engine_id,
+            writes_late=self.writes_late,
+        )
         return self.consume(link, link.consumer.session_up(source, session, self.now))
 
     def break_session(self, link: Link, noticed: bool, line: Line | None = None) -> None:

@@ -87,7 +87,7 @@ class Dialler:
             expected = transport.expect(welcome.transport_address)
         except TransportError as error:
             raise RefusedError(Cause.TRANSPORT, str(error)) from None
-        path = ReceivePath(transport, expected, own=welcome.read and transport.copies)
+        path = ReceivePath(transport, expected, own=welcome.read)
         direct = (
             welcome.read
             and welcome.direct
@@ -110,6 +110,7 @@ class Dialler:
             routes=routes,
             read=welcome.read,
             direct=direct,
+            writes_late=transport.one_sided and not path.own,
             way=way,
             engine_id=welcome.engine_id,
             model=model_digest(facts),

@@ -32,7 +32,7 @@ class ReceivePath(NamedTuple):
 
     transport: Transport
     expected: Hashable  # the transport's handle of the producer
-    own: bool = False  # only this process writes into landing slots: it copies chunks from the producer's memory
+    own: bool = False  # only this process writes into landing slots: it reads chunks from the producer's memory
 
 
 class ChunkPages(Destination):

@@ -64,12 +64,12 @@ class Consumer:
         self._config = config
         self._geometry = geometry
         self._shards = tuple(shards) or (geometry.shard,)
-        self._grants = Grants(config, pool)
         self._one_sided = one_sided
         self._needs_words = needs_words
         self._audits = audits
         self._transfers = IncomingTransfers()
         self._sessions: dict[Source, ProducerSession] = {}
+        self._grants = Grants(config, pool, self._sessions)
         self._fetches = Fetches(
             config,
             geometry,

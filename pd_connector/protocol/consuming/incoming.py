@@ -131,6 +131,7 @@ class ProducerSession:
     routes: Sequence[Route]  # what passes between its rank and this one
     read: bool = False  # chunks are read from it, not written by it
     direct: bool = False  # and leased pages of it, where they lie
+    writes_late: bool = False  # it may write into its slots after this session has ended
     way: str = ""  # transport and direction in words
     bytes_per_s: float | None = None
     engine_id: str = ""

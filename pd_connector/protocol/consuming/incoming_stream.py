@@ -40,6 +40,11 @@ class IncomingStream:
         return self.accepted and told and not self.missing
 
     @property
+    def early(self) -> bool:
+        """Whether its slots may lie unused, because its prefill is under way."""
+        return self.waits and not self.complete
+
+    @property
     def timeout(self) -> tuple[Cause, str]:
         """What a passed deadline means."""
         if not self.opened:

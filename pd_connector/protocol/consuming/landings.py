@@ -144,7 +144,7 @@ class Landings:
         stream = incoming.streams[source]
         incoming.placed(source, place.header)
         self._fetches.placed(source)
-        self._grants.give_back(stream, place.slot)
+        self._grants.give_back(transfer, source, stream, place.slot)
         if stream.complete:
             stream.deadline = now + self._config.stall_timeout_s
         return self._fetches.go_on(incoming, source, now)

@@ -9,13 +9,14 @@ import pytest
 from pd_connector.config import Config
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.consuming.grants import Grants
-from pd_connector.protocol.consuming.incoming import Tell
+from pd_connector.protocol.consuming.incoming import ProducerSession, Tell
 from pd_connector.protocol.consuming.incoming_stream import IncomingStream
 from pd_connector.protocol.wire.peers import Source
 
 SLOTS = 8
 SOURCE = Source("127.0.0.1", 1, "")
 CHUNK: Any = object()
+SESSIONS = {SOURCE: ProducerSession(1, 1 << 20, ())}
 
 
 def waiting(grants: Grants, count: int, *, complete: bool) -> list[IncomingStream]:
@@ -23,7 +24,9 @@ def waiting(grants: Grants, count: int, *, complete: bool) -> list[IncomingStrea
     streams = []
     for number in range(count):
         missing = dict.fromkeys(range(2 * SLOTS), CHUNK)
-        stream = IncomingStream(1, opened=True, accepted=True, complete=complete, missing=missing)
+        stream = IncomingStream(
+            1, opened=True, accepted=True, waits=True, complete=complete, missing=missing
+        )
         grants.wait(f"{number}", SOURCE, stream)
         streams.append(stream)
     return streams
@@ -37,13 +40,13 @@ def granted(grants: Grants) -> list[str]:
 
 @pytest.fixture
 def grants() -> Grants:
-    return Grants(Config(slots=SLOTS), SlotPool(SLOTS))
+    return Grants(Config(slots=SLOTS), SlotPool(SLOTS), SESSIONS)
 
 
 def test_streams_that_may_have_no_more_slots_are_not_asked_again(grants: Grants) -> None:
     waiting(grants, 1000, complete=False)  # which leave slots for prefills that have ended
     assert granted(grants)
-    with mock.patch.object(Grants, "_most", side_effect=AssertionError("asked")):
+    with mock.patch.object(Grants, "_may_have", side_effect=AssertionError("asked")):
         for _ in range(3):
             assert granted(grants) == []
 
@@ -63,7 +66,7 @@ def test_a_slot_that_comes_home_is_granted_again(grants: Grants) -> None:
     assert granted(grants) == []
     slot = first.slots[0]
     del first.missing[0]
-    grants.give_back(first, slot)
+    grants.give_back("0", SOURCE, first, slot)
     grants.wait("0", SOURCE, first)
     assert len(granted(grants)) == 1
     grants.check_integrity({(f"{n}", SOURCE): stream for n, stream in enumerate(streams)})
@@ -81,14 +84,14 @@ def test_a_stream_that_is_forgotten_is_noticed(grants: Grants) -> None:
 
 def test_a_stream_with_enough_slots_gets_more_together(grants: Grants) -> None:
     """One message for four of them; and at once what comes home to a stream that has few."""
-    many = Grants(Config(slots=16), SlotPool(16))
+    many = Grants(Config(slots=16), SlotPool(16), SESSIONS)
     (stream,) = waiting(many, 1, complete=True)
     stream.missing = dict.fromkeys(range(100), CHUNK)
     messages = []
     for placed in range(32):
         granted(many)
         del stream.missing[placed]
-        many.give_back(stream, stream.slots[0])
+        many.give_back("0", SOURCE, stream, stream.slots[0])
         many.wait("0", SOURCE, stream)
         messages.append(len(granted(many)))
         many.check_integrity({("0", SOURCE): stream})
@@ -97,6 +100,6 @@ def test_a_stream_with_enough_slots_gets_more_together(grants: Grants) -> None:
     (few,) = waiting(grants, 1, complete=True)
     granted(grants)
     del few.missing[0]
-    grants.give_back(few, few.slots[0])
+    grants.give_back("0", SOURCE, few, few.slots[0])
     grants.wait("0", SOURCE, few)
     assert len(granted(grants)) == 1
