@@ -209,10 +209,15 @@ def test_a_pool_removed_by_hand_begins_anew(open_store: Open, folder: Path, remo
         with pytest.raises(PoolError):
             loads(store, *chain("a", 1))
     names = (f"b{number}" for number in itertools.count())
-    assert until(lambda: save(store, chain(next(names), 2), patience_s=30) == 2)
-    last = next(names)
-    assert save(store, chain(last, 2), patience_s=30) == there(store, chain(last, 2)) == 2
+
+    def saved() -> bool:
+        """Not while the store takes stock of its folders."""
+        chunks = chain(next(names), 2)
+        return save(store, chunks, patience_s=30) == there(store, chunks) == 2
+
+    assert until(saved)
     assert until(lambda: not problems(store))
+    assert until(saved)
 
 
 def test_an_engine_that_starts_after_the_memory_was_removed_shares_the_disk(
