@@ -33,6 +33,7 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
+from pd_connector.pool.keys import model_root
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import AuditBook
@@ -215,9 +216,9 @@ class Agent:
 
     @property
     def pool_model(self) -> bytes:
-        """The loaded model as the pool knows it; empty without a pool, or while that is not known."""
-        side = self._loop.pool_side
-        return side.model if side else b""
+        """The loaded model as the pool knows it; empty without a pool, or while that is not known. It is what was submitted
+        last: saves and loads that are submitted later are of this model."""
+        return (model_root(self._facts) or b"") if self._loop.pool_side else b""
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
         """Wait until there is an outcome, if transfers or loads from the pool are under way; at most `timeout_s` seconds.

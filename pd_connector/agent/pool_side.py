@@ -20,7 +20,6 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.codecs import PoolCodecs
 from pd_connector.pool.jobs import Fill, Save
-from pd_connector.pool.keys import model_root
 from pd_connector.pool.loader import Loader
 from pd_connector.pool.record import Writer
 from pd_connector.pool.saver import Saver
@@ -66,11 +65,6 @@ class PoolSide:
         self._loads = PoolLoads(
             cache, gate, loader, trust, telemetry, report, self._then, experts=experts
         )
-
-    @property
-    def model(self) -> bytes:
-        """The loaded model as the pool knows it; empty while that is not known."""
-        return model_root(self._facts) or b""
 
     @property
     def waits_for_device(self) -> bool:

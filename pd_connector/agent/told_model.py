@@ -51,6 +51,11 @@ class ToldModel:
         if files is not None and facts.weights:
             self._read(files)
 
+    @property
+    def reads(self) -> bool:
+        """Whether all bytes of the weights are being read. Once they are not, what was read has been told."""
+        return self._reader is not None and self._reader.reads
+
     def facts_now(self) -> ModelFacts:
         """What an agent that starts now tells its peers."""
         return self._unknown() if self.withdrawn else self.facts

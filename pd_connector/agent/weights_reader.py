@@ -38,6 +38,11 @@ class WeightsReader:
         self._thread = threading.Thread(target=self._run, name="pd-weights", daemon=True)
         self._thread.start()
 
+    @property
+    def reads(self) -> bool:
+        """Whether it has yet to tell what it finds."""
+        return not self._stopped and self._thread.is_alive()
+
     def stop(self) -> None:
         """These weights are not those that the engine serves any more: nothing is told after this."""
         with self._telling:

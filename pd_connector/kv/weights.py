@@ -17,7 +17,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -76,7 +76,7 @@ def cache_file() -> Path | None:
 def _complain(place: str, why: str) -> None:
     """Once for each place: a checkpoint can have hundreds of files."""
     logger.warning(
-        "fingerprints of weights cannot be kept in %s (%s): each start reads all of the weights again. Set XDG_CACHE_HOME "
+        "fingerprints of weights cannot be kept in %s (%s): each rank reads all of the weights, at each start. Set XDG_CACHE_HOME "
         "to a folder that this user can write",
         place,
         why,
@@ -147,7 +147,10 @@ def _locked(cache: Path | None) -> Iterator[None]:
         yield
         return
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(
+            OSError
+        ):  # some network file systems have no locks: then ranks may read the same
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

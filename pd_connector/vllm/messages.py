@@ -94,7 +94,8 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     `ready`: watched requests whose KV can be loaded now. `unavailable`: watched requests whose KV will not come.
     `unaudited`: requests whose KV was refused because its producer has not passed an audit. Also: audits that
     have ended, the gauges of ranks with a changed gauge, how often ranks' weights have changed (if they have),
-    why KV of requests has not come, and how far loads from the pool came that broke off.
+    why KV of requests has not come, how far loads from the pool came that broke off, and which model ranks have
+    loaded as the pool knows it, if that has changed: empty if not known, None while its weights are read.
     """
 
     ready: frozenset[str] = frozenset()
@@ -106,7 +107,7 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     causes: Mapping[str, Cause] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     saved: Mapping[str, int] = field(default_factory=dict)
-    models: Mapping[int, bytes] = field(default_factory=dict)
+    models: Mapping[int, bytes | None] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)

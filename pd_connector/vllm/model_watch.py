@@ -59,6 +59,11 @@ class ModelWatch:
         """How often the weights have changed. KV from before the last change does not fit the present weights."""
         return self._told.changes
 
+    @property
+    def reads(self) -> bool:
+        """Whether all bytes of the weights are being read, and will be told."""
+        return self._told.reads
+
     def step(self, *, asked: bool, idle: bool) -> None:
         """A step begins, before its commands are carried out.
 

@@ -133,9 +133,8 @@ class PoolSide:
 
     @property
     def pending(self) -> bool:
-        """Whether a step is needed: ranks tell with it that pages of saves are copied, or, after their start, their
-        model, and vLLM takes KV events with it."""
-        return self.saving or self._model.awaited or bool(self.events and self.events.pending)
+        """Whether a step is needed: ranks tell of saves, or their model, with it, and vLLM takes KV events."""
+        return self.saving or self._model.due or bool(self.events and self.events.pending)
 
     def reported(self, activity: WorkerActivity) -> None:
         """What the ranks did since the last step, which has ended."""
@@ -167,16 +166,15 @@ class PoolSide:
 
     def forget_all(self) -> None:
         """KV of the requests that run now must be neither saved nor compared."""
+        for request_id in self._prompts:
+            self._looks.shared.forget(request_id)
         self._prompts.clear()
         self._audit.forget()
 
     def add(self, request: "Request") -> None:
         """A request has been queued: begin to look for its chunks."""
-        if (
-            request.prompt_token_ids is None
-            or request.prompt_embeds is not None
-            or getattr(request, "resumable", False)
-        ):
+        tokens_only = request.prompt_token_ids is not None and request.prompt_embeds is None
+        if not tokens_only or getattr(request, "resumable", False):
             return
         try:
             ask = asked(request, self._settings.tenants, self._ignored)
@@ -203,6 +201,8 @@ class PoolSide:
         prompt = self._prompts.get(request.request_id)
         if prompt is None or not self._identity.adapters.unchanged(request):
             return 0
+        if self._model.awaited_by(prompt):
+            return None
         self._looks.begin(prompt, self.model)  # the model was not known when the request came
         return self._looks.matched(prompt, computed)
 
@@ -230,7 +230,7 @@ class PoolSide:
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
         found = prompt.found[chunks.start : chunks.stop]
         tables = self._windows.from_token(first, kept_pages(blocks.get_block_ids()))
-        wanted = tuple(prompt.chunk(number) for number in chunks)
+        wanted = tuple(map(prompt.chunk, chunks))
         fill = Fill(request.request_id, self.model, wanted, first, stop, tables)
         loading = Loading(keys, found, range(first, stop), time.monotonic(), look)
         self.loads.begin(prompt, loading, fill)

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 from pd_connector.vllm.pool import PoolSide
 from pd_connector.vllm.pool_loads import PoolLoads
+from pd_connector.vllm.wake import watch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +31,9 @@ _watching: WeakSet[PoolLoads] = WeakSet()
 
 
 def attach(pool: PoolSide, config: "VllmConfig") -> None:
-    """Have vLLM's scheduler compute what loads leave unfilled, and publish events of chunks if it publishes KV events."""
+    """Have vLLM's scheduler compute what loads leave unfilled, and publish events of chunks if it publishes KV events. Its
+    engine can be woken from now on."""
+    watch()
     events = config.kv_events_config
     if events is not None and events.enable_kv_cache_events:
         pool.publish_events()

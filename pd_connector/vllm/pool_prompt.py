@@ -117,6 +117,7 @@ class PoolPrompt:
     kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
     found: list[Found] = field(default_factory=list)
     unasked: bool = True  # its look-up has yet to begin
+    matched_s: float = 0.0  # when vLLM first asked how much of it can be loaded
     asked_s: float = 0.0  # when its look-up began
     there: "Future[Look] | None" = (
         None  # the same look-up, until it was heard for the sake of saves

@@ -78,7 +78,7 @@ class WorkerSide:
         self._unaudited: set[str] = set()
         self._over: list[str] = []  # requests whose pages were kept for a comparison
         self._saved: Counter[str] = Counter()
-        self._told_model: bytes | None = None  # as the pool knows the loaded model
+        self._told_model: dict[int, bytes | None] = {}  # as in `WorkerActivity.models`
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's cache tensors (by layer name) and start the agent.
@@ -278,13 +278,16 @@ class WorkerSide:
         self._told_changes = self._model.changes
         return {self._rank: self._told_changes}
 
-    def _model_changed(self) -> dict[int, bytes]:
+    def _model_changed(self) -> dict[int, bytes | None]:
         """The loaded model as the pool knows it, if the scheduler has not heard it."""
-        model = self._agent.pool_model if self._agent else b""
-        if model == (self._told_model or b""):
+        # Asked first: if nothing is read any more, what was read is known.
+        reads = self._model is not None and self._model.reads
+        known = self._agent.pool_model if self._agent else b""
+        model = {self._rank: known or (None if reads else b"")}
+        if model == self._told_model:
             return {}
         self._told_model = model
-        return {self._rank: model}
+        return model
 
     def _computed(self, stop_layer: int | None) -> None:
         assert self._agent is not None

@@ -396,7 +396,8 @@ def test_weights_that_change_while_the_store_is_asked_are_not_saved_as_those_bef
     assert asked.wait(30)
     other = msgspec.structs.replace(FACTS, weights_full=b"others")
     writer.agent.submit(ChangeModel(other))
-    until(lambda: writer.agent.pool_model == model_root(other), "the other weights")
+    assert writer.agent.pool_model == model_root(other), "what the scheduler is told at once"
+    until(lambda: writer.agent._loop.pool_side._facts == other, "the agent's thread knows them")
     changed.set()
     assert isinstance(writer.end_of("save"), Saved)
     until(lambda: store.status().writing == 0, "its room is free again")

@@ -51,9 +51,11 @@ class PooledEngines:
         model: Path = MODEL,
         beside: dict[str, Any] | None = None,
         older: bool = False,
+        known: bool = True,
         **more: Any,
     ) -> VllmEngine:
-        """`beside`: another connector in a `MultiConnector`. `older`: with vLLM 0.31. `more`: config keys."""
+        """`beside`: another connector in a `MultiConnector`. `older`: with vLLM 0.31. `known`: wait until it knows its weights.
+        `more`: config keys."""
         config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}, **more}
         connector = "PDConnector"
         if beside is not None:
@@ -81,7 +83,8 @@ class PooledEngines:
         engine = recipe.engine(f"engine {len(self.started)}", log)
         self.started.append(engine)
         engine.start().wait_ready()
-        wait_until(lambda: IN_USE in log.read_text(), "the engine knows its weights")
+        if known:
+            wait_until(lambda: IN_USE in log.read_text(), "the engine knows its weights")
         return engine
 
     def files(self) -> list[Path]:

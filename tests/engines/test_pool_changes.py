@@ -209,11 +209,7 @@ def test_weights_that_are_reloaded_are_those_of_their_files(
         known = in_use(other)
         probe_all(other, "reload_weights", None, str(folder))
 
-        def knows_them() -> bool:  # they are read by a thread, and told with the step after
-            completion(other, "a step", 1)
-            return in_use(other) > known
-
-        wait_until(knows_them, "the engine knows its weights")
+        wait_until(lambda: in_use(other) > known, "the engine knows its weights")
         return alone(other)
 
     after = reload(retrained(tmp_path / "other"))

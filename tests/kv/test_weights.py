@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's fingerprint sees every tensor, and nothing but the tensors."""
 
+import errno
+import fcntl
 import io
 import json
 import os
@@ -384,6 +386,21 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_told_once(
     (said,) = caplog.messages
     assert f"{cache.parent} (Not a directory)" in said
     assert "Set XDG_CACHE_HOME" in said
+
+
+def test_a_file_system_without_locks_costs_time_and_no_fingerprint(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a home on Lustre that is mounted without `flock`."""
+
+    def lacks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    wanted = read_weights(folder, full=True)
+    monkeypatch.setattr(fcntl, "flock", lacks)
+    cache = tmp_path / "cache" / "weights.json"
+    assert read_weights(folder, full=True, cache=cache) == wanted
+    assert cache.is_file(), "later starts find it"
 
 
 def test_a_user_without_a_home_has_no_cache(

@@ -60,6 +60,8 @@ VARIABLES = {
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
                 "VLLM_ENABLE_V1_MULTIPROCESSING",
                 "VLLM_SERVER_DEV_MODE",
+                # Imports read it for caches that engines of tests do not use.
+                "XDG_CACHE_HOME",
             }
         ),
     ),

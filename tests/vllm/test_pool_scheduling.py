@@ -842,12 +842,75 @@ def test_what_routers_want_to_know_is_told_while_the_weights_are_known() -> None
 
 
 def test_an_engine_that_does_not_learn_its_weights_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     of = SteppedEngine(audit="off", pool={"memory": "64MiB"})
-    assert of.side.pending_work
-    monkeypatch.setattr(pool_model, "_UNKNOWN_S", 0.0)
-    assert not of.side.pending_work, "steps are not asked for without an end"
+    assert of.side.pending_work, "its ranks have told nothing"
     for _ in range(3):
-        of.step(WorkerActivity())
+        of.step(WorkerActivity(models={0: b""}))
+        assert not of.side.pending_work, "there is nothing to wait for"
     assert caplog.text.count("does not know all bytes of its weights") == 1
+
+
+READS = WorkerActivity(models={0: None})
+
+
+def test_an_idle_engine_is_woken_for_a_step_until_its_ranks_have_read_their_weights(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between these steps it has no work, so that it can be paused, or stopped."""
+    monkeypatch.setattr(pool_model, "_EACH_S", 0.05)
+    of, woken = SteppedEngine(audit="off", pool={"memory": "64MiB"}), threading.Event()
+    monkeypatch.setattr(of.side.pool._model, "_wake", woken.set)
+    for _ in range(3):
+        woken.clear()
+        of.step(READS)
+        assert not of.scheduler.has_requests()
+        assert woken.wait(30)
+        assert of.scheduler.has_requests()
+    of.step(WorkerActivity(models={0: MODEL}))
+    woken.clear()
+    assert not woken.wait(0.2)
+    assert not of.scheduler.has_requests()
+    assert caplog.text.count("does not know all bytes of its weights") == 0
+
+
+def test_a_request_waits_for_what_ranks_tell_after_a_while_without_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = SteppedEngine(budget=CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"})
+    of.step(READS)
+    stored(of, 2)
+    monkeypatch.setattr(of.side.pool._model, "_heard_s", 0.0)
+    monkeypatch.setattr(pool_model, "_OLD_S", 60.0)  # on a busy machine, too
+    add(of, "a", 2 * CHUNK_TOKENS + 50)
+    of.step(WorkerActivity(models={0: MODEL}))
+    assert of.scheduler.requests["a"].num_computed_tokens == 0
+    of.step()
+    assert [fill.stop_token for fill in fills(of)] == [2 * CHUNK_TOKENS]
+
+
+def test_no_request_waits_for_a_load_of_before_weights_were_loaded_again() -> None:
+    of = engine()
+    stored(of, 2)
+    add(of, "before", 2 * CHUNK_TOKENS + 50)
+    of.step()
+    of.step(WorkerActivity(weight_changes={0: 1}))
+    add(of, "after", 2 * CHUNK_TOKENS + 50)
+    settle(of)
+    of.step()
+    assert [fill.request for fill in fills(of)] == ["before", "after"]
+
+
+def test_no_request_waits_long_for_weights_that_are_still_read() -> None:
+    of = SteppedEngine(budget=CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"})
+    of.step(READS)
+    add(of, "busy", CHUNK_TOKENS, seed=1)
+    of.step()
+    assert of.scheduler.requests["busy"].num_computed_tokens, "ranks have told just now"
+    time.sleep(2 * pool_model._OLD_S)
+    add(of, "idle", CHUNK_TOKENS, seed=2)
+    of.step(READS)
+    of.step(READS)
+    assert of.scheduler.requests["idle"].num_computed_tokens, "one step later"
+    assert not fills(of)

@@ -94,5 +94,5 @@ def other_weights(monkeypatch: pytest.MonkeyPatch, engine: ComputingEngine) -> N
     """The model computes other KV from now on, and the worker says so with its next step."""
     before = vllm_computing.kv_of
     monkeypatch.setattr(vllm_computing, "kv_of", lambda layer, marks: before(layer, marks) + 1)
-    model = SimpleNamespace(changes=1, step=lambda **_: None, close=lambda: None)
+    model = SimpleNamespace(changes=1, reads=False, step=lambda **_: None, close=lambda: None)
     monkeypatch.setattr(engine._worker, "_model", model)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wakes an idle engine, from any thread: it makes a step if the connector has asked for one (`has_pending_push_work`).
+
+vLLM's engine core asks for that only between steps. Without a request it waits for a message. A connector that asks
+without a break gets its steps, but then neither a pause nor a stop comes to its end.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCoreProc
+
+_WATCHED = "_pd_connector_watched"
+_cores: "weakref.WeakSet[EngineCoreProc]" = weakref.WeakSet()
+
+
+def watch() -> None:
+    """Note the engine cores of this process, so that they can be woken. Harmless to repeat."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    classes: list[type] = [EngineCoreProc]
+    while classes:
+        core = classes.pop()
+        classes += core.__subclasses__()
+        original = vars(core).get("run_busy_loop")
+        if original is not None and not hasattr(original, _WATCHED):
+            core.run_busy_loop = _noting(original)  # type: ignore[attr-defined]
+
+
+def wake() -> None:
+    """Wake the engine cores of this process."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    for core in list(_cores):
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def _noting(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def run_busy_loop(core: Any) -> None:
+        _cores.add(core)
+        original(core)
+
+    setattr(run_busy_loop, _WATCHED, True)
+    return run_busy_loop
