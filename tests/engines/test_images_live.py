@@ -56,7 +56,7 @@ def image(color: int, uuid: str | None = None) -> dict[str, Any]:
 
 
 def prompt(*parts: int | dict[str, Any]) -> list[dict[str, Any]]:
-    """Images, and texts of so many tokens."""
+    """Images, and a text for each number: of its tokens."""
     return [
         {"type": "text", "text": ("plain words. " * part)[:part]} if isinstance(part, int) else part
         for part in parts
