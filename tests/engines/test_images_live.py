@@ -26,6 +26,8 @@ from tools import TOLERANCE, delta
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.tools.launch import Client, VllmEngine
 
+pytest.importorskip("torchvision", reason="vLLM's LLaVA imports it")
+
 NO_POOL = {"pool": {"read": False, "write": False}}
 READS_ONLY = {"pool": {"write": False}}
 SECOND = CHUNK_TOKENS + 100
