@@ -54,7 +54,7 @@ _REMEDIES: dict[Cause, str] = {
     Cause.ROLE: "start prefill engines with kv_role kv_producer and decode engines with kv_consumer (or all with kv_both), and send prompts to the prefill engines first",
     Cause.TOKENS: (
         "the two engines read unlike prompts: give both the same tokenizer, chat template and processor settings "
-        "(--tokenizer, --chat-template), and let the proxy send both the same request"
+        "(--tokenizer, --chat-template, --mm-processor-kwargs), and let the proxy send both the same request"
     ),
     Cause.UNTRUSTED_ADDRESS: (
         "give all engines one PD_CONNECTOR_KEY and let the proxy pass on kv_transfer_params whole, or set `peers`"

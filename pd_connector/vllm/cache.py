@@ -51,6 +51,11 @@ def describe_cache(
         UnsupportedGeometryError: a kind of layer cannot be moved.
     """
     layers = list(_layers(kv_caches, kv_cache_config, numbers))
+    if not layers and vllm_config.parallel_config.pipeline_parallel_size == 1:
+        raise UnsupportedGeometryError(
+            "this model keeps no KV (its attention is that of an encoder), so there is nothing to move or to keep: "
+            "start it without --kv-transfer-config"
+        )
     groups: dict[tuple[object, ...], list[tuple[Group, LayerPages]]] = {}
     for layer in sorted(layers):
         group, pages = _describe(layer, vllm_config)
@@ -81,7 +86,7 @@ def describe_cache(
 def _layers(
     kv_caches: dict[str, torch.Tensor], kv_cache_config: "KVCacheConfig", numbers: Mapping[str, int]
 ) -> Iterator[_Layer]:
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
     seen: set[tuple[int, int]] = set()
     for table in kv_cache_config.transfer_group_ids:
@@ -96,7 +101,8 @@ def _layers(
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
-            _check_states(name, tensor, kv_cache_config.num_blocks, int(spec.block_size))
+            if isinstance(spec, AttentionSpec):
+                _check_states(name, tensor, kv_cache_config.num_blocks, int(spec.block_size))
             yield _Layer(numbers[name], name, table, spec, tensor)
 
 

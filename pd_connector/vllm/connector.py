@@ -38,6 +38,7 @@ from pd_connector.vllm.pool_attached import attach
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.shards import in_order
 from pd_connector.vllm.support import (
+    attends_ahead,
     check_prefixes,
     check_supported,
     gets_embeddings,
@@ -106,6 +107,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
                 adapters=adapter_settings(vllm_config),
                 processor=processor_settings(vllm_config),
                 encoded_elsewhere=gets_embeddings(vllm_config),
+                whole=attends_ahead(kv_cache_config),
             )
             watch_calls(self._scheduler)
             if self._scheduler.pool is not None:

@@ -26,6 +26,7 @@ from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
 from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
+from pd_connector.vllm.movable import check_movable
 from pd_connector.vllm.offers import Offers
 from pd_connector.vllm.pool import PoolSide
 from pd_connector.vllm.stale import StalePages
@@ -59,6 +60,7 @@ class SchedulerSide:
         adapters: the engine's settings for adapters (`inputs.adapter_settings`).
         processor: how it processes images and other inputs (`inputs.processor_settings`).
         encoded_elsewhere: whether an encode engine sends it the embeddings of such inputs.
+        whole: as `movable.check_movable` has it.
     """
 
     def __init__(
@@ -73,12 +75,13 @@ class SchedulerSide:
         adapters: str = "",
         processor: str = "",
         encoded_elsewhere: bool = False,
+        whole: bool = False,
     ) -> None:
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
         self._unmoved = UnmovedPrompts(self.telemetry, max(windows.page_sizes, default=0))
         self._config = config
-        self._produces, self._consumes = produces, consumes
+        self._produces, self._consumes, self._whole = produces, consumes, whole
         address = transfer_params.ProducerAddress(engine_id, consumes=consumes)
         self.offers = Offers(windows, address, streams=config.overlap != "off")
         self.identity = RequestIdentity(adapters, processor)
@@ -129,10 +132,7 @@ class SchedulerSide:
                 if not alone:
                     self._unmoved.note(request.num_prompt_tokens, request.kv_transfer_params)
                 return
-            if request.prompt_token_ids is None or request.prompt_embeds is not None:
-                raise ValueError("the prompt has embeddings: only token prompts are moved")
-            if getattr(request, "resumable", False):
-                raise ValueError("the prompt may grow: only whole prompts are moved")
+            check_movable(request, parsed, whole=self._whole)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return

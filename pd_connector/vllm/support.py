@@ -56,6 +56,13 @@ def gets_embeddings(vllm_config: "VllmConfig") -> bool:
     return told is not None and bool(told.is_ec_consumer)
 
 
+def attends_ahead(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether tokens of a prompt attend to what follows them (prefix LM)."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    return any(getattr(layer, "non_causal", False) for layer in layers)
+
+
 def check_prefixes(
     config: Config, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
 ) -> None:
@@ -63,17 +70,20 @@ def check_prefixes(
     has no prefix cache then; the pool would give wrong answers."""
     if not config.pool:
         return
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
-    if any(getattr(layer, "non_causal", False) for layer in layers):
+    if attends_ahead(kv_cache_config):
         raise ConfigError(
             "pool: this model's prompts attend to what follows (prefix LM), so KV of a beginning depends on the whole "
             "prompt; leave out the config key pool"
         )
-    if not vllm_config.model_config.is_prefix_caching_supported:
+    model = vllm_config.model_config
+    if not model.is_prefix_caching_supported:
+        why = (
+            "its pooling needs every token of a prompt"
+            if model.pooler_config
+            else f"KV of a prompt's beginning does not stand for it alone (attention: {model.attn_type})"
+        )
         raise ConfigError(
-            "pool: vLLM has no prefix cache for this model, since its pooling needs every token of a prompt; leave out "
-            "the config key pool"
+            f"pool: vLLM has no prefix cache for this model, since {why}; leave out the config key pool"
         )
 
 

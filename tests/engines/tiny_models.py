@@ -7,6 +7,7 @@ that what they answer depends on the prompt.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ from recipes import MODEL
 
 WINDOW = 128
 """Tokens that a sliding window spans, the current one included."""
+
+IMAGE, IMAGE_SIDE, IMAGE_TOKENS = "<image>", 64, 64
+"""A placeholder as the tokenizer knows it, the side of an image in pixels, and its tokens in a prompt."""
 
 LONG_FROM = 1024
 """Tokens of the longest sequence that `long` rotates by its short factors."""
@@ -92,22 +96,93 @@ def _long() -> Any:
     )
 
 
+def _images() -> Any:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+    return LlavaConfig(
+        text_config=LlamaConfig(
+            **{**_COMMON, "vocab_size": 260},
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            head_dim=32,
+        ),
+        vision_config=CLIPVisionConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=IMAGE_SIDE,
+            patch_size=IMAGE_SIDE // 8,
+            initializer_factor=5.0,
+        ),
+        image_token_index=259,
+        image_seq_length=IMAGE_TOKENS,
+        vision_feature_layer=-1,
+    )
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "window": _window,
     "hybrid": _hybrid,
     "latent": _latent,
     "long": _long,
+    "images": _images,
 }
 
 
 def build(kind: str, folder: Path) -> Path:
     """Write a model of a kind, the same one each time, and return its folder."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(KINDS[kind]())
+    auto = AutoModelForImageTextToText if kind == "images" else AutoModelForCausalLM
+    model = auto.from_config(KINDS[kind]())
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL / name, folder / name)
+    if kind == "images":
+        _with_images(folder)
     return folder
+
+
+def _with_images(folder: Path) -> None:
+    """Add what makes pixels of an image, and its placeholder."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    inner = "vision_tower.vision_model."  # as vLLM expects it; newer transformers leave it out
+    named = {
+        name if inner in name else name.replace("vision_tower.", inner): weight
+        for name, weight in weights.items()
+    }
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    files: dict[str, dict[str, Any]] = {
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": IMAGE_SIDE},
+            "crop_size": {"height": IMAGE_SIDE, "width": IMAGE_SIDE},
+        },
+        "processor_config.json": {
+            "processor_class": "LlavaProcessor",
+            "image_token": IMAGE,
+            "patch_size": IMAGE_SIDE // 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    last = tokenizer["added_tokens"][-1]
+    tokenizer["added_tokens"].append(last | {"id": 259, "content": IMAGE})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"split_special_tokens": False})
+    )
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ part['text'] if part['type'] == 'text' else '" + IMAGE + "' }}"
+        "{% endfor %}{% endfor %}"
+    )

@@ -100,6 +100,25 @@ def test_a_page_with_fewer_states_than_tokens_is_not_taken_for_a_part_of_a_page(
     assert cache.describe_cache(caches, layout, config, {"layers.0.attn": 0}).pages == 12
 
 
+def test_recurrent_state_is_refused_as_what_it_is() -> None:
+    """A page of Mamba has one state, whatever its tokens."""
+    spec = kv.MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,))
+    size = 12 * spec.page_size_bytes
+    placed = kv.KVCacheTensor(size, ["layers.0.mixer"], size, spec.page_size_bytes)
+    memory = torch.zeros(size, dtype=torch.int8)
+    (view,) = kv.create_kv_cache_views(memory, spec, 12, KVCacheLayout.LBNHC, placed)
+    layout = kv.KVCacheConfig(12, [placed], [kv.KVCacheGroupSpec(placed.layers, spec)])
+    with pytest.raises(UnsupportedGeometryError, match=r"layers\.0\.mixer is of kind MambaSpec"):
+        cache.describe_cache(
+            {"layers.0.mixer": view}, layout, one_layer(64)[2], {"layers.0.mixer": 0}
+        )
+
+
+def test_a_model_that_keeps_no_kv_is_told_so() -> None:
+    with pytest.raises(UnsupportedGeometryError, match="start it without --kv-transfer-config"):
+        cache.describe_cache({}, kv.KVCacheConfig(1, [], []), one_layer(64)[2], {})
+
+
 def test_pages_that_a_backend_packs_its_own_way_are_not_taken_apart() -> None:
     """B12X keeps K of all heads as one head, and V as another. With two KV heads its pages have the very size of
     pages with a head's K beside its V."""

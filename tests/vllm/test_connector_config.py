@@ -40,8 +40,12 @@ def test_a_pool_is_refused_where_kv_of_a_beginning_depends_on_what_follows() -> 
     causal, other = SimpleNamespace(non_causal=False), SimpleNamespace(non_causal=True)
     mixed = SimpleNamespace(kv_cache_specs={"a": causal, "b": other})
 
-    def check(*specs: SimpleNamespace, pool: bool = True, supported: bool = True) -> None:
-        model = SimpleNamespace(is_prefix_caching_supported=supported)
+    def check(
+        *specs: SimpleNamespace, pool: bool = True, supported: bool = True, pooler: object = None
+    ) -> None:
+        model = SimpleNamespace(
+            is_prefix_caching_supported=supported, pooler_config=pooler, attn_type="encoder_decoder"
+        )
         groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
         cache = SimpleNamespace(kv_cache_groups=groups)
         check_prefixes(Config(pool=pool), SimpleNamespace(model_config=model), cache)
@@ -52,7 +56,10 @@ def test_a_pool_is_refused_where_kv_of_a_beginning_depends_on_what_follows() -> 
         with pytest.raises(ConfigError, match="pool: this model's prompts attend to what follows"):
             check(*specs)
     with pytest.raises(ConfigError, match="its pooling needs every token"):
+        check(causal, supported=False, pooler=object())
+    with pytest.raises(ConfigError, match=r"attention: encoder_decoder") as told:
         check(causal, supported=False)
+    assert "pooling" not in str(told.value)
 
 
 def test_an_engine_with_a_pool_does_not_start_where_pooling_needs_every_token() -> None:

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from support.vllm_steps import SteppedEngine
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from pd_connector.kv.identity import token_fingerprint
 from pd_connector.protocol.consuming.incoming import Load
@@ -27,6 +29,24 @@ def test_a_prompt_that_goes_on_after_the_producers_uses_its_kv() -> None:
         while whole.scheduler.requests:
             whole.step()
     whole.assert_nothing_held()
+
+
+def test_where_prompts_attend_to_what_follows_only_kv_of_the_same_prompt_is_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Prefix LM: of a prompt that goes on, every token has other KV, and an engine alone another answer."""
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, non_causal=True
+    )
+    engine = SteppedEngine(specs=[spec], audit="off")
+    for name, told, fetched in (("a", 100, 0), ("b", 149, 0), ("c", 150, 1), ("d", None, 1)):
+        engine.fetch(name, 150, remote_num_tokens=told, seed=len(name))
+        assert sum(isinstance(one, Load) for one in engine.step()) == fetched, name
+        if fetched:
+            engine.step(finished_recving={name})
+        while engine.scheduler.requests:
+            engine.step()
+    assert "only KV of the very same prompt can be used" in caplog.text
 
 
 @pytest.mark.parametrize("told", [None, 100, 200])

@@ -33,7 +33,7 @@ class Offer(NamedTuple):
     ) -> tuple[Cause, str] | None:
         """Why this KV is not what a consumer asks for, to pass along these routes; or None."""
         if message.identity != self.identity:
-            return Cause.TOKENS, "the pages belong to other tokens, salt or adapter"
+            return Cause.TOKENS, "the pages belong to other tokens, images, salt or adapter"
         if not message.first_token <= message.stop_token <= self.prompt_tokens:
             asked = f"tokens {message.first_token}-{message.stop_token}"
             return Cause.TOKENS, f"{asked} of a prompt of {self.prompt_tokens}"
