@@ -50,12 +50,12 @@ class PooledEngines:
         audit: str = "off",
         model: Path = MODEL,
         beside: dict[str, Any] | None = None,
-        older: bool = False,
+        path: Path | None = None,
         known: bool = True,
         **more: Any,
     ) -> VllmEngine:
-        """`beside`: another connector in a `MultiConnector`. `older`: with vLLM 0.31. `known`: wait until it knows its weights.
-        `more`: config keys."""
+        """`beside`: another connector in a `MultiConnector`. `path`: a folder whose packages go before the environment's,
+        such as `OLDER`. `known`: wait until it knows its weights. `more`: config keys."""
         config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}, **more}
         connector = "PDConnector"
         if beside is not None:
@@ -75,9 +75,9 @@ class PooledEngines:
             connector,
             json.dumps(config),
         )
-        if older:
-            path = f"{OLDER}:{PROBE_ENVIRONMENT['PYTHONPATH']}"
-            env = frozen(dict(recipe.env), {"PYTHONPATH": path})
+        if path:
+            paths = f"{path}:{PROBE_ENVIRONMENT['PYTHONPATH']}"
+            env = frozen(dict(recipe.env), {"PYTHONPATH": paths})
             recipe = recipe._replace(env=env, forked=False)
         log = self._logs / f"{len(self.started)}.log"
         engine = recipe.engine(f"engine {len(self.started)}", log)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +27,11 @@ from tools import TOLERANCE, delta
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.tools.launch import Client, VllmEngine
 
-pytest.importorskip("torchvision", reason="vLLM's LLaVA imports it")
+TORCHVISION = sorted(
+    Path(__file__).parents[2].glob(".venv-sglang/lib/python3*/site-packages/torchvision*")
+)
+"""vLLM's LLaVA imports it, and its build for CUDA breaks a CPU's torch unless it is patched, as SGLang's is."""
+pytestmark = pytest.mark.skipif(not TORCHVISION, reason="no torchvision: run ci/setup-sglang")
 
 NO_POOL = {"pool": {"read": False, "write": False}}
 READS_ONLY = {"pool": {"write": False}}
@@ -42,9 +47,13 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = build("images", tmp_path_factory.mktemp("model"))
+    model, packages = (tmp_path_factory.mktemp(name) for name in ("model", "packages"))
+    build("images", model)
+    for package in TORCHVISION:
+        (packages / package.name).symlink_to(package)
     with sharing_a_pool(tmp_path_factory.mktemp("logs")) as pool:
-        yield Served(pool, pool.start(32, model=model), pool.start(64, model=model))
+        p, d = (pool.start(page, model=model, path=packages) for page in (32, 64))
+        yield Served(pool, p, d)
 
 
 def image(color: int, uuid: str | None = None) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def in_use(engine: VllmEngine) -> int:
 def test_versions_0_31_and_0_32_read_each_others_chunks(
     pool: PooledEngines, other: VllmEngine
 ) -> None:
-    older = pool.start(32, older=True, codec="int8")
+    older = pool.start(32, path=OLDER, codec="int8")
     for writer, reader in ((older, other), (other, older)):
         salt = fresh_salt()
         assert loaded(reader, salt, pool.computed(writer, salt)) == CHUNKS
