@@ -10,9 +10,9 @@ Loading     `read` -> `Reading`: `take`, `into`, `close`
 Keeping     `remove`, `journal`, `status`, `close`
 Knowing     `id`, `tell`, `told`
 
-Every method may be called from any thread. Those of `Store` block for milliseconds at most, those of `Writing` and `Reading`
-as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any instruction, costs
-others saves, never look-ups or loads.
+Every method may be called from any thread. Those of `Store` block for milliseconds at most, `status` for a second, those of
+`Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any
+instruction, costs others saves, never look-ups or loads.
 """
 
 from abc import ABC, abstractmethod

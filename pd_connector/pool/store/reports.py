@@ -45,12 +45,16 @@ def trim(books: sqlite3.Connection) -> None:
         books.execute("UPDATE counters SET value = ? WHERE name = 'journal_floor'", (floor,))
 
 
+_WAIT_S = 1.0
+"""How long a command waits for the books, in seconds. No request waits for it."""
+
+
 def status_of(
     books: Books, folders: Sequence[Folder], budgets: Sequence[int], engines: int
 ) -> StoreStatus:
     """What is held: by the books, or without the tenants by the folders alone, if the books cannot be read."""
     try:
-        with books.transaction(reading=True) as connection:
+        with books.transaction(reading=True, wait_s=_WAIT_S) as connection:
             return _told(connection, engines, books.problem)
     except BooksError as error:
         tiers = []

@@ -66,6 +66,14 @@ def holder(
         process.stdout.close()
 
 
+def test_what_is_held_is_told_although_the_books_are_held_for_a_moment(
+    open_store: Open, holder: Callable[[], subprocess.Popen[str]]
+) -> None:
+    store = open_store()
+    threading.Timer(0.3, holder().kill).start()
+    assert not store.status().problem
+
+
 def test_a_process_stopped_within_a_transaction_costs_saves_only(
     open_store: Open, holder: Callable[[], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
