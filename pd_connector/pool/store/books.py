@@ -80,7 +80,7 @@ class Books:
         if not self._lock.acquire(timeout=wait_s):
             raise BooksError("another thread holds the books")
         try:
-            connection = self._begun("BEGIN" if reading else "BEGIN EXCLUSIVE", wait_s)
+            connection = self._begun(reading, wait_s)
             try:
                 yield connection
                 connection.execute("COMMIT")
@@ -95,14 +95,18 @@ class Books:
         finally:
             self._lock.release()
 
-    def _begun(self, begin: str, wait_s: float) -> sqlite3.Connection:
+    def _begun(self, reading: bool, wait_s: float) -> sqlite3.Connection:
         until = time.monotonic() + wait_s
         self._ends = until + LONGEST_S
         while True:
             try:
                 connection = self._connected()
-                connection.execute(begin)
+                connection.execute("BEGIN" if reading else "BEGIN EXCLUSIVE")
+                if reading:  # SQLite locks with the first statement
+                    connection.execute("SELECT 1 FROM tiers").fetchone()
             except sqlite3.OperationalError as error:
+                if self._connection is not None and self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
                 if _code(error) not in _BUSY or time.monotonic() >= until:
                     raise
                 time.sleep(_TRY_AGAIN_S)
