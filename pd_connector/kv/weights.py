@@ -147,9 +147,8 @@ def _locked(cache: Path | None) -> Iterator[None]:
         yield
         return
     with lock:
-        with suppress(
-            OSError
-        ):  # some network file systems have no locks: then ranks may read the same
+        # Some network file systems have no locks: then ranks may read the same.
+        with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

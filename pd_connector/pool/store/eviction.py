@@ -8,7 +8,7 @@ reach its quota beside a tenant that uses its chunks more often.
 """
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pd_connector.pool.store.base import Refusal, Why
 from pd_connector.pool.store.folder import charge_of
@@ -199,16 +199,28 @@ def pin(
         tenants: how many share the memory tier; 0 for pins of a load, which end with their process. Pins of a tenant hold
             half of its part at most, and all together half of the tier.
     """
-    half = one(books, "SELECT budget / 2 FROM tiers WHERE tier = 0")
-    held = "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named AND until > ? AND (key, holder) != (?, ?)"
-    for key, nbytes in rows:
-        others = (held, now_s(), key, holder)
-        if tenants and (
-            nbytes + one(books, *others) > half
-            or nbytes + one(books, f"{held} AND holder = ?", *others[1:], holder) > half // tenants
-        ):
-            return
+    for key, nbytes in _within_half(books, rows, holder, tenants) if tenants else rows:
         books.execute(
             "INSERT INTO pins VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
             (key, holder, bool(tenants), until, nbytes),
         )
+
+
+def _within_half(
+    books: sqlite3.Connection, rows: Iterable[tuple[bytes, int]], holder: str, tenants: int
+) -> Iterator[tuple[bytes, int]]:
+    """The first rows, as far as a tenant may pin them. The sums are formed once: other processes wait for the books."""
+    now, half = now_s(), one(books, "SELECT budget / 2 FROM tiers WHERE tier = 0")
+    live = "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named AND until > ?"
+    held, own = one(books, live, now), one(books, f"{live} AND holder = ?", now, holder)
+    for key, nbytes in rows:
+        found = books.execute(
+            "SELECT bytes, until > ? FROM pins WHERE key = ? AND holder = ?", (now, key, holder)
+        ).fetchone()
+        kept, counts = found or (nbytes, False)  # a pin that is there keeps its bytes
+        counted = kept if counts else 0
+        more = nbytes - counted
+        if held + more > half or own + more > half // tenants:
+            return
+        yield key, nbytes
+        held, own = held + kept - counted, own + kept - counted

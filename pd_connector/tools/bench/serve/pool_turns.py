@@ -61,11 +61,11 @@ def compared(turns: Mapping[float, Turns]) -> tuple[list[Comparison], list[Compa
     first, again = list[Comparison](), list[Comparison]()
     for load, one in turns.items():
         for found, name, beside in ((first, POOL, PLAIN), (again, AGAIN, POOL)):
-            for figure, mine, other, unit, bar in (
-                ("TTFT mean", one.ttft_s(name), one.ttft_s(beside), "s", BARS[beside]),
-                ("TPOT mean", one.tpot_ms(name), one.tpot_ms(beside), "ms", None),
-                ("answers equal", one.equal(name), len(one.answers[PLAIN]), "", 1.0),
+            for figure, mine, other, *judged in (
+                ("TTFT mean", one.ttft_s(name), one.ttft_s(beside), "s", BARS[beside], False),
+                ("TPOT mean", one.tpot_ms(name), one.tpot_ms(beside), "ms", None, False),
+                ("answers equal", one.equal(name), len(one.answers[PLAIN]), "", 1.0, True),
             ):
                 samples = Sample((float(mine),)), Sample((float(other),))
-                found.append(Comparison(figure, {"load": load}, *samples, unit, bar, not unit))
+                found.append(Comparison(figure, {"load": load}, *samples, *judged))
     return first, again
