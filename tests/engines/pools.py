@@ -84,7 +84,7 @@ class PooledEngines:
         self.started.append(engine)
         engine.start().wait_ready()
         if known:
-            wait_until(lambda: IN_USE in log.read_text(), "the engine knows its weights")
+            wait_until(lambda: in_use(engine), "the engine knows its weights")
         return engine
 
     def files(self) -> list[Path]:
@@ -122,6 +122,11 @@ def sharing_a_pool(logs: Path) -> Iterator[PooledEngines]:
 def counted(engine: VllmEngine, name: str, **labels: str) -> float:
     """A counter of the connector."""
     return engine.metrics().total(f"pd_connector:{name}_total", **labels)
+
+
+def in_use(engine: VllmEngine) -> int:
+    """How often this engine has said that it uses the pool: after its start, and each time that it knows other weights."""
+    return engine.log_path.read_text().count(IN_USE)
 
 
 def hits(engine: VllmEngine) -> float:

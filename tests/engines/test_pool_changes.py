@@ -21,13 +21,13 @@ from harness import (
 )
 from pools import (
     CHUNKS,
-    IN_USE,
     OLDER,
     PROMPT,
     PooledEngines,
     counted,
     forget,
     hits,
+    in_use,
     sharing_a_pool,
 )
 from recipes import MODEL
@@ -218,10 +218,6 @@ def test_weights_that_are_reloaded_are_those_of_their_files(
     assert loaded(other, salt, after) == 0
     reload(MODEL)
     assert loaded(other, salt, before) == CHUNKS
-
-
-def in_use(engine: VllmEngine) -> int:
-    return engine.log_path.read_text().count(IN_USE)
 
 
 @pytest.mark.skipif(not OLDER.is_dir(), reason="no vLLM 0.31 beside 0.32: run ci/setup")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import assert_same_logprobs, completion, fresh_salt, wait_until
-from pools import CHUNKS, IN_USE, PROMPT, PooledEngines, counted, forget, hits, sharing_a_pool
+from pools import CHUNKS, PROMPT, PooledEngines, counted, forget, hits, in_use, sharing_a_pool
 from recipes import MODEL
 from test_identity_live import retrained
 from test_pauses import no_generation
@@ -42,10 +42,6 @@ def unread() -> Iterator[None]:
     with cache.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def in_use(engine: VllmEngine) -> int:
-    return engine.log_path.read_text().count(IN_USE)
 
 
 def loads_with_its_next_request(engine: VllmEngine, salt: str) -> float:

@@ -34,7 +34,7 @@ from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wai
 from pd_connector.tools.launch.service import log_folder
 
 MEMORY = "8GiB"
-"""More than the KV of all requests at the default of 24 a round."""
+"""More than the KV of 24 requests in each of three rounds. If there are more, the oldest chunks are evicted."""
 EXACT = ("--dtype", "float32")
 """In bfloat16 an engine's answers differ from its own when it computes a prompt in other portions."""
 _IN_USE_S = 180.0
