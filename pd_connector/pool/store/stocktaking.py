@@ -85,7 +85,7 @@ def _write_or_discard(
 
 
 def take_stock(store: Holdings) -> None:
-    """Remove files that nothing knows, enter chunks that lack their entry, write down those that the books lack.
+    """Remove files that nothing knows, enter chunks whose entry is missing or another, write down those that the books lack.
 
     Raises:
         BooksError: the books could not be read or written; stock must be taken again.
@@ -104,9 +104,9 @@ def take_stock(store: Holdings) -> None:
         for key, text in [*rows, *left]:
             if entry := entry_of(text):
                 known.update(entry.files(key))
-        told, entered = dict(rows), set(keys)
-        for key in told:
-            if key not in entered:
+        told = dict(rows)
+        for key, text in told.items():
+            if folder.text(key) != text:
                 store.mend(tier, key)
         for key in keys:
             if key not in told and (key, folder.text(key)) not in left:

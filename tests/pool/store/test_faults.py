@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from chunks import content
 from store_worker import nbytes_of
+from support.waits import until
 from whole import problems, sweep
 
 from pd_connector.pool.store.local import LocalStore, Space
@@ -146,7 +148,10 @@ def test_processes_killed_and_stopped_at_random(room: str, folder: Path, tmp_pat
     saved = workers.told("saved")
     for key in saved:
         (found,) = store.find([key])
-        assert found or room == "little room" or store.was_stored(key), "neither there nor removed"
+        if not found and room == "room for all":
+            until(
+                partial(store.was_stored, key), f"{key.hex()} is there, or in the books as removed"
+            )
         if found:
             with store.read(key, "r0") as reading:
                 assert reading.take(0, reading.nbytes) == content(key, "r0", nbytes_of(key))
@@ -176,8 +181,10 @@ def test_files_cut_swapped_and_deleted_while_processes_use_them(
         workers.end()
     store = LocalStore(memory, disk)
     sweep(store)
-    for folder_of in store._holdings.folders:
+    for folder_of in store._holdings.folders:  # what nobody has looked at
         for key in folder_of.entered():
-            store.pin([key], for_s=0)  # removes what is not whole
+            entry, text = folder_of.entry(key), folder_of.text(key)
+            if entry is None or not folder_of.is_whole(key, entry):
+                store._holdings.forget(folder_of, key, text)
     assert problems(store) == []
     store.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from chunks import begin, chain, loads, save, there
 from support.waits import until
-from whole import problems, sweep
+from whole import problems, problems_now, sweep
 
 from pd_connector.errors import ConfigError, PoolError
 from pd_connector.pool.store import alive, keeper, stocktaking
@@ -452,6 +452,24 @@ def test_files_and_folders_are_this_users_alone(open_store: Open, folder: Path) 
     for path in [folder / "pool", *(folder / "pool").rglob("*")]:
         if not path.is_symlink():
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize("entry", ["", "1|nonsense", "of other sizes"])
+def test_a_chunk_whose_entry_was_altered_is_found_again(
+    open_store: Open, folder: Path, entry: str
+) -> None:
+    """The books say what the entry was. Until stock is taken, the chunk's files keep their room."""
+    store, (key,) = open_store(), chain("a", 1)
+    assert save(store, [key]) == 1
+    path = folder / "pool" / "v1" / "index" / key.hex()
+    other = str(path.readlink()).replace(":", ":1") if entry == "of other sizes" else entry
+    path.unlink()
+    if other:
+        path.symlink_to(other)
+    assert problems_now(store), "nothing was altered"
+    stocktaking.take_stock(store._holdings)
+    assert problems_now(store) == []
+    assert loads(store, key)
 
 
 def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaking_fails_first(

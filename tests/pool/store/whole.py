@@ -14,7 +14,7 @@ from pd_connector.pool.store.stocktaking import sums_differ
 def problems(store: LocalStore, writing: int = 0) -> list[str]:
     """What is wrong while no other process uses the store; empty if all is well. The store's own thread may still be at work."""
     until = time.monotonic() + 20
-    while (found := _problems(store, writing)) and time.monotonic() < until:
+    while (found := problems_now(store, writing)) and time.monotonic() < until:
         time.sleep(0.05)
     return found
 
@@ -37,7 +37,8 @@ def _blocks(file: Path) -> int:
     return 0
 
 
-def _problems(store: LocalStore, writing: int) -> list[str]:
+def problems_now(store: LocalStore, writing: int = 0) -> list[str]:
+    """What is wrong at this moment."""
     try:
         return _differences(store, writing)
     except BooksError as error:
