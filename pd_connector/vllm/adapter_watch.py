@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's engine core does with adapters (LoRA): it loads and removes them, and keys pages by them."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from pd_connector.vllm.adapters import Adapters
+from pd_connector.vllm.wrap_once import wrap_once
 
 _KEYS = "_gen_lora_extra_hash_keys"
 """vLLM's function that returns what an adapter adds to the hash of a page."""
-_WATCHED = "_pd_connector_watched"
 _watching: "weakref.WeakSet[Adapters]" = weakref.WeakSet()
 
 
@@ -19,59 +18,42 @@ def watch(adapters: Adapters) -> None:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
 
-    keys = getattr(kv_cache_utils, _KEYS, None)
-    if keys is None:
+    if not hasattr(kv_cache_utils, _KEYS):
         adapters.problem = (
             "this version of vLLM cannot key pages by an adapter's content: KV of adapters is not handed over; "
             "install a vLLM version that pd-connector supports"
         )
         return
     _watching.add(adapters)
-    if not hasattr(keys, _WATCHED):
-        setattr(kv_cache_utils, _KEYS, _by_content(keys))
-    if not hasattr(EngineCore.add_lora, _WATCHED):
-        EngineCore.add_lora = _loads(EngineCore.add_lora)
-        EngineCore.remove_lora = _removes(EngineCore.remove_lora)
+    wrap_once(kv_cache_utils, _KEYS, _by_content)
+    wrap_once(EngineCore, "add_lora", _loads)
+    wrap_once(EngineCore, "remove_lora", _removes)
 
 
-def _by_content(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-    @functools.wraps(original)
-    def extra_keys(request: Any) -> list[Any]:
-        found = original(request)
-        if not found:
-            return found
-        told = sorted({adapters.pages(request) for adapters in list(_watching)})
-        return [(*key[:-1], " ".join((key[-1], *told))) for key in found]
-
-    setattr(extra_keys, _WATCHED, True)
-    return extra_keys
+def _by_content(original: Callable[[Any], list[Any]], request: Any) -> list[Any]:
+    found = original(request)
+    if not found:
+        return found
+    told = sorted({adapters.pages(request) for adapters in list(_watching)})
+    return [(*key[:-1], " ".join((key[-1], *told))) for key in found]
 
 
-def _loads(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def add_lora(core: Any, lora_request: Any) -> bool:
-        before = [(adapters, adapters.before_load(lora_request)) for adapters in list(_watching)]
-        try:
-            loaded = original(core, lora_request)
-        except BaseException:
-            for adapters, _ in before:
-                adapters.load_failed(lora_request)
-            raise
-        for adapters, files in before:
-            adapters.load(lora_request, files)
-        return loaded
-
-    setattr(add_lora, _WATCHED, True)
-    return add_lora
+def _loads(original: Callable[..., bool], core: Any, lora_request: Any) -> bool:
+    before = [(adapters, adapters.before_load(lora_request)) for adapters in list(_watching)]
+    try:
+        loaded = original(core, lora_request)
+    except BaseException:
+        for adapters, _ in before:
+            adapters.load_failed(lora_request)
+        raise
+    for adapters, files in before:
+        adapters.load(lora_request, files)
+    return loaded
 
 
-def _removes(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def remove_lora(core: Any, lora_id: int) -> bool:
-        try:
-            return original(core, lora_id)
-        finally:
-            for adapters in list(_watching):
-                adapters.remove(int(lora_id))
-
-    return remove_lora
+def _removes(original: Callable[..., bool], core: Any, lora_id: int) -> bool:
+    try:
+        return original(core, lora_id)
+    finally:
+        for adapters in list(_watching):
+            adapters.remove(int(lora_id))

@@ -5,13 +5,14 @@ A connector is made seconds after that, when a name may lead to another folder. 
 it is made: the files are held open meanwhile. What they say is kept in the object, which vLLM hands to its processes.
 """
 
-import functools
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.kv.checkpoint import ConfigFiles, ConfigText, read_config
+from pd_connector.vllm.wrap_once import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -19,26 +20,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_connector.vllm")
 
 _TOLD = "_pd_connector_folders"
-_WATCHED = "_pd_connector_watched"
 
 
 def watch() -> None:
     """Watch each model's config that vLLM reads from now on. Harmless to repeat."""
     from vllm.config.model import ModelConfig
 
-    original: Any = ModelConfig.__post_init__
-    if hasattr(original, _WATCHED):
-        return
-
-    @functools.wraps(original)
-    def post_init(model: "ModelConfig", *args: Any, **options: Any) -> None:
-        with ExitStack() as held:
-            before = _opened(model, held)
-            original(model, *args, **options)
-            setattr(model, _TOLD, _told(model, before))
-
-    setattr(post_init, _WATCHED, True)
-    ModelConfig.__post_init__ = post_init
+    wrap_once(ModelConfig, "__post_init__", _made)
 
 
 def folder_text(model: "ModelConfig", place: str) -> ConfigText | None:
@@ -85,6 +73,13 @@ def in_cache(repository: str, revision: str | None, download_dir: str | None = N
         logger.debug("%s is not in the cache: %s", repository, error)
         return None
     return Path(found)
+
+
+def _made(original: Callable[..., None], model: "ModelConfig", *args: Any, **options: Any) -> None:
+    with ExitStack() as held:
+        before = _opened(model, held)
+        original(model, *args, **options)
+        setattr(model, _TOLD, _told(model, before))
 
 
 def _opened(model: "ModelConfig", held: ExitStack) -> dict[str, tuple[Path, ConfigFiles]]:

@@ -14,11 +14,13 @@ import importlib.util
 import logging
 import re
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from pd_connector.agent.metrics import PREFIX
 from pd_connector.versions import DYNAMO
 from pd_connector.vllm.support import NAME
+from pd_connector.vllm.wrap_once import wrap_once
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -68,23 +70,18 @@ def _join_metrics() -> None:
     if module is None:
         return
     try:
-        pattern_of = getattr(module, FILTER)
+        wrap_once(module, FILTER, _with_ours)
     except AttributeError as error:
         logger.warning(
             "The /metrics of Dynamo %s will lack %s*. The engine's log has their sums (%r)",
             *(_installed(), PREFIX, error),
         )
-        return
-    if pattern_of.__module__ == __name__:
-        return
 
-    def with_ours(prefixes: tuple[str, ...]) -> re.Pattern[str]:
-        found: re.Pattern[str] = pattern_of(
-            (*prefixes, PREFIX) if ALIKE_METRICS in prefixes else prefixes
-        )
-        return found
 
-    setattr(module, FILTER, with_ours)
+def _with_ours(
+    original: Callable[..., re.Pattern[str]], prefixes: tuple[str, ...]
+) -> re.Pattern[str]:
+    return original((*prefixes, PREFIX) if ALIKE_METRICS in prefixes else prefixes)
 
 
 def _failed(error: Exception) -> None:

@@ -6,37 +6,33 @@ told there, between the logs of all of them. Here the process that the operator 
 error is the last line of its log.
 """
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.early_place import check_place
 from pd_connector.vllm.support import check_name, check_supported, connector_parts, load_config
+from pd_connector.vllm.wrap_once import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-
-_WATCHED = "_pd_connector_checks"
 
 
 def watch() -> None:
     """Check the arguments of each engine that is made from now on. Harmless to repeat."""
     from vllm.engine.arg_utils import EngineArgs
 
-    original: Any = EngineArgs.create_engine_config
-    if hasattr(original, _WATCHED):
-        return
+    wrap_once(EngineArgs, "create_engine_config", _checked)
 
-    @functools.wraps(original)
-    def create_engine_config(args: "EngineArgs", *more: Any, **options: Any) -> "VllmConfig":
-        check_name(args.kv_transfer_config)
-        extras = connector_parts(args.kv_transfer_config)
-        for extra in extras:
-            check_place(args, load_config(extra))
-        config: VllmConfig = original(args, *more, **options)
-        if extras:
-            check_supported(config)
-        return config
 
-    setattr(create_engine_config, _WATCHED, True)
-    EngineArgs.create_engine_config = create_engine_config
+def _checked(
+    original: Callable[..., "VllmConfig"], args: "EngineArgs", *more: Any, **options: Any
+) -> "VllmConfig":
+    check_name(args.kv_transfer_config)
+    extras = connector_parts(args.kv_transfer_config)
+    for extra in extras:
+        check_place(args, load_config(extra))
+    config = original(args, *more, **options)
+    if extras:
+        check_supported(config)
+    return config

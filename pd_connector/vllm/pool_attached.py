@@ -6,7 +6,6 @@ policy for all loads: the config key `on_failure`, or the `kv_load_failure_polic
 handoff fails ends with an error. A prompt that the pool could not load is computed instead.
 """
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from weakref import WeakSet
 from pd_connector.vllm.pool import PoolSide
 from pd_connector.vllm.pool_loads import PoolLoads
 from pd_connector.vllm.wake import watch
+from pd_connector.vllm.wrap_once import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +26,6 @@ _HANDLERS: tuple[tuple[str, Callable[[PoolLoads], set[Any]]], ...] = (
     ("_handle_invalid_blocks", lambda loads: loads.pages),
 )
 """Methods of vLLM's scheduler that take requests, or pages, whose load has failed."""
-_WATCHED = "_pd_connector_watched"
 _watching: WeakSet[PoolLoads] = WeakSet()
 
 
@@ -45,22 +44,20 @@ def _recompute(loads: PoolLoads) -> None:
 
     _watching.add(loads)
     for name, own in _HANDLERS:
-        original = getattr(Scheduler, name, None)
-        if original is None:
+        if hasattr(Scheduler, name):
+            wrap_once(Scheduler, name, _recomputes(own))
+        else:
             logger.warning(
                 "pool: this version of vLLM has no Scheduler.%s: with `on_failure: fail` a request fails if its load "
                 "from the pool breaks off; set `on_failure: recompute`",
                 name,
             )
-        elif not hasattr(original, _WATCHED):
-            setattr(Scheduler, name, _recomputing(original, own))
 
 
-def _recomputing(
-    original: Callable[..., set[str]], own: Callable[[PoolLoads], set[Any]]
-) -> Callable[..., set[str]]:
-    @functools.wraps(original)
-    def handle(scheduler: Any, failed: set[Any], *args: Any) -> set[str]:
+def _recomputes(own: Callable[[PoolLoads], set[Any]]) -> Callable[..., set[str]]:
+    def handle(
+        original: Callable[..., set[str]], scheduler: Any, failed: set[Any], *args: Any
+    ) -> set[str]:
         mine = {one for loads in list(_watching) for one in own(loads)} & set(failed)
         if scheduler.recompute_kv_load_failures or not mine:
             return original(scheduler, failed, *args)
@@ -71,5 +68,4 @@ def _recomputing(
             scheduler.recompute_kv_load_failures = False
         return original(scheduler, set(failed) - mine, *args)
 
-    setattr(handle, _WATCHED, True)
     return handle

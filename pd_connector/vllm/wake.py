@@ -5,15 +5,15 @@ vLLM's engine core asks for that only between steps. Without a request it waits 
 without a break gets its steps, but then neither a pause nor a stop comes to its end.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.wrap_once import with_subclasses, wrap_once
+
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
-_WATCHED = "_pd_connector_watched"
 _cores: "weakref.WeakSet[EngineCoreProc]" = weakref.WeakSet()
 
 
@@ -21,13 +21,8 @@ def watch() -> None:
     """Note the engine cores of this process, so that they can be woken. Harmless to repeat."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    classes: list[type] = [EngineCoreProc]
-    while classes:
-        core = classes.pop()
-        classes += core.__subclasses__()
-        original = vars(core).get("run_busy_loop")
-        if original is not None and not hasattr(original, _WATCHED):
-            core.run_busy_loop = _noting(original)  # type: ignore[attr-defined]
+    for core in with_subclasses(EngineCoreProc):
+        wrap_once(core, "run_busy_loop", _runs)
 
 
 def wake() -> None:
@@ -38,11 +33,6 @@ def wake() -> None:
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
-def _noting(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def run_busy_loop(core: Any) -> None:
-        _cores.add(core)
-        original(core)
-
-    setattr(run_busy_loop, _WATCHED, True)
-    return run_busy_loop
+def _runs(original: Callable[[Any], None], core: Any) -> None:
+    _cores.add(core)
+    original(core)

@@ -7,7 +7,6 @@ worker's methods that change weights in place are watched, too, and the model's 
 call.
 """
 
-import functools
 import inspect
 import logging
 import sys
@@ -23,17 +22,22 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from pd_connector.kv.checkpoint_files import LoadedFiles
 from pd_connector.vllm.checkpoint import Place, open_files
 from pd_connector.vllm.extension import WorkerExtension
+from pd_connector.vllm.wrap_once import with_subclasses, wrap_once
 
 logger = logging.getLogger("pd_connector.vllm")
 
 _LOADERS = "vllm.model_executor.model_loader"
 _WORKER = "vllm.v1.worker.worker_base"
-_WHOLE = ("reload_weights", "load_model")
-_BEGINNINGS = ("start_weight_update", "start_draft_weight_update")
-_PARTS = ("update_weights",)
-_ENDS = ("finish_weight_update",)
-"""Methods of vLLM's worker that change its weights. Between beginning and end, weights are neither old nor new."""
-_WATCHED = "_pd_connector_watched"
+_CHANGES: tuple[tuple[str, dict[str, bool]], ...] = (
+    ("reload_weights", {"whole": True}),
+    ("load_model", {"whole": True}),
+    ("start_weight_update", {"begins": True}),
+    ("start_draft_weight_update", {"begins": True}),
+    ("update_weights", {}),
+    ("finish_weight_update", {"ends": True}),
+)
+"""Methods of vLLM's worker that change its weights, and what is told of each (`WeightLoads.change`). Between beginning and
+end, weights are neither old nor new."""
 
 
 class Listener(Protocol):
@@ -114,17 +118,8 @@ def watch() -> None:
 def watch_model(model: torch.nn.Module) -> None:
     """Watch all methods that load weights into this model, which is loaded already."""
     _watch_workers()
-    original = getattr(model, "load_weights", None)
-    if original is None or hasattr(original, _WATCHED):
-        return
-
-    @functools.wraps(original)
-    def load_weights(*args: Any, **options: Any) -> Any:
-        with LOADS.change():
-            return original(*args, **options)
-
-    setattr(load_weights, _WATCHED, True)
-    model.load_weights = load_weights
+    if hasattr(model, "load_weights"):
+        wrap_once(model, "load_weights", _changes())
 
 
 def watch_calls(side: Caller) -> None:
@@ -132,21 +127,16 @@ def watch_calls(side: Caller) -> None:
     from vllm.v1.engine.core import EngineCore
 
     _callers.add(side)
-    original = EngineCore.collective_rpc
-    if hasattr(original, _WATCHED):
-        return
+    wrap_once(EngineCore, "collective_rpc", _calls)
 
-    @functools.wraps(original)
-    def collective_rpc(core: Any, method: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return original(core, method, *args, **options)
-        finally:
-            if method != WorkerExtension.outgoing_transfers.__name__:  # it changes nothing
-                for caller in list(_callers):
-                    caller.workers_called()
 
-    setattr(collective_rpc, _WATCHED, True)
-    EngineCore.collective_rpc = collective_rpc
+def _calls(original: Callable[..., Any], core: Any, method: Any, *args: Any, **options: Any) -> Any:
+    try:
+        return original(core, method, *args, **options)
+    finally:
+        if method != WorkerExtension.outgoing_transfers.__name__:  # it changes nothing
+            for caller in list(_callers):
+                caller.workers_called()
 
 
 def _building(_owner: torch.nn.Module, _name: str, _part: torch.nn.Module | None) -> None:
@@ -158,46 +148,38 @@ def _building(_owner: torch.nn.Module, _name: str, _part: torch.nn.Module | None
 
 def _watch_loader(loader: type) -> None:
     for name, around in (("load_weights", _loads), ("_prepare_weights", _prepares)):
-        original = getattr(loader, name, None)
-        if original is not None and not hasattr(original, _WATCHED):
-            watched = around(original)
-            setattr(watched, _WATCHED, True)
-            setattr(loader, name, watched)
+        if hasattr(loader, name):
+            wrap_once(loader, name, around)
 
 
-def _loads(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_weights(loader: Any, model: Any, model_config: Any, *args: Any, **options: Any) -> Any:
-        with _quiet("the files that are loaded"):
-            name = getattr(model_config, "model_weights", "") or model_config.model
-            if Path(name).exists():  # a loader may read it directly
-                place = Place(name, model_config.revision)
-                LOADS.begin(place, open_files(Path(name), loader.load_config))
-        try:
-            return original(loader, model, model_config, *args, **options)
-        finally:
-            LOADS.end()
+def _loads(
+    original: Callable[..., Any],
+    loader: Any,
+    model: Any,
+    model_config: Any,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    with _quiet("the files that are loaded"):
+        name = getattr(model_config, "model_weights", "") or model_config.model
+        if Path(name).exists():  # a loader may read it directly
+            place = Place(name, model_config.revision)
+            LOADS.begin(place, open_files(Path(name), loader.load_config))
+    try:
+        return original(loader, model, model_config, *args, **options)
+    finally:
+        LOADS.end()
 
-    return load_weights
 
-
-def _prepares(original: Callable[..., Any]) -> Callable[..., Any]:
+def _prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: Any) -> Any:
     """The loader finds or downloads the files, and reads them next."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def prepare(loader: Any, *args: Any, **options: Any) -> Any:
-        found = original(loader, *args, **options)
-        with _quiet("the files that are loaded"):
-            told = signature.bind(loader, *args, **options).arguments
-            place = Place(
-                told["model_name_or_path"], told.get("revision"), told.get("subfolder") or ""
-            )
-            if (folder := _folder(found)) is not None:
-                LOADS.begin(place, open_files(folder, loader.load_config))
-        return found
-
-    return prepare
+    found = original(loader, *args, **options)
+    with _quiet("the files that are loaded"):
+        told = inspect.signature(original).bind(loader, *args, **options).arguments
+        place = Place(told["model_name_or_path"], told.get("revision"), told.get("subfolder") or "")
+        if (folder := _folder(found)) is not None:
+            LOADS.begin(place, open_files(folder, loader.load_config))
+    return found
 
 
 def _folder(prepared: Any) -> Path | None:
@@ -211,29 +193,17 @@ def _folder(prepared: Any) -> Path | None:
 
 def _watch_workers() -> None:
     module = sys.modules.get(_WORKER)
-    classes = [module.WorkerBase] if module is not None else []
-    while classes:
-        worker = classes.pop()
-        classes += worker.__subclasses__()
-        for names, told in (
-            (_WHOLE, {"whole": True}),
-            (_BEGINNINGS, {"begins": True}),
-            (_PARTS, {}),
-            (_ENDS, {"ends": True}),
-        ):
-            for name in names:
-                original = vars(worker).get(name)
-                if original is not None and not hasattr(original, _WATCHED):
-                    setattr(worker, name, _changes(original, told))
+    for worker in with_subclasses(module.WorkerBase) if module is not None else ():
+        for name, told in _CHANGES:
+            if hasattr(worker, name):
+                wrap_once(worker, name, _changes(**told))
 
 
-def _changes(original: Callable[..., Any], told: dict[str, bool]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def changes(*args: Any, **options: Any) -> Any:
+def _changes(**told: bool) -> Callable[..., Any]:
+    def changes(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with LOADS.change(**told):
             return original(*args, **options)
 
-    setattr(changes, _WATCHED, True)
     return changes
 
 
