@@ -3,7 +3,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from functools import partial
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -11,8 +11,6 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import (
     ABORTED,
     EVENT_STREAM,
-    MOST_EVENT_BYTES,
-    EventCutter,
     before_abort,
     before_error,
     error_in,
@@ -33,9 +31,7 @@ from scheduler_plugins.router.handoff.usage import DETAILS
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.resume import StreamRecord
-
-ENDS_S = 1.0
-"""Longest wait for the end of a stream after its end mark."""
+from scheduler_plugins.router.request.stream import EngineStream
 
 
 class Responder:
@@ -93,7 +89,8 @@ class Responder:
         """
         kind = answer.headers.get("Content-Type", "")
         if answer.status == 200 and kind.startswith(EVENT_STREAM):
-            return await self._stream(answer, flow, copy, record, served, pace), "ok"
+            stream = EngineStream(answer, copy, record, pace)
+            return await self._stream(stream, flow, served), "ok"
         if self._client.begun:
             raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
         # Held until it is complete: if the engine dies halfway, another one can still answer.
@@ -134,96 +131,102 @@ class Responder:
         return await self._client.finish()
 
     async def _stream(
-        self,
-        answer: Exchange,
-        flow: str,
-        copy: PrefillCopy | None,
-        record: StreamRecord | None,
-        served: Callable[[], None],
-        pace: Pace | None,
+        self, stream: EngineStream, flow: str, served: Callable[[], None]
     ) -> web.StreamResponse:
-        cutter, client = EventCutter(), self._client
-        patch: FirstTokenPatch | None = None
-        answered = False
+        answer = stream.answer
         response = web.StreamResponse(status=answer.status, headers=self._returned(answer))
-        while not answered and (chunk := await answer.read()):
-            if events := _cut(cutter, chunk):
-                if not client.begun and (error := error_in(events)):
-                    raise _engines_own(error)
-                events, failed = self._noted(events, record)
-                if failed is not None and not client.begun and (record is None or not events):
-                    events += await self._unless_wanted(failed, answer.engine, record)
-                    failed = None
-                answered = True
-                served()
-                if pace is not None:
-                    pace.note(events)
-                if copy is not None and copy.lends:
-                    patch = FirstTokenPatch(await copy.first_logprobs())
-                    events = patch.events(events)
-                events = await _counted(events, answer, copy)
-                if not client.begun:
-                    await client.begin(response)
-                    first_s = asyncio.get_running_loop().time() - self._arrived
-                    self._metrics.first_token_s.labels(flow).observe(first_s)
-                self.whole = cutter.finished and failed is None
-                if events:
-                    await client.write(events)
-                if failed is not None:
-                    await client.write(await self._unless_wanted(failed, answer.engine, record))
-                    self.whole = cutter.finished
-        left, failures = b"", list[EngineFailedError]()
+        if events := await stream.first_events():
+            await self._begin(stream, events, response, flow, served)
+        await self._go_on(stream)
+        return await self._finish(stream, response)
 
-        def take(chunk: bytes) -> bool:
-            nonlocal left
-            if events := _cut(cutter, chunk):
-                events, failure = self._noted(events, record)
-                if failure is not None:
-                    failures.append(failure)
-                if pace is not None:
-                    pace.note(events)
-            if events and patch is not None:
-                events = patch.events(events)
-            left = events  # only now: an event that could not be noted is not sent
-            self.whole = cutter.finished and not failures
-            if copy is not None and DETAILS in left:
-                return False
-            if left and client.write_now(left):
-                left = b""
-            return not left and not cutter.finished and not failures
+    async def _begin(
+        self,
+        stream: EngineStream,
+        events: bytes,
+        response: web.StreamResponse,
+        flow: str,
+        served: Callable[[], None],
+    ) -> None:
+        """Pass on the first events, and begin the response with them if no engine before has."""
+        client = self._client
+        if not client.begun and (error := error_in(events)):
+            raise _engines_own(error)
+        events, failed = self._noted(events, stream.record)
+        if failed is not None and not client.begun and (stream.record is None or not events):
+            events += await self._unless_wanted(failed, stream)
+            failed = None
+        served()
+        if stream.pace is not None:
+            stream.pace.note(events)
+        events = await stream.counted(await stream.with_first_logprobs(events))
+        if not client.begun:
+            await client.begin(response)
+            first_s = asyncio.get_running_loop().time() - self._arrived
+            self._metrics.first_token_s.labels(flow).observe(first_s)
+        self.whole = stream.cutter.finished and failed is None
+        if events:
+            await client.write(events)
+        if failed is not None:
+            await self._go_on_after(failed, stream)
 
-        while not cutter.finished:
+    async def _go_on(self, stream: EngineStream) -> None:
+        """Pass on the events after the first."""
+        take = partial(self._take, stream)
+        while not stream.cutter.finished:
             try:
-                ended = await answer.pass_to(take)
-                left = await _counted(left, answer, copy)
+                ended = await stream.answer.pass_to(take)
+                stream.left = await stream.counted(stream.left)
             except BaseException:
                 # Cancelled between `take` and here. Noted events are not asked for again, so they must be sent.
-                if left:
-                    client.push(left)
+                if stream.left:
+                    self._client.push(stream.left)
                 raise
             if ended:
                 break
-            if left:
-                if pace is not None:
-                    pace.give_up()
-                await client.write(left)
-                left = b""
-            if failures:
-                failed = failures.pop()
-                await client.write(await self._unless_wanted(failed, answer.engine, record))
-                self.whole = cutter.finished
-        answer.complete()
-        if pace is not None:
-            pace.end()
+            if stream.left:
+                if stream.pace is not None:
+                    stream.pace.give_up()
+                await self._client.write(stream.left)
+                stream.left = b""
+            if stream.failed is not None:
+                failed, stream.failed = stream.failed, None
+                await self._go_on_after(failed, stream)
+
+    def _take(self, stream: EngineStream, chunk: bytes) -> bool:
+        """Note the events that a chunk completes, and write them if that needs no wait. Returns whether more can come:
+        nothing is left to write, and the stream goes on."""
+        if events := stream.completed(chunk):
+            events, stream.failed = self._noted(events, stream.record)
+            if stream.pace is not None:
+                stream.pace.note(events)
+        if events and stream.patch is not None:
+            events = stream.patch.events(events)
+        stream.left = events  # only now: an event that could not be noted is not sent
+        self.whole = stream.cutter.finished and stream.failed is None
+        if stream.copy is not None and DETAILS in stream.left:
+            return False
+        if stream.left and self._client.write_now(stream.left):
+            stream.left = b""
+        return not stream.left and not stream.cutter.finished and stream.failed is None
+
+    async def _finish(
+        self, stream: EngineStream, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        """The engine's stream is over: end the client's."""
+        cutter = stream.cutter
+        stream.answer.complete()
+        if stream.pace is not None:
+            stream.pace.end()
         if cutter.finished:
-            await _to_its_end(answer)
+            await stream.read_to_its_end()
         rest = cutter.rest() if self._end_mark else cutter.held
         if self._end_mark and not cutter.finished:
             raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
         if rest:
-            await client.begin(response)
-            await client.write(rest)
-        return await client.finish()
+            await self._client.begin(response)
+            await self._client.write(rest)
+        return await self._client.finish()
 
     def _noted(
         self, events: bytes, record: StreamRecord | None
@@ -240,14 +243,17 @@ class Responder:
                 failed, self._withheld = ended_early(), came[len(events) :]
         return (events if record is None else record.feed(events)), failed
 
-    async def _unless_wanted(
-        self, failed: EngineFailedError, engine: BackendEngine, record: StreamRecord | None
-    ) -> bytes:
+    async def _go_on_after(self, failed: EngineFailedError, stream: EngineStream) -> None:
+        """Pass on what was withheld if the abort was wanted. Otherwise raises `failed`."""
+        await self._client.write(await self._unless_wanted(failed, stream))
+        self.whole = stream.cutter.finished
+
+    async def _unless_wanted(self, failed: EngineFailedError, stream: EngineStream) -> bytes:
         """The withheld events if the abort was wanted. Otherwise raises `failed`."""
-        if failed.cause != "aborted" or not await self._wanted_abort(engine):
+        if failed.cause != "aborted" or not await self._wanted_abort(stream.answer.engine):
             raise failed
         self._aborts_pass = True
-        events, failure = self._noted(self._withheld, record)
+        events, failure = self._noted(self._withheld, stream.record)
         if failure is not None:
             raise failure
         return events
@@ -259,14 +265,6 @@ class Responder:
 def _engines_own(error: tuple[int, str]) -> EngineFailedError:
     """The failure for an error (status and message) that an engine put into its stream."""
     return EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
-
-
-def _cut(cutter: EventCutter, chunk: bytes) -> bytes:
-    """The events that the chunk completes."""
-    events = cutter.feed(chunk)
-    if cutter.overlong:
-        raise EngineFailedError("malformed", f"an event of more than {MOST_EVENT_BYTES} bytes")
-    return events
 
 
 def _can_answer(status: int, content: bytes) -> bool:
@@ -281,19 +279,3 @@ def _no_answer(status: int, content: bytes) -> EngineFailedError:
     said = " ".join(content[:EXCERPT_BYTES].decode("utf-8", "replace").split())
     told = f"it answered {status} (wanted: 200 and a JSON object): {said}"
     return EngineFailedError("malformed", told)
-
-
-async def _to_its_end(answer: Exchange) -> None:
-    """Read and drop the bytes after the end mark, so the connection can be used again."""
-    with suppress(TimeoutError, EngineFailedError):
-        async with asyncio.timeout(ENDS_S):
-            while await answer.read():
-                pass
-
-
-async def _counted(events: bytes, answer: Exchange, copy: PrefillCopy | None) -> bytes:
-    """The events, with the count of cached tokens corrected if they have one."""
-    if copy is None or DETAILS not in events:
-        return events
-    usage = await copy.usage_patch(answer.engine.kind)
-    return events if usage is None else usage.events(events)

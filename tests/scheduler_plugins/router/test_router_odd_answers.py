@@ -19,7 +19,7 @@ from scheduler_plugins.router.client.answers import (
     retry_after_s,
 )
 from scheduler_plugins.router.engines import exchange as exchange_module
-from scheduler_plugins.router.request import responder as responder_module
+from scheduler_plugins.router.request import stream as stream_module
 
 ERROR = b'data: {"error": {"message": "EngineCore is dead", "code": 500}}\n\n'
 
@@ -102,7 +102,7 @@ def test_no_other_success_than_200_is_an_answer(code: int) -> None:
 def test_an_answer_without_an_end_does_not_take_all_memory(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responder_module, "MOST_EVENT_BYTES", 1 << 20)
+    monkeypatch.setattr(stream_module, "MOST_EVENT_BYTES", 1 << 20)
     monkeypatch.setattr(answers, "MOST_EVENT_BYTES", 1 << 20)
     monkeypatch.setattr(exchange_module, "MOST_ANSWER_BYTES", 1 << 20)
     sent = 0

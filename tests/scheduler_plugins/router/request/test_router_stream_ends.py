@@ -14,7 +14,7 @@ from router_fakes import DONE, World, run, says
 from scheduler_plugins.router.client.downstream import Downstream
 from scheduler_plugins.router.engines.exchange import Exchange
 from scheduler_plugins.router.engines.failures import EngineFailedError
-from scheduler_plugins.router.request import responder
+from scheduler_plugins.router.request.stream import EngineStream
 
 BODY = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 1}
 WORD = (
@@ -29,11 +29,11 @@ def test_an_engine_that_is_given_up_after_its_end_mark_has_answered(
     monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], pieces: tuple[bytes, ...]
 ) -> None:
     """Its answer has no end. A stream that could go on elsewhere got a second end mark, any other one an error behind the first."""
-    to_its_end, ending = responder._to_its_end, asyncio.Event()
+    to_its_end, ending = EngineStream.read_to_its_end, asyncio.Event()
 
-    async def dead_by_then(answer: Exchange) -> None:
+    async def dead_by_then(stream: EngineStream) -> None:
         ending.set()
-        await to_its_end(answer)
+        await to_its_end(stream)
 
     def found_dead(self: Exchange, now: float) -> EngineFailedError | None:
         return EngineFailedError("unhealthy", "x") if ending.is_set() else None
@@ -41,7 +41,7 @@ def test_an_engine_that_is_given_up_after_its_end_mark_has_answered(
     async def scenario() -> None:
         async with World(decode=2) as world:
             world.d[0].behave = says(*pieces, then="hang")
-            monkeypatch.setattr(responder, "_to_its_end", dead_by_then)
+            monkeypatch.setattr(EngineStream, "read_to_its_end", dead_by_then)
             monkeypatch.setattr(Exchange, "silence", found_dead)
             reply = await world.post("/v1/completions", {**BODY, **more})
             assert [event == "[DONE]" for event in reply.events] == [False, True]
