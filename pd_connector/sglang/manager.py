@@ -17,7 +17,6 @@ from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.control.seal import sealed
 from pd_connector.errors import Cause
-from pd_connector.kv.geometry import Shard
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire.last_words import FIRST_TOKEN
@@ -92,45 +91,20 @@ class Manager(BaseKVManager):
         """
         from sglang.srt.runtime_context import get_parallel
 
-        parallel, scheduler = get_parallel(), queue.scheduler
+        parallel, scheduler, pool = get_parallel(), queue.scheduler, queue.token_to_kv_pool
         check_supported(self.kv_args, self._server_args, parallel)
-        pool, buffers = queue.token_to_kv_pool, queue.metadata_buffers
-        vocabulary = scheduler.model_config.vocab_size
         self._scheduler = scheduler
-        self._adapters = Adapters(scheduler.tp_worker.model_runner)
         self._ranks = parallel.attn_tp_size * parallel.pp_size
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
-        shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
         cache = describe_cache(
             pool,
             scheduler.model_config.get_total_num_kv_heads(),
-            shard,
+            own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size),
             sliding_window=scheduler.sliding_window_size or 0,
             scales=kv_scales(scheduler),
         )
-        self._start_agent(cache, shard, parallel)
-        admission = Admission(
-            produces=self._produces,
-            vocabulary=vocabulary,
-            most_logprobs=buffers.output_top_logprobs_idx.shape[1],
-            in_step=parallel.pp_size == 1,
-        )
-        self.rank = Rank(
-            self.agent,
-            admission,
-            buffers,
-            PoolPages(
-                scheduler,
-                pool.page_size,
-                limit=pool.size // pool.page_size + 1,  # page 0 is padding
-                windows=any(group.window for group in cache.geometry.groups),
-            ),
-            self._adapters,
-            produces=self._produces,
-            offers_early=self._config.overlap != "off",
-            leads=parallel.attn_tp_rank == 0 and shard.first_layer == 0,
-            vocabulary=vocabulary,
-        )
+        self._start_agent(cache, parallel)
+        self._make_rank(queue, cache, parallel)
         if self._server_args.enable_metrics:
             self._metrics = Metrics(self.agent.telemetry, global_rank(parallel))
         logger.info(
@@ -148,6 +122,31 @@ class Manager(BaseKVManager):
         else:
             self._attach_decode(queue)
 
+    def _make_rank(self, queue: Any, cache: PagedCache, parallel: Any) -> None:
+        pool, buffers = queue.token_to_kv_pool, queue.metadata_buffers
+        geometry, vocabulary = cache.geometry, self._scheduler.model_config.vocab_size
+        self.rank = Rank(
+            self.agent,
+            Admission(
+                produces=self._produces,
+                vocabulary=vocabulary,
+                most_logprobs=buffers.output_top_logprobs_idx.shape[1],
+                in_step=parallel.pp_size == 1,
+            ),
+            buffers,
+            PoolPages(
+                self._scheduler,
+                pool.page_size,
+                limit=pool.size // pool.page_size + 1,  # page 0 is padding
+                windows=any(group.window for group in geometry.groups),
+            ),
+            Adapters(self._scheduler.tp_worker.model_runner),
+            produces=self._produces,
+            offers_early=self._config.overlap != "off",
+            leads=parallel.attn_tp_rank == 0 and geometry.shard.first_layer == 0,
+            vocabulary=vocabulary,
+        )
+
     def _attach_prefill(self) -> None:
         if self.rank.offers_early:
             layers = self._config.overlap in ("auto", "layer")
@@ -164,8 +163,9 @@ class Manager(BaseKVManager):
             group = queue.gloo_group if self._ranks > 1 else None
             self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
-    def _start_agent(self, cache: PagedCache, shard: Shard, parallel: Any) -> None:
+    def _start_agent(self, cache: PagedCache, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
+        shard = cache.geometry.shard
         ranks = EngineRanks(parallel, shard)
         engine_id = ranks.engine_id
         known: WeightsWatch | None = getattr(self._scheduler, _WEIGHTS, None)
