@@ -35,7 +35,7 @@ def check_place(args: "EngineArgs", config: Config) -> None:
         address = numeric(config.host)
     except OSError as error:
         raise _not_here(config.host, error) from None
-    ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+    ranks = args.tensor_parallel_size * args.pipeline_parallel_size * _engines_here(args)
     for key, value in (("control_port", config.control_port), ("data_port", config.data_port)):
         deadline = time.monotonic() + _PATIENCE_S
         while (free := _free(config.host, address, port_range(value), key)) < ranks:
@@ -46,6 +46,13 @@ def check_place(args: "EngineArgs", config: Config) -> None:
                 )
             time.sleep(0.1)
     os.environ[_CHECKED] = "1"
+
+
+def _engines_here(args: "EngineArgs") -> int:
+    """How many data-parallel engines vLLM starts on this machine with these arguments."""
+    if args.data_parallel_external_lb or args.data_parallel_rank is not None:
+        return 1  # each engine is started by itself
+    return int(args.data_parallel_size_local or args.data_parallel_size)
 
 
 def _free(host: str, address: str, ports: range, key: str) -> float:

@@ -102,11 +102,11 @@ def taken() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-def place(role: str = "kv_producer", **extra: Any) -> object:
+def place(role: str = "kv_producer", args: Any = None, **extra: Any) -> object:
     config = KVTransferConfig(
         kv_connector="PDConnector", kv_role=role, kv_connector_extra_config=extra
     )
-    return EngineArgs(NOWHERE, kv_transfer_config=config).create_engine_config()
+    return EngineArgs(NOWHERE, kv_transfer_config=config, **(args or {})).create_engine_config()
 
 
 @pytest.mark.usefixtures("first")
@@ -145,3 +145,26 @@ def test_the_engines_own_children_find_their_ports_taken_and_go_on(taken: int) -
         place()
     with pytest.raises(Exception, match=NOWHERE):
         place(control_port=taken)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.usefixtures("first")
+def test_each_data_parallel_engine_needs_a_port_of_its_own(free_port: int) -> None:
+    args = {"data_parallel_size": 2}
+    wanted = f"control_port {free_port}: 1 of these ports are free, and this engine has 2 ranks"
+    with pytest.raises(ConfigError, match=wanted):
+        place(args=args, control_port=free_port)
+
+
+@pytest.mark.usefixtures("first")
+@pytest.mark.parametrize("more", [{"data_parallel_size_local": 1}, {"data_parallel_rank": 1}])
+def test_a_data_parallel_engine_on_another_machine_needs_no_port_here(
+    free_port: int, more: dict[str, int]
+) -> None:
+    with pytest.raises(Exception, match=NOWHERE):
+        place(args={"data_parallel_size": 2, **more}, control_port=free_port)
