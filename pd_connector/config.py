@@ -244,16 +244,18 @@ def _ill_typed(values: Mapping[str, Any], reason: str) -> str:
     name = path.split("[")[0]
     wanted = reason.partition(" - at")[0]
     found = name if name == "key" else f"{name} {values[name]!r}" if name in values else "config"
-    return f"{found}: {wanted}{_rewritten(values.get(name), wanted)} (config key {name or '?'})"
+    return (
+        f"{found}: {wanted}{_rewritten(name, values.get(name), wanted)} (config key {name or '?'})"
+    )
 
 
-def _rewritten(value: object, wanted: str) -> str:
+def _rewritten(name: str, value: object, wanted: str) -> str:
     """How to write a text of which another type is wanted; "" if that cannot be told."""
     if not isinstance(value, str):
         return ""
     if wanted.startswith("Expected `array`"):
         return f": write [{msgspec.json.encode(value).decode()}]"
     with contextlib.suppress(msgspec.DecodeError):
-        if not isinstance(msgspec.json.decode(value), str):
-            return ": write it without quotes"
+        msgspec.convert({name: msgspec.json.decode(value)}, Config)
+        return ": write it without quotes"
     return ""

@@ -60,6 +60,8 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
         ("transports", [1], "Expected `str`"),
         ("on_failure", "retry", "Invalid enum value 'retry'"),
         ("weights", "some", "Invalid enum value 'some'"),
+        ("weights", "1", "Invalid enum value '1' (config"),
+        ("audit", "0.5", "Invalid enum value '0.5': write it without quotes"),
         ("model_id", 7, "Expected `str`"),
         ("codec", 8, "Expected `str`"),
         ("overlap", True, "Expected `str`"),

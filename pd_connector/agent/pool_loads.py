@@ -82,7 +82,7 @@ class _Filling:
         return max(fill.first_token, min(self.stop * CHUNK_TOKENS, fill.stop_token))
 
 
-class PoolLoads:
+class ChunkLoads:
     """Used by the agent's thread only.
 
     Args:

@@ -71,7 +71,7 @@ def writers(ranks: int) -> int:
     return max(1, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // (_PROCESSORS * ranks)))
 
 
-class PoolSaves:
+class ChunkSaves:
     """Used by the agent's thread only.
 
     Args:

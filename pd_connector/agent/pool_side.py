@@ -14,8 +14,8 @@ import msgspec
 
 from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.pool_loads import PoolLoads
-from pd_connector.agent.pool_saves import PoolSaves, writers
+from pd_connector.agent.pool_loads import ChunkLoads
+from pd_connector.agent.pool_saves import ChunkSaves, writers
 from pd_connector.agent.resources import RankResources
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.codecs import PoolCodecs
@@ -59,10 +59,10 @@ class PoolSide:
         saver = Saver(store, cache.geometry, writer, parts)
         loader = Loader(store, cache.geometry, codecs.readable)
         experts = bool(resources.audits and resources.audits.experts)
-        self._saves = PoolSaves(
+        self._saves = ChunkSaves(
             cache, gate, saver, codecs.at_rest, writers(parts), telemetry, report, self._then
         )
-        self._loads = PoolLoads(
+        self._loads = ChunkLoads(
             cache, gate, loader, trust, telemetry, report, self._then, experts=experts
         )
 

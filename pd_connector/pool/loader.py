@@ -13,7 +13,6 @@ from pd_connector.pool.record import (
     HEADER,
     Header,
     Record,
-    Wanted,
     decode,
     payload_problem,
     read_header,
@@ -110,7 +109,7 @@ class Loader:
         for name in needed_parts(found.parts, self._geometry):
             with self._store.read(chunk.key, name) as reading:
                 header, record = read_head(reading)
-                if problem := record_problem(record, _wanted(chunk, facts, self._codecs)):
+                if problem := record_problem(record, chunk, facts, self._codecs):
                     raise PoolError(*problem)
                 own = readable(record, own, facts)
                 needed = need(record.form, record.geometry, own)
@@ -142,17 +141,3 @@ def _fill(
         reading.into(data[start : start + nbytes], payload_offset + offset)
     if problem := payload_problem(record, needed.places, data, needed.start):
         raise PoolError(Miss.DAMAGED, f"chunk {record.number}: {problem}")
-
-
-def _wanted(chunk: PromptChunk, facts: ModelFacts, codecs: tuple[str, ...]) -> Wanted:
-    return Wanted(
-        chunk.key,
-        chunk.parent,
-        chunk.number,
-        chunk.tokens,
-        chunk.inputs,
-        chunk.adapter,
-        chunk.salt,
-        facts,
-        codecs,
-    )

@@ -8,7 +8,7 @@ Schema history. Records whose schema is one back are read, once there is a schem
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ from pd_connector.kv.geometry import MAX_LAYERS, Geometry, without_drafts
 from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
 from pd_connector.pool.codecs import AT_REST
 from pd_connector.pool.form import Form, Place, form_problem, places
+from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_BYTES, KEY_BYTES, link, model_root
 from pd_connector.pool.part_names import part_name
 from pd_connector.protocol.wire.fields import Count, Name
@@ -102,21 +103,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def payload_bytes(self) -> int:
         return max((one.offset + one.nbytes for one in self.layers), default=0)
-
-
-class Wanted(NamedTuple):
-    """The chunk that a reader looks for; fields as in `Record`, except that `facts` are the reader's."""
-
-    key: bytes
-    parent: bytes
-    number: int
-    tokens: bytes
-    inputs: bytes
-    adapter: str
-    salt: bytes
-    facts: ModelFacts
-    codecs: tuple[str, ...]
-    """In which the reader permits that KV has passed."""
 
 
 class Header(NamedTuple):
@@ -227,10 +213,16 @@ def decode(data: bytes | memoryview) -> Record:
     return record
 
 
-def record_problem(record: Record, wanted: Wanted) -> tuple[Miss, str] | None:
+def record_problem(
+    record: Record, wanted: PromptChunk, facts: ModelFacts, codecs: Container[str]
+) -> tuple[Miss, str] | None:
     """Why this is not the wanted chunk; None if it is.
 
     The key only finds. What it stands for is compared, as far as the record repeats it.
+
+    Args:
+        facts: the reader's model.
+        codecs: in which the reader permits that KV has passed.
     """
     if record.key != wanted.key:
         return Miss.DAMAGED, f"file of chunk {record.key.hex()} stands for {wanted.key.hex()}"
@@ -240,15 +232,15 @@ def record_problem(record: Record, wanted: Wanted) -> tuple[Miss, str] | None:
                 Miss.UNLIKE,
                 f"chunk {wanted.key.hex()} was stored for another prompt: its {name} differ",
             )
-    if record.writer.codec not in wanted.codecs:
+    if record.writer.codec not in codecs:
         codec = record.writer.codec
         return (
             Miss.CODEC,
             f"its KV may have passed in {codec}, which this engine permits neither in `codec` nor in `pool.codec`",
         )
-    if problem := model_problem(record.facts, wanted.facts):
+    if problem := model_problem(record.facts, facts):
         return Miss.UNLIKE, problem
-    root = model_root(wanted.facts)
+    root = model_root(facts)
     if root is None or model_root(record.facts) != root:
         return (
             Miss.UNLIKE,

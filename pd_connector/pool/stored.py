@@ -97,7 +97,7 @@ def _view(view: torch.Tensor, planes: Sequence[torch.Tensor], plane: int) -> Vie
 
 
 def gather_piece(
-    cache: PagedCache, piece: SavePiece, payload: Buffer, fence: torch.cuda.Event | None = None
+    cache: PagedCache, piece: SavePiece, payload: Buffer, fence: torch.cuda.Event | None
 ) -> None:
     """Write a piece of a `SavePlan` into the payload; see `PagedCache.gather`.
 

@@ -47,7 +47,6 @@ class _Tier:
         probed: its speed is that of a probe, which writes no page. The next load will tell.
     """
 
-    latency_s: float = 0.0
     byte_s: float = 0.0  # seconds a byte
     measured: bool = False
     probed: bool = False
@@ -67,17 +66,10 @@ class Worth:
         new = seconds / tokens
         self._token_s = new if self._token_s is None else (1 - _NEW) * self._token_s + _NEW * new
 
-    def loaded(self, tier: str, latency_s: float, nbytes: int, seconds: float) -> None:
-        """A load from one tier has ended.
-
-        Args:
-            latency_s: from the request until the first bytes were there.
-            nbytes: that were read, verified and written into pages.
-            seconds: that this took, without the latency.
-        """
+    def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A load from one tier has ended: these bytes were read, verified and written into pages in this time."""
         known = self._tier(tier)
         old = 1 - _NEW if known.measured and not known.probed else 0.0
-        known.latency_s = old * known.latency_s + (1 - old) * latency_s
         known.byte_s = old * known.byte_s + (1 - old) * seconds / nbytes
         known.measured, known.probed, known.silent = True, False, _Pause()
 
@@ -108,7 +100,7 @@ class Worth:
         """A probe has ended: the tier has this speed at best."""
         known = self._tier(tier)
         known.silent = _Pause()
-        known.latency_s, known.byte_s = 0.0, seconds / nbytes
+        known.byte_s = seconds / nbytes
         known.measured = known.probed = True
 
     def chunks(self, found: Sequence[tuple[str, int]], now: float) -> int:
@@ -137,13 +129,8 @@ class Worth:
             measured = any(self._tier(name).measured for name, _ in found)
             return len(found) - measured
         best, most, saved = 0, 0.0, 0.0
-        begun: set[str] = set()
         for place, (name, nbytes) in enumerate(found):
-            tier = self._tier(name)
-            saved += CHUNK_TOKENS * self._token_s - nbytes * tier.byte_s
-            if name not in begun:
-                begun.add(name)
-                saved -= tier.latency_s
+            saved += CHUNK_TOKENS * self._token_s - nbytes * self._tier(name).byte_s
             if saved >= most:
                 best, most = place + 1, saved
         return best

@@ -167,7 +167,7 @@ def _kind(layer: _Layer) -> tuple[Kind, int]:
     from vllm.v1 import kv_cache_interface as kv
 
     spec = layer.spec
-    if isinstance(spec, kv.SlidingWindowSpec):
+    if type(spec) in (kv.SlidingWindowSpec, kv.SlidingWindowMLASpec):  # 0.31 has a ring below them
         kept = int(spec.sliding_window)
         return ("latent" if spec.head_size_v == 0 else "attention"), kept
     if isinstance(spec, kv.MLAAttentionSpec):

@@ -80,7 +80,7 @@ class PoolLoads:
         self._telemetry.count("pool_hits", len(loading.keys))
         tiers = {one.tier for one in loading.found}
         if len(tiers) == 1:
-            self._worth.loaded(tiers.pop(), 0.0, nbytes, seconds)
+            self._worth.loaded(tiers.pop(), nbytes, seconds)
         return nbytes // len(loading.found)
 
     def _cut(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> None:

@@ -7,7 +7,7 @@ step now and then. A step that is always asked for would keep the engine from be
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from threading import Timer
 
 from pd_connector.vllm.pool_prompt import PoolPrompt
@@ -26,15 +26,13 @@ class LoadedModel:
 
     Args:
         ranks: number of ranks of this engine.
-        wake: wakes the engine, if it is idle; called by another thread.
 
     Attributes:
         due: a step is needed: ranks may have something to tell.
     """
 
-    def __init__(self, ranks: int, wake: Callable[[], None] = wake) -> None:
+    def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._wake = wake
         self._told: dict[int, bytes | None] = {}  # by rank; None: it reads its weights
         self._heard_s = 0.0
         self._timer: Timer | None = None
@@ -84,4 +82,4 @@ class LoadedModel:
     def _ask(self) -> None:
         """Called by the timer's thread."""
         self._timer, self.due = None, True
-        self._wake()
+        wake()

@@ -7,7 +7,17 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_records import FACTS, GEOMETRY, mutated, pages_run, record, sealed, summed, wanted
+from support.pool_records import (
+    FACTS,
+    GEOMETRY,
+    mutated,
+    pages_run,
+    problem_of,
+    record,
+    sealed,
+    summed,
+    wanted,
+)
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Shard
@@ -26,7 +36,6 @@ from pd_connector.pool.record import (
     payload_problem,
     read_header,
     readable,
-    record_problem,
 )
 
 RECORD = record()
@@ -41,7 +50,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert header.payload_offset == len(HEAD)
     assert len(HEAD) % PAYLOAD_ALIGNMENT == 0
     assert header.payload_bytes == RECORD.payload_bytes
-    assert record_problem(RECORD, wanted(RECORD)) is None
+    assert problem_of(RECORD) is None
     assert RECORD.part == "0-3.0of2"
 
 
@@ -251,8 +260,8 @@ def written_by(codec: str) -> Record:
 
 def test_kv_that_came_in_a_codec_is_read_only_where_that_codec_is_permitted() -> None:
     found = decode(encode(written_by("int8")))
-    assert record_problem(found, wanted(found)) is None
-    problem = record_problem(found, wanted(found)._replace(codecs=("raw",)))
+    assert problem_of(found) is None
+    problem = problem_of(found, codecs=("raw",))
     assert problem is not None
     assert problem[0] is Miss.CODEC
     assert found.part == "0-3.0of2.int8", "a look-up sees it without opening a file"
@@ -269,7 +278,7 @@ def test_kv_that_came_in_fp8_is_neither_written_nor_read(codec: str) -> None:
 
 
 def other_than(found: Record, **fields: Any) -> tuple[Miss, str] | None:
-    return record_problem(msgspec.structs.replace(found, **fields), wanted(found))
+    return problem_of(msgspec.structs.replace(found, **fields), wanted=wanted(found))
 
 
 @pytest.mark.parametrize(
@@ -304,13 +313,13 @@ def test_a_chunk_of_another_prompt_or_model_is_unlike_even_under_the_same_key(
 def test_samples_of_weights_are_not_enough_to_read() -> None:
     """`model_problem` would pass them: a handoff compares the rest later."""
     sampled = msgspec.structs.replace(FACTS, weights_full=b"")
-    problem = record_problem(record(facts=sampled), wanted(record(facts=sampled), sampled))
+    problem = problem_of(record(facts=sampled), facts=sampled)
     assert problem is not None
     assert problem[0] is Miss.UNLIKE
 
 
 def test_a_file_under_the_name_of_another_is_damaged() -> None:
-    problem = record_problem(record(range(1, 129)), wanted(RECORD))
+    problem = problem_of(record(range(1, 129)), wanted=wanted(RECORD))
     assert problem is not None
     assert problem[0] is Miss.DAMAGED
 

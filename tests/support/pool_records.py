@@ -7,9 +7,11 @@ from typing import Any
 import xxhash
 from hypothesis import strategies as st
 
+from pd_connector.errors import Miss
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import LayerFacts, ModelFacts
 from pd_connector.pool.form import PagePlane, Run, View, places, wire_run
+from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, inputs_digest, link, root, salt_digest, token_bytes
 from pd_connector.pool.record import (
     HEADER,
@@ -18,9 +20,9 @@ from pd_connector.pool.record import (
     SCHEMA,
     LayerBytes,
     Record,
-    Wanted,
     Writer,
     layer_sum,
+    record_problem,
 )
 
 FACTS = ModelFacts(
@@ -89,10 +91,15 @@ def sealed(form: Sequence[Run], geometry: Geometry, payload: memoryview) -> tupl
     )
 
 
-def wanted(found: Record, facts: ModelFacts = FACTS) -> Wanted:
+def wanted(found: Record) -> PromptChunk:
     """What a reader looks for to whom this record is right."""
-    named = (getattr(found, name) for name in Wanted._fields[:-2])
-    return Wanted(*named, facts, (found.writer.codec,))
+    return PromptChunk(**{name: getattr(found, name) for name in PromptChunk._fields})
+
+
+def problem_of(found: Record, **others: Any) -> tuple[Miss, str] | None:
+    """As `record_problem`, for a reader to whom the record is right but for `others`."""
+    reader = {"wanted": wanted(found), "facts": FACTS, "codecs": (found.writer.codec,), **others}
+    return record_problem(found, **reader)
 
 
 def summed(found: Record, body: bytes, **told: int) -> bytes:

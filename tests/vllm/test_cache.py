@@ -71,6 +71,20 @@ def test_attention_in_chunks_is_refused_with_what_serves_it() -> None:
         cache._kind(layer)
 
 
+def test_a_ring_is_not_taken_for_a_window() -> None:
+    """vLLM 0.31 derives `KpoolTailSpec` from a window's: one page of a request, which is overwritten in place."""
+
+    class KpoolTailSpec(kv.SlidingWindowSpec):
+        pass
+
+    spec = KpoolTailSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=16
+    )
+    layer = cache._Layer(0, "layers.0.indexer.tail", 0, spec, torch.zeros(1))
+    with pytest.raises(UnsupportedGeometryError, match="is of kind KpoolTailSpec"):
+        cache._kind(layer)
+
+
 def one_layer(states: int) -> tuple[dict[str, torch.Tensor], object, object]:
     """A layer of MLA with 12 pages of 64 tokens, as vLLM makes and describes it."""
     spec = kv.MLAAttentionSpec(

@@ -861,7 +861,7 @@ def test_an_idle_engine_is_woken_for_a_step_until_its_ranks_have_read_their_weig
     """Between these steps it has no work, so that it can be paused, or stopped."""
     monkeypatch.setattr(pool_model, "_EACH_S", 0.05)
     of, woken = SteppedEngine(audit="off", pool={"memory": "64MiB"}), threading.Event()
-    monkeypatch.setattr(of.side.pool._model, "_wake", woken.set)
+    monkeypatch.setattr(pool_model, "wake", woken.set)
     for _ in range(3):
         woken.clear()
         of.step(READS)

@@ -9,6 +9,7 @@ reach its quota beside a tenant that uses its chunks more often.
 
 import sqlite3
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from pd_connector.pool.store.base import Refusal, Why
 from pd_connector.pool.store.folder import charge_of
@@ -185,42 +186,52 @@ def _use_now(books: sqlite3.Connection, tier: int, key: bytes) -> None:
     )
 
 
+class Kept(NamedTuple):
+    """What one pin keeps: a chunk, and those before it in its tier, because a chunk that others follow is not evicted."""
+
+    keys: list[bytes]
+    """The chunk that is pinned is the last one."""
+    nbytes: int
+
+
 def pin(
-    books: sqlite3.Connection,
-    rows: Iterable[tuple[bytes, int]],
-    until: float,
-    holder: str,
-    tenants: int,
+    books: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
 ) -> None:
     """Pin chunks, the first ones first.
 
     Args:
-        rows: a key, and the bytes that its pin keeps: those of the chunk, and of the chunks before it.
         tenants: how many share the memory tier; 0 for pins of a load, which end with their process. Pins of a tenant hold
             half of its part at most, and all together half of the tier.
     """
-    for key, nbytes in _within_half(books, rows, holder, tenants) if tenants else rows:
+    books.execute("DELETE FROM pins WHERE until <= ?", (now_s(),))
+    for keys, nbytes in _within_half(books, rows, until, holder, tenants) if tenants else rows:
         books.execute(
             "INSERT INTO pins VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
-            (key, holder, bool(tenants), until, nbytes),
+            (keys[-1], holder, bool(tenants), until, nbytes),
         )
 
 
 def _within_half(
-    books: sqlite3.Connection, rows: Iterable[tuple[bytes, int]], holder: str, tenants: int
-) -> Iterator[tuple[bytes, int]]:
-    """The first rows, as far as a tenant may pin them. The sums are formed once: other processes wait for the books."""
-    now, half = now_s(), one(books, "SELECT budget / 2 FROM tiers WHERE tier = 0")
-    live = "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named AND until > ?"
-    held, own = one(books, live, now), one(books, f"{live} AND holder = ?", now, holder)
-    for key, nbytes in rows:
-        found = books.execute(
-            "SELECT bytes, until > ? FROM pins WHERE key = ? AND holder = ?", (now, key, holder)
-        ).fetchone()
-        kept, counts = found or (nbytes, False)  # a pin that is there keeps its bytes
-        counted = kept if counts else 0
-        more = nbytes - counted
-        if held + more > half or own + more > half // tenants:
+    books: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
+) -> Iterator[Kept]:
+    """The first rows, as far as a tenant may pin them. Its pins of chunks before are no longer needed, else the prompts of
+    one conversation would count again with each turn. The sums are formed once: other processes wait for the books."""
+    half = one(books, "SELECT budget / 2 FROM tiers WHERE tier = 0")
+    held = one(books, "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named")
+    mine = {
+        key: (nbytes, ends)
+        for key, nbytes, ends in books.execute(
+            "SELECT key, bytes, until FROM pins WHERE named AND holder = ?", (holder,)
+        )
+    }
+    own = sum(nbytes for nbytes, _ in mine.values())
+    for row in rows:
+        before = [key for key in row.keys[:-1] if key in mine and mine[key][1] <= until]
+        kept, _ = mine.get(row.keys[-1], (0, until))  # a pin that is there keeps its bytes
+        more = (0 if kept else row.nbytes) - sum(mine[key][0] for key in before)
+        if more > 0 and (held + more > half or own + more > half // tenants):
             return
-        yield key, nbytes
-        held, own = held + kept - counted, own + kept - counted
+        yield row
+        gone = [(key, holder) for key in before]
+        books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", gone)
+        held, own = held + more, own + more

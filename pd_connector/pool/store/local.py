@@ -17,7 +17,7 @@ from pd_connector.pool.store.alive import identity_of
 from pd_connector.pool.store.base import DISK, Found, Journal, Refusal, Store, StoreStatus, Why
 from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.entry import check_part, entry_of, head_of
-from pd_connector.pool.store.eviction import pin
+from pd_connector.pool.store.eviction import Kept, pin
 from pd_connector.pool.store.folder import Folder, charge_of
 from pd_connector.pool.store.holdings import Holdings, Space
 from pd_connector.pool.store.keeper import Keeper
@@ -72,23 +72,19 @@ class LocalStore(Store):
         return found + [None] * (len(keys) - len(found))
 
     def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
-        ends: list[
-            tuple[bytes, int]
-        ] = []  # a chunk keeps those before it in its tier from being evicted
-        there, nbytes, last = 0, 0, ""
+        kept: list[Kept] = []
+        there, last = 0, ""
         for key in keys:
             if not (found := self._whole(key)):
                 break
-            if ends and found.tier == last:
-                ends.pop()
-            else:
-                nbytes = 0
-            nbytes += found.nbytes
-            ends.append((key, nbytes))
+            if found.tier != last:
+                kept.append(Kept([], 0))
+            kept[-1] = Kept(kept[-1].keys, kept[-1].nbytes + found.nbytes)
+            kept[-1].keys.append(key)
             there, last = there + 1, found.tier
         with contextlib.suppress(BooksError), self._books.transaction() as books:
             whose, shared = (holder, tenants) if holder else (self._holdings.alive.name, 0)
-            pin(books, ends, now_s() + for_s, whose, shared)
+            pin(books, kept, now_s() + for_s, whose, shared)
         return there
 
     def _whole(self, key: bytes) -> Found | None:

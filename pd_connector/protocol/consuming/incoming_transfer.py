@@ -110,7 +110,7 @@ def streams(
     geometry: Geometry,
     shards: Sequence[Shard],
     *,
-    waits_for_words: bool = False,
+    waits_for_words: bool,
 ) -> dict[Source, IncomingStream]:
     """A stream of each rank of a producer that holds a part of what this rank holds.
 

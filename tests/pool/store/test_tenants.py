@@ -101,3 +101,25 @@ def test_a_pin_can_be_made_longer_however_much_it_keeps(open_store: Open) -> Non
     with store._books.transaction(reading=True) as books:
         ((for_s,),) = books.execute("SELECT until - ? FROM pins", (now_s(),))
     assert for_s > 3000
+
+
+def test_a_conversation_is_pinned_as_it_grows(open_store: Open) -> None:
+    """Each turn's prompt begins with those before it, whose chunks count once."""
+    store = open_store(20 * CHARGE)
+    keys = chain("a", 10)
+    save(store, keys, tenant="a")
+    for turn in range(1, 11):
+        store.pin(keys[:turn], for_s=3600, holder="a")
+    for key in singles("other", 30):
+        save(store, [key], tenant="other")
+    assert there(store, keys) == 10
+    assert store.status().pinned == 1
+
+
+def test_a_shorter_pin_does_not_end_a_longer_one(open_store: Open) -> None:
+    store = open_store(20 * CHARGE)
+    keys = chain("a", 3)
+    save(store, keys, tenant="a")
+    store.pin(keys[:2], for_s=3600, holder="a")
+    store.pin(keys, for_s=60, holder="a")
+    assert store.status().pinned == 2

@@ -40,7 +40,6 @@ BASELINES = {
 ours do; or it is in that process, and is lost with it."""
 BARS = {"put": 1.0, "get": 2.0}
 _RIVALS = (RIVAL, RIVAL_INSIDE)
-_MASTER_S = 20.0
 
 Say = Callable[[str], None]
 
