@@ -134,9 +134,9 @@ class Folder:
     # Entries
 
     def text(self, key: bytes) -> str:
-        """The text of a chunk's entry; empty if it has none."""
+        """The text of a chunk's entry; empty if it has none. Whatever its bytes are, the books can take it."""
         try:
-            return os.readlink(key.hex(), dir_fd=self.index)
+            return os.readlink(key.hex().encode(), dir_fd=self.index).decode(errors="replace")
         except OSError:
             return ""
 
