@@ -213,6 +213,8 @@ class Books:
                 connection.executescript(f"BEGIN EXCLUSIVE; {SUMS} {TRIGGERS} COMMIT;")
             link = f"{name}.link"
             os.symlink(name, link, dir_fd=root)
+            with contextlib.suppress(OSError):
+                os.rmdir(_LINK, dir_fd=root)  # somebody has made a folder of its name
             os.rename(link, _LINK, src_dir_fd=root, dst_dir_fd=root)
         finally:
             current = self.name

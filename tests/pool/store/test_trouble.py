@@ -232,12 +232,20 @@ def test_values_of_another_type_or_meaning_make_new_books(open_store: Open, rott
     assert {len(event.key) for event in store.journal(0).events} == {32}
 
 
-def test_books_of_nobody_knows_what_are_not_followed(open_store: Open, folder: Path) -> None:
+@pytest.mark.parametrize("what", ["a link", "a folder", "a file"])
+def test_books_of_nobody_knows_what_are_not_followed(
+    open_store: Open, folder: Path, what: str
+) -> None:
     store = open_store()
     save(store, chain("a", 1))
     link = folder / "pool" / "v1" / "books"
     link.unlink()
-    link.symlink_to("/etc/passwd")
+    if what == "a link":
+        link.symlink_to("/etc/passwd")
+    elif what == "a folder":
+        link.mkdir()
+    else:
+        link.touch()
     assert save(store, chain("b", 1), patience_s=30) == 1
     assert there(store, chain("a", 1)) == 1
 
