@@ -241,8 +241,9 @@ class Holdings:
     def erase(self, evicted: Iterable[Evicted]) -> None:
         """Remove the files of chunks that the books no longer have."""
         for gone in evicted:
-            if gone.tier < len(self.folders) and gone.entry is not None:
-                self.folders[gone.tier].erase(gone.key, gone.entry)
+            if gone.tier < len(self.folders):
+                if gone.entry is not None:  # else stocktaking finds its files
+                    self.folders[gone.tier].erase(gone.key, gone.entry)
                 self._owed.append(gone)
 
     def flush(self) -> None:

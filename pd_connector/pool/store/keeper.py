@@ -241,7 +241,8 @@ class Keeper:
             row = books.execute(
                 "SELECT uncopied, budget FROM tiers WHERE tier = ?", (MEMORY_TIER,)
             ).fetchone()
-        return len(self._store.folders) > 1 and row[0] > row[1] * _UNCOPIED_SHARE
+            behind = row[0] > row[1] * _UNCOPIED_SHARE
+        return len(self._store.folders) > 1 and behind
 
     def _copy_down(self) -> None:
         """Copy to the disk what will be evicted from memory next."""

@@ -10,6 +10,8 @@ from chunks import chain, loads, save, there
 from whole import problems, problems_now
 
 from pd_connector.pool.store import stocktaking
+from pd_connector.pool.store.eviction import make_room
+from pd_connector.pool.store.ledger import write_leaving
 from pd_connector.pool.store.local import LocalStore
 
 pytestmark = pytest.mark.quiet  # it waits for the threads of stores
@@ -97,3 +99,16 @@ def test_an_engine_starts_although_an_entry_cannot_be_made(open_store: Open, fol
     other = open_store()
     stocktaking.take_stock(other._holdings)
     assert loads(other, others[0])
+    assert not list((folder / "pool" / "v1" / "staged").iterdir())
+
+
+def test_an_evicted_chunk_whose_row_says_nonsense_leaves_nothing(open_store: Open) -> None:
+    store = open_store()
+    assert save(store, chain("a", 1)) == 1
+    with store._books.transaction(wait_s=10) as books:
+        books.execute("UPDATE chunks SET entry = 'nonsense'")
+        evicted = make_room(books, 0, 10_000, "", full=True)
+        write_leaving(books, evicted, store._holdings.alive.name)
+    store._holdings.erase(evicted)
+    stocktaking.take_stock(store._holdings)
+    assert problems(store) == []
