@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from pd_connector.errors import ConfigError, PoolError
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import memory_folder
-from pd_connector.pool.store.base import Store
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.told import find_engine
@@ -34,7 +33,7 @@ class PoolMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._store: Store | None = None
+        self._store: LocalStore | None = None
         self._opening = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,12 +70,13 @@ class PoolMiddleware:
             return _refusal(503, f"the pool cannot be read: {error}")
 
 
-def _opened() -> Store:
+def _opened() -> LocalStore:
     return LocalStore(Space(memory_folder(), 0), visits=True)
 
 
-def _report(store: Store, engine: str, after: str) -> PoolReport | Refusal:
+def _report(store: LocalStore, engine: str, after: str) -> PoolReport | Refusal:
     """In a thread: the store's files are read."""
+    store.see_to_the_folders()
     told = find_engine(store.told(), engine)
     if told is None:
         return _refusal(

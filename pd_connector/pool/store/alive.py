@@ -60,8 +60,18 @@ class Alive:
         """Whether this process holds its lock: not after `close`, and not in a child of the process that took it."""
         return self._lock >= 0
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether others find this process's lock. A child of the process has none."""
+        try:
+            return not self.is_held or os.path.samestat(
+                os.lstat(self._path / self.name), os.fstat(self._lock)
+            )
+        except OSError:
+            return False
+
     def renew(self) -> None:
-        """Take the lock again, in a folder that was created again."""
+        """Take the lock again: its file, or a folder above it, was removed."""
         fresh = private_folder(self._path, "pool")
         os.dup2(fresh, self._folder, inheritable=False)
         os.close(fresh)

@@ -34,12 +34,15 @@ _LINK = "books"
 _NAME = re.compile(r"books\.(\d+)-[0-9a-f]+")
 _JOURNAL_STEP = 1 << 40
 """Numbers of the journal that each generation of the books has for itself."""
+_GENERATIONS = 1 << 22
+"""The number after which a name of books was altered. SQLite has 63 bits for a number of the journal."""
 _PRAGMAS = ("journal_mode = TRUNCATE", "synchronous = OFF", "mmap_size = 0", "temp_store = MEMORY")
 """Nothing is mapped, and nothing waits for a disk: the books need not survive the machine."""
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
-_DAMAGES = (sqlite3.Error, ValueError, TypeError, ArithmeticError)
-"""What damaged books raise. A flipped byte can make SQLite's own message, or a number, something that Python cannot read."""
+_DAMAGES = (sqlite3.Error, ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
+"""What damaged books raise. A flipped byte can make SQLite's own message, or a number, something that Python cannot read, and
+a value one of another type, or of no meaning."""
 
 
 class BooksError(Exception):
@@ -122,9 +125,10 @@ class Books:
             raise BooksError(self._damage("the books are gone"))
         if self._connection is None or name != self._name:
             self._disconnect()
-            self._connection, self._name = _opened(f"{self._folder.path}/{name}"), name
+            self._connection = _opened(f"{self._folder.path}/{name}")
             self._connection.set_progress_handler(self._overdue, _OPERATIONS)
-            self.damaged = ""
+            if name != self._name:  # else what is damaged within them may open
+                self._name, self.damaged = name, ""
         return self._connection
 
     @property
@@ -180,7 +184,7 @@ class Books:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self.name == old:
                 self._replace(old, fill)
-        except (OSError, sqlite3.Error):
+        except (OSError, *_DAMAGES):
             return False
         finally:
             os.close(lock)
@@ -190,7 +194,8 @@ class Books:
     def _replace(self, old: str, fill: Callable[[sqlite3.Connection], None]) -> None:
         root = self._folder.root
         found = _NAME.fullmatch(old)
-        generation = int(found[1]) + 1 if found else 1 + time.monotonic_ns() % (1 << 20)
+        before = int(found[1]) if found else _GENERATIONS
+        generation = 1 + (before if before < _GENERATIONS else time.monotonic_ns() % (1 << 20))
         name = f"books.{generation}-{secrets.token_hex(4)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         os.close(os.open(name, flags, 0o600, dir_fd=root))
@@ -208,6 +213,8 @@ class Books:
                 connection.executescript(f"BEGIN EXCLUSIVE; {SUMS} {TRIGGERS} COMMIT;")
             link = f"{name}.link"
             os.symlink(name, link, dir_fd=root)
+            with contextlib.suppress(OSError):
+                os.rmdir(_LINK, dir_fd=root)  # somebody has made a folder of its name
             os.rename(link, _LINK, src_dir_fd=root, dst_dir_fd=root)
         finally:
             current = self.name

@@ -17,6 +17,7 @@ LINK = "="
 """In the name of an entry that is being made, in the place of a part's name."""
 MOST_PARTS = 256
 _MOST_KEY = 64
+_MOST_BYTES = 1 << 60
 
 
 class Head(NamedTuple):
@@ -52,23 +53,27 @@ class Entry(NamedTuple):
 def head_of(text: str) -> Head | None:
     """What a look-up needs of an entry; None if it is not an entry."""
     try:
-        form, nbytes, parts, _ = text.split("|", 3)
-        return Head(int(nbytes), tuple(parts.split(","))) if form == _FORMAT else None
+        form, told, parts, _ = text.split("|", 3)
+        nbytes = int(told)
     except ValueError:
         return None
+    # Engines divide by it.
+    sane = form == _FORMAT and 0 < nbytes <= _MOST_BYTES
+    return Head(nbytes, tuple(parts.split(","))) if sane else None
 
 
 def entry_of(text: str) -> Entry | None:
-    """The whole entry; None if it is not an entry."""
+    """The whole entry; None if it is not an entry, to the letter: what is read here is written into the books."""
     try:
-        form, _, names, parent, tenant, files = text.split("|")
+        _, _, names, parent, tenant, files = text.split("|")
         stamps, sizes = zip(*(file.split(":") for file in files.split(",")), strict=True)
         parts = tuple(names.split(","))
         entry = Entry(bytes.fromhex(parent), unquote(tenant), parts, stamps, tuple(map(int, sizes)))
+        altered = entry.text() != text
     except ValueError:
         return None
     sane = all(map(_PART.fullmatch, parts)) and all(map(_STAMP.fullmatch, stamps))
-    return entry if form == _FORMAT and sane and len(parts) == len(stamps) else None
+    return entry if sane and not altered and len(parts) == len(stamps) else None
 
 
 def file_name(key: bytes, part: str, stamp: str) -> str:

@@ -93,7 +93,7 @@ def make_room(
     while used + need > budget and len(evicted) < most:
         key, text, nbytes = _victim(books, tier, budget, tenant, need, pinned)
         books.execute("DELETE FROM chunks WHERE tier = ? AND key = ?", (tier, key))
-        evicted.append(Evicted(tier, key, text))
+        evicted.append(Evicted.of(tier, key, text))
         used -= nbytes
     return evicted
 
@@ -173,10 +173,9 @@ def next_uncopied(books: sqlite3.Connection) -> list[bytes]:
                 found[key] = None
                 break
             key = row[0]
-    if found:
-        return list(found)
     rest = "SELECT key FROM chunks WHERE tier = 0 AND copied = 0 ORDER BY used LIMIT ?"
-    return [key for (key,) in books.execute(rest, (_CANDIDATES,))]
+    keys = found or [key for (key,) in books.execute(rest, (_CANDIDATES,))]
+    return [bytes(memoryview(key)) for key in keys]
 
 
 def _use_now(books: sqlite3.Connection, tier: int, key: bytes) -> None:

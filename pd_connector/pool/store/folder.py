@@ -134,9 +134,9 @@ class Folder:
     # Entries
 
     def text(self, key: bytes) -> str:
-        """The text of a chunk's entry; empty if it has none."""
+        """The text of a chunk's entry; empty if it has none. Whatever its bytes are, the books can take it."""
         try:
-            return os.readlink(key.hex(), dir_fd=self.index)
+            return os.readlink(key.hex().encode(), dir_fd=self.index).decode(errors="replace")
         except OSError:
             return ""
 
@@ -144,14 +144,18 @@ class Folder:
         return entry_of(self.text(key))
 
     def enter(self, key: bytes, entry: Entry, stamp: str) -> None:
-        """Make or replace the entry of a chunk.
+        """Make or replace the entry of a chunk. Raises OSError.
 
         Args:
             stamp: unique, for a name of its own until then.
         """
         name = file_name(key, LINK, stamp)
         os.symlink(entry.text(), name, dir_fd=self.staged)
-        os.rename(name, key.hex(), src_dir_fd=self.staged, dst_dir_fd=self.index)
+        try:
+            os.rename(name, key.hex(), src_dir_fd=self.staged, dst_dir_fd=self.index)
+        except OSError:
+            self.discard(name)  # the index was removed, or has a folder of this name
+            raise
         if not self.is_whole(key, entry):  # evicted meanwhile, by a process that found no entry yet
             self.leave(key, entry.text())
 

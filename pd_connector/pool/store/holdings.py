@@ -174,14 +174,15 @@ class Holdings:
         between removing its files and writing that down."""
         with self.books.transaction(reading=True) as books:
             row = books.execute(
-                "SELECT entry FROM chunks WHERE tier = ? AND key = ?", (tier, key)
+                "SELECT tier, key, entry FROM chunks WHERE tier = ? AND key = ?", (tier, key)
             ).fetchone()
-        if row is None:
+            told = Evicted.of(*row) if row else None
+        if told is None:
             return False
-        folder, text = self.folders[tier], row[0]
+        folder, text = self.folders[tier], told.text
         if folder.text(key) == text:
             return True
-        if (entry := entry_of(text)) and folder.is_whole(key, entry):
+        if (entry := told.entry) and folder.is_whole(key, entry):
             folder.enter(key, entry, self.stamp())
             return True
         self.forget(folder, key, text)
@@ -240,8 +241,9 @@ class Holdings:
     def erase(self, evicted: Iterable[Evicted]) -> None:
         """Remove the files of chunks that the books no longer have."""
         for gone in evicted:
-            if gone.tier < len(self.folders) and gone.entry is not None:
-                self.folders[gone.tier].erase(gone.key, gone.entry)
+            if gone.tier < len(self.folders):
+                if gone.entry is not None:  # else stocktaking finds its files
+                    self.folders[gone.tier].erase(gone.key, gone.entry)
                 self._owed.append(gone)
 
     def flush(self) -> None:

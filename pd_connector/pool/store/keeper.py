@@ -67,7 +67,7 @@ class Keeper:
         """Start the thread. New books for few chunks are made first, those for many by the thread: look-ups need none."""
         chunks = sum(sum(1 for _ in folder.names(folder.index)) for folder in self._store.folders)
         if not self._store.books.damaged or chunks <= _FEW_CHUNKS:
-            with contextlib.suppress(BooksError):
+            with contextlib.suppress(BooksError, OSError):
                 self._see_to_the_books()
         self._wake.set()
         self._thread.start()
@@ -112,7 +112,8 @@ class Keeper:
             self._copy_down()
             self._copy_up()
 
-    def _see_to_the_books(self) -> None:
+    def see_to_the_folders(self) -> None:
+        """Create folders again that were removed, and this process's lock. Raises ConfigError."""
         store = self._store
         for folder in store.folders:
             if not folder.is_there:
@@ -123,8 +124,13 @@ class Keeper:
                 store.books.damaged = "a folder was removed"
                 if folder is store.folders[MEMORY_TIER]:
                     store.memory_renewed()
-        if store.books.damaged:
-            self.rebuild_books(store.books.damaged)
+        if not store.alive.is_seen:
+            store.alive.renew()
+
+    def _see_to_the_books(self) -> None:
+        self.see_to_the_folders()
+        if self._store.books.damaged:
+            self.rebuild_books(self._store.books.damaged)
         if not self._told:
             self._tell_budgets()
             self._told = True
@@ -170,13 +176,14 @@ class Keeper:
             ).fetchall()
             books.execute("DELETE FROM files WHERE whole AND since < ?", stale)
             books.execute("DELETE FROM pins WHERE until <= ?", (now,))
-            left = books.execute(
+            rows = books.execute(
                 "SELECT tier, key, entry FROM leaving WHERE since < ?", (now - _LEFT_BEHIND_S,)
-            ).fetchall()
+            )
+            left = [Evicted.of(*row) for row in rows]
             trim(books)
         for tier, name in parts:
             self._discard(tier, name)
-        store.erase(Evicted(*row) for row in left)
+        store.erase(left)
 
     def _remove_of(self, name: str) -> None:
         """Remove what one process has left that ended."""
@@ -185,9 +192,8 @@ class Keeper:
             unfinished = "FROM files WHERE owner = ? AND NOT whole"
             parts = books.execute(f"SELECT tier, name {unfinished}", (name,)).fetchall()
             books.execute(f"DELETE {unfinished}", (name,))
-            left = books.execute(
-                "SELECT tier, key, entry FROM leaving WHERE owner = ?", (name,)
-            ).fetchall()
+            rows = books.execute("SELECT tier, key, entry FROM leaving WHERE owner = ?", (name,))
+            left = [Evicted.of(*row) for row in rows]
             books.execute("DELETE FROM pins WHERE holder = ? AND NOT named", (name,))
         for tier, file in parts:
             self._discard(tier, file)
@@ -195,7 +201,7 @@ class Keeper:
             for file in folder.names(folder.staged):
                 if file.rpartition(".")[2].startswith(f"{name}-"):
                     folder.discard(file)
-        store.erase(Evicted(*row) for row in left)
+        store.erase(left)
 
     def _discard(self, tier: int, name: str) -> None:
         if tier < len(self._store.folders):
@@ -235,7 +241,8 @@ class Keeper:
             row = books.execute(
                 "SELECT uncopied, budget FROM tiers WHERE tier = ?", (MEMORY_TIER,)
             ).fetchone()
-        return len(self._store.folders) > 1 and row[0] > row[1] * _UNCOPIED_SHARE
+            behind = row[0] > row[1] * _UNCOPIED_SHARE
+        return len(self._store.folders) > 1 and behind
 
     def _copy_down(self) -> None:
         """Copy to the disk what will be evicted from memory next."""

@@ -49,6 +49,13 @@ class Evicted(NamedTuple):
     text: str
     """The text of its entry."""
 
+    @classmethod
+    def of(cls, tier: int, key: object, text: object) -> "Evicted":
+        """What a row of the books says. Raises TypeError if a byte of it has rotted: a transaction makes new books then."""
+        if not isinstance(key, bytes) or not isinstance(text, str) or not isinstance(tier, int):
+            raise TypeError(f"chunk {key!r} of tier {tier!r} with the entry {text!r}")
+        return cls(tier, key, text)
+
     @property
     def entry(self) -> Entry | None:
         return entry_of(self.text)

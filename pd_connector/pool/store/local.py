@@ -206,6 +206,10 @@ class LocalStore(Store):
             self._books, self._folders, [space.budget for space in self._holdings.spaces], engines
         )
 
+    def see_to_the_folders(self) -> None:
+        """For stores that only visit: go on in folders that were created again. Raises ConfigError."""
+        self.keeper.see_to_the_folders()
+
     def close(self) -> None:
         self.keeper.stop()
         self._holdings.close()

@@ -29,7 +29,7 @@ def page_of(books: sqlite3.Connection, after: int) -> Journal:
     ).fetchall()
     more = len(rows) == PAGE_EVENTS
     reached = rows[-1][0] if rows else last
-    events = [Event(number, key, _NAMES[tier]) for number, key, tier in rows]
+    events = [Event(number, bytes(memoryview(key)), _NAMES[tier]) for number, key, tier in rows]
     return Journal(events, -reached if reading_whole and more else reached, whole, more)
 
 

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pd_connector.pool.store.entry import LINK, Entry, entry_of, file_of
 from pd_connector.pool.store.folder import Folder, charge_of
-from pd_connector.pool.store.ledger import now_s
+from pd_connector.pool.store.ledger import Evicted, now_s
 
 if TYPE_CHECKING:
     from pd_connector.pool.store.holdings import Holdings
+
+_ENTRIES = "SELECT tier, key, entry FROM"
 
 
 def fill(books: sqlite3.Connection, store: Holdings) -> None:
@@ -95,21 +98,22 @@ def take_stock(store: Holdings) -> None:
         names = list(folder.names(folder.data, folder.staged))
         keys = folder.entered()
         with store.books.transaction(reading=True) as books:
-            rows = books.execute("SELECT key, entry FROM chunks WHERE tier = ?", (tier,)).fetchall()
-            left = books.execute(
-                "SELECT key, entry FROM leaving WHERE tier = ?", (tier,)
-            ).fetchall()
+            rows, left = (
+                [Evicted.of(*row) for row in books.execute(f"{_ENTRIES} {table} WHERE tier = ?", (tier,))]
+                for table in ("chunks", "leaving")
+            )  # fmt: skip
             files = books.execute("SELECT name FROM files WHERE tier = ?", (tier,)).fetchall()
         known = {name for (name,) in files}
-        for key, text in [*rows, *left]:
-            if entry := entry_of(text):
-                known.update(entry.files(key))
-        told = dict(rows)
+        for one in [*rows, *left]:
+            if entry := one.entry:
+                known.update(entry.files(one.key))
+        told = {one.key: one.text for one in rows}
         for key, text in told.items():
             if folder.text(key) != text:
-                store.mend(tier, key)
+                with contextlib.suppress(OSError):  # no room, or a folder in its place
+                    store.mend(tier, key)
         for key in keys:
-            if key not in told and (key, folder.text(key)) not in left:
+            if key not in told and (tier, key, folder.text(key)) not in left:
                 store.adopt(tier, key)
                 if entry := folder.entry(key):
                     known.update(entry.files(key))

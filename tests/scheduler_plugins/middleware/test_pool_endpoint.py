@@ -188,6 +188,18 @@ def test_a_dead_engine_tells_nothing(store: LocalStore) -> None:
     assert Server().refusal()[0] == 503
 
 
+@pytest.mark.parametrize("removed", ["", "v1/writers"])
+def test_a_pool_that_was_removed_is_told_of_again(store: LocalStore, removed: str) -> None:
+    told(store)
+    memory_folder().parent.chmod(0o700)  # as an engine makes it
+    server, (key,) = Server(), chain("a", 1)
+    server.page(0)
+    shutil.rmtree(memory_folder() / removed)
+    until(lambda: server.get("after=0")[0] == 200, "the engine has created it again")
+    save(store, [key])
+    until(lambda: key.hex() in [one.key for one in server.page(0).events], "the new chunk")
+
+
 @pytest.mark.parametrize("pool", [False, None, {}])
 def test_an_engine_without_a_pool_says_how_to_have_one(pool: object) -> None:
     status, message = Server(pool).refusal()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of chunks that a rotten byte, or somebody, has altered: they cost their chunk, and nothing else."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chunks import chain, loads, save, there
+from whole import problems, problems_now
+
+from pd_connector.pool.store import stocktaking
+from pd_connector.pool.store.eviction import make_room
+from pd_connector.pool.store.ledger import write_leaving
+from pd_connector.pool.store.local import LocalStore
+
+pytestmark = pytest.mark.quiet  # it waits for the threads of stores
+
+Open = Callable[..., LocalStore]
+
+
+@pytest.mark.parametrize("entry", ["", "1|nonsense", "of other sizes"])
+def test_a_chunk_whose_entry_was_altered_is_found_again(
+    open_store: Open, folder: Path, entry: str
+) -> None:
+    """The books say what the entry was. Until stock is taken, the chunk's files keep their room."""
+    store, (key,) = open_store(), chain("a", 1)
+    assert save(store, [key]) == 1
+    path = folder / "pool" / "v1" / "index" / key.hex()
+    other = str(path.readlink()).replace(":", ":1") if entry == "of other sizes" else entry
+    path.unlink()
+    if other:
+        path.symlink_to(other)
+    assert problems_now(store), "nothing was altered"
+    stocktaking.take_stock(store._holdings)
+    assert problems_now(store) == []
+    assert loads(store, key)
+
+
+@pytest.mark.parametrize("rotten", ["|a|", ":"], ids=["tenant", "colon"])
+@pytest.mark.parametrize("lost", ["", "its row", "the books"])
+@pytest.mark.usefixtures("impatient")
+def test_an_entry_that_is_not_utf_8_costs_its_chunk_and_no_books(
+    open_store: Open, folder: Path, rotten: str, lost: str
+) -> None:
+    store, (key,) = open_store(), chain("a", 1)
+    assert save(store, [key], tenant="a") == 1
+    root = folder / "pool" / "v1"
+    path = root / "index" / key.hex()
+    text = bytearray(os.fsencode(path.readlink()))
+    text[text.index(rotten.encode()) + len(rotten) // 2] |= 0x80
+    path.unlink()
+    path.symlink_to(os.fsdecode(bytes(text)))
+    if lost == "its row":
+        with store._books.transaction(wait_s=10) as books:
+            books.execute("DELETE FROM chunks")
+    elif lost:
+        (root / "books").unlink()
+    before = store._books.name
+    other = open_store()
+    stocktaking.take_stock(other._holdings)
+    assert problems(other) == []
+    assert save(store, chain("b", 1), patience_s=30) == 1
+    assert (store._books.name == before) is (lost != "the books")
+    save(store, [key], tenant="a", patience_s=30)
+    assert loads(store, key)
+
+
+@pytest.mark.parametrize("nbytes", ["0", "-1", "1" + 400 * "0", "10001"])
+def test_an_entry_that_lies_about_its_bytes_is_not_counted_with(
+    open_store: Open, folder: Path, nbytes: str
+) -> None:
+    """Engines divide by the bytes of what they load, and multiply them by a time."""
+    store, (key,) = open_store(), chain("a", 1)
+    assert save(store, [key]) == 1
+    path = folder / "pool" / "v1" / "index" / key.hex()
+    other = str(path.readlink()).replace("|10000|", f"|{nbytes}|")
+    path.unlink()
+    path.symlink_to(other)
+    if nbytes != "10001":
+        assert there(store, [key]) == 0
+    assert store.pin([key], for_s=1) == 0
+    save(store, [key], patience_s=30)
+    assert loads(store, key)
+
+
+def test_an_engine_starts_although_an_entry_cannot_be_made(open_store: Open, folder: Path) -> None:
+    """Its memory is full, or a folder has its name."""
+    store, (key, *others) = open_store(), chain("a", 3)
+    assert save(store, [key, *others]) == 3
+    index = folder / "pool" / "v1" / "index"
+    for one in (key, others[0]):
+        (index / one.hex()).unlink()
+    (index / key.hex()).mkdir()
+    store.keeper.stop()
+    with store._books.transaction(wait_s=10) as books:
+        books.execute("DELETE FROM counters WHERE name LIKE 'stock_taken%'")
+    store._books.damaged = "a test wants it"
+    other = open_store()
+    stocktaking.take_stock(other._holdings)
+    assert loads(other, others[0])
+    assert not list((folder / "pool" / "v1" / "staged").iterdir())
+
+
+def test_an_evicted_chunk_whose_row_says_nonsense_leaves_nothing(open_store: Open) -> None:
+    store = open_store()
+    assert save(store, chain("a", 1)) == 1
+    with store._books.transaction(wait_s=10) as books:
+        books.execute("UPDATE chunks SET entry = 'nonsense'")
+        evicted = make_room(books, 0, 10_000, "", full=True)
+        write_leaving(books, evicted, store._holdings.alive.name)
+    store._holdings.erase(evicted)
+    stocktaking.take_stock(store._holdings)
+    assert problems(store) == []
