@@ -67,8 +67,9 @@ def test_a_stopped_producer_leaves_slots_for_another(
     stop_with_slots(consumer, stopped)
     for number in range(8):
         fetch(consumer, healthy, f"{number}")
-    assert consumer.gauge("incoming_transfers") == 2 * SLOTS, "no deadline has passed"
-    assert consumer.gauge("landing_slots") == SLOTS - 1
+    # Gauges follow an outcome by a moment.
+    until(lambda: consumer.gauge("incoming_transfers") == 2 * SLOTS, "no deadline has passed")
+    until(lambda: consumer.gauge("landing_slots") == SLOTS - 1)
     stopped.signal(signal.SIGCONT)
     for number in range(2 * SLOTS):
         assert consumer.loaded(f"one {number}").cause is None
