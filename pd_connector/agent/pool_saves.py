@@ -165,9 +165,9 @@ class ChunkSaves:
                 self._drop(self._waiting.popleft()[0], "busy")
 
     def _drop(self, save: Save, cause: str) -> None:
-        """A save does not come about."""
-        self._report(Saved(save.request))
+        """A save does not come about. The count comes first: an outcome that is seen has been counted."""
         self._telemetry.count("pool_saves", cause=cause)
+        self._report(Saved(save.request))
 
     def _plan(self, save: Save, facts: ModelFacts) -> SavePlan | None:
         """What is copied; None if nothing can be."""

@@ -184,8 +184,9 @@ def test_an_unknown_transfer_fails_with_its_cause(ranks: Ranks, wait: bool):
 
 
 def test_other_tokens_are_refused_and_the_pages_stay_for_whom_they_are_meant(ranks: Ranks):
-    producer, consumer = ranks.pair(LONG)
-    other = ranks(LONG, seed=2, produces=False)
+    settings = LONG | {"heartbeat_s": 3.0}  # after a refusal, another one has twice that time
+    producer, consumer = ranks.pair(settings)
+    other = ranks(settings, seed=2, produces=False)
     before = other.page(1)
     producer.offer("t", [8, 9])
     other.load(producer.source, "t", [1, 2], identity=b"other tokens")

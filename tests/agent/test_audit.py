@@ -392,7 +392,7 @@ def test_what_is_found_in_pages_that_were_taken_back_says_nothing(start: Any) ->
     offer(producer, "a", "b")
     dropped = load_of([producer], "a", compares=True)
     consumer.agent.submit(dropped)
-    until(lambda: not consumer.gauge("incoming_transfers") and consumer.count("received_chunks"))
+    until(lambda: consumer.count("received_chunks") and not consumer.gauge("incoming_transfers"))
     assert not consumer.look(), "it is in doubt"
     consumer.agent.engine_steps()
     consumer.agent.submit(Drop("load of a", Cause.ABORTED))
@@ -421,7 +421,7 @@ def test_what_was_taken_back_while_the_agent_was_busy_accuses_nobody(
     consumer.layers[0][OURS] = 0  # preempted: another request's pages are zeroed now
     offer(producer, "a")
     consumer.agent.submit(load_of([producer], "a", compares=True))
-    until(lambda: not consumer.gauge("incoming_transfers") and consumer.count("received_chunks"))
+    until(lambda: consumer.count("received_chunks") and not consumer.gauge("incoming_transfers"))
     busy, go_on = threading.Event(), threading.Event()
     tick = Consumer.tick
 

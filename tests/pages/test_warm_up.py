@@ -56,6 +56,7 @@ def test_each_route_and_direction_is_compiled_once_and_nobody_waits_for_it() -> 
     compiler, one = Compiler(), route()
     warm = WarmUp(compiler)
     assert not warm.begin(one, True)
+    until(lambda: compiler.asked, "its thread runs")  # and not that of the next one first
     assert not warm.begin(one, True)
     assert not warm.begin(one, False)
     assert compiler.asked == [(one, True)], "one at a time"

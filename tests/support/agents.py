@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents with small caches of random bytes, and what must be back when a test ends."""
 
-import os
 import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Free, Offer
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.transport.base import Transport
+from support.leftovers import census, wait_for_leftovers
 from support.waits import until
 
 torch.set_num_threads(1)  # a test counts its threads; torch would keep some of its own
@@ -273,11 +273,6 @@ def assert_pages(
                 assert found == wanted, f"page {page} -> {local} differs, layer {layer} head {head}"
 
 
-def census() -> tuple[int, int]:
-    """Open descriptors and threads (ZeroMQ's own included) of this process."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
 class Ranks:
     """Starts ranks. At the end each must be idle, and closing it must leave nothing behind."""
 
@@ -309,10 +304,7 @@ class Ranks:
                 rank.agent.close()
         if COMPILER._work.begun:  # a thread, for as long as the machine takes
             COMPILER.wait()
-        until(self._all_gone, "descriptors and threads gone")
-
-    def _all_gone(self) -> bool:
-        return all(now <= then for now, then in zip(census(), self._before, strict=True))
+        wait_for_leftovers(self._before)
 
 
 @pytest.fixture

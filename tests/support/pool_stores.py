@@ -18,6 +18,7 @@ def wait_for_books(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gives up on books that a keeper's thread holds, however long that waits for a processor."""
     monkeypatch.setitem(Books.transaction.__wrapped__.__kwdefaults__, "wait_s", 30.0)  # type: ignore[attr-defined]
     monkeypatch.setattr(holdings, "_PUBLISHES_S", 30.0)
+    monkeypatch.setattr(holdings, "WAIT_S", 30.0)
 
 
 @pytest.fixture

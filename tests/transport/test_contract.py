@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from support.leftovers import census, wait_for_leftovers
 from transport_ends import SLOT_BYTES, SLOTS, Arrival, End, drive, meet
 
 from pd_connector.errors import TransportError
@@ -248,7 +249,7 @@ def test_a_transport_that_is_idle_and_meets_nobody_need_not_be_polled(make_end: 
 
 
 def test_closing_gives_back_every_descriptor_and_thread(kind: str) -> None:
-    def cycle() -> tuple[int, int]:
+    def cycle() -> None:
         producer, consumer = End(kind), End(kind)
         for _ in range(2):
             route, source = meet(producer, consumer)
@@ -265,14 +266,12 @@ def test_closing_gives_back_every_descriptor_and_thread(kind: str) -> None:
             consumer.transport.dismiss(source)
         producer.close()
         consumer.close()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    before = cycle()  # loads libraries, which keep a few for themselves
+    cycle()  # loads libraries, which keep a few for themselves
+    before = census()
     for _ in range(3):
-        now = cycle()
-        # Those of a test before may still end meanwhile: fewer are not a leak.
-        assert all(left <= then for left, then in zip(now, before, strict=True)), (now, before)
-        before = now
+        cycle()
+        wait_for_leftovers(before)
 
 
 def test_sessions_that_come_and_go_leave_nothing_behind(make_end: MakeEnd) -> None:

@@ -247,8 +247,9 @@ class Holdings:
                 self._owed.append(gone)
 
     def flush(self) -> None:
-        """Write down what was used, and what is gone. If the books cannot be written, later."""
-        if (not self._owed and not self.used) or not self._flushing.acquire(blocking=False):
+        """Write down what was used, and what is gone. If the books cannot be written, later. Waits while another thread does
+        so: what this one has to tell may have come too late for that."""
+        if (not self._owed and not self.used) or not self._flushing.acquire(timeout=WAIT_S):
             return
         owed, used = list(self._owed), self._take_used()
         try:

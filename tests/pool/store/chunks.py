@@ -43,21 +43,25 @@ def save(
     Args:
         patience_s: on a busy machine another process may hold the books for longer than a save waits.
     """
-    saved = 0
-    until = time.monotonic() + patience_s
+    saved, until = 0, time.monotonic() + patience_s
     for key in keys:
-        writing = begin(store, key, parent, nbytes, **more)
-        while (
-            isinstance(writing, Refusal) and writing.why is Why.UNWELL and time.monotonic() < until
-        ):
+        while (taken := _taken(store, key, parent, nbytes, **more)) is None:
+            if time.monotonic() >= until:
+                break
             time.sleep(0.01)
-            writing = begin(store, key, parent, nbytes, **more)
+        saved += bool(taken)
         parent = key
-        if not isinstance(writing, Refusal):
-            with writing:
-                writing.write(0, memoryview(content(key, str(more.get("part", "r0")), nbytes)))
-                saved += writing.publish()
     return saved
+
+
+def _taken(store: Store, key: bytes, parent: bytes, nbytes: int, **more: object) -> bool | None:
+    """Whether a chunk was taken; None if the books were held for too long."""
+    writing = begin(store, key, parent, nbytes, **more)
+    if isinstance(writing, Refusal):
+        return None if writing.why is Why.UNWELL else False
+    with writing:
+        writing.write(0, memoryview(content(key, str(more.get("part", "r0")), nbytes)))
+        return writing.publish() or None
 
 
 def there(store: Store, keys: Sequence[bytes]) -> int:

@@ -3,15 +3,18 @@
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chunks import begin, chain, content, loads, save, there
 from support.waits import until
 
 from pd_connector.errors import Miss, PoolError
+from pd_connector.pool.store import holdings
 from pd_connector.pool.store.base import Found, Journal, Refusal, Store, Why
 from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.folder import Folder, charge_of
@@ -108,6 +111,32 @@ def test_the_chunk_that_was_used_longest_ago_is_evicted_first(open_store: Open) 
     store.find(keys[0])
     save(store, keys[4])
     assert [there(store, key) for key in keys] == [1, 0, 1, 1, 1]
+
+
+def test_a_use_counts_although_another_thread_writes_others_down_meanwhile(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a store's own does every quarter of a second."""
+    store, real, writes = open_store(3 * CHARGE), holdings.touch, threading.Event()
+    store.keeper.stop()
+    used, unused, other = (chain(name, 1) for name in ("used", "unused", "other"))
+    for keys in (used, unused, other):
+        save(store, keys)
+
+    def touch(*arguments: Any) -> None:
+        writes.set()
+        time.sleep(0.1)  # the save below finds it at work
+        real(*arguments)
+
+    there(store, other)
+    monkeypatch.setattr(holdings, "touch", touch)
+    writer = threading.Thread(target=store._holdings.flush)
+    writer.start()
+    assert writes.wait(30)
+    there(store, used)
+    save(store, chain("new", 1))
+    writer.join()
+    assert [there(store, keys) for keys in (used, unused, other)] == [1, 0, 1]
 
 
 def test_the_deepest_chunk_of_a_chain_is_evicted_first(open_store: Open) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ def test_what_a_store_cannot_write_down_as_it_closes_others_remove(open_store: O
 
 def test_look_ups_while_the_books_are_held_count_as_uses(open_store: Open) -> None:
     store, other = open_store(2 * CHARGE), open_store(2 * CHARGE)
-    store.keeper.stop()
+    for each in (store, other):
+        each.keeper.stop()
     for name in ("used", "unused"):
         save(store, chain(name, 1))
     with other._books.transaction(wait_s=10):
@@ -266,11 +268,23 @@ def test_a_link_to_books_whose_number_is_too_large_makes_new_books(
     assert problems(store) == []
 
 
+def remove(path: Path) -> None:
+    """As somebody does by hand. A store's own thread can make a file in a folder that is just being removed."""
+
+    def removed() -> bool:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path)
+            return True
+        return False
+
+    until(removed, f"{path} removed")
+
+
 @pytest.mark.parametrize("removed", ["", "pool", "pool/v1/data", "pool/v1/staged"])
 def test_a_pool_removed_by_hand_begins_anew(open_store: Open, folder: Path, removed: str) -> None:
     store = open_store()
     save(store, chain("a", 2))
-    shutil.rmtree(folder / removed)
+    remove(folder / removed)
     if removed != "pool/v1/staged":
         with pytest.raises(PoolError):
             loads(store, *chain("a", 1))
@@ -309,7 +323,7 @@ def test_an_engine_that_starts_after_the_memory_was_removed_shares_the_disk(
     open_store: Open, folder: Path
 ) -> None:
     store = open_store(disk=64 << 20)
-    shutil.rmtree(folder)
+    remove(folder)
     assert save(store, chain("a", 1), patience_s=30) == 1
     assert there(open_store(disk=64 << 20), chain("a", 1)) == 1
 
@@ -509,7 +523,8 @@ def test_what_a_reboot_leaves_on_the_disk_is_found_at_once(folder: Path, tmp_pat
     store = LocalStore(Space(folder / "pool", 1 << 26), disk)
     keys = chain("a", 3)
     save(store, keys)
-    assert all(store.keeper.copy(key, 1) for key in keys)
+    for key in keys:  # another thread may hold the books for longer than a copy waits
+        until(partial(store.keeper.copy, key, 1), "a copy on the disk")
     store.close()
     shutil.rmtree(folder / "pool")
     store = LocalStore(Space(folder / "pool", 1 << 26), disk)
@@ -536,6 +551,8 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
 ) -> None:
     monkeypatch.setattr(keeper, "_TAKES_STOCK_S", 0.1)
     maker, other = open_store(), open_store()
+    for store in (maker, other):
+        store.keeper.stop()  # its own stocktaking could meet the failure
     keys, failures = chain("a", 3), [BooksError("the machine is busy")]
 
     def fill(*arguments: Any) -> None:
@@ -552,7 +569,7 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
     with pytest.raises(BooksError):
         maker.keeper.rebuild_books("a test wants it")
     assert there(other, keys) == 3
-    assert problems(other) == []
+    until(lambda: other.keeper._take_stock() or not problems_now(other), "stock was taken again")
 
 
 def test_a_chunk_that_no_books_have_is_not_kept(
@@ -572,6 +589,6 @@ def test_a_chunk_that_no_books_have_is_not_kept(
 
     monkeypatch.setattr(Folder, "enter", enters)
     monkeypatch.setattr(Holdings, "adopt", adopts)
-    assert save(writer, [key]) == 0
+    assert save(writer, [key], patience_s=0) == 0
     assert there(writer, [key]) == 0
     assert problems(writer) == []

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptors and threads that a test leaves behind."""
+
+import os
+
+from support.waits import until
+
+Census = tuple[int, int]
+
+
+def census() -> Census:
+    """Open descriptors and threads (ZeroMQ's own included) of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def wait_for_leftovers(before: Census) -> None:
+    """Wait until there are no more of either than before. The kernel lists a thread for a moment after it was joined, and
+    libraries close things later. There can be fewer: what an earlier test left has ended meanwhile."""
+
+    def gone() -> bool:
+        return all(now <= then for now, then in zip(census(), before, strict=True))
+
+    until(gone, f"no more descriptors and threads than {before}")
