@@ -219,7 +219,7 @@ class FakeEngine:
         self.cancelled = 0
         self.running = 0
         self.port = 0
-        self._place: Port | None = (
+        self.place: Port | None = (
             None  # kept while it is dead, or a client's socket could have its port
         )
         self._runner: web.AppRunner | None = None
@@ -240,8 +240,8 @@ class FakeEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        self._place = self._place or Port()
-        self.port = self._place.number
+        self.place = self.place or Port()
+        self.port = self.place.number
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
 
     def routes(self, app: web.Application) -> None:
@@ -277,8 +277,8 @@ class FakeEngine:
     async def end(self) -> None:
         """Die for good."""
         await self.die()
-        if self._place is not None:
-            self._place.release()
+        if self.place is not None:
+            self.place.release()
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         self.health_checks += 1
