@@ -417,10 +417,11 @@ def test_with_no_engine_left_the_client_gets_a_503_and_the_log_names_them_all(ca
                 counts = {role: sum(causes.values()) for role, causes in error["engines"].items()}
                 assert counts == {"decode": 2, "prefill": 1}
                 assert {"connect", "down"} >= {*error["engines"]["decode"]}
-                assert "decode: 2 " in error["message"]
+                assert "decode: " in error["message"]
+                *_, logged = (text for text in caplog.messages if "could serve the req" in text)
                 for engine in world.p + world.d:
                     assert str(engine.port) not in reply.text
-                    assert engine.url in caplog.messages[-1]
+                    assert engine.url in logged
             for engine in world.p + world.d:
                 await world.down(engine)
             assert (await world.get("/health")).status == 503
