@@ -42,6 +42,18 @@ def test_a_failure_is_told_and_all_others_run_to_their_end(
     assert done.stderr.count("FAILED: ") == sum(map(bool, codes))
 
 
+def test_a_command_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    """It was told as failed, and nobody waited for its end."""
+    pid = tmp_path / "pid"
+    stops = f"echo $$ > {pid}.new; mv {pid}.new {pid}; kill -STOP $$; echo end; exit 4"
+    stopped = f"grep -q '^State:.T' /proc/$(cat {pid})/status"
+    goes_on = (
+        f"until [ -e {pid} ] && {stopped}; do sleep 0.02; done; sleep 0.3; kill -CONT $(cat {pid})"
+    )
+    done = run(stops, goes_on)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (4, "end"), done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_of_them(tmp_path: Path, number: int) -> None:
     ready = [tmp_path / name for name in "ab"]

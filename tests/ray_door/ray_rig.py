@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import urllib.error
 import urllib.request
 import uuid
@@ -23,6 +22,7 @@ from ray.cluster_utils import Cluster
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 from ray.serve._private.common import DeploymentID
 from ray_application import DECODE, PREFILL, ROOT, application
+from support.free_ports import free_ports
 
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.tools.launch import Client, Samples, proc
@@ -81,9 +81,7 @@ class Rig:
                 "SPT_NOENV": "1",  # what ends its processes by their environment can read it
             }
         )
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{found.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_ports(1)[0]}"
         self.client = Client(self.url, timeout_s=120.0)
 
     def __enter__(self) -> Self:

@@ -859,17 +859,29 @@ def test_an_idle_engine_is_woken_for_a_step_until_its_ranks_have_read_their_weig
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Between these steps it has no work, so that it can be paused, or stopped."""
-    monkeypatch.setattr(pool_model, "_EACH_S", 0.05)
+    goes_off = threading.Event()
+
+    class Timer(threading.Timer):
+        """Goes off when the test says so."""
+
+        def run(self) -> None:
+            assert goes_off.wait(30)
+            goes_off.clear()
+            self.function()
+
+    monkeypatch.setattr(pool_model, "Timer", Timer)
     of, woken = SteppedEngine(audit="off", pool={"memory": "64MiB"}), threading.Event()
     monkeypatch.setattr(pool_model, "wake", woken.set)
     for _ in range(3):
         woken.clear()
         of.step(READS)
         assert not of.scheduler.has_requests()
+        goes_off.set()
         assert woken.wait(30)
         assert of.scheduler.has_requests()
     of.step(WorkerActivity(models={0: MODEL}))
     woken.clear()
+    goes_off.set()
     assert not woken.wait(0.2)
     assert not of.scheduler.has_requests()
     assert caplog.text.count("does not know all bytes of its weights") == 0
@@ -902,13 +914,17 @@ def test_no_request_waits_for_a_load_of_before_weights_were_loaded_again() -> No
     assert [fill.request for fill in fills(of)] == ["before", "after"]
 
 
-def test_no_request_waits_long_for_weights_that_are_still_read() -> None:
+def test_no_request_waits_long_for_weights_that_are_still_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(pool_model, "time", clock)
     of = SteppedEngine(budget=CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"})
     of.step(READS)
     add(of, "busy", CHUNK_TOKENS, seed=1)
     of.step()
     assert of.scheduler.requests["busy"].num_computed_tokens, "ranks have told just now"
-    time.sleep(2 * pool_model._OLD_S)
+    clock.now += 2 * pool_model._OLD_S
     add(of, "idle", CHUNK_TOKENS, seed=2)
     of.step(READS)
     of.step(READS)

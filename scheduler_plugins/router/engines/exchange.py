@@ -187,15 +187,18 @@ async def exchange(
     loop = asyncio.get_running_loop()
     open_exchange = Exchange(engine, timeouts, config)
     failure: EngineFailedError | None = None
+    stood_still = False
     timer: asyncio.TimerHandle
 
     def look() -> None:
-        nonlocal failure, timer
+        nonlocal failure, timer, stood_still
+        now = loop.time()
+        # After this process itself stood still, what came meanwhile is read first: it decides with the next look.
+        stood_still = now > timer.when() + config.look_s and not stood_still
         timer.cancel()
         if failure is not None or open_exchange._complete:
             return
-        now = loop.time()
-        failure = open_exchange.silence(now)
+        failure = None if stood_still else open_exchange.silence(now)
         if failure is None and companion is not None and not open_exchange.begun:
             failure = companion.refused(now)
         if failure is None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,7 @@ def profile(url: str, out: Path, *more: str) -> Any:
     return CliRunner().invoke(app, ["profile", "--url", url, "--out", str(out), *options])
 
 
+@pytest.mark.quiet
 def test_it_finds_what_things_cost_and_writes_what_the_scheduler_loads(
     serve, tmp_path, monkeypatch
 ) -> None:
@@ -167,8 +169,10 @@ def test_tokens_that_come_together_are_counted_one_by_one(serve) -> None:
         async with connect(serve(FakeVllm(together=4, speed=10.0))) as client:
             answer = await client.complete([1, 2, 3], 40)
         assert len(answer.token_s) == 40
-        mean_s = (answer.token_s[-1] - answer.token_s[0]) / 39
-        assert measure.step_s(measure._gaps([answer])) == pytest.approx(mean_s, rel=0.5)
+        assert [len(list(same)) for _, same in groupby(answer.token_s)] == [1, 3, *[4] * 9]
+        gaps = measure._gaps([answer])
+        assert len(gaps) == 39
+        assert sum(gaps) == pytest.approx(answer.token_s[-1] - answer.token_s[0])
 
     asyncio.run(scenario())
 

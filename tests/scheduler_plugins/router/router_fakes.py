@@ -16,6 +16,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
+from pd_connector.tools.launch.ports import Port
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.server import RouterServer
@@ -160,6 +161,18 @@ def slow(delay_s: float) -> Behaviour:
     return behave
 
 
+def once(told: asyncio.Event) -> Behaviour:
+    """Answers once a test says so."""
+
+    async def behave(
+        engine: "FakeEngine", request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        await told.wait()
+        return await answer(engine, request, body)
+
+    return behave
+
+
 def drop(request: web.Request) -> None:
     """Break the connection as a killed process does."""
     assert request.transport is not None
@@ -206,6 +219,9 @@ class FakeEngine:
         self.cancelled = 0
         self.running = 0
         self.port = 0
+        self.place: Port | None = (
+            None  # kept while it is dead, or a client's socket could have its port
+        )
         self._runner: web.AppRunner | None = None
 
     @property
@@ -224,9 +240,9 @@ class FakeEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self.place = self.place or Port()
+        self.port = self.place.number
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
 
     def routes(self, app: web.Application) -> None:
         app.router.add_get("/health", self._health)
@@ -257,6 +273,12 @@ class FakeEngine:
                 protocol.transport.abort()
         await self._runner.cleanup()
         self._runner = None
+
+    async def end(self) -> None:
+        """Die for good."""
+        await self.die()
+        if self.place is not None:
+            self.place.release()
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         self.health_checks += 1
@@ -387,7 +409,7 @@ class World:
         await self.client.close()
         await self.server.close()
         for engine in self.p + self.d:
-            await engine.die()
+            await engine.end()
         if error is None:
             await until(lambda: len(asyncio.all_tasks()) == 1, "only the test's own task is left")
             # Fewer, where ZeroMQ still closed those of an earlier test when this one began.

@@ -603,7 +603,7 @@ def test_an_engine_of_another_kind_may_come_back_at_the_same_address() -> None:
             await engine.die()
             await w.down(engine)
             other = Fake("p0", "engine-new")
-            other.port = engine.port
+            other.place = engine.place
             w.p[0] = other
             await other.start()
             await until(lambda: known.kind is Kind.VLLM, "it is known for what it is")

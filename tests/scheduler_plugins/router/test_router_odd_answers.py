@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import DONE, FakeEngine, World, event, forever, run, says, status
+from router_fakes import DEADLINE_S, DONE, FakeEngine, World, event, forever, run, says, status
 
 from scheduler_plugins.router.client import answers
 from scheduler_plugins.router.client.answers import (
@@ -18,6 +18,7 @@ from scheduler_plugins.router.client.answers import (
     before_error,
     retry_after_s,
 )
+from scheduler_plugins.router.engines import circuit
 from scheduler_plugins.router.engines import exchange as exchange_module
 from scheduler_plugins.router.request import stream as stream_module
 
@@ -64,9 +65,11 @@ def test_a_redirection_never_shows_a_client_where_an_engine_is(code: int, engine
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("content", ["<html>Welcome</html>", '{"choices": [{"te', "[1, 2]", ""])
 def test_an_engine_that_answers_200_with_no_completion_gets_no_client(
-    content: str, stream: bool
+    content: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proxy's page, or another server at its port. It is the fastest, so it would get nearly all requests."""
+
+    monkeypatch.setattr(circuit, "FIRST_PAUSE_S", circuit.LONGEST_PAUSE_S)  # for all of the test
 
     async def odd(_: FakeEngine, __: web.Request, ___: dict[str, Any]) -> web.StreamResponse:
         return web.Response(text=content, content_type="text/html")
@@ -76,7 +79,7 @@ def test_an_engine_that_answers_200_with_no_completion_gets_no_client(
             world.d[0].behave = odd
             for _ in range(12):
                 assert (await world.complete(stream=stream)).status == 200
-            assert await world.metric("retries_total", cause="malformed") == 5  # then it is paused
+            assert await world.metric("retries_total", cause="malformed") == 5, "then it is paused"
             world.d[1].behave = world.p[0].behave = odd
             reply = await world.complete(stream=stream)
             assert reply.status == 503
@@ -149,9 +152,9 @@ def test_events_are_the_same_however_they_are_cut(parts: list[bytes], sizes: lis
 @pytest.mark.parametrize("more", [b"", DONE, event("late"), b": comment\n\n"])
 def test_nothing_comes_after_the_end_mark(more: bytes, then: str) -> None:
     async def scenario() -> None:
-        async with World(idle_timeout_s=5.0) as world:
+        async with World(idle_timeout_s=DEADLINE_S) as world:
             world.d[0].behave = says(event("a"), DONE, *filter(None, (more,)), then=then)
-            async with asyncio.timeout(4):
+            async with asyncio.timeout(DEADLINE_S / 2):
                 reply = await world.complete(stream=True)
             assert reply.events == [{"text": "a"}, "[DONE]"]
             assert await world.metric("requests_total", outcome="ok") == 1

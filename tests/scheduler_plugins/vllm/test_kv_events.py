@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from itertools import count
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import zmq.asyncio
+from support.free_ports import free_ports
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_replayed_drops_the_engines_part(tmp_path: Path, replay: 
             async with Following(tmp_path, replay=replay, live=False) as following:
                 await received(following, 0, several[0])
                 assert following.blocks == 3
-                await until(engine._event_queue.empty)
+                await until(lambda: [seq for seq, _ in engine._buffer] == [3])
                 await received(following, 3, several[3])
                 # The last batch's blocks are known; nobody believes the first ones any more.
                 assert following.blocks == 2
@@ -213,27 +213,12 @@ def test_messages_that_are_no_events_cost_the_engines_part_only(tmp_path: Path) 
     run(scenario())
 
 
-def adjacent_ports(several: int) -> int:
-    """The first of `several` free ports in a row."""
-    while True:
-        held = [socket.create_server(("127.0.0.1", 0))]
-        first: int = held[0].getsockname()[1]
-        try:
-            held += [socket.create_server(("127.0.0.1", first + n)) for n in range(1, several)]
-            return first
-        except (OSError, OverflowError):
-            continue
-        finally:
-            for one in held:
-                one.close()
-
-
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)])
 def test_ranks_are_followed_at_their_ports_and_the_best_one_counts(ranks: tuple[int, ...]) -> None:
     """vLLM's publishers of two data-parallel ranks. Where rank 1 is not followed, its blocks stay unknown."""
 
     async def scenario() -> None:
-        first = adjacent_ports(4)
+        first = free_ports(4)[0]
         publishers = [
             kv_events.ZmqEventPublisher(
                 rank,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +54,7 @@ class FakePair:
         self._fetches = fetches
 
     def cpu_seconds(self) -> float:
-        return 0.0 if self.frozen else self._cores * time.monotonic()
+        return 0.0 if self.frozen else self._cores * measure_module.time.monotonic()
 
     def pause(self) -> None:
         self.frozen = True
@@ -80,8 +79,14 @@ class FakePair:
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(measure_module, "LOOK_S", 0.05)
-    monkeypatch.setattr(measure_module, "REST_WINDOW_S", 0.001)
+    """No time passes but that which is slept, and that at once."""
+    now_s = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep)
+    monkeypatch.setattr(measure_module, "time", clock)
 
 
 def measure(pairs, lengths=(8,), runs=3, warm_ups=1) -> HandoffFindings:

@@ -273,6 +273,7 @@ def launcher(script: Path, tmp_path: Path):
             process_group=0,
         )
         started.append(process)
+        assert process.stdout.readline() == "up\n", "from now on it ends its family"
         until(lambda: all((folder / str(n)).exists() for n in range(3)), "the chain")
         return process, [int((folder / str(n)).read_text()) for n in range(3)]
 

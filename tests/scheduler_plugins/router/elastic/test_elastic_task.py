@@ -104,7 +104,7 @@ def test_a_policy_that_fails_or_is_slow_is_named_once_a_minute(
             assert "0 s passed" in first
             assert "60 s passed" in second
             assert "engine must be one of http" in first
-            assert sum("role policy wanted took 0.00 s" in text for text in caplog.messages) == 2
+            assert sum("role policy wanted took " in text for text in caplog.messages) == 2
 
     run(scenario())
 

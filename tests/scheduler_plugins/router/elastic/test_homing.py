@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from router_fakes import World, run, slow, until
+from router_fakes import World, once, run, until
 from sglang_fakes import Switching
 
 from scheduler_plugins.router.elastic import homing, task
@@ -82,13 +82,15 @@ def test_an_edit_of_an_engines_role_drains_and_switches_it() -> None:
     async def scenario() -> None:
         async with Sglang() as world:
             moved, engine = world.d[0], world.known(world.d[0])
+            go_on = asyncio.Event()
             for one in world.d:
-                one.behave = slow(0.3)
+                one.behave = once(go_on)
             asked = [asyncio.create_task(world.complete()) for _ in range(4)]
             await until(lambda: all(one.running for one in world.d), "both decode")
             world.edit(world.fakes[0], moved)
             await until(lambda: engine.standing.moving is P, "it drains")
             assert engine.role is D, "until it is idle it is what it was"
+            go_on.set()
             await settled(world, d0="prefill", d1="decode", p0="prefill")
             assert [(await one).status for one in asked] == [200] * 4
             assert (moved.asked, engine.standing.wanted) == (["prefill"], None)

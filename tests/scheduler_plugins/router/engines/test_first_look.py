@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from router_fakes import FAST, FakeEngine, World, run, until
 
+from pd_connector.tools.launch.ports import Port
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -55,7 +56,7 @@ async def reason(url: str, **settings: Any) -> str:
             assert engine.address is None
             return engine.reason
     finally:
-        await fake.die()
+        await fake.end()
 
 
 @pytest.mark.parametrize(
@@ -123,19 +124,18 @@ def test_what_is_found_after_the_first_words_is_logged_too(
 ) -> None:
     """An address that refuses at first, and is then another program's."""
 
-    async def scenario() -> None:
-        async with listening(saying(b"")) as url:
-            pass
+    async def scenario(port: int) -> None:
+        url = f"http://127.0.0.1:{port}"
         fake = FakeEngine("d")
         await fake.start()
         config = RouterConfig(prefill=(url,), decode=(fake.url,), **FAST)
         async with RouterServer(config):
             await until(lambda: "refused" in caplog.text, "nobody is there")
-            port = int(url.rpartition(":")[2])
             server = await asyncio.start_server(saying(http(500)), "127.0.0.1", port)
             await until(lambda: "answered 500" in caplog.text, "another program is there")
             server.close()
         await fake.die()
 
-    run(scenario())
+    with Port() as reserved:
+        run(scenario(reserved.number))
     assert sum("is not up yet" in line for line in caplog.messages) == 2

@@ -3,8 +3,10 @@
 
 from random import Random
 
+import pytest
 from router_fakes import World, answer, run, slow, status
 
+from scheduler_plugins.router.engines import circuit as circuit_module
 from scheduler_plugins.router.engines.circuit import (
     BUDGET,
     FAILURES,
@@ -97,7 +99,11 @@ def test_retries_are_a_share_of_all_requests() -> None:
     assert budget.allows("died"), "an engine that died fails its requests once, and none again"
 
 
-def test_an_engine_that_fails_again_and_again_is_left_alone() -> None:
+def test_an_engine_that_fails_again_and_again_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(circuit_module, "FIRST_PAUSE_S", LONGEST_PAUSE_S)  # for all of the test
+
     async def scenario() -> None:
         async with World(decode=2, attempts=2) as world:
             world.d[0].behave = status(500)

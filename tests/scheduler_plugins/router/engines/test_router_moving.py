@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from router_fakes import World, run, slow, until
+from router_fakes import World, once, run, until
 from sglang_fakes import Switching
 
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
@@ -46,15 +46,20 @@ def test_an_engine_is_drained_switched_and_used_on_its_new_side() -> None:
     async def scenario() -> None:
         async with world() as made:
             mover, engine, fake = await ready(made)
+            go_on = asyncio.Event()
             for one in made.d:
-                one.behave = slow(0.2)
+                one.behave = once(go_on)
             asked = [asyncio.create_task(made.complete()) for _ in range(4)]
             await until(lambda: all(one.running for one in made.d), "both decode")
             moving = asyncio.create_task(to_prefill(mover, engine))
+            await until(lambda: engine.standing.moving is Role.PREFILL, "it drains")
             await asyncio.sleep(0.05)
-            assert (engine.standing.moving, fake.asked) == (Role.PREFILL, [])
+            assert fake.asked == []
             assert described(engine)["moving"] == "prefill"
             more = [asyncio.create_task(made.complete()) for _ in range(2)]
+            await until(lambda: sum(one.running for one in made.d) == 6, "all are decoded")
+            assert fake.running == 2, "it gets no more"
+            go_on.set()
             await moving
             assert fake.asked == ["prefill"]
             assert (engine.role, engine.standing.moving) == (Role.PREFILL, None)

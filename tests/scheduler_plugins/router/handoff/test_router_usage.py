@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import DONE, Behaviour, FakeEngine, World, hang, run, status
+from router_fakes import DEADLINE_S, DONE, Behaviour, FakeEngine, World, hang, run, status
 from test_router_kinds import world as world_of_kinds
 
 from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
@@ -80,8 +80,10 @@ async def told(w: World, path: str = "/v1/completions", **body: Any) -> dict[str
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("says", SAYS)
 def test_the_prefill_engines_count_is_the_clients(
-    says: str, path: str, stream: Any, after_s: float
+    says: str, path: str, stream: Any, after_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("scheduler_plugins.router.handoff.prefill.USAGE_S", DEADLINE_S)
+
     async def scenario() -> None:
         async with World() as w:
             w.p[0].behave = prefills(SAYS[says], after_s)

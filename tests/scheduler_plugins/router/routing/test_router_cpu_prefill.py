@@ -71,7 +71,7 @@ async def world_with_cpu(
         async with World(policy=policy, cpu_prefill=(cpu.url,), **CLASSED) as world:
             yield world, cpu
     finally:
-        await cpu.die()
+        await cpu.end()
 
 
 async def computed_by(world: World, cpu: FakeEngine, prompt: str, **headers: str) -> str:
@@ -121,7 +121,7 @@ def test_what_others_would_be_late_with_is_computed_without_a_gpu_and_counted() 
             (told,) = state(shared, loop.time() + BEAT_S)["troubles"]
             assert told["alert"] == "PDGPUsMissing"
             assert told["what"].startswith("97% of the prompts")
-        await cpu.die()
+        await cpu.end()
 
     run(scenario())
 

@@ -92,7 +92,9 @@ def test_the_default_policy_decides_for_a_policy_that_fails(
 ) -> None:
     does, cause, told = WRONG[what]
     monkeypatch.setattr(Theirs, "does", does)
-    monkeypatch.setattr(limit, "LIMIT_S", LATE_S)
+    monkeypatch.setattr(limit, "FIRST_PAUSE_S", limit.LONGEST_PAUSE_S)  # for all three requests
+    if cause == "late":
+        monkeypatch.setattr(limit, "LIMIT_S", LATE_S)
 
     async def scenario() -> None:
         async with World(1, 1, policy="theirs") as world:

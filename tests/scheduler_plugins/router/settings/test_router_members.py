@@ -228,7 +228,7 @@ def test_an_engine_joins_serves_and_leaves() -> None:
             assert await world.metric("engine_up", engine=joining.url) == 0
             assert (await admin("DELETE", url=joining.url))[0] == 404
             assert (await admin("DELETE", url=world.d[0].url))[0] == 400, "the last of its side"
-        await joining.die()
+        await joining.end()
 
     run(scenario())
 
@@ -442,7 +442,7 @@ def test_a_name_joins_at_once_and_leaves(monkeypatch: pytest.MonkeyPatch) -> Non
             assert (await admin("DELETE", url=joining.url))[0] == 400, "it belongs to the name"
             assert (await admin("DELETE", url=name))[0] == 200
             await until(lambda: len(world.engines) == 2, "it has left")
-        await joining.die()
+        await joining.end()
 
     run(scenario())
 
