@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from pd_connector.hosts import is_host
+from pd_connector.hosts import server_url
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
 
@@ -54,25 +54,10 @@ def base_url(side: str, given: str) -> str:
     """The URL in the form that names an engine. Raises ValueError if it is not a URL; the message begins with `side`."""
     if is_name(given):
         return checked_name(side, given)
-    url = given if "://" in given else f"http://{given}"
-    wanted = f"{side} {given!r}: must look like http://host:port"
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        rest = url.partition("://")[2]
-        if "," in rest:
-            wanted += "; several URLs are separated by spaces"
-        elif rest.count(":") > 1:
-            wanted += "; an IPv6 address needs brackets, as in http://[::1]:8100"
-        raise ValueError(wanted) from None
-    host = parts.hostname or ""
-    if parts.scheme not in ("http", "https") or not is_host(host) or host.isdigit() or port == 0:
-        raise ValueError(wanted)
-    if parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{wanted}, without query, fragment or user name")
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    return f"{parts.scheme}://{parts.netloc}{path}"
+        return server_url(given)
+    except ValueError as error:
+        raise ValueError(f"{side} {given!r}: {error}") from None
 
 
 def checked_events(

@@ -45,7 +45,7 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"decode": ("localhost:8123",), "port": 8123}, "is this router's own address"),
         ({"decode": ("10.0.0.1:81",), "host": "10.0.0.1", "port": 81}, "this router's own address"),
         ({"prefill": ("8100",)}, "prefill '8100': must look like http://host:port"),
-        ({"prefill": ("http://a:1,http://b:2",)}, "several URLs are separated by spaces"),
+        ({"prefill": ("http://a:1,http://b:2",)}, "name each URL by itself, without commas"),
         ({"prefill": ("http://fd00::1:8100",)}, "needs brackets, as in http://[::1]:8100"),
         ({"drain_timeout_s": 0}, "drain_timeout_s 0"),
         ({"idle_timeout_s": float("nan")}, "idle_timeout_s nan"),
