@@ -223,6 +223,10 @@ class RouterConfig:
                 host = host_with_port(address)
                 if not address.startswith("tcp://") or not host:
                     raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
+                if name == "fellows" and address == self.exchange:
+                    raise ValueError(
+                        f"{name} {address}: is this router's own exchange; name the others'"
+                    )
                 if not (self.router_key or is_loopback(host)):
                     raise ValueError(
                         f"{name} {address}: must be a loopback address without a key; set {KEY_VARIABLE} at all routers"

@@ -56,7 +56,7 @@ class ServeBench:
             env = self.peer_env
             raise BenchError(
                 f"no {RIVAL_ROUTER} in {env} (--peer-env): "
-                f"{how_to_make(env, RIVAL_ROUTER, TESTED_VERSION)}"
+                f"{how_to_make(env, f'{RIVAL_ROUTER}=={TESTED_VERSION}')}"
             )
         for module, mend in (
             ("vllm", "install vLLM, or use the environment that has it"),
