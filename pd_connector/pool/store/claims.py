@@ -19,6 +19,8 @@ from pd_connector.pool.store.folder import Folder, unusable
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _TAKES_S = 5.0
 """The longest wait for a process that claims the same folder. It takes microseconds, unless it loses its processor."""
+_RENEWED_S = 2.0
+"""The longest wait for another process to see that the folder of this path was removed, and created again."""
 _MOST_NAME = 8192
 
 
@@ -47,10 +49,14 @@ class _Claim(NamedTuple):
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.write(lock)
-            shared = _share(lock)
-            identity, _, path = os.pread(lock, _MOST_NAME, 0).decode().partition(" at ")
-            if not shared or identity != identity_of(self.other):
-                raise _TakenError(path)
+            shared, until = _share(lock), time.monotonic() + _RENEWED_S
+            while True:
+                identity, _, path = os.pread(lock, _MOST_NAME, 0).decode().partition(" at ")
+                if shared and identity == identity_of(self.other):
+                    break
+                if path != str(self.other.path.parent) or time.monotonic() > until:
+                    raise _TakenError(path)
+                time.sleep(0.02)
         except BaseException:
             os.close(lock)
             raise

@@ -415,6 +415,7 @@ def test_engines_of_a_host_name_one_disk_folder(folder: Path, tmp_path: Path) ->
     LocalStore(memory, one).close()
     shutil.rmtree(one.path)
     store.keeper.turn()
+    LocalStore(memory, one).close()
     with pytest.raises(ConfigError, match="already"):
         LocalStore(memory, two)
     store.close()
