@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from pd_connector.hosts import server_url
+from pd_connector.hosts import is_loopback, server_url
+from scheduler_plugins.qos.trust import KEY_VARIABLE
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
 
@@ -48,6 +49,23 @@ def check_sides(urls: Mapping[str, Sequence[str]], host: str, port: int) -> None
                 raise ValueError(f"{side} {url}: is named on another side, too; name it once")
             if not is_name(url) and urlsplit(url).port == port and urlsplit(url).hostname in here:
                 raise ValueError(f"{side} {url}: is this router's own address; name an engine's")
+
+
+def check_exchange(exchange: str, fellows: Sequence[str], *, has_key: bool) -> None:
+    """Raises ValueError if routers cannot exchange their load over these addresses."""
+    for name, addresses in (("exchange", (exchange,)), ("fellows", fellows)):
+        for address in filter(None, addresses):
+            host = host_with_port(address)
+            if not address.startswith("tcp://") or not host:
+                raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
+            if not (has_key or is_loopback(host)):
+                raise ValueError(
+                    f"{name} {address}: must be a loopback address without a key; set {KEY_VARIABLE} at all routers"
+                )
+            if name == "fellows" and address == exchange:
+                raise ValueError(
+                    f"fellows {address}: is this router's own exchange; name the others'"
+                )
 
 
 def base_url(side: str, given: str) -> str:
