@@ -160,7 +160,9 @@ def test_the_pool_has_room_for_all_that_is_sent_or_the_bench_says_what_would_fit
         raise ConfigError(f"{value['memory']} is wanted")
 
     monkeypatch.setattr(pool, "load", refuse)
-    with pytest.raises(BenchError, match=r"pool of 2 GiB.*2GiB is wanted.*Fewer --requests"):
+    with pytest.raises(
+        BenchError, match=r"pool of 2 GiB, and 1 GiB more.*fewer --requests.*3GiB is wanted"
+    ):
         pool.memory_for(lines, Plan((0.5,), 4, 2, 16.0))
 
 

@@ -237,13 +237,14 @@ def memory_for(lines: Sequence[Line], plan: Plan) -> str:
     ]
     turns = [_kv_bytes(one) for one in rounds]
     before = _kv_bytes(rounds[0][:WARM_UPS]) + turns[0]  # warm-ups, and to find the capacity
-    gib = -(-(sum(turns) * len(plan.loads) + before) >> 30) + 1
+    gib = -(-(sum(turns) * len(plan.loads) + before) >> 30) + 1  # chunks have headers, too
+    turn = -(-max(turns) >> 30)
     try:
-        load({"memory": f"{gib + (max(turns) >> 30)}GiB"})
+        load({"memory": f"{gib + turn}GiB"})
     except ConfigError as error:
         raise BenchError(
-            f"the KV of these requests needs a pool of {gib} GiB, and a turn's KV beside it. {error}. Fewer --requests or "
-            "--rounds, or a larger --scale, need less"
+            f"these requests need a pool of {gib} GiB, and {turn} GiB more for the KV of one turn: ask for fewer --requests or "
+            f"--rounds, or for a larger --scale. {error}"
         ) from None
     return f"{gib}GiB"
 
