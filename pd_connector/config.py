@@ -7,7 +7,7 @@ Every error names the config key, the value found, and what to do.
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -242,11 +242,24 @@ def _unknown_key(name: str, known: tuple[str, ...]) -> str:
 def _ill_typed(values: Mapping[str, Any], reason: str) -> str:
     path = reason.rpartition("at `$.")[2].rstrip("`") if "at `$." in reason else ""
     name = path.split("[")[0]
-    wanted = reason.partition(" - at")[0]
+    wanted = _choices(name, values.get(name)) or reason.partition(" - at")[0]
     found = name if name == "key" else f"{name} {values[name]!r}" if name in values else "config"
     return (
         f"{found}: {wanted}{_rewritten(name, values.get(name), wanted)} (config key {name or '?'})"
     )
+
+
+def _choices(name: str, value: object) -> str:
+    """Which texts a key takes, and which of them was probably meant; "" for a key that takes any text or none."""
+    hint = get_type_hints(Config).get(name)
+    kinds = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    known = [str(word) for kind in kinds for word in get_args(kind)]
+    if not known:
+        return ""
+    number = " or a number" if float in get_args(hint) else ""
+    wanted = f"must be {' or '.join(f'`{word}`' for word in known)}{number}"
+    near = did_you_mean(value, known)
+    return f"{near} It {wanted}" if near else wanted
 
 
 def _rewritten(name: str, value: object, wanted: str) -> str:

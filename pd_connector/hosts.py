@@ -3,6 +3,7 @@
 
 import ipaddress
 import re
+from urllib.parse import urlsplit
 
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]+")
@@ -67,6 +68,32 @@ def port_range(written: int | str) -> range:
     if found != range(1) and not (found and found[0] > 0 and found[-1] < 1 << 16):
         raise ValueError("must be between 1 and 65535, the smaller port first")
     return found
+
+
+def server_url(given: str) -> str:
+    """The base URL of an HTTP server, `http://` in front where it has no scheme, without `/v1` at its end.
+
+    Raises:
+        ValueError: it is not such a URL.
+    """
+    url = given if "://" in given else f"http://{given}"
+    wanted = "must look like http://host:port"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        rest = url.partition("://")[2]
+        if "," in rest:
+            wanted += "; name each URL by itself, without commas"
+        elif rest.count(":") > 1:
+            wanted += "; an IPv6 address needs brackets, as in http://[::1]:8100"
+        raise ValueError(wanted) from None
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https") or not is_host(host) or host.isdigit() or port == 0:
+        raise ValueError(wanted)
+    if parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{wanted}, without query, fragment or user name")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def matches(host: str, entry: str) -> bool:

@@ -15,6 +15,7 @@ import functools
 import json
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -63,23 +64,52 @@ def read_weights(
 
 
 def cache_file() -> Path | None:
-    """Where fingerprints of whole files are kept; None for a user without a home."""
+    """Where fingerprints of whole files are kept; None if there is no place for them."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # a container's user that /etc/passwd does not name, without HOME
-        _complain("~/.cache", "this user has no home")
-        return None
+        return _temporary("~/.cache", "this user has no home")
     return Path(home) / _CACHE
 
 
+def _usable(cache: Path | None) -> Path | None:
+    """This cache if its folder can be written, else the one in the folder for temporary files."""
+    if cache is None:
+        return None
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.with_suffix(".lock").open("a").close()
+    except OSError as error:
+        return _temporary(str(cache.parent), error.strerror or str(error))
+    return cache
+
+
+def _temporary(instead_of: str, why: str) -> Path | None:
+    """A cache for the ranks of this machine until it is cleaned up; None if it would not be this user's alone."""
+    try:
+        folder = Path(tempfile.gettempdir()) / f"pd-connector-{os.geteuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        alone = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+        if not alone or found.st_uid != os.geteuid():
+            raise OSError(f"{folder} is not a folder of this user alone")
+    except OSError as error:
+        _complain(
+            instead_of, f"{why}; {error}", "each rank reads all of the weights, at each start"
+        )
+        return None
+    _complain(instead_of, why, f"they are kept in {folder}, and are read again when that is gone")
+    return folder / Path(_CACHE).name
+
+
 @functools.cache
-def _complain(place: str, why: str) -> None:
+def _complain(place: str, why: str, then: str) -> None:
     """Once for each place: a checkpoint can have hundreds of files."""
     logger.warning(
-        "fingerprints of weights cannot be kept in %s (%s): each rank reads all of the weights, at each start. Set XDG_CACHE_HOME "
-        "to a folder that this user can write",
+        "fingerprints of weights cannot be kept in %s (%s): %s. Set XDG_CACHE_HOME to a folder that this user can write",
         place,
         why,
+        then,
     )
 
 
@@ -105,7 +135,8 @@ def full_fingerprint(
 
     Args:
         cache: file that keeps fingerprints of whole files by device, inode, size and time of change, so that
-            they are read once; made if it is not there.
+            they are read once; made if it is not there. Where it cannot be written, one in the folder for temporary
+            files takes its place.
         stopped: asked often; nothing is found once it says so.
 
     Returns:
@@ -121,32 +152,27 @@ def full_fingerprint(
         key = f"{_HASH}:{file.key}"
         if key not in known:
             # The ranks of an engine begin at the same time: one of them hashes, the others wait.
-            with _locked(cache):
-                known = _read_cache(cache)
+            place = _usable(cache)
+            with _locked(place):
+                known |= _read_cache(place)
                 if key not in known:
                     logger.info("hashing all of %s", file.name)
                     known[key] = sum(_whole(file, stopped)) % MODULUS
                     if stopped():
                         return b""
                     if not file.changed:
-                        _write_cache(cache, known)
+                        _write_cache(place, known)
         parts.append(known[key])
     return total(parts)
 
 
 @contextmanager
 def _locked(cache: Path | None) -> Iterator[None]:
-    """Within, no other process uses the cache, if there is a cache that can be written."""
+    """Within, no other process uses the cache, if there is one."""
     if cache is None:
         yield
         return
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        lock = cache.with_suffix(".lock").open("a")
-    except OSError:
-        yield
-        return
-    with lock:
+    with cache.with_suffix(".lock").open("a") as lock:
         # Some network file systems have no locks: then ranks may read the same.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -180,9 +206,14 @@ def _write_cache(cache: Path | None, known: dict[str, int]) -> None:
     if cache is None:
         return
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
-            json.dump({key: f"{value:x}" for key, value in known.items()}, file)
-        Path(file.name).replace(cache)
+        descriptor, draft = tempfile.mkstemp(dir=cache.parent)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({key: f"{value:x}" for key, value in known.items()}, file)
+            Path(draft).replace(cache)
+        except OSError:
+            Path(draft).unlink()
+            raise
     except OSError as error:
-        _complain(str(cache.parent), error.strerror or str(error))
+        then = "each rank reads all of the weights, at each start"
+        _complain(str(cache.parent), error.strerror or str(error), then)

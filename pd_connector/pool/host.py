@@ -11,14 +11,17 @@ _settings: dict[tuple[str, Path], PoolSettings | None] = {}
 
 
 def settings_of(value: object) -> PoolSettings | None:
-    """The value of the config key `pool`, checked once in a process: the check looks at every file of the pool.
+    """The value of the config key `pool`, checked once in a process: the check looks at every file of the pool, and opens its
+    folders.
 
     Raises:
         ConfigError: the value is wrong, or a folder cannot be used.
     """
     asked = repr(value), memory_folder()
     if asked not in _settings:
-        _settings[asked] = load(value)
+        if settings := load(value):
+            settings.open(visits=True).close()
+        _settings[asked] = settings
     return _settings[asked]
 
 

@@ -47,10 +47,10 @@ class PoolSettings(NamedTuple):
     tenants: tuple[str, ...] = ()
     """Names that requests can give. Each has a part of the pool, and all other requests together have one."""
 
-    def open(self) -> LocalStore:
-        """Open the store. Raises ConfigError if a folder cannot be used."""
+    def open(self, *, visits: bool = False) -> LocalStore:
+        """Open the store, as `LocalStore` does. Raises ConfigError if a folder cannot be used."""
         os.close(private_folder(self.memory.path.parent, SHM_VARIABLE))
-        return LocalStore(self.memory, self.disk)
+        return LocalStore(self.memory, self.disk, visits=visits)
 
 
 def memory_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -152,7 +152,9 @@ def version(env: Path, package: str) -> str:
     """The version of a peer. Raises BenchError: the peer is missing; the message says how to make it."""
     if found := installed_version(env, package):
         return found
-    raise BenchError(f"no {package} in {env}: {how_to_make(env, package, _PACKAGES[package])}")
+    raise BenchError(
+        f"no {package} in {env}: {how_to_make(env, f'{package}=={_PACKAGES[package]}')}"
+    )
 
 
 def _program(env: Path, name: str) -> Path:

@@ -108,7 +108,9 @@ def load(path: Path) -> CostModel:
     try:
         model = msgspec.json.decode(path.read_bytes(), type=CostModel)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ProfileError(f"{path}: not a cost model ({error}); measure a new profile") from None
+        raise ProfileError(
+            f"{path}: not a cost model ({error}); `pd-connector profile` measures a new one"
+        ) from None
     if model.problem:
-        raise ProfileError(f"{path}: {model.problem}; measure a new profile")
+        raise ProfileError(f"{path}: {model.problem}; `pd-connector profile` measures a new one")
     return model

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.hosts import server_url
 from pd_connector.tools.launch.client import Samples
 
 _POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were counting, or why. "
@@ -130,16 +131,19 @@ async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineC
     """Ask an engine for its model, and keep connections to it.
 
     Raises:
-        AskError: nothing answers there, or the answer is not like vLLM's.
+        AskError: it is not a URL, nothing answers there, or the answer is not like vLLM's.
     """
-    url = url if url.startswith(("http://", "https://")) else f"http://{url}"
+    try:
+        url = server_url(url)
+    except ValueError as error:
+        raise AskError(f"{url!r}: {error}") from None
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
     ) as session:
-        client = EngineClient(url.rstrip("/"), session, "", 0)
+        client = EngineClient(url, session, "", 0)
         served = await client._json("GET", "/v1/models")
         try:
             first = served["data"][0]

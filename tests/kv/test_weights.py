@@ -10,6 +10,7 @@ import pwd
 import struct
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -375,17 +376,72 @@ def test_of_ranks_that_begin_together_one_reads_all_bytes(tmp_path: Path, folder
     assert sum(log.count("hashing") for _, log in said) == 1, said
 
 
-def test_a_cache_that_cannot_be_written_is_done_without_and_told_once(
-    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that is taken where the user's own cannot be written."""
+    module._complain.cache_clear()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"pd-connector-{os.geteuid()}"
+
+
+@pytest.fixture
+def blocked(tmp_path: Path) -> Path:
+    """A cache that cannot be written."""
+    (tmp_path / "a file").write_text("")
+    return tmp_path / "a file" / "pd-connector" / "weights.json"
+
+
+def test_where_the_cache_cannot_be_written_ranks_share_a_temporary_one_and_say_so_once(
+    temporary: Path,
+    blocked: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    blocked = tmp_path / "a file"
-    blocked.write_text("")
-    cache = blocked / "pd-connector" / "weights.json"
-    for _ in range(2):
-        assert read_weights(folder, full=True, cache=cache) == read_weights(folder, full=True)
+    first = read_weights(folder, full=True, cache=blocked)
+    assert first == read_weights(folder, full=True)
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(module, "_whole", lambda *_: pytest.fail("it was read before"))
+    assert read_weights(folder, full=True, cache=blocked) == first
     (said,) = caplog.messages
-    assert f"{cache.parent} (Not a directory)" in said
+    assert f"{blocked.parent} (Not a directory): they are kept in {temporary}" in said
     assert "Set XDG_CACHE_HOME" in said
+
+
+@pytest.mark.parametrize("made", ["a link", "open to others"])
+def test_a_temporary_folder_that_others_could_write_is_not_believed(
+    temporary: Path,
+    blocked: Path,
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    made: str,
+) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    if made == "a link":
+        temporary.symlink_to(tmp_path / "theirs")
+    else:
+        temporary.mkdir()
+        temporary.chmod(0o777)
+    assert read_weights(folder, full=True, cache=blocked) == read_weights(folder, full=True)
+    assert not list(temporary.iterdir())
+    (said,) = caplog.messages
+    assert f"{temporary} is not a folder of this user alone): each rank reads all" in said
+
+
+def test_a_full_disk_is_told_and_leaves_no_draft(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module._complain.cache_clear()
+    monkeypatch.setattr(json, "dump", full)
+    cache = tmp_path / "cache" / "weights.json"
+    assert read_weights(folder, full=True, cache=cache) == read_weights(folder, full=True)
+    assert [file.name for file in cache.parent.iterdir()] == ["weights.lock"]
+    (said,) = caplog.messages
+    assert f"{cache.parent} (No space left on device)" in said
 
 
 def test_a_file_system_without_locks_costs_time_and_no_fingerprint(
@@ -403,15 +459,15 @@ def test_a_file_system_without_locks_costs_time_and_no_fingerprint(
     assert cache.is_file(), "later starts find it"
 
 
-def test_a_user_without_a_home_has_no_cache(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+def test_a_user_without_a_home_has_a_temporary_cache(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a container that is started with a number for its user."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
     for _ in range(2):
-        assert module.cache_file() is None
+        assert module.cache_file() == temporary / "weights.json"
     (said,) = caplog.messages
     assert "this user has no home" in said
 

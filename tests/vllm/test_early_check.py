@@ -2,7 +2,10 @@
 """A wrong config ends the process that the operator started, before vLLM reads a model."""
 
 import socket
+import tempfile
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
+from pd_connector.pool.settings import SHM_VARIABLE, load
 from pd_connector.vllm import early_check, early_place
 
 NOWHERE = "/no/such/model"
@@ -69,6 +73,21 @@ def test_other_connectors_may_have_any_keys() -> None:
     with pytest.raises(Exception, match=NOWHERE) as caught:
         engine(kv_connector="NixlConnector", kv_connector_extra_config={"codc": 1})
     assert not isinstance(caught.value, ConfigError)
+
+
+def test_another_disk_folder_than_that_of_the_hosts_pool_is_told_before_the_model_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, two = ({"memory": "64MiB", "dir": str(tmp_path / name)} for name in ("one", "two"))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
+        monkeypatch.setenv(SHM_VARIABLE, shm)
+        settings = load(one)
+        assert settings is not None
+        with (
+            closing(settings.open()),
+            pytest.raises(ConfigError, match=r"keeps its chunks in .*one already"),
+        ):
+            engine(kv_connector="PDConnector", kv_connector_extra_config={"pool": two})
 
 
 def test_settings_of_vllm_that_cannot_be_kept_are_refused_as_early(

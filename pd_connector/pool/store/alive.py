@@ -8,19 +8,14 @@ import contextlib
 import fcntl
 import os
 import secrets
-import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
-from pd_connector.errors import ConfigError
 from pd_connector.pool.store.folder import Folder, private_folder, unusable
 
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
 _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-_CLAIMS_S = 5.0
-"""The longest wait for a process that claims the same folder. It takes microseconds, unless it loses its processor."""
 TOLD_BYTES = 4096
 """The most bytes that a process tells others."""
 
@@ -160,65 +155,6 @@ class Alive:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def identity_of(memory: Folder) -> str:
-    """What tells this memory folder from those of other hosts, and of containers with a /dev/shm of their own."""
-    found = os.fstat(memory.root)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {found.st_dev} {found.st_ino}"
-
-
-def claim(disk: Folder, memory: Folder) -> int:
-    """Hold a disk folder for the pool of a memory folder; returns a descriptor that holds it.
-
-    Containers with a /dev/shm of their own have books of their own, which would not know of each other's chunks.
-
-    Raises:
-        ConfigError: another pool uses the folder.
-    """
-    name = identity_of(memory).encode()
-    try:
-        lock = os.open("pool", _FLAGS, 0o600, dir_fd=disk.root)
-    except OSError as error:
-        raise unusable(disk.path, error, "pool.dir") from error
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, _TAKE)
-            write_claim(lock, memory)
-        _share(lock)
-        if os.pread(lock, 256, 0) != name:
-            raise OSError("another name")
-    except OSError:
-        os.close(lock)
-        raise ConfigError(
-            f"{disk.path.parent}: the pool of a container with its own /dev/shm uses this folder: let the "
-            "containers share one (Docker: --ipc), or name a folder for each (config key pool.dir)"
-        ) from None
-    return lock
-
-
-def _share(lock: int) -> None:
-    """Hold a lock together with others. A process that starts at the same time has it alone while it writes its claim.
-
-    Raises:
-        OSError: another one does not let it go.
-    """
-    until = time.monotonic() + _CLAIMS_S
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > until:
-                raise
-        time.sleep(0.001)
-
-
-def write_claim(lock: int, memory: Folder) -> None:
-    """Name the memory folder in the file of a `claim`."""
-    name = identity_of(memory).encode()
-    os.pwrite(lock, name, 0)
-    os.ftruncate(lock, len(name))
 
 
 _of_this_process: "weakref.WeakSet[Alive]" = weakref.WeakSet()

@@ -34,10 +34,14 @@ def charge_of(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE + PAGE
 
 
+def _setting(key: str) -> str:
+    return f"variable {key}" if key.isupper() else f"config key {key}"
+
+
 def unusable(path: Path, error: OSError, key: str) -> ConfigError:
     """What is told of a folder in which files cannot be made."""
     return ConfigError(
-        f"{path}: {error.strerror}: name a folder in which this user can make files (config key {key})"
+        f"{path}: {error.strerror}: name a folder in which this user can make files ({_setting(key)})"
     )
 
 
@@ -56,10 +60,10 @@ def private_folder(path: Path, key: str) -> int:
         descriptor = os.open(path, _FOLDER)
     except NotADirectoryError:
         what = "a symbolic link: name the folder itself" if path.is_symlink() else "not a folder"
-        raise ConfigError(f"{path}: is {what} (config key {key})") from None
+        raise ConfigError(f"{path}: is {what} ({_setting(key)})") from None
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: there is no folder {path.parent}: create it, or mount it (config key {key})"
+            f"{path}: there is no folder {path.parent}: create it, or mount it ({_setting(key)})"
         ) from None
     except OSError as error:
         raise unusable(path, error, key) from error
@@ -77,7 +81,7 @@ def private_folder(path: Path, key: str) -> int:
         problem = f"is open to other users (mode {mode:o}): KV could be read in it; {remedy}"
     if problem:
         os.close(descriptor)
-        raise ConfigError(f"{path}: {problem} (config key {key})")
+        raise ConfigError(f"{path}: {problem} ({_setting(key)})")
     return descriptor
 
 

@@ -7,7 +7,6 @@ the whole ones, the chunk's row, its entry. Going: the row, the entry, the files
 
 import contextlib
 import itertools
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_connector.pool.store.alive import Alive, claim, write_claim
+from pd_connector.pool.store.alive import Alive
 from pd_connector.pool.store.base import DISK, MEMORY, Refusal, Why
 from pd_connector.pool.store.books import WAIT_S, Books, BooksError
+from pd_connector.pool.store.claims import Claims
 from pd_connector.pool.store.entry import Entry, entry_of, file_name
 from pd_connector.pool.store.eviction import make_room, reserve
 from pd_connector.pool.store.folder import RESERVE_BYTES, Folder
 from pd_connector.pool.store.ledger import (
+    MEMORY_TIER,
     Evicted,
     Part,
     RefusedError,
@@ -72,8 +73,8 @@ class Holdings:
             if disk is not None:
                 self.folders.append(Folder(DISK, disk.path, "pool.dir"))
                 undo.callback(self.folders[1].close)
-                self._claim = claim(self.folders[1], self.folders[0])
-                undo.callback(os.close, self._claim)
+                self._claims = Claims(*self.folders)
+                undo.callback(self._claims.close)
             self.alive = Alive(self.folders[0])
             undo.callback(self.alive.close)
             self.books = Books(self.folders[0])
@@ -85,11 +86,12 @@ class Holdings:
             self._stamps = itertools.count()
             self._closing = undo.pop_all()
 
-    def memory_renewed(self) -> None:
-        """The memory folder was removed, and created again."""
-        self.alive.renew()
+    def renewed(self, folder: Folder) -> None:
+        """A folder was removed, and created again."""
+        if folder is self.folders[MEMORY_TIER]:
+            self.alive.renew()
         if len(self.folders) > 1:
-            write_claim(self._claim, self.folders[0])
+            self._claims.renew()
 
     def close(self) -> None:
         """End this process's pins and parts. If the books cannot be written, others find the process dead, and end them."""

@@ -122,8 +122,7 @@ class Keeper:
                 )
                 folder.renew()
                 store.books.damaged = "a folder was removed"
-                if folder is store.folders[MEMORY_TIER]:
-                    store.memory_renewed()
+                store.renewed(folder)
         if not store.alive.is_seen:
             store.alive.renew()
 
@@ -149,6 +148,7 @@ class Keeper:
             store.alive.is_alive(name) for name in store.alive.names() if name != store.alive.name
         )
         with store.books.transaction(wait_s=_TURN_S) as books:
+            paths = dict(books.execute("SELECT tier, path FROM tiers").fetchall())
             for tier, (folder, space) in enumerate(zip(store.folders, store.spaces, strict=True)):
                 books.execute(
                     "INSERT INTO tiers (tier, path, budget, chosen) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
@@ -159,6 +159,13 @@ class Keeper:
             if alone and len(store.folders) == 1:  # the disk is no longer used
                 books.execute("DELETE FROM chunks WHERE tier = ?", (DISK_TIER,))
                 books.execute("DELETE FROM tiers WHERE tier = ?", (DISK_TIER,))
+        if (
+            alone
+            and DISK_TIER in paths
+            and store.folders[1:]
+            and paths[DISK_TIER] != str(store.folders[DISK_TIER].path.parent)
+        ):
+            store.books.damaged = "another disk folder is used"
 
     def sweep(self) -> None:
         """Remove what processes have left that ended, or were stopped in the middle."""

@@ -13,9 +13,9 @@ from functools import partial
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.pool.store.alive import identity_of
 from pd_connector.pool.store.base import DISK, Found, Journal, Refusal, Store, StoreStatus, Why
 from pd_connector.pool.store.books import BooksError
+from pd_connector.pool.store.claims import identity_of
 from pd_connector.pool.store.entry import check_part, entry_of, head_of
 from pd_connector.pool.store.eviction import Kept, pin
 from pd_connector.pool.store.folder import Folder, charge_of

@@ -15,9 +15,9 @@ def installed_version(environment: Path, package: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def how_to_make(environment: Path, package: str, version: str) -> str:
-    """Commands that make an environment with this package, for messages."""
+def how_to_make(environment: Path, *packages: str) -> str:
+    """Commands that make an environment with these packages, for messages."""
     return (
         f"make an environment of its own with `python3 -m venv {environment} && "
-        f"{environment}/bin/pip install {package}=={version}`"
+        f"{environment}/bin/pip install {' '.join(packages)}`"
     )

@@ -15,7 +15,7 @@ from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import describe_params, prefill_params
 from pd_connector.remedies import remedy_of
 from pd_connector.tools.cli.app import fail
-from pd_connector.tools.cli.checks.asking import Ask, PeerError, asker
+from pd_connector.tools.cli.checks.asking import Ask, PeerError, asker, url_of
 
 VERDICT_S = 20.0
 """Longest wait for the end of an audit, in seconds."""
@@ -59,7 +59,7 @@ def audit(
     Ends with status 1 if a pair does not pass.
     """
     try:
-        engines = [look(url, named(url, asker(url, api_key))) for url in map(_full, peers)]
+        engines = [look(url, named(url, asker(url, api_key))) for url in map(url_of, peers)]
         pairs = list(pairs_of(engines))
     except PeerError as error:
         fail(str(error))
@@ -75,10 +75,6 @@ def audit(
         console.print(line, markup=False, highlight=False)
     if not good:
         raise typer.Exit(1)
-
-
-def _full(url: str) -> str:
-    return url if url.startswith(("http://", "https://")) else f"http://{url}"
 
 
 def named(url: str, ask: Ask) -> Ask:

@@ -49,8 +49,12 @@ def examine(config: str, environment: Mapping[str, str]) -> list[Finding]:
     try:
         text = config if inline else _read(config)
         found = written_configs.in_text(text, place)
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
+    except ConfigError as error:
         return [Finding(place, "file", Status.FAIL, str(error))]
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
+        advice = "give the JSON of --kv-transfer-config in single quotes, or the path of a file that has it"
+        return [Finding(place, "file", Status.FAIL, f"cannot be read: {why}", advice)]
     if not inline:
         set_there = {KEY_VARIABLE: new_key(), HOST_VARIABLE: f"value-of-{HOST_VARIABLE}"}
         environment = {name: value for name, value in set_there.items() if name in text}

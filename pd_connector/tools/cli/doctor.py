@@ -72,9 +72,11 @@ def examine(facts: Facts) -> list[Finding]:
 
 def visit(url: str, api_key: str | None = None) -> peer.Visit:
     """What is found at the engine at `url`."""
-    if not url.startswith(("http://", "https://")):
-        url = f"http://{url}"
-    return peer.check(url, asking.asker(url, api_key), peer.connect, handshake.greet)
+    try:
+        base = asking.url_of(url)
+    except asking.PeerError as error:
+        return peer.Visit([Finding(url, "URL", Status.FAIL, str(error))])
+    return peer.check(base, asking.asker(base, api_key), peer.connect, handshake.greet)
 
 
 def show(findings: Iterable[Finding], console: Console) -> None:

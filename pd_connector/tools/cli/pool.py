@@ -2,6 +2,8 @@
 """`pd-connector pool`: what the KV pool of this host holds, whether it can be read, and how to empty it."""
 
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from pd_connector.errors import ConfigError
 from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder, text_of
 from pd_connector.pool.store.base import DISK, StoreStatus
-from pd_connector.pool.store.folder import VERSION
+from pd_connector.pool.store.folder import VERSION, private_folder
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import Chunk, LocalStore
 from pd_connector.pool.verify import verify
@@ -51,7 +53,7 @@ def opened(folder: Path | None) -> Iterator[LocalStore]:
             f"If its tmpfs is another one than /dev/shm, set {SHM_VARIABLE}; if it has a disk folder, name it with --dir"
         )
     try:
-        memory.parent.mkdir(mode=0o700, exist_ok=True)
+        os.close(private_folder(memory.parent, SHM_VARIABLE))
         store = LocalStore(Space(memory, 0), visits=True)
         tiers = {tier.name: tier for tier in store.status().tiers}
         if folder is None and DISK in tiers:
@@ -135,10 +137,14 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List the chunks, the oldest first: key, key of the chunk before it, tier, size, codec, parts, tenant."""
+    others = set[str]()
+    found = False
     with opened(folder) as store:
         for chunk in store.chunks():
             if tenant is not None and chunk.tenant != tenant:
+                others.add(chunk.tenant)
                 continue
+            found = True
             fields = {
                 "key": chunk.key.hex(),
                 "parent": chunk.parent.hex(),
@@ -156,6 +162,12 @@ def ls(
                 print(
                     f"{chunk.key.hex()[:16]}  {parent:16}  {chunk.tier:6}  {text_of(chunk.nbytes):>10}  {codec_of(chunk):4}  {parts}  {chunk.tenant}"
                 )
+    if tenant is not None and not found:
+        there = ", ".join(repr(name) for name in sorted(others - {""}))
+        print(
+            f"no chunk of tenant {tenant!r} is there{'; chunks of ' + there if there else ''}",
+            file=sys.stderr,
+        )
 
 
 @app.command("verify")

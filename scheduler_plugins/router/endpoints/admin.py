@@ -129,7 +129,16 @@ async def _remove(request: web.Request) -> web.StreamResponse:
     url = base_url("url", asked.url)
     if not _is_given(pool, url):
         _check_named_itself(pool, _known(pool, url).url)
-    pool.use(replace(pool.config, **_without(pool, url)))
+    left = _without(pool, url)
+    if alone := [
+        side
+        for side in ("prefill", "decode")
+        if not left.get(side) and not left.get("engine") and getattr(pool.config, side)
+    ]:
+        raise ValueError(
+            f"url {url}: is the last engine with the home {alone[0]}; add another one there before, or drain this one"
+        )
+    pool.use(replace(pool.config, **left))
     return _told(pool)
 
 

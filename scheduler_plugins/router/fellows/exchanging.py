@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -38,7 +39,14 @@ async def exchanging(
     task = asyncio.create_task(fellows.run(config.exchange, config.fellows), name="fellows")
     await asyncio.sleep(0)
     if task.done():
-        raise OSError(f"{config.exchange} (exchange): {task.exception()}")
+        error = task.exception()
+        do = {
+            errno.EADDRINUSE: "another program listens there; take another port with --exchange",
+            errno.EADDRNOTAVAIL: "this machine has no such address; name one of its own with --exchange",
+        }
+        raise OSError(
+            f"{config.exchange} (exchange): {do.get(getattr(error, 'errno', None) or 0, error)}"
+        )
     try:
         yield
     finally:

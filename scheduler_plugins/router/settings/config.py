@@ -27,9 +27,9 @@ from scheduler_plugins.router.settings.elastic import (
 from scheduler_plugins.router.settings.members import is_name
 from scheduler_plugins.router.settings.urls import (
     base_urls,
+    check_exchange,
     check_sides,
     checked_events,
-    host_with_port,
     is_url,
 )
 
@@ -170,7 +170,7 @@ class RouterConfig:
         object.__setattr__(self, "router_key", checked_key(KEY_VARIABLE, self.router_key))
         object.__setattr__(self, "admin_key", checked_key(ADMIN_KEY_VARIABLE, self.admin_key))
         class_key(self.router_key)  # key stretching is slow: do it now, not while a request waits
-        self._check_exchange()
+        check_exchange(self.exchange, self.fellows, has_key=bool(self.router_key))
         for name in ("tls_cert", "tls_key", "engine_ca"):
             if (path := getattr(self, name)) and not Path(path).is_file():
                 raise ValueError(f"{name} {path}: no such file")
@@ -216,17 +216,6 @@ class RouterConfig:
             raise ValueError(
                 f"bodies_mib {self.bodies_mib}: must be at least body_mib ({self.body_mib})"
             )
-
-    def _check_exchange(self) -> None:
-        for name, addresses in (("exchange", (self.exchange,)), ("fellows", self.fellows)):
-            for address in filter(None, addresses):
-                host = host_with_port(address)
-                if not address.startswith("tcp://") or not host:
-                    raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
-                if not (self.router_key or is_loopback(host)):
-                    raise ValueError(
-                        f"{name} {address}: must be a loopback address without a key; set {KEY_VARIABLE} at all routers"
-                    )
 
     def placed(self, members: Callable[[str], Iterable[str]]) -> dict[str, Place]:
         """Every engine's place. An engine that is named on both sides has the home `BOTH`.

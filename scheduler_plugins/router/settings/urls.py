@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from pd_connector.hosts import is_host
+from pd_connector.hosts import is_loopback, server_url
+from scheduler_plugins.qos.trust import KEY_VARIABLE
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
 
@@ -50,29 +51,31 @@ def check_sides(urls: Mapping[str, Sequence[str]], host: str, port: int) -> None
                 raise ValueError(f"{side} {url}: is this router's own address; name an engine's")
 
 
+def check_exchange(exchange: str, fellows: Sequence[str], *, has_key: bool) -> None:
+    """Raises ValueError if routers cannot exchange their load over these addresses."""
+    for name, addresses in (("exchange", (exchange,)), ("fellows", fellows)):
+        for address in filter(None, addresses):
+            host = host_with_port(address)
+            if not address.startswith("tcp://") or not host:
+                raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
+            if not (has_key or is_loopback(host)):
+                raise ValueError(
+                    f"{name} {address}: must be a loopback address without a key; set {KEY_VARIABLE} at all routers"
+                )
+            if name == "fellows" and address == exchange:
+                raise ValueError(
+                    f"fellows {address}: is this router's own exchange; name the others'"
+                )
+
+
 def base_url(side: str, given: str) -> str:
     """The URL in the form that names an engine. Raises ValueError if it is not a URL; the message begins with `side`."""
     if is_name(given):
         return checked_name(side, given)
-    url = given if "://" in given else f"http://{given}"
-    wanted = f"{side} {given!r}: must look like http://host:port"
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        rest = url.partition("://")[2]
-        if "," in rest:
-            wanted += "; several URLs are separated by spaces"
-        elif rest.count(":") > 1:
-            wanted += "; an IPv6 address needs brackets, as in http://[::1]:8100"
-        raise ValueError(wanted) from None
-    host = parts.hostname or ""
-    if parts.scheme not in ("http", "https") or not is_host(host) or host.isdigit() or port == 0:
-        raise ValueError(wanted)
-    if parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{wanted}, without query, fragment or user name")
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    return f"{parts.scheme}://{parts.netloc}{path}"
+        return server_url(given)
+    except ValueError as error:
+        raise ValueError(f"{side} {given!r}: {error}") from None
 
 
 def checked_events(

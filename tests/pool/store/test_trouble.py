@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from chunks import begin, chain, loads, save, there
 from support.waits import until
-from whole import problems, sweep
+from whole import problems, problems_now, sweep
 
 from pd_connector.errors import ConfigError, PoolError
-from pd_connector.pool.store import alive, keeper, stocktaking
+from pd_connector.pool.store import claims, keeper, stocktaking
 from pd_connector.pool.store.base import Refusal, Why
 from pd_connector.pool.store.books import BooksError
 from pd_connector.pool.store.folder import Folder, charge_of
@@ -493,12 +493,50 @@ def test_two_pools_do_not_share_a_disk(folder: Path, tmp_path: Path) -> None:
     LocalStore(Space(folder / "two", 1 << 26), Space(tmp_path / "disk", 1 << 26)).close()
 
 
+def test_engines_of_a_host_name_one_disk_folder(folder: Path, tmp_path: Path) -> None:
+    """Their books know one: an engine with another one would strike chunks of the first, and fill its disk."""
+    memory = Space(folder / "pool", 1 << 26)
+    one, two = (Space(tmp_path / name, 1 << 26) for name in ("one", "two"))
+    without = LocalStore(memory)
+    store = LocalStore(memory, one)
+    with pytest.raises(
+        ConfigError, match=f"two: this host's pool keeps its chunks in {one.path} already"
+    ):
+        LocalStore(memory, two)
+    LocalStore(memory, one).close()
+    shutil.rmtree(one.path)
+    store.keeper.turn()
+    LocalStore(memory, one).close()
+    with pytest.raises(ConfigError, match="already"):
+        LocalStore(memory, two)
+    store.close()
+    LocalStore(memory, two).close()
+    without.close()
+
+
+def test_books_of_another_disk_folder_are_made_again(folder: Path, tmp_path: Path) -> None:
+    memory = Space(folder / "pool", 1 << 26)
+    store = LocalStore(memory, Space(tmp_path / "one", 1 << 26))
+    keys = chain("a", 3)
+    save(store, keys)
+    assert all(store.keeper.copy(key, 1) for key in keys)
+    store.close()
+    store = LocalStore(memory, Space(tmp_path / "two", 1 << 26))
+    try:
+        store.keeper._seen_to_s = 0.0
+        store.keeper.turn()
+        assert store.status().tiers[1].chunks == 0
+        assert problems(store) == []
+    finally:
+        store.close()
+
+
 def test_processes_that_start_at_the_same_time_share_a_new_disk(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has the lock of the folder alone for a moment."""
     spaces = Space(folder / "pool", 1 << 26), Space(tmp_path / "disk", 1 << 26)
-    write, claiming, go_on = alive.write_claim, threading.Event(), threading.Event()
+    write, claiming, go_on = claims._Claim.write, threading.Event(), threading.Event()
     opened: list[LocalStore] = []
 
     def slow(*arguments: Any) -> None:
@@ -506,7 +544,7 @@ def test_processes_that_start_at_the_same_time_share_a_new_disk(
         claiming.set()
         go_on.wait(30)
 
-    monkeypatch.setattr(alive, "write_claim", slow)
+    monkeypatch.setattr(claims._Claim, "write", slow)
     first = threading.Thread(target=lambda: opened.append(LocalStore(*spaces)))
     first.start()
     assert claiming.wait(30)

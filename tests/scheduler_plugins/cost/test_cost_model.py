@@ -129,7 +129,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 def test_a_file_without_a_model_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
-    with pytest.raises(ProfileError, match=r"p\.json.*measure a new profile"):
+    with pytest.raises(ProfileError, match=r"p\.json.*profile` measures a new one"):
         load(path)
 
 

@@ -14,6 +14,7 @@ import urllib.request
 
 import pytest
 
+from pd_connector.control.keys import new_key
 from pd_connector.tools.launch.ports import Port
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -45,7 +46,7 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"decode": ("localhost:8123",), "port": 8123}, "is this router's own address"),
         ({"decode": ("10.0.0.1:81",), "host": "10.0.0.1", "port": 81}, "this router's own address"),
         ({"prefill": ("8100",)}, "prefill '8100': must look like http://host:port"),
-        ({"prefill": ("http://a:1,http://b:2",)}, "several URLs are separated by spaces"),
+        ({"prefill": ("http://a:1,http://b:2",)}, "name each URL by itself, without commas"),
         ({"prefill": ("http://fd00::1:8100",)}, "needs brackets, as in http://[::1]:8100"),
         ({"drain_timeout_s": 0}, "drain_timeout_s 0"),
         ({"idle_timeout_s": float("nan")}, "idle_timeout_s nan"),
@@ -60,6 +61,10 @@ def test_urls_are_brought_to_one_form() -> None:
         ({"exchange": "tcp://127.0.0.1"}, "exchange 'tcp://127.0.0.1': must look like"),
         ({"exchange": "tcp://127.0.0.1:99999"}, "exchange 'tcp://127.0.0.1:99999'"),
         ({"fellows": ("tcp://127.0.0.1:0",)}, "fellows 'tcp://127.0.0.1:0'"),
+        (
+            {"exchange": "tcp://127.0.0.1:91", "fellows": ("tcp://127.0.0.1:91",)},
+            "fellows tcp://127.0.0.1:91: is this router's own exchange",
+        ),
         ({"otlp": "localhost:4318"}, "otlp 'localhost:4318': must look like http://"),
         ({"router_key": "a"}, "PD_ROUTER_KEY: a key of 1 characters"),
         ({"admin_key": "secret"}, "PD_ROUTER_ADMIN_KEY: a key of 6 characters"),
@@ -81,6 +86,31 @@ def test_wrong_options_end_with_a_message_and_status_2() -> None:
     assert ended.returncode == 2
     assert "prefill 'ftp://x': must look like http://host:port" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("127.0.0.1", "another program listens there"),
+        ("192.0.2.77", "this machine has no such address"),
+    ],
+)
+def test_an_exchange_that_cannot_be_bound_is_told_with_what_to_do(host: str, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://{host}:{taken.getsockname()[1]}"
+        options = ["--decode", "d:1", "--prefill", "p:1", "--port", "0", "--exchange", address]
+        environment = {**os.environ, "PD_ROUTER_KEY": new_key()}
+        ended = subprocess.run(
+            [*COMMAND, *options],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            timeout=120,
+        )
+    assert ended.returncode == 1
+    assert f"{address} (exchange): {said}" in ended.stderr
+    assert "--exchange" in ended.stderr
 
 
 def test_an_engine_that_is_not_up_at_the_start_is_named_in_the_log_once() -> None:

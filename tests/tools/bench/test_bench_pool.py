@@ -30,6 +30,12 @@ def test_the_help_says_what_is_measured() -> None:
         assert option in said
 
 
+def test_a_disk_folder_in_which_nothing_can_be_made_is_named(tmp_path: Path) -> None:
+    code, said = bench("--disk", str(tmp_path / "nothing"))
+    assert code == 2
+    assert f"{tmp_path / 'nothing'}: No such file or directory: name a folder" in said
+
+
 def test_without_mooncake_the_store_is_measured_beside_files_and_a_copy(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     missing = str(tmp_path / "nothing")
@@ -38,6 +44,8 @@ def test_without_mooncake_the_store_is_measured_beside_files_and_a_copy(tmp_path
     )
     assert code == 0, said
     assert "NOT COMPARED: Mooncake is not in" in said
+    install = " ".join(said.split()).partition("pip install ")[2].partition("`")[0]
+    assert install.endswith(" numpy"), "the whole command is between the marks"
     assert {row["name"] for row in json.loads(figures.read_text())} == {"raw put", "raw get"}
 
 

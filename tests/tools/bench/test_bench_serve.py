@@ -9,10 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pd_connector.errors import ConfigError
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.serve import pool
 from pd_connector.tools.bench.serve.measure import Plan, Promise, Turn, compared
@@ -52,12 +54,14 @@ def test_another_run_finds_nothing_of_an_earlier_one_in_a_cache():
     ("text", "words"),
     [
         ("", "has 0 requests and 2 are needed"),
-        ("timestamp,input\n1,2\n", "is not a trace in Mooncake's form"),
+        ("timestamp,input\n1,2\n", "line 1: is not a trace in Mooncake's form"),
+        (None, "cannot be read .No such file or directory.; `curl -LO https"),
     ],
 )
 def test_a_file_that_is_no_trace_is_named(tmp_path, text, words):
     path = tmp_path / "trace.jsonl"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
     with pytest.raises(BenchError, match=words):
         read(path, 2)
 
@@ -128,13 +132,38 @@ def test_every_request_is_answered_or_has_its_failure(server):
     assert [bool(answer.failure) for answer in answers] == [False, True, True, False]
 
 
+@pytest.mark.parametrize("more", [[], ["--pool"]])
+def test_the_trace_is_looked_for_before_anything_else(tmp_path, more):
+    trace, env = str(tmp_path / "absent.jsonl"), str(tmp_path / "nothing")
+    result = CliRunner().invoke(command.app, ["serve", trace, "--peer-env", env, *more])
+    assert result.exit_code == 2
+    assert "absent.jsonl: cannot be read" in " ".join(result.output.split())
+
+
 def test_without_the_rivals_router_the_command_says_how_to_get_it(tmp_path):
-    env = tmp_path / "nothing"
-    result = CliRunner().invoke(command.app, ["serve", "trace.jsonl", "--peer-env", str(env)])
+    env, trace = tmp_path / "nothing", tmp_path / "trace.jsonl"
+    trace.write_bytes(150 * (msgspec.json.encode(LINES[0]) + b"\n"))
+    result = CliRunner().invoke(command.app, ["serve", str(trace), "--peer-env", str(env)])
     assert result.exit_code == 2
     said = " ".join(result.output.split())
     assert "python3 -m venv" in said
     assert "vllm-router==0.1.17" in said
+
+
+def test_the_pool_has_room_for_all_that_is_sent_or_the_bench_says_what_would_fit(monkeypatch):
+    lines = [Line(0, 16000, 384, [*range(32)])] * 8  # 1,024 tokens with /16: 64 MiB of KV
+    monkeypatch.setattr(pool, "load", lambda value: None)
+    assert pool.memory_for(lines, Plan((0.5,), 4, 2, 16.0)) == "2GiB"
+    assert pool.memory_for(lines * 32, Plan((0.5, 0.8), 128, 2, 16.0)) == "42GiB"
+
+    def refuse(value):
+        raise ConfigError(f"{value['memory']} is wanted")
+
+    monkeypatch.setattr(pool, "load", refuse)
+    with pytest.raises(
+        BenchError, match=r"pool of 2 GiB, and 1 GiB more.*fewer --requests.*3GiB is wanted"
+    ):
+        pool.memory_for(lines, Plan((0.5,), 4, 2, 16.0))
 
 
 class _Stack:

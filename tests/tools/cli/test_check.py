@@ -12,6 +12,7 @@ from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.control.keys import new_key
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.check import examine
+from pd_connector.tools.cli.checks import pools_together
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.cli.checks.transfer_config import KEYS, UNUSED
 
@@ -192,6 +193,25 @@ def test_engines_that_do_not_fit_together_are_told(
 
 
 @pytest.mark.parametrize(
+    ("one", "two", "said"),
+    [
+        ({"dir": "/a"}, {"dir": "/b"}, 'pool.dir ("/a", "/b")'),
+        ({"dir": "/a"}, True, ""),
+        ({"tenants": ["a"]}, True, 'pool.tenants (["a"], [])'),
+        ({"tenants": ["a"]}, {"tenants": ["a", "b"]}, 'pool.tenants (["a", "b"], ["a"])'),
+        ({"tenants": ["a"]}, {"tenants": ["a"]}, ""),
+        ({"memory": "1GiB"}, True, ""),
+    ],
+)
+def test_engines_of_a_host_with_unlike_pools_are_told(one: object, two: object, said: str) -> None:
+    engines = [("kv_both", {"pool": pool}) for pool in (one, two)]
+    found = [finding.found for finding in pools_together.together("file", engines)]
+    assert [f"the engines name different {said}: on one host, " in text for text in found] == [
+        True
+    ] * bool(said)
+
+
+@pytest.mark.parametrize(
     ("pools", "wanted"),
     [
         ((True, {"codec": "int8"}), "keep chunks in different codecs (int8, raw)"),
@@ -286,7 +306,11 @@ def test_a_file_that_has_no_config_is_told_apart(tmp_path: Path, text: str, want
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    assert "No such file" in text_of(told(str(tmp_path / "none.yaml")))
+    said = text_of(told(str(tmp_path / "none.yaml")))
+    assert "cannot be read: No such file or directory" in said
+    assert "in single quotes" in said
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "it is not a text in UTF-8" in text_of(told(str(tmp_path / "binary")))
 
 
 @pytest.mark.parametrize(("config", "status"), [(RIGHT, 0), (extra(codc="int8"), 1)])

@@ -707,6 +707,18 @@ def test_a_port_that_does_not_speak_http_is_a_finding(said: bytes, found: str) -
     assert found in finding.found
 
 
-def test_what_is_not_a_url_is_a_finding() -> None:
-    finding = only(doctor.visit("http://a b:1").findings, "reachable")
-    assert "must look like http://host:port" in finding.found
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://a b:1", "must look like http://host:port"),
+        ("ftp://a:1", "must look like http://host:port"),
+        ("http://a:99999", "must look like http://host:port"),
+        ("a:1,b:2", "without commas"),
+        ("::1:8100", "needs brackets"),
+    ],
+)
+def test_what_is_not_a_url_is_a_finding(url: str, said: str) -> None:
+    finding = only(doctor.visit(url).findings, "URL")
+    assert finding.status is Status.FAIL
+    assert f"{url!r}: " in finding.found
+    assert said in finding.found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -65,6 +66,15 @@ def test_why_a_pool_is_off_comes_with_what_to_do() -> None:
     assert "engine-1" in unsure["off at"].found
     assert "without a version" in unsure["off at"].advice
     assert unsure["saves"].status is Status.WARN
+
+
+def test_a_tmpfs_that_cannot_be_written_is_told(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool.look().refused == ""
+    writable = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != shm and writable(path, mode))
+    told = found(pool.look())["folder"]
+    assert told.status is Status.WARN
+    assert f"{shm}: this user cannot write there" in told.advice
 
 
 def test_it_looks_at_what_is_there_and_changes_nothing(shm: Path) -> None:

@@ -41,7 +41,7 @@ def visit(params: Any, *, server_info: Mapping[str, Any] | None = None) -> peer.
     known: dict[str, Any] = {
         "/health": "",
         "/version": json.dumps({"version": "0.32.0"}),
-        "/v1/models": json.dumps({"data": [{"id": "m"}]}),
+        "/v1/models": json.dumps({"data": [{"id": "m", "max_model_len": 4096}]}),
         "/v1/completions": json.dumps({"kv_transfer_params": params}),
         "/metrics": "pd_connector:x 0",
         "/server_info": json.dumps(server_info or {}),
@@ -98,7 +98,9 @@ def test_sglangs_engines_are_compared_by_their_state(mode: str) -> None:
         "internal_states": [{"pd_connector": state}],
     }
     visited = visit(None, server_info=info)
-    assert visited.told == Told(P, of(newest=9, oldest=8), mode == "prefill", "m", ([7, 8], [9]))
+    assert visited.told == Told(
+        P, of(newest=9, oldest=8), mode == "prefill", "m", ([7, 8], [9]), 4096
+    )
     assert "8-9" in named(visited.findings, "wire schema")[0].found
 
 
@@ -146,10 +148,22 @@ def test_engines_with_unlike_tokenizers_are_named(
         assert finding.status is Status.OK
 
 
-def test_a_peer_is_asked_how_it_reads_a_text() -> None:
+def test_a_peer_is_asked_how_it_reads_a_text_and_how_long_a_prompt_can_be() -> None:
     told = visit(PRODUCER).told
     assert told is not None
     assert told.tokens == ([7, 8], [9])
+    assert told.context == 4096
+
+
+def test_engines_with_unlike_contexts_are_named_beside_what_is_well() -> None:
+    ours, theirs = engine(P, of())._replace(context=4096), engine(D, of())._replace(context=8192)
+    models, contexts = together.check([ours, theirs, engine(E, of())])
+    assert (models.name, models.status) == ("models", Status.OK)
+    assert (contexts.name, contexts.status) == ("contexts", Status.WARN)
+    assert contexts.found == f"{P} takes 4,096 tokens, {D} takes 8,192 tokens"
+    assert "--max-model-len" in contexts.advice
+    (models,) = together.check([ours, theirs._replace(context=4096)])
+    assert models.name == "models"
 
 
 def test_engines_of_unlike_schemas_are_named_also_where_the_doctor_speaks_to_both() -> None:

@@ -132,6 +132,10 @@ def test_a_command_changes_no_budget() -> None:
 @pytest.mark.usefixtures("store")
 def test_ls_lists_chunks_of_all_or_one_tenant() -> None:
     assert len(call("ls").output.splitlines()) == 3
+    assert (
+        "no chunk of tenant 'team 9' is there; chunks of "
+        in call("ls", "--tenant", "team 9").output
+    )
     (line,) = call("ls", "--tenant", "team 1", "--json").output.splitlines()
     chunk = json.loads(line)
     assert (chunk["key"], chunk["nbytes"], chunk["parts"]) == (

@@ -8,13 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pd_connector.pool.settings import memory_folder
+from pd_connector.tools.bench.flow import BenchError
 
 
 @contextlib.contextmanager
 def own_folder(within: Path | None = None) -> Iterator[Path]:
     """A pool's folder of its own, by default in the tmpfs that the pool uses. It is gone at the end."""
     parent = within or memory_folder().parents[1]
-    folder = Path(tempfile.mkdtemp(prefix="pd-bench-", dir=parent))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="pd-bench-", dir=parent))
+    except OSError as error:
+        raise BenchError(
+            f"{parent}: {error.strerror}: name a folder in which this user can make files"
+        ) from None
     try:
         yield folder
     finally:

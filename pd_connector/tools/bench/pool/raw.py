@@ -219,9 +219,9 @@ class RawBench:
         version = installed_version(self.peer_env, RIVAL_PACKAGE)
         if version:
             return [f"Mooncake {version}: batches of all objects over TCP, and it verifies nothing"]
-        how = how_to_make(self.peer_env, RIVAL_PACKAGE, RIVAL_VERSION)
+        how = how_to_make(self.peer_env, f"{RIVAL_PACKAGE}=={RIVAL_VERSION}", "numpy")
         return [
-            f"NOT COMPARED: Mooncake is not in {self.peer_env}: {how} numpy` (its wheel needs libibverbs1 and libnl-3-200)"
+            f"NOT COMPARED: Mooncake is not in {self.peer_env}: {how} (its wheel needs libibverbs1 and libnl-3-200)"
         ]
 
 

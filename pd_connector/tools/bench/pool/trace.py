@@ -24,6 +24,7 @@ from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.pool.folders import own_folder
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
+from pd_connector.tools.bench.serve.trace import TO_GET_ONE
 
 SHARES = (0.1, 0.2, 0.3)
 """Room of the pool, as shares of all blocks of the trace."""
@@ -55,8 +56,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         return [msgspec.convert(row["hash_ids"], list[int]) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a trace with hash_ids: {error!r}") from error
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be read ({error.strerror}); {TO_GET_ONE}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchError(
+            f"{path}: is not a trace with hash_ids ({error!r}); {TO_GET_ONE}"
+        ) from None
 
 
 def exact(prompts: Sequence[Prompt], room: int) -> float:

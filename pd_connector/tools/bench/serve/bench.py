@@ -24,7 +24,7 @@ from pd_connector.tools.bench.serve.stack import (
     StackSetup,
     router_version,
 )
-from pd_connector.tools.bench.serve.trace import longest, read
+from pd_connector.tools.bench.serve.trace import Line, longest, read
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.tools.launch.netns import Bed, available
 from pd_connector.tools.launch.service import log_folder
@@ -50,12 +50,13 @@ class ServeBench:
 
     def check(self) -> str:
         """The rival's version. Raises BenchError that names what is missing, with advice."""
+        self._lines()
         version = router_version(self.peer_env)
         if not version:
             env = self.peer_env
             raise BenchError(
                 f"no {RIVAL_ROUTER} in {env} (--peer-env): "
-                f"{how_to_make(env, RIVAL_ROUTER, TESTED_VERSION)}"
+                f"{how_to_make(env, f'{RIVAL_ROUTER}=={TESTED_VERSION}')}"
             )
         for module, mend in (
             ("vllm", "install vLLM, or use the environment that has it"),
@@ -70,13 +71,16 @@ class ServeBench:
             )
         return version
 
+    def _lines(self) -> list[Line]:
+        return read(self.trace, self.plan.requests * self.plan.rounds)
+
     def measure(self, console: Console) -> ServeFindings:
         """Measure everything. At the end no process and no namespace is left, whatever happens.
 
         Raises:
             PDConnectorError: nothing could be measured, or the measurement was not the intended one.
         """
-        lines = read(self.trace, self.plan.requests * self.plan.rounds)
+        lines = self._lines()
         logs = log_folder()
         console.print(f"logs in {logs}", highlight=False)
         with contextlib.ExitStack() as stack:

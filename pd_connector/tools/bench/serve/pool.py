@@ -20,7 +20,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
+from pd_connector.errors import ConfigError
+from pd_connector.pool.settings import SHM_VARIABLE, load, memory_folder
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.bench.model import KV_BYTES_PER_TOKEN, write_model, write_weights
@@ -33,8 +34,6 @@ from pd_connector.tools.bench.serve.trace import Line, TimedRequest, longest, re
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.tools.launch.service import log_folder
 
-MEMORY = "8GiB"
-"""More than the KV of 24 requests in each of three rounds. If there are more, the oldest chunks are evicted."""
 EXACT = ("--dtype", "float32")
 """In bfloat16 an engine's answers differ from its own when it computes a prompt in other portions."""
 _IN_USE_S = 180.0
@@ -81,10 +80,11 @@ class PoolServeBench:
         Raises:
             PDConnectorError: nothing could be measured.
         """
+        lines = read(self.trace, self.plan.requests * self.plan.rounds)
         for module in ("vllm", "aiohttp"):
             if importlib.util.find_spec(module) is None:
                 raise BenchError(f"{module} is not installed: use the environment that has it")
-        lines = read(self.trace, self.plan.requests * self.plan.rounds)
+        memory = memory_for(lines, self.plan)
         logs = log_folder()
         console.print(f"logs in {logs}", highlight=False)
         with contextlib.ExitStack() as stack:
@@ -97,7 +97,7 @@ class PoolServeBench:
             most = longest(lines, self.plan.scale)
             setup = StackSetup(str(model), most, logs, (None, None), EXACT)
             env = {SHM_VARIABLE: str(shm)}
-            pooled = PoolStack(POOL, setup, {"memory": MEMORY}, env)
+            pooled = PoolStack(POOL, setup, {"memory": memory}, env)
             plain = PoolStack(PLAIN, setup, None, env)
             services = [*pooled.services, *plain.services]
             stack.callback(stop_services, services)
@@ -223,6 +223,30 @@ class PoolMeasurement:
                     f"{self._pooled.router.log_path.parent}"
                 )
             time.sleep(0.5)
+
+
+def memory_for(lines: Sequence[Line], plan: Plan) -> str:
+    """The size of a pool that keeps all that is sent, so that nothing is evicted before the engines' death.
+
+    Raises:
+        BenchError: this machine does not have that, and a turn's KV in addition.
+    """
+    rounds = [
+        timed(lines[at : at + plan.requests], 1.0, plan.scale, 0)
+        for at in range(0, len(lines), plan.requests)
+    ]
+    turns = [_kv_bytes(one) for one in rounds]
+    before = _kv_bytes(rounds[0][:WARM_UPS]) + turns[0]  # warm-ups, and to find the capacity
+    gib = -(-(sum(turns) * len(plan.loads) + before) >> 30) + 1  # chunks have headers, too
+    turn = -(-max(turns) >> 30)
+    try:
+        load({"memory": f"{gib + turn}GiB"})
+    except ConfigError as error:
+        raise BenchError(
+            f"these requests need a pool of {gib} GiB, and {turn} GiB more for the KV of one turn: ask for fewer --requests or "
+            f"--rounds, or for a larger --scale. {error}"
+        ) from None
+    return f"{gib}GiB"
 
 
 def _kv_bytes(requests: Sequence[TimedRequest]) -> int:

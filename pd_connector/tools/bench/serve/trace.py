@@ -15,6 +15,10 @@ import msgspec
 from pd_connector.tools.bench.flow import BenchError
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 
+TO_GET_ONE = (
+    "`curl -LO https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces/conversation_trace.jsonl` "
+    "gets one"
+)
 BLOCK_TOKENS = 512
 """Tokens for which an id of the trace stands."""
 _LETTERS = string.ascii_lowercase + " "
@@ -46,16 +50,25 @@ def read(path: Path, requests: int) -> list[Line]:
     """
     try:
         with path.open("rb") as lines:
-            wanted = itertools.islice(lines, requests)
-            found = [msgspec.json.decode(text, type=Line) for text in wanted]
-    except (OSError, msgspec.MsgspecError) as error:
-        raise BenchError(f"{path}: is not a trace in Mooncake's form ({error})") from None
+            wanted = enumerate(itertools.islice(lines, requests), 1)
+            found = [_line(f"{path}, line {number}", text) for number, text in wanted]
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be read ({error.strerror}); {TO_GET_ONE}") from None
     if len(found) < requests:
         raise BenchError(
             f"{path}: has {len(found)} requests and {requests} are needed; ask for fewer --requests "
             "or --rounds"
         )
     return found
+
+
+def _line(place: str, text: bytes) -> Line:
+    try:
+        return msgspec.json.decode(text, type=Line)
+    except msgspec.MsgspecError as error:
+        raise BenchError(
+            f"{place}: is not a trace in Mooncake's form ({error}); {TO_GET_ONE}"
+        ) from None
 
 
 def timed(lines: Sequence[Line], per_s: float, scale: float, seed: int) -> list[TimedRequest]:

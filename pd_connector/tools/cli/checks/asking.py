@@ -4,10 +4,12 @@
 import json
 import ssl
 from collections.abc import Callable, Mapping
-from http.client import HTTPException, InvalidURL, RemoteDisconnected
+from http.client import HTTPException, RemoteDisconnected
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
+
+from pd_connector.hosts import server_url
 
 TIMEOUT_S = 10.0
 DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after its present work
@@ -20,10 +22,17 @@ class PeerError(Exception):
     """There is no answer, or the answer is an error."""
 
 
+def url_of(given: str) -> str:
+    """The URL of a peer that the user named. Raises PeerError."""
+    try:
+        return server_url(given)
+    except ValueError as error:
+        raise PeerError(f"{given!r}: {error} (--peer)") from None
+
+
 def asker(url: str, api_key: str | None) -> Ask:
     """A function that asks over HTTP. Proxy variables are for the internet; engines are dialled directly."""
     opener = build_opener(ProxyHandler({}))
-    base = url.rstrip("/").removesuffix("/v1")
 
     def ask(path: str, body: Mapping[str, Any] | None) -> str:
         headers = {"Content-Type": "application/json"}
@@ -31,7 +40,7 @@ def asker(url: str, api_key: str | None) -> Ask:
             headers["Authorization"] = f"Bearer {api_key}"
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = Request(base + path, data, headers)
+            request = Request(url + path, data, headers)
             limit_s = TIMEOUT_S if body is None else DESCRIBE_TIMEOUT_S
             with opener.open(request, timeout=limit_s) as response:
                 return str(response.read().decode(errors="replace"))
@@ -59,8 +68,6 @@ def _said(error: Exception) -> str:
         return f"no TLS answers there ({error.reason}): is it http://, not https://?"
     if isinstance(error, RemoteDisconnected):
         return "it closed the connection without an answer: is it https://, not http://?"
-    if isinstance(error, InvalidURL):
-        return f"the URL must look like http://host:port ({error})"
     if isinstance(error, HTTPException):
         return f"its answer is not HTTP ({type(error).__name__})"
     return str(getattr(error, "reason", "") or error)

@@ -56,7 +56,8 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
         return Visit([reachable, *findings], _sglang_told(url, state, ask))
     findings = [reachable, _version(url, ask)]
     try:
-        model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
+        card = _card(ask)
+        model = str(card["id"])
         answer = json.loads(
             ask(
                 "/v1/completions",
@@ -69,18 +70,33 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
         findings.append(Finding(url, "answers", Status.FAIL, repr_short(error), advice))
         return Visit(findings)
     findings.append(Finding(url, "answers", Status.OK, f"model {model}"))
-    told = _vllm_told(url, params, model, ask)
+    told = _vllm_told(url, params, card, ask)
     if told is not None:
         findings += together.schema(url, about.own(), told.about)
     findings += [*_connector(url, params, ask, connect, greet), *_transfers(url, ask)]
     return Visit(findings, told)
 
 
-def _vllm_told(url: str, params: Any, model: str, ask: Ask) -> Told | None:
+def _card(ask: Ask) -> Mapping[str, Any]:
+    """What an engine says of its first model. Raises as `ask` and the types of JSON do."""
+    found: Mapping[str, Any] = json.loads(ask("/v1/models", None))["data"][0]
+    return found
+
+
+def _context(card: Mapping[str, Any]) -> int:
+    """Tokens of the longest prompt with its answer; 0 where the engine does not say."""
+    said = card.get("max_model_len")
+    return said if isinstance(said, int) else 0
+
+
+def _vllm_told(url: str, params: Any, card: Mapping[str, Any], ask: Ask) -> Told | None:
     """What a vLLM engine says of itself; None without PDConnector."""
     produces = isinstance(params, dict) and bool(params.get("describe"))
     ours = produces or (isinstance(params, dict) and about.FIELD in params) or _has_metrics(ask)
-    return Told(url, about.read(params), produces, model, _tokens(ask, model)) if ours else None
+    if not ours:
+        return None
+    model = str(card["id"])
+    return Told(url, about.read(params), produces, model, _tokens(ask, model), _context(card))
 
 
 def _sglang_told(url: str, told: dict[str, Any], ask: Ask) -> Told | None:
@@ -90,7 +106,11 @@ def _sglang_told(url: str, told: dict[str, Any], ask: Ask) -> Told | None:
     produces = told["disaggregation_mode"] == "prefill"
     if not states:
         return None
-    return Told(url, about.read(states[0]), produces, model, _tokens(ask, model))
+    try:
+        context = _context(_card(ask))
+    except (PeerError, ValueError, LookupError, TypeError, AttributeError):
+        context = 0
+    return Told(url, about.read(states[0]), produces, model, _tokens(ask, model), context)
 
 
 def _tokens(ask: Ask, model: str) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pd_connector.errors import ConfigError, PDConnectorError
 from pd_connector.pool.room import file_system
-from pd_connector.pool.settings import load, memory_folder, text_of
+from pd_connector.pool.settings import SHM_VARIABLE, load, memory_folder, text_of
 from pd_connector.pool.store.base import DISK
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
@@ -29,6 +29,9 @@ def look() -> Pool:
     try:
         if settings := load(True):
             budget = settings.memory.budget
+            inner = next(one for one in (memory, memory.parent, tmpfs) if one.is_dir())
+            if not os.access(inner, os.W_OK | os.X_OK):
+                refused = f"{inner}: this user cannot write there; mount it writable, or name another tmpfs in {SHM_VARIABLE}"
     except ConfigError as error:
         refused = str(error)
     facts = Pool(str(memory), file_system(tmpfs), size, budget, refused)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether engines that were visited can pass KV to each other: wire schemas and models."""
+"""Whether engines that were visited can pass KV to each other: wire schemas, models and contexts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,6 +20,7 @@ class Told(NamedTuple):
     produces: bool
     model: str  # the name under which it serves its model
     tokens: tuple[object, ...] = ()  # of a text and of a chat; None where it does not say
+    context: int = 0  # tokens of the longest prompt with its answer; 0: not said
 
 
 def check(engines: Sequence[Told]) -> list[Finding]:
@@ -37,7 +38,7 @@ def check(engines: Sequence[Told]) -> list[Finding]:
                 "; their weights were not compared: a version of pd-connector does not tell them"
             )
         findings = [Finding(AREA, "models", Status.OK, found)]
-    return findings
+    return [*findings, *_contexts(engines)]
 
 
 def schema(url: str, here: About, there: About) -> list[Finding]:
@@ -77,6 +78,20 @@ def _compare(first: Told, other: Told) -> Finding | None:
         )
         return Finding(AREA, "models", Status.WARN, found, advice)
     return None
+
+
+def _contexts(engines: Sequence[Told]) -> list[Finding]:
+    """Whether all engines take prompts of the same length."""
+    said = [one for one in engines if one.context]
+    if len({one.context for one in said}) < 2:
+        return []
+    found = ", ".join(f"{one.url} takes {one.context:,} tokens" for one in said)
+    least = min(one.context for one in said)
+    advice = (
+        f"give all the same --max-model-len (SGLang: --context-length), or keep requests within {least:,} tokens. pd-router sends a "
+        "longer one where it fits; other proxies get status 400 for it"
+    )
+    return [Finding(AREA, "contexts", Status.WARN, found, advice)]
 
 
 def _schema_problem(name: str, ours: About, other: str, theirs: About) -> tuple[str, str] | None:

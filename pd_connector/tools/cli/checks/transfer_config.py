@@ -10,8 +10,8 @@ from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.pool.settings import check as check_pool
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from pd_connector.tools.cli.checks.pool_codecs import HOST_VARIABLE as ENGINE_HOST_VARIABLE
-from pd_connector.tools.cli.checks.pool_codecs import together as pool_codecs_together
+from pd_connector.tools.cli.checks.pools_together import HOST_VARIABLE as ENGINE_HOST_VARIABLE
+from pd_connector.tools.cli.checks.pools_together import together as pools_together
 
 NAME = "PDConnector"
 WRAPPERS = ("MultiConnector", "PdConnector")
@@ -105,7 +105,7 @@ def together(configs: Sequence[Written]) -> Iterator[Finding]:
         )
     by_role = [(str(part.get("kv_role")), _extra_of(part)) for _, part in ours]
     if by_role:
-        yield from pool_codecs_together(ours[0][0], by_role)
+        yield from pools_together(ours[0][0], by_role)
 
 
 def _extra(place: str, extra: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:

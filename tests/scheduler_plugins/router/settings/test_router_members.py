@@ -227,7 +227,10 @@ def test_an_engine_joins_serves_and_leaves() -> None:
             await until(lambda: len(world.engines) == 2, "it has left")
             assert await world.metric("engine_up", engine=joining.url) == 0
             assert (await admin("DELETE", url=joining.url))[0] == 404
-            assert (await admin("DELETE", url=world.d[0].url))[0] == 400, "the last of its side"
+            status, told = await admin("DELETE", url=world.d[0].url)
+            assert status == 400
+            said = f"url {world.d[0].url}: is the last engine with the home decode"
+            assert told["error"]["message"].startswith(said)
         await joining.end()
 
     run(scenario())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs of the KV pool that do not fit together, by the configs of engines that serve together. Pure."""
+"""Settings of the KV pool that do not fit together, by the configs of engines that serve together. Pure."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,12 @@ from pd_connector.tools.cli.checks.finding import Finding, Status
 HOST_VARIABLE = "VLLM_HOST_IP"
 """vLLM's own variable for the address of its host."""
 
+_ALIKE: Mapping[str, tuple[object, str]] = {
+    "dir": (None, "the books know one disk folder, and an engine with another one does not start"),
+    "tenants": ([], "each engine divides the pool by its own list"),
+}
+"""Keys of `pool` that all engines of a host share: what counts where one is left out, and what happens if they differ."""
+
 RoleAndConfig = tuple[str, Mapping[str, Any]]
 """An engine's `kv_role` and `kv_connector_extra_config`."""
 
@@ -22,6 +29,14 @@ def together(place: str, engines: Sequence[RoleAndConfig]) -> Iterator[Finding]:
     Args:
         place: where the configs were found.
     """
+    pools = [config["pool"] for _, config in engines if config.get("pool")]
+    given = [pool if isinstance(pool, Mapping) else {} for pool in pools]
+    for key, (default, why) in _ALIKE.items():
+        named = {json.dumps(pool.get(key, default)) for pool in given} - {"null"}
+        if len(named) > 1:
+            found = f"the engines name different pool.{key} ({', '.join(sorted(named))}): on one host, {why}"
+            advice = f"set `pool.{key}` alike on all engines of a host"
+            yield Finding(place, f"pool.{key}", Status.WARN, found, advice)
     kept = {_kept_in(config["pool"]) for _, config in engines if config.get("pool")}
     if len(kept) > 1:
         yield Finding(
