@@ -2,6 +2,7 @@
 """The router's own part of answers to clients: errors in OpenAI's format, headers, stream framing."""
 
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping
 from email.utils import parsedate_to_datetime
@@ -50,6 +51,8 @@ _LONGEST_END = max(map(len, EVENT_ENDS))
 MOST_EVENT_BYTES = 64 << 20
 """Most bytes of one event. Log probabilities of a long prompt take a few MiB."""
 _ERROR = b'data: {"error"'
+NOTHING = re.compile(rb'(data: (\{[^\n]*"choices":\s*\[\][^\n]*\}|\[DONE\])\s*)*')
+"""Events of a stream with no choice: its usage, and the end mark."""
 ABORTED = b'"finish_reason":"abort"'
 """Marks an answer that an engine ended early, as vLLM does when it is stopped. Inside a text, the quotes would be
 escaped."""
@@ -93,9 +96,15 @@ def before_error(events: bytes) -> tuple[bytes, tuple[int, str] | None]:
     return events, None
 
 
-def before_abort(events: bytes) -> tuple[bytes, bool]:
-    """The events before an abort, with which an engine ends its answer early, and whether there is an abort."""
+def before_abort(events: bytes, said: bool = True) -> tuple[bytes, bool]:
+    """The events before an abort, with which an engine ends its answer early, and whether there is an abort.
+
+    Args:
+        said: more than `NOTHING` has come in this stream. vLLM says nothing of a completion that it aborts before its first token.
+    """
     at = events.find(ABORTED)
+    if at < 0 and not said and events.rstrip().endswith(b"[DONE]"):
+        at = 0
     if at < 0:
         return events, False
     end = events.rfind(b"\n\n", 0, at)

@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import (
     ABORTED,
     EVENT_STREAM,
+    NOTHING,
     before_abort,
     before_error,
     error_in,
@@ -56,7 +57,7 @@ class Responder:
         self._wanted_abort = wanted_abort
         self.whole = False
         """Whether the client got all events of a stream, including the end mark."""
-        self._withheld = b""  # an abort, and the events that came with it
+        self._withheld, self._said = b"", False  # an abort and what came with it; a word has come
         self._aborts_pass = not end_mark
         self._end_mark = end_mark
         self._client = client
@@ -116,8 +117,7 @@ class Responder:
         return await self._client.finish(), outcome
 
     async def end(self, events: bytes) -> web.StreamResponse:
-        """End a stream whose engine was lost after the last token. `events`: the events that the engine still
-        owed."""
+        """End a stream whose engine was lost after the last token. `events`: what it still owed."""
         if events:
             await self._client.write(events)
         return await self._client.finish()
@@ -238,7 +238,8 @@ class Responder:
             events, error = before_error(events)
             failed = None if error is None else _engines_own(error)
         if not self._aborts_pass:
-            events, aborted = before_abort(events)
+            self._said = self._said or NOTHING.fullmatch(events) is None
+            events, aborted = before_abort(events, self._said)
             if aborted:
                 failed, self._withheld = ended_early(), came[len(events) :]
         return (events if record is None else record.feed(events)), failed
@@ -254,9 +255,9 @@ class Responder:
             raise failed
         self._aborts_pass = True
         events, failure = self._noted(self._withheld, stream.record)
-        if failure is not None:
-            raise failure
-        return events
+        if failure is None:
+            return events
+        raise failure
 
     def _returned(self, answer: Exchange) -> CIMultiDict[str]:
         return headers_to_client(answer.headers, self._request_id)

@@ -61,11 +61,18 @@ def test_a_stream_goes_on_at_another_engine(together: bool) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "last",
+    [told(ABORTED), b"", told(usage={"completion_tokens": 0})],
+    ids=["abort", "nothing", "usage"],
+)
 @pytest.mark.parametrize("more", [{}, {"stop": ["x"]}])
-def test_a_stream_that_was_turned_away_with_an_abort_begins_elsewhere(more: dict[str, Any]) -> None:
+def test_a_stream_that_was_turned_away_with_an_abort_begins_elsewhere(
+    more: dict[str, Any], last: bytes
+) -> None:
     async def scenario() -> None:
         async with World(prefill=1, decode=2) as world:
-            world.d[0].behave = says(told(ABORTED) + DONE)
+            world.d[0].behave = says(last + DONE)
             events = (await world.post("/v1/completions", {**STREAM, **more})).events
             assert [event["text"] for event in events[:-1]] == ["d10", "d11", "d12", "d13"]
 
