@@ -19,8 +19,9 @@ def settings_of(value: object) -> PoolSettings | None:
     """
     asked = repr(value), memory_folder()
     if asked not in _settings:
-        if settings := load(value):
-            settings.open(visits=True).close()
+        settings = load(value)
+        if settings is not None:
+            settings.try_out()
         _settings[asked] = settings
     return _settings[asked]
 

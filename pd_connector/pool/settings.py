@@ -47,10 +47,16 @@ class PoolSettings(NamedTuple):
     tenants: tuple[str, ...] = ()
     """Names that requests can give. Each has a part of the pool, and all other requests together have one."""
 
-    def open(self, *, visits: bool = False) -> LocalStore:
-        """Open the store, as `LocalStore` does. Raises ConfigError if a folder cannot be used."""
+    def open(self) -> LocalStore:
+        """Open the store. Raises ConfigError if a folder cannot be used."""
         os.close(private_folder(self.memory.path.parent, SHM_VARIABLE))
-        return LocalStore(self.memory, self.disk, visits=visits)
+        return LocalStore(self.memory, self.disk)
+
+    def try_out(self) -> None:
+        """Whether `open` would work. Raises ConfigError as `open` does, before an engine reads its weights."""
+        os.close(private_folder(self.memory.path.parent, SHM_VARIABLE))
+        if self.memory.path.is_dir():  # else no other engine uses it
+            LocalStore(self.memory, self.disk, visits=True).close()
 
 
 def memory_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
-from pd_connector.pool.settings import SHM_VARIABLE, load
+from pd_connector.pool.settings import SHM_VARIABLE, load, memory_folder
 from pd_connector.vllm import early_check, early_place
 
 NOWHERE = "/no/such/model"
@@ -88,6 +88,14 @@ def test_another_disk_folder_than_that_of_the_hosts_pool_is_told_before_the_mode
             pytest.raises(ConfigError, match=r"keeps its chunks in .*one already"),
         ):
             engine(kv_connector="PDConnector", kv_connector_extra_config={"pool": two})
+
+
+def test_a_pool_that_nobody_uses_is_looked_at_and_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
+        monkeypatch.setenv(SHM_VARIABLE, shm)
+        with pytest.raises(Exception, match=NOWHERE):
+            engine(kv_connector="PDConnector", kv_connector_extra_config={"pool": True})
+        assert not memory_folder().exists(), "commands would say that its books are gone"
 
 
 def test_settings_of_vllm_that_cannot_be_kept_are_refused_as_early(

@@ -431,6 +431,19 @@ def test_a_router_is_known_when_it_is_met():
     assert only(healthy, "router").found == "pd-router; hands KV over; 1 prefill, 1 decode"
 
 
+def test_a_router_that_answers_503_is_known_by_what_it_says() -> None:
+    down = {"url": "http://p:1", "role": "prefill", "state": "down", "reason": "no connection"}
+    health = json.dumps({"status": "unavailable", "disaggregates": False, "engines": [down]})
+
+    def ask(path: str, body: object) -> str:
+        raise PeerError(f"{path} was answered with status 503", health)
+
+    visited = peer.check(URL, ask, lambda *_: "", lambda *_: None)
+    router, engine = visited.findings
+    assert (router.name, router.status) == ("router", Status.FAIL)
+    assert (engine.name, engine.found) == ("prefill http://p:1", "no connection")
+
+
 def test_a_router_names_the_engines_that_do_not_hand_over():
     warning = "no KV has moved there. What to do: set the proxy"
     findings = visit_router(

@@ -12,6 +12,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from pd_connector.hosts import server_url
 
 TIMEOUT_S = 10.0
+_MOST_ERROR_BYTES = 1 << 20
 DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after its present work
 
 Ask = Callable[[str, Mapping[str, Any] | None], str]
@@ -19,7 +20,11 @@ Ask = Callable[[str, Mapping[str, Any] | None], str]
 
 
 class PeerError(Exception):
-    """There is no answer, or the answer is an error."""
+    """There is no answer, or the answer is an error, whose body is in `body`."""
+
+    def __init__(self, said: str, body: str = "") -> None:
+        super().__init__(said)
+        self.body = body
 
 
 def url_of(given: str) -> str:
@@ -45,10 +50,10 @@ def asker(url: str, api_key: str | None) -> Ask:
             with opener.open(request, timeout=limit_s) as response:
                 return str(response.read().decode(errors="replace"))
         except HTTPError as error:
-            said = error.read(300).decode(errors="replace")
+            said = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
             remedy = " (give the engines' key with --api-key)" if error.code == 401 else ""
             raise PeerError(
-                f"{path} was answered with status {error.code}{remedy}: {said}"
+                f"{path} was answered with status {error.code}{remedy}: {said[:300]}", said
             ) from None
         except (OSError, ValueError, HTTPException) as error:
             raise PeerError(f"{path}: {_said(error)}") from None

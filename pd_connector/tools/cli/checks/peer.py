@@ -42,6 +42,8 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
     try:
         health = ask("/health", None)
     except PeerError as error:
+        if (routing := router.told(error.body)) is not None:  # it says 503 while no engine serves
+            return Visit(router.check(url, routing))
         advice = (
             "is the engine up, and does it listen on an address of this network "
             "(--host 0.0.0.0)? Is a firewall between? The URL is the engine's, not its control port"
