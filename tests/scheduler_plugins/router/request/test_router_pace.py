@@ -135,6 +135,7 @@ def test_what_says_nothing_of_the_engine_teaches_nothing(monkeypatch: pytest.Mon
     assert len(lessons.learnt) == 1, "once"
 
 
+@pytest.mark.quiet
 def test_an_engine_that_decodes_slowly_is_found_out_and_gets_less() -> None:
     """Three plain engines behind the default router, one four times as slow."""
 
