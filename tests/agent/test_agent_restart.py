@@ -321,9 +321,10 @@ def test_a_load_into_whose_pages_a_hung_agent_copies_is_owed_until_it_goes_on(
     assert consumer.loaded("another").cause == Cause.AGENT_HUNG
     assert "load of t" not in consumer.look()
     hang.release.set()
+    # An engine that looks between the copy and its report is told that the agent hangs; this one looks later.
+    until(lambda: consumer.count("agent_restarts") == 1)
     assert consumer.loaded("t").cause is None, "the copy was right, and nobody had its pages"
     assert_pages(producer, [1], consumer, [5])
-    until(lambda: consumer.count("agent_restarts") == 1)
     assert_serves_on(producer, consumer)
     consumer.counts.clear()
 

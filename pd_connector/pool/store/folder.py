@@ -227,10 +227,11 @@ class Folder:
                 os.unlink(name, dir_fd=folder)
 
     def erase(self, key: bytes, entry: Entry) -> None:
-        """Remove a chunk: first it can no longer be found, then its files go."""
+        """Remove a chunk: first it can no longer be found, then its files go. An entry that was made meanwhile goes last."""
         self.leave(key, entry.text())
         for name in entry.files(key):
             self.discard(name)
+        self.leave(key, entry.text())
 
     def open_part(self, key: bytes, entry: Entry, part: str) -> int:
         """A descriptor of a part, for reading.

@@ -182,12 +182,18 @@ class Holdings:
         if told is None:
             return False
         folder, text = self.folders[tier], told.text
-        if folder.text(key) == text:
+        if (found := folder.text(key)) == text:
             return True
         if (entry := told.entry) and folder.is_whole(key, entry):
             folder.enter(key, entry, self.stamp())
             return True
-        self.forget(folder, key, text)
+        if (entry := entry_of(found)) and folder.is_whole(key, entry):  # the row is wrong
+            with self.books.transaction() as books:
+                removed(books, [told])
+                insert_if_missing(books, tier, key, entry)
+            return True
+        for each in filter(None, (text, found)):
+            self.forget(folder, key, each)
         return False
 
     def _publish(self, part: Part) -> bool:

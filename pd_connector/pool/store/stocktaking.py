@@ -112,6 +112,8 @@ def take_stock(store: Holdings) -> None:
             if folder.text(key) != text:
                 with contextlib.suppress(OSError):  # no room, or a folder in its place
                     store.mend(tier, key)
+                if entry := folder.entry(key):
+                    known.update(entry.files(key))
         for key in keys:
             if key not in told and (tier, key, folder.text(key)) not in left:
                 store.adopt(tier, key)

@@ -4,6 +4,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chunks import chain, loads, save, there
@@ -11,6 +12,7 @@ from whole import problems, problems_now
 
 from pd_connector.pool.store import stocktaking
 from pd_connector.pool.store.eviction import make_room
+from pd_connector.pool.store.folder import Folder
 from pd_connector.pool.store.ledger import write_leaving
 from pd_connector.pool.store.local import LocalStore
 
@@ -113,3 +115,36 @@ def test_an_evicted_chunk_whose_row_says_nonsense_leaves_nothing(open_store: Ope
     store._holdings.erase(evicted)
     stocktaking.take_stock(store._holdings)
     assert problems(store) == []
+
+
+def test_a_chunk_whose_row_was_altered_is_kept_as_its_entry_says(open_store: Open) -> None:
+    """What the folders say holds. Its files were removed as those of the altered row, and its entry stayed."""
+    store, (key,) = open_store(), chain("a", 1)
+    store.keeper.stop()
+    assert save(store, [key]) == 1
+    with store._books.transaction(wait_s=10) as books:
+        books.execute("UPDATE chunks SET entry = replace(entry, ':', ':1')")
+    stocktaking.take_stock(store._holdings)
+    assert problems_now(store) == []
+    assert loads(store, key)
+
+
+def test_an_entry_that_is_made_while_its_chunk_is_removed_does_not_stay(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another process makes it that takes stock: it still finds all files."""
+    store, (key,) = open_store(), chain("a", 1)
+    store.keeper.stop()
+    assert save(store, [key]) == 1
+    folder, discard = store._holdings.folders[0], Folder.discard
+    entry = folder.entry(key)
+    assert entry
+
+    def enters(*arguments: Any) -> None:
+        folder.enter(key, entry, store._holdings.stamp())
+        discard(*arguments)
+
+    monkeypatch.setattr(Folder, "discard", enters)
+    store.remove([key])
+    assert there(store, [key]) == 0
+    assert problems_now(store) == []
