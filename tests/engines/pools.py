@@ -52,10 +52,11 @@ class PooledEngines:
         beside: dict[str, Any] | None = None,
         path: Path | None = None,
         known: bool = True,
+        apart: bool = False,
         **more: Any,
     ) -> VllmEngine:
         """`beside`: another connector in a `MultiConnector`. `path`: a folder whose packages go before the environment's,
-        such as `OLDER`. `known`: wait until it knows its weights. `more`: config keys."""
+        such as `OLDER`. `known`: wait until it knows its weights. `apart`: workers have processes of their own. `more`: config keys."""
         config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}, **more}
         connector = "PDConnector"
         if beside is not None:
@@ -69,7 +70,10 @@ class PooledEngines:
             str(model),
             (*EXACT_ARGS, *NAME_ARGS, *PROBE_ARGS, "--block-size", str(page), *args),
             frozen(
-                PROBE_ENVIRONMENT, COMPILE_NOTHING, WORKER_IN_CORE, {SHM_VARIABLE: str(self.shm)}
+                PROBE_ENVIRONMENT,
+                COMPILE_NOTHING,
+                {} if apart else WORKER_IN_CORE,
+                {SHM_VARIABLE: str(self.shm)},
             ),
             "kv_both",
             connector,
