@@ -51,8 +51,9 @@ _LONGEST_END = max(map(len, EVENT_ENDS))
 MOST_EVENT_BYTES = 64 << 20
 """Most bytes of one event. Log probabilities of a long prompt take a few MiB."""
 _ERROR = b'data: {"error"'
-NOTHING = re.compile(rb'(data: (\{[^\n]*"choices":\s*\[\][^\n]*\}|\[DONE\])\s*)*')
-"""Events of a stream with no choice: its usage, and the end mark."""
+_ROLE = rb'"delta":\s*\{"role":\s*"\w+",\s*"content":\s*""\}[^\n]*"finish_reason":\s*null'
+NOTHING = re.compile(rb'(data: (\{[^\n]*("choices":\s*\[\]|' + _ROLE + rb")[^\n]*\}|\[DONE\])\s*)*")
+"""Events of a stream that say nothing: the role that begins a chat, the usage, and the end mark."""
 ABORTED = b'"finish_reason":"abort"'
 """Marks an answer that an engine ended early, as vLLM does when it is stopped. Inside a text, the quotes would be
 escaped."""
@@ -100,7 +101,7 @@ def before_abort(events: bytes, said: bool = True) -> tuple[bytes, bool]:
     """The events before an abort, with which an engine ends its answer early, and whether there is an abort.
 
     Args:
-        said: more than `NOTHING` has come in this stream. vLLM says nothing of a completion that it aborts before its first token.
+        said: more than `NOTHING` has come in this stream. vLLM says nothing of an answer that it aborts before its first token.
     """
     at = events.find(ABORTED)
     if at < 0 and not said and events.rstrip().endswith(b"[DONE]"):

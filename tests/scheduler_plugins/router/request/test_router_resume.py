@@ -437,8 +437,8 @@ def chat_engine(*deltas: dict[str, Any], dies: bool = False) -> Any:
             told |= {"choices": [choice], **({} if n else {"prompt_token_ids": PROMPT})}
             data = json.dumps(told, separators=(",", ":"))
             await response.write(f"data: {data}\n\n".encode())
+        await asyncio.sleep(0.02)
         if dies:
-            await asyncio.sleep(0.02)
             drop(request)
             await forever()
         await response.write(DONE)
@@ -450,14 +450,17 @@ def chat_engine(*deltas: dict[str, Any], dies: bool = False) -> Any:
 ROLE = {"role": "assistant", "content": ""}
 
 
-@pytest.mark.parametrize("came", [1, 2])
-def test_a_chat_of_which_nothing_was_said_is_asked_for_again_as_a_chat(came: int) -> None:
-    """As a completion of the ids it would show the client the reasoning as the answer."""
+@pytest.mark.parametrize(("came", "dies"), [(1, True), (2, True), (1, False)])
+def test_a_chat_of_which_nothing_was_said_is_asked_for_again_as_a_chat(
+    came: int, dies: bool
+) -> None:
+    """As a completion of the ids it would show the client the reasoning as the answer. vLLM ends a chat so, too, that it
+    aborts before its first token."""
 
     async def scenario() -> None:
         async with World(prefill=1, decode=2) as world:
             thought = [ROLE, {}, {"reasoning": "hm"}, {"content": "yes"}]
-            world.d[0].behave = chat_engine(*thought[:came], dies=True)
+            world.d[0].behave = chat_engine(*thought[:came], dies=dies)
             world.d[1].behave = chat_engine(*thought)
             events = await asked(world, "/v1/chat/completions", CHAT)
             assert events[-1] == "[DONE]"
