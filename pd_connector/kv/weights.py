@@ -37,6 +37,7 @@ logger = logging.getLogger("pd_connector.kv.weights")
 
 _READ_BYTES = 8 << 20
 _CACHE = "pd-connector/weights.json"
+_ALL_READ = "each rank reads all of the weights, at each start"
 _HASH = "xxh3"
 """Named in the cache, so that what another hash has found is not taken for this one's."""
 
@@ -94,9 +95,7 @@ def _temporary(instead_of: str, why: str) -> Path | None:
         if not alone or found.st_uid != os.geteuid():
             raise OSError(f"{folder} is not a folder of this user alone")
     except OSError as error:
-        _complain(
-            instead_of, f"{why}; {error}", "each rank reads all of the weights, at each start"
-        )
+        _complain(instead_of, f"{why}; {error}", _ALL_READ)
         return None
     _complain(instead_of, why, f"they are kept in {folder}, and are read again when that is gone")
     return folder / Path(_CACHE).name
@@ -215,5 +214,4 @@ def _write_cache(cache: Path | None, known: dict[str, int]) -> None:
             Path(draft).unlink()
             raise
     except OSError as error:
-        then = "each rank reads all of the weights, at each start"
-        _complain(str(cache.parent), error.strerror or str(error), then)
+        _complain(str(cache.parent), error.strerror or str(error), _ALL_READ)

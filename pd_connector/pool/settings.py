@@ -49,12 +49,12 @@ class PoolSettings(NamedTuple):
 
     def open(self) -> LocalStore:
         """Open the store. Raises ConfigError if a folder cannot be used."""
-        os.close(private_folder(self.memory.path.parent, SHM_VARIABLE))
+        make_above(self.memory.path)
         return LocalStore(self.memory, self.disk)
 
     def try_out(self) -> None:
         """Whether `open` would work. Raises ConfigError as `open` does, before an engine reads its weights."""
-        os.close(private_folder(self.memory.path.parent, SHM_VARIABLE))
+        make_above(self.memory.path)
         if self.memory.path.is_dir():  # else no other engine uses it
             LocalStore(self.memory, self.disk, visits=True).close()
 
@@ -63,6 +63,11 @@ def memory_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """The folder of the memory tier of this user."""
     shm = Path(environment.get(SHM_VARIABLE) or "/dev/shm")
     return shm / f"pd_connector-{os.geteuid()}" / "pool"
+
+
+def make_above(memory: Path) -> None:
+    """Make the folder above a memory folder, if it is not there. Raises ConfigError if it is not this user's alone."""
+    os.close(private_folder(memory.parent, SHM_VARIABLE))
 
 
 def load(value: object, environment: Mapping[str, str] = os.environ) -> PoolSettings | None:

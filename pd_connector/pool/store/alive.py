@@ -10,6 +10,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterator
+from typing import Protocol
 
 from pd_connector.pool.store.folder import Folder, private_folder, unusable
 
@@ -38,7 +39,7 @@ class Alive:
         except OSError as error:
             os.close(self._folder)
             raise unusable(self._path, error, "pool.memory") from error
-        _of_this_process.add(self)
+        forgets_in_child(self)
 
     def _taken(self, name: str) -> int:
         """A descriptor that holds the lock of this name; -1 if a process that looks for dead ones was faster."""
@@ -157,12 +158,21 @@ class Alive:
             self._lock = -1
 
 
-_of_this_process: "weakref.WeakSet[Alive]" = weakref.WeakSet()
+class _Held(Protocol):
+    def forget_in_child(self) -> None: ...
+
+
+_held: "weakref.WeakSet[_Held]" = weakref.WeakSet()
+
+
+def forgets_in_child(one: _Held) -> None:
+    """Call this object's `forget_in_child` in each child of this process, as long as the object is used."""
+    _held.add(one)
 
 
 def _forget_all() -> None:
-    for alive in list(_of_this_process):
-        alive.forget_in_child()
+    for one in list(_held):
+        one.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_all)

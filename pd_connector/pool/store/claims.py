@@ -9,11 +9,11 @@ import contextlib
 import fcntl
 import os
 import time
-import weakref
 from pathlib import Path
 from typing import NamedTuple
 
 from pd_connector.errors import ConfigError
+from pd_connector.pool.store.alive import forgets_in_child
 from pd_connector.pool.store.folder import Folder, unusable
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -96,7 +96,7 @@ class Claims:
         except OSError as error:
             self.close()
             raise unusable(path, error, "pool.dir") from error
-        _of_this_process.add(self)
+        forgets_in_child(self)
 
     def renew(self) -> None:
         """A folder was removed, and created again: it names the other one as before."""
@@ -113,6 +113,10 @@ class Claims:
         while self._locks:
             os.close(self._locks.pop())
 
+    def forget_in_child(self) -> None:
+        """A child of this process does not use the folders, and must not hold them when its parent has ended."""
+        self.close()
+
 
 def _share(lock: int) -> bool:
     """Hold a lock together with others. A process that starts at the same time has it alone while it writes its claim.
@@ -124,15 +128,3 @@ def _share(lock: int) -> bool:
             return True
         time.sleep(0.001)
     return False
-
-
-_of_this_process: "weakref.WeakSet[Claims]" = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    """A child of this process does not use the folders, and must not hold them when its parent has ended."""
-    for claims in list(_of_this_process):
-        claims.close()
-
-
-os.register_at_fork(after_in_child=_forget_all)

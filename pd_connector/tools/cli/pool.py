@@ -2,7 +2,6 @@
 """`pd-connector pool`: what the KV pool of this host holds, whether it can be read, and how to empty it."""
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,9 +15,9 @@ from rich.table import Table
 
 from pd_connector.errors import ConfigError
 from pd_connector.pool.part_names import part_codec
-from pd_connector.pool.settings import SHM_VARIABLE, memory_folder, text_of
+from pd_connector.pool.settings import SHM_VARIABLE, make_above, memory_folder, text_of
 from pd_connector.pool.store.base import DISK, StoreStatus
-from pd_connector.pool.store.folder import VERSION, private_folder
+from pd_connector.pool.store.folder import VERSION
 from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import Chunk, LocalStore
 from pd_connector.pool.verify import verify
@@ -53,7 +52,7 @@ def opened(folder: Path | None) -> Iterator[LocalStore]:
             f"If its tmpfs is another one than /dev/shm, set {SHM_VARIABLE}; if it has a disk folder, name it with --dir"
         )
     try:
-        os.close(private_folder(memory.parent, SHM_VARIABLE))
+        make_above(memory)
         store = LocalStore(Space(memory, 0), visits=True)
         tiers = {tier.name: tier for tier in store.status().tiers}
         if folder is None and DISK in tiers:
