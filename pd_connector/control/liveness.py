@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How it is found out that the other end of a TCP connection has gone without a word: the system asks, and says
-what it has waited for in vain."""
+"""How it is found out that the other end of a TCP connection has gone silently: the system probes it, and knows
+which packets were never acknowledged."""
 
 import socket
 import struct
@@ -29,11 +29,12 @@ _INFO = struct.Struct("=8BI")
 answered, and the time until the next (microseconds)."""
 _LEAST_ROUNDS = 2
 _LEAST_NEXT_S = 0.5
-"""The next retransmission is due later than this: so much time has passed, however short round trips are."""
+"""The wait for the next retransmission doubles with each. At least this long means that about as much time has
+passed already, however short round trips are."""
 
 
 def is_unanswered(connection: socket.socket) -> bool:
-    """Whether what was sent has been sent again and again, and the other machine's system acknowledges nothing: a
+    """Whether data was retransmitted several times and the other machine's system acknowledges nothing: a
     middlebox has forgotten the connection, or the path or that machine is gone.
 
     The times between retransmissions follow from the round trips that the system has measured on this
@@ -43,4 +44,5 @@ def is_unanswered(connection: socket.socket) -> bool:
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     state, _, rounds, *_, next_us = _INFO.unpack(info)
-    return state == _ESTABLISHED and rounds >= _LEAST_ROUNDS and next_us >= 1e6 * _LEAST_NEXT_S
+    again = rounds >= _LEAST_ROUNDS and next_us >= 1e6 * _LEAST_NEXT_S
+    return bool(again and state == _ESTABLISHED)
