@@ -36,6 +36,7 @@ class Miss(StrEnum):
     NEVER_STORED = "never_stored"  # no engine has stored it
     NOT_WORTH = "not_worth"  # computing it is faster
     REFUSED = "refused"  # the store refused to read or write
+    RESET = "reset"  # it was saved before this engine's caches were reset
     UNLIKE = "unlike"  # it is of another model, prompt or kind of cache, or of another schema
 
 

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from pd_connector.pool.store.base import DISK, MEMORY
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.versions import advice
 from pd_connector.vllm.adapter_watch import watch
@@ -52,6 +53,8 @@ try:  # 0.32 and later count cached tokens by source
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:
     CacheHitSource = None
+
+_SOURCES = {MEMORY: CacheHitSource.HOST, DISK: CacheHitSource.DISK} if CacheHitSource else {}
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -185,6 +188,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         """Called by 0.32 and later: loads fill pages of these groups."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict["CacheHitSource", int]:
+        """Called by 0.32 and later after pages were allocated: KV comes from the host's pool, or from another engine."""
+        assert self._scheduler is not None
+        tiers = self._scheduler.pool.tiers(request.request_id) if self._scheduler.pool else {}
+        sources = {_SOURCES[tier]: tokens for tier, tokens in tiers.items()}
+        if sum(sources.values()) == num_external_tokens:
+            return sources
+        return {self._cache_hit_source: num_external_tokens}
+
     def take_events(self) -> Iterable["KVCacheEvent"]:
         """Called with every step: which blocks have come into the host's pool, or have gone."""
         assert self._scheduler is not None
@@ -310,7 +324,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
             self._scheduler.pool.close()
 
     def reset_cache(self) -> bool:
-        """Nothing is cached between requests. vLLM resets caches when it pauses for new weights."""
+        """Called by `/reset_prefix_cache?reset_external=true`, and when vLLM pauses, for new weights mostly. Only the pool
+        keeps KV between requests: this engine uses none of it any more."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
