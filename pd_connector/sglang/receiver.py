@@ -17,6 +17,7 @@ from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.wire.peers import Peer
+from pd_connector.protocol.wire.prefill_server import parse_server
 from pd_connector.sglang.failure import TransferError, contained
 from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.requests import room_after_retraction, transfer_of
@@ -120,7 +121,8 @@ class Receiver(BaseKVReceiver):
         body = {name: value for name, value in payload.items() if value is not None}
         body.pop("rid", None)  # the prefill engine may still know it
         body["bootstrap_room"] = int(self._transfer)
-        self._resumed = self.kv_mgr.resume(body, self.bootstrap_addr)
+        server = parse_server(self._req.sampling_params.custom_params)
+        self._resumed = self.kv_mgr.resume(body, self.bootstrap_addr, server)
 
     @contained
     def send_metadata(
