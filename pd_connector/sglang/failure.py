@@ -19,7 +19,7 @@ class TransferError(Exception):
     Without a failure of its own, this rank stopped because another rank failed.
 
     Args:
-        handoff: whether this is a prefill engine that has computed the prompt, and only the handoff failed.
+        handoff: whether this is a prefill engine that could compute the prompt, and only the handoff failed.
     """
 
     def __init__(

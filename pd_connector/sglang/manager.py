@@ -267,16 +267,21 @@ class Manager(BaseKVManager):
         """The same; None while it is being asked for."""
         return self._engines.look_up(address)
 
-    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+    def compute_again(
+        self, req: Any, address: str, cause: Cause, rest: dict[str, Any] | None = None
+    ) -> SecondPrefill | None:
         """Have the prefill engine at this address compute a request's prompt once more; None where
         that is not wanted, or not possible.
 
         With several ranks it is not: each meets failures of its own, and all would have to go over to
         the second attempt together.
+
+        Args:
+            rest: SGLang's own body for a request that it has retracted.
         """
         if self._config.on_failure != "recompute" or cause not in REPEATABLE or self._ranks > 1:
             return None
-        again = self._second_prefills.ask(req, address)
+        again = self._second_prefills.ask(req, address, rest)
         if again is not None:
             self.agent.telemetry.count("second_prefills", cause=cause)
             logger.warning(

@@ -54,6 +54,7 @@ class Receiver(BaseKVReceiver):
         self._asked = False  # the agent has a command for this request
         self._again: SecondPrefill | None = None
         self._resumed: SecondPrefill | None = None
+        self._rest: dict[str, Any] | None = None  # what a retracted request asks a prefill engine
         self._first_failure: tuple[Cause, str] | None = None  # of the first attempt
 
     @property
@@ -121,6 +122,7 @@ class Receiver(BaseKVReceiver):
         body = {name: value for name, value in payload.items() if value is not None}
         body.pop("rid", None)  # the prefill engine may still know it
         body["bootstrap_room"] = int(self._transfer)
+        self._rest = body
         server = parse_server(self._req.sampling_params.custom_params)
         self._resumed = self.kv_mgr.resume(body, self.bootstrap_addr, server)
 
@@ -161,8 +163,7 @@ class Receiver(BaseKVReceiver):
         if self.conclude_state is None and self._asked:
             self._look()
         if self.conclude_state is None and self._resumed is not None and self._resumed.problem:
-            problem = self._resumed.problem
-            self.fail(Cause.PREFILL_ENDED, f"retracted, and not computed again: {problem}")
+            self._not_computed(self._resumed.problem)
         return int(KVPoll.Failed if self._failure else self._state)
 
     def poll_pp_consensus(self) -> int:
@@ -244,7 +245,8 @@ class Receiver(BaseKVReceiver):
             first = self._first_failure[0]
             self._failure = cause, f"{detail} (the second attempt, after {first})"
             return
-        self._again = self.kv_mgr.compute_again(self._req, self.bootstrap_addr, cause)
+        self._resumed = None
+        self._again = self.kv_mgr.compute_again(self._req, self.bootstrap_addr, cause, self._rest)
         if self._again is None:
             self._failure = cause, detail
             return
@@ -254,6 +256,12 @@ class Receiver(BaseKVReceiver):
         self._request = self._rank.request_name(self._req.rid, self._again.room)
         self._rank.outcomes.watch(self._request)
         self._peers = ()
+
+    @contained
+    def _not_computed(self, problem: str) -> None:
+        """The prefill engine has failed a retracted request."""
+        self._drop()
+        self._ended(Cause.PREFILL_ENDED, f"retracted, and not computed again: {problem}")
 
     @contained
     def _look_again(self, again: SecondPrefill) -> None:

@@ -115,14 +115,18 @@ class SecondPrefills:
         self._config = config
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="pd-recompute")
 
-    def ask(self, req: Any, address: str) -> SecondPrefill | None:
+    def ask(
+        self, req: Any, address: str, rest: dict[str, Any] | None = None
+    ) -> SecondPrefill | None:
         """Have a request's prompt computed again; None if the request cannot be sent again.
 
         Args:
-            req: SGLang's request, without output.
+            req: SGLang's request.
             address: `host:port` of the prefill engine's registry.
+            rest: SGLang's own body for a request that it has retracted; None: it has no output.
         """
-        body = request_body(req, secrets.randbits(62) + 1)
+        room = secrets.randbits(62) + 1
+        body = request_body(req, room) if rest is None else {**rest, "bootstrap_room": room}
         server = parse_server(req.sampling_params.custom_params)
         if body is None or (server is not None and _loses_logprob(body)):
             return None
@@ -240,7 +244,7 @@ def _is_greedy(body: Mapping[str, Any]) -> bool:
 def _loses_logprob(body: Mapping[str, Any]) -> bool:
     """Whether the answer needs a log probability of the first token that vLLM does not tell the decode engine. The
     router takes it from the first prefill's answer, so the second prefill must choose the same token."""
-    return bool(body["return_logprob"]) and not _is_greedy(body)
+    return bool(body.get("return_logprob")) and not _is_greedy(body)
 
 
 def _http_address(address: str) -> tuple[str, int]:

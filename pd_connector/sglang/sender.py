@@ -121,7 +121,8 @@ class Sender(BaseKVSender):
         """Raise why the request failed. Other ranks may have failed without this one; this rank then stops, too."""
         self._withdraw()
         self._rank.admission.leave(self.bootstrap_room)
-        handoff = self._freed or self._failure is None
+        aborted = self._failure is not None and self._failure[0] is Cause.ABORTED
+        handoff = self._freed or aborted or self._failure is None
         raise TransferError(self.bootstrap_room, self._failure, handoff=handoff)
 
     def abort(self) -> None:

@@ -42,12 +42,14 @@ class Recomputing(Engine):
     ranks = 1
     leads = True
 
-    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+    def compute_again(
+        self, req: Any, address: str, cause: Cause, rest: dict[str, Any] | None = None
+    ) -> SecondPrefill | None:
         self._config = msgspec.structs.replace(CONFIG, on_failure=self.on_failure)
         self._ranks = self.ranks
         if not hasattr(self, "_second_prefills"):
             self._second_prefills = SecondPrefills("secret", CONFIG)
-        return Manager.compute_again(self, req, address, cause)
+        return Manager.compute_again(self, req, address, cause, rest)
 
     def submit_prefill_recompute(self, receiver: Any, payload: dict[str, Any]) -> None:
         Manager.submit_prefill_recompute(self, receiver, payload)
@@ -101,6 +103,8 @@ class Recomputed(Pair):
         self.server.prefill = self.prefill  # type: ignore[attr-defined]
         self.asked: list[dict[str, Any]] = []
         self.status = 200
+        self.then = 0  # the status after the next, if any
+        self.drops = 0  # requests that it forgets
         self.senders: list[Sender] = []
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
@@ -127,8 +131,12 @@ class Recomputed(Pair):
     def prefill(self, body: dict[str, Any]) -> int:
         """What the prefill engine does when it is asked again."""
         self.asked.append(body)
+        if self.drops:
+            self.drops -= 1
+            return 200
         if self.status != 200:
-            return self.status
+            found, self.status = self.status, self.then or self.status
+            return found
         sender = Sender(self.p, "", body["bootstrap_room"])
         req = super().request()
         req.bootstrap_room = body["bootstrap_room"]
@@ -384,12 +392,48 @@ def test_a_handoff_that_failed_says_so_to_the_router(pair: Recomputed) -> None:
         sender.failure_exception()
 
 
+def test_a_prefill_that_was_aborted_says_so_as_well(pair: Recomputed) -> None:
+    sender = pair.sender(Pair.request(pair))
+    sender.abort()
+    with pytest.raises(TransferError, match=HANDOFF_FAILED):
+        sender.failure_exception()
+
+
 def test_a_prefill_engines_own_error_does_not(pair: Recomputed) -> None:
     sender = pair.sender(Pair.request(pair))
     sender.fail(Cause.INTERNAL, "a defect")
     with pytest.raises(TransferError) as caught:
         sender.failure_exception()
     assert HANDOFF_FAILED not in str(caught.value)
+
+
+@pytest.mark.parametrize("told_by", ["the server", "the transfer"])
+def test_a_retracted_request_is_asked_for_again_as_any_other(
+    pair: Recomputed, told_by: str
+) -> None:
+    """Its stream has begun, so no router can give it to another engine."""
+    receiver, payload = retracted(pair)
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    if told_by == "the server":
+        pair.status = 500
+        pair.then = 200
+    else:
+        first = Sender(pair.p, "", int(receiver._transfer))
+        first.bind(Pair.request(pair))
+        first.abort()
+        first.clear()
+        pair.drops = 1
+    pair.d.submit_prefill_recompute(receiver, payload)
+    reach(receiver.poll, KVPoll.Success)
+    assert [asked["input_ids"] for asked in pair.asked] == [list(range(TOKENS))] * 2
+    rooms = [asked["bootstrap_room"] for asked in pair.asked]
+    assert len({ROOM, *rooms}) == 3
+    assert int(pair.d.rank.buffers.bootstrap_room[1, 0]) == ROOM, "SGLang looks for its own room"
+    receiver.clear()
+    for sender in pair.senders:
+        reach(sender.poll, KVPoll.Success)
+        sender.clear()
+    until(pair.idle, "nothing is left")
 
 
 def test_a_retracted_request_that_the_prefill_engine_refuses_says_so(pair: Recomputed) -> None:
