@@ -280,10 +280,8 @@ class Receiver(BaseKVReceiver):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)
             self.fail(cause, f"{detail}; asked again: {found.problem[1]}")
             return
-        if len(found.replicas) != 1:
-            self.fail(cause, f"{detail}; asked again: it has {len(found.replicas)} replicas")
-            return
-        self._peers = found.replicas[0]
+        # As SGLang chooses the replica that computes it (`--load-balance-method follow_bootstrap_room`).
+        self._peers = found.replicas[again.room % len(found.replicas)]
         self._ask()
 
     def _drop(self) -> None:

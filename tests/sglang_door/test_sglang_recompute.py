@@ -2,6 +2,7 @@
 """A prompt whose KV did not come is asked for again, once, of a prefill engine that answers HTTP."""
 
 import json
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,7 @@ from sglang_door.test_sglang_cache import TOKENS
 from support.agents import until
 
 from pd_connector.errors import HANDOFF_FAILED, Cause
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.protocol.wire.prefill_server import PrefillServer
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.manager import Manager
@@ -198,6 +200,19 @@ def test_pages_that_are_there_are_filled_by_the_second_attempt(pair: Recomputed)
     first.abort()
     reach(receiver.poll, KVPoll.Success)
     assert len(pair.asked) == 1
+
+
+def test_the_replica_is_asked_that_the_new_room_names(
+    pair: Recomputed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.sender(Pair.request(pair)).abort()
+    receiver = pair.receiver(pair.request())
+    (peers,) = pair.d.found.replicas
+    pair.d.found = Found(((Peer(Source("127.0.0.1", 1, "other"), peers[0].shard),), peers))
+    monkeypatch.setattr(secrets, "randbits", lambda bits: 4)  # room 5
+    reach(receiver.poll, KVPoll.WaitingForInput)
+    receiver.send_metadata(pair.pages(pair.d, 3), 1)
+    reach(receiver.poll, KVPoll.Success)
 
 
 def test_it_is_asked_once(pair: Recomputed) -> None:
