@@ -92,6 +92,11 @@ class Cause(StrEnum):
     WORDS = "words"  # the producer did not send the last words that the consumer needs
 
 
+HANDOFF_FAILED = "the handoff failed, and the decode engine knows"
+"""A prefill engine's error answer has these words if the prompt was computed and its KV did not pass. The decode engine
+hears of it at the same time and goes on by itself, so a router lets it."""
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """`did you mean 'X'?` if one of the known words is close to this one, else an empty string."""
     near = difflib.get_close_matches(str(name), list(known), n=1)

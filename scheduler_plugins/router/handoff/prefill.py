@@ -9,6 +9,8 @@ from types import TracebackType
 
 import msgspec
 
+from pd_connector.errors import HANDOFF_FAILED
+from pd_connector.protocol.wire.prefill_server import PrefillServer
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.client.answers import ABORTED
 from scheduler_plugins.router.engines.connections import EngineConnections
@@ -51,7 +53,9 @@ def as_told(engine: BackendEngine, rank: int | None) -> Prefill:
         rank: data-parallel rank that will compute the prompt; None: not known in advance.
     """
     addresses = engine.addresses if rank is None else engine.addresses[rank : rank + 1]
-    return Prefill(engine.kind or Kind.VLLM, engine.model, addresses, engine.bootstrap(rank or 0))
+    kind = engine.kind or Kind.VLLM
+    server = PrefillServer(engine.url, rank) if kind is Kind.VLLM else None
+    return Prefill(kind, engine.model, addresses, engine.bootstrap(rank or 0), server)
 
 
 class PrefillCopy:
@@ -167,8 +171,13 @@ class PrefillCopy:
         a transfer that does not exist. There is no reason to wait if the prefill engine was overloaded or refused the
         prompt. Otherwise the decode engine has `REFUSAL_GRACE_S` to find the KV in its own cache, or to answer
         anyway.
+
+        If the prefill engine computed the prompt and only the handoff failed, the decode engine knows it. It goes on
+        by itself: vLLM computes the prompt, SGLang has it computed once more. If it cannot, it says so.
         """
-        if self.failure is None or (self.failure.accepted and not self._elsewhere()):
+        if self.failure is None or isinstance(self.failure, HandoffFailedError):
+            return None
+        if self.failure.accepted and not self._elsewhere():
             return None
         if isinstance(self.failure, OverloadedError | RefusedError):
             return PrefillRefusedError(self.failure)
@@ -180,6 +189,9 @@ class PrefillCopy:
         try:
             await self._send()
         except EngineFailedError as failure:
+            if HANDOFF_FAILED in str(failure):
+                self._fail(HandoffFailedError(failure))
+                return
             self._fail(failure)
             if not isinstance(failure, OverloadedError) and not failure.blames_request:
                 self._pool.report_failure(self.engine, failure)
@@ -242,6 +254,13 @@ class PrefillCopy:
         self.failure = failure
         self._failed_at = asyncio.get_running_loop().time()
         self.on_failure()
+
+
+class HandoffFailedError(EngineFailedError):
+    """The prefill engine computed the prompt, and its KV did not pass. The prefill engine is not to blame."""
+
+    def __init__(self, failure: EngineFailedError) -> None:
+        super().__init__("handoff", str(failure), accepted=False)
 
 
 class PrefillRefusedError(EngineFailedError):

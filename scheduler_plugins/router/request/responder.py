@@ -234,7 +234,7 @@ class Responder:
         """The events for the client, and the failure if the stream ended before the answer was complete."""
         failed: EngineFailedError | None = None
         came = events
-        if record is not None:
+        if self._end_mark:
             events, error = before_error(events)
             failed = None if error is None else _engines_own(error)
         if not self._aborts_pass:
