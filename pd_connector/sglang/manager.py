@@ -28,7 +28,7 @@ from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
-from pd_connector.sglang.model import kv_scales, loaded_files, model_facts
+from pd_connector.sglang.model import kv_heads, kv_scales, loaded_files, model_facts
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
 from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
@@ -99,7 +99,7 @@ class Manager(BaseKVManager):
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         cache = describe_cache(
             pool,
-            scheduler.model_config.get_total_num_kv_heads(),
+            kv_heads(scheduler),
             own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size),
             sliding_window=scheduler.sliding_window_size or 0,
             scales=kv_scales(scheduler),
