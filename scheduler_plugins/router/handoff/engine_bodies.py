@@ -150,7 +150,7 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
         transfer = uuid.uuid4().hex
         return Handoff(
             path,
-            prefill_copy(request, transfer),
+            prefill_copy(request, path, transfer),
             decode_copy(alone(request), prefill.addresses[0], transfer),
         )
     both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
@@ -242,7 +242,9 @@ def _new_room() -> int:
 
 
 def has_inputs(request: Mapping[str, Any]) -> bool:
-    """Whether a message has parts other than text."""
+    """Whether a message has parts other than text, or a request of tokens has images beside them."""
+    if request.get("features") or request.get("content_parts"):
+        return True
     messages = request.get("messages")
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None

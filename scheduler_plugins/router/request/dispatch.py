@@ -36,6 +36,7 @@ from scheduler_plugins.router.request.noticed import Noticed
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord
+from scheduler_plugins.router.request.resume_tokens import TokenRecord
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.routing.attempt import Attempt
 from scheduler_plugins.router.routing.candidates import Candidates
@@ -53,7 +54,7 @@ class Dispatch:
         asked: Asked,
         candidates: Candidates,
         responder: Responder,
-        record: StreamRecord | None,
+        record: StreamRecord | TokenRecord | None,
         spans: Trace,
         noticed: Noticed,
     ) -> None:

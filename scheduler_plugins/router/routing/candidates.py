@@ -18,7 +18,14 @@ from scheduler_plugins.router.engines.failures import (
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.handoff.engine_bodies import sglangs_own, vllms_own
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
-from scheduler_plugins.router.prompt.body import BadRequestError
+from scheduler_plugins.router.prompt.body import (
+    COMPLETIONS,
+    GENERATE,
+    ONE_ENGINE,
+    ONLY_VLLM,
+    TOKENIZERS,
+    BadRequestError,
+)
 from scheduler_plugins.router.routing.attempt import (
     AbleEngines,
     AllOverloadedError,
@@ -31,22 +38,21 @@ from scheduler_plugins.router.routing.pairing import MOST_FAILURES, Pairing
 class Candidates:
     """The engines that have not failed one request."""
 
-    def __init__(
-        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, endpoint: str
-    ) -> None:
+    def __init__(self, pool: Pool, attempts: int, fields: Mapping[str, Any], path: str) -> None:
         """Send nothing yet.
 
         Args:
             attempts: most engines that may accept the request and fail it.
-            endpoint: path of an endpoint without transfers; empty for all others.
+            fields: the request `as_completion`.
         """
         self._pool = pool
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._pairing = Pairing(body, endpoint=endpoint)
-        self._model = body.get("model")
-        self._sglangs = sglangs_own(body)
-        self._vllms = not self._sglangs and vllms_own(body)
+        self._pairing = Pairing(fields, endpoint=path if path in ONE_ENGINE else "")
+        self._model = fields.get("model")
+        self._only_vllm = path if path in ONLY_VLLM else ""
+        self._sglangs = "" if self._only_vllm else sglangs_own(fields)
+        self._vllms = not self._sglangs and vllms_own(fields)
         self._without_kv: dict[BackendEngine, EngineFailedError] = {}
         """Decode engines that are alive but got no KV for the prompt, with their last failure."""
         self._died = set[BackendEngine]()
@@ -106,8 +112,9 @@ class Candidates:
 
     def _of_sglang(self) -> set[BackendEngine]:
         """SGLang engines that would answer a request with a field that only vLLM knows, if the router has vLLM
-        engines."""
-        if not (self._vllms and any(one.was_vllm for one in self._pool.engines)):
+        engines; and one to an endpoint that only vLLM has."""
+        prefers = self._vllms and any(one.was_vllm for one in self._pool.engines)
+        if not (self._only_vllm or prefers):
             return set()
         sglangs = [one for one in self._pool.engines if one.kind is Kind.SGLANG]
         return {one for one in sglangs if one.serves(Role.DECODE) or one.whole}
@@ -208,6 +215,12 @@ class Candidates:
         if needs_one and left and not any(one.computes_prompts for one in left):
             return BadRequestError(needs_one)
         kinds = {one.kind for one in self._pool.engines if one.serves(Role.PREFILL)}
+        if self._only_vllm and left and all(one.kind is Kind.SGLANG for one in left):
+            instead = f"{COMPLETIONS}, whose prompt takes token ids"
+            return BadRequestError(
+                f"{self._only_vllm}: only vLLM's engines have this endpoint, and the router has none; use "
+                f"{instead if self._only_vllm == GENERATE else TOKENIZERS[1]}"
+            )
         alone = any(one.whole for one in left)
         if vllm and not alone and not kinds & {Kind.SGLANG, None}:
             told = f"{self._sglangs}: only SGLang's engines know it, and none of them computes prompts here"

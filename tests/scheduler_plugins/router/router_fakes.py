@@ -17,6 +17,7 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_connector.tools.launch.ports import Port
+from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.server import RouterServer
@@ -250,6 +251,7 @@ class FakeEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post(GENERATE, self._complete)
         app.router.add_get("/pd/load", self._load)
         app.router.add_get("/pd/pool", self._pool)
         app.router.add_get("/is_paused", self._is_paused)
