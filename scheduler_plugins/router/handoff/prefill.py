@@ -33,6 +33,7 @@ from scheduler_plugins.router.engines.ranks import sent_to
 from scheduler_plugins.router.handoff.engine_bodies import Prefill
 from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
+from scheduler_plugins.router.loop import ran_s
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import transfer
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -252,7 +253,7 @@ class PrefillCopy:
 
     def _fail(self, failure: EngineFailedError) -> None:
         self.failure = failure
-        self._failed_at = asyncio.get_running_loop().time()
+        self._failed_at = ran_s()
         self.on_failure()
 
 

@@ -20,6 +20,7 @@ from pd_connector.tools.launch.ports import Port
 from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.loop import AsyncioLoop
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -195,6 +196,7 @@ class FakeEngine:
         self.api_key = ""
         self.healthy = True
         self.hung = False
+        self._unhung = asyncio.Event()
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[CIMultiDictProxy[str]] = []
         self.pool_asked: list[str | None] = []
@@ -258,6 +260,12 @@ class FakeEngine:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
 
+    def unhang(self) -> None:
+        """Answer the health checks that wait, and later ones."""
+        self.hung = False
+        self._unhung.set()
+        self._unhung = asyncio.Event()
+
     async def refuse(self) -> None:
         """Stop listening and keep the open connections, as a draining engine does."""
         assert self._runner is not None
@@ -285,7 +293,7 @@ class FakeEngine:
     async def _health(self, request: web.Request) -> web.StreamResponse:
         self.health_checks += 1
         if self.hung:
-            await forever()
+            await self._unhung.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
@@ -491,14 +499,18 @@ class Reply:
         return [text if text == "[DONE]" else json.loads(text) for text in data]
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
+def run(
+    scenario: Coroutine[Any, Any, None],
+    loop: Callable[[], asyncio.AbstractEventLoop] = AsyncioLoop,
+) -> None:
     """Run one scenario under a deadline."""
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await scenario
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(bounded())
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
