@@ -97,6 +97,12 @@ def _has_config(model: Path) -> Path:
     return model
 
 
+def _print_model(wanted: bool) -> None:
+    if wanted:
+        typer.echo(MODEL_DIR)
+        raise typer.Exit
+
+
 def demo(
     engine: Annotated[EngineName, typer.Option(help="Which engines.")] = EngineName.VLLM,
     model: Annotated[
@@ -105,6 +111,15 @@ def demo(
     transport: Annotated[
         TransportName | None, typer.Option(help="How KV travels.  [default: the connector's own]")
     ] = None,
+    print_model: Annotated[
+        bool,
+        typer.Option(
+            "--print-model",
+            help="Print the folder of the model that ships with the package, and start nothing.",
+            is_eager=True,
+            callback=_print_model,
+        ),
+    ] = False,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(

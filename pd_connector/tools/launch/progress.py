@@ -23,7 +23,7 @@ from pd_connector.tools.launch.service import (
     stop_services,
 )
 
-BEAT_S = 5.0
+BEAT_S = 7.0
 """Longest time without a line where there is no terminal, but for a poll."""
 
 

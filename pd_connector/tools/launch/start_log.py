@@ -18,7 +18,7 @@ failure."""
 _FIELDS = re.compile(
     r"^(?:\(\w+[^)]*pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:.,]+ \[[^\]]*\] |\[[\d: -]+[^\]]*\] )?"
 )
-_NOISE = re.compile(r'Route: /|Available routes|" 200 OK$')
+_NOISE = re.compile(r'Route: /|Available routes|" 200 OK$|#token=')
 
 # Meanings of lines in vLLM's log, in the order in which the lines come.
 _PHASES = (
