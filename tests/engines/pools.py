@@ -29,7 +29,7 @@ from pd_connector.pool.settings import SHM_VARIABLE
 from pd_connector.tools.launch import VllmEngine
 
 OLDER = Path(__file__).parents[2] / ".venv" / "vllm-0.31"
-"""Where `ci/setup` puts vLLM 0.31 beside the 0.32 of the environment."""
+"""Where `ci/setup-tests` puts vLLM 0.31 beside the 0.32 of the environment."""
 CHUNKS = 5
 PROMPT = [3 + (7 * place) % 250 for place in range(700)]
 IN_USE = "pool: in use"

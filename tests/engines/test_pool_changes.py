@@ -220,7 +220,7 @@ def test_weights_that_are_reloaded_are_those_of_their_files(
     assert loaded(other, salt, before) == CHUNKS
 
 
-@pytest.mark.skipif(not OLDER.is_dir(), reason="no vLLM 0.31 beside 0.32: run ci/setup")
+@pytest.mark.skipif(not OLDER.is_dir(), reason="no vLLM 0.31 beside 0.32: run ci/setup-tests")
 def test_versions_0_31_and_0_32_read_each_others_chunks(
     pool: PooledEngines, other: VllmEngine
 ) -> None:

@@ -104,7 +104,7 @@ def _environment() -> None:
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Part]]:
     """The frontend, and workers with unlike pages."""
     if not OLDER.is_dir():
-        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup")
+        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup-tests")
     folder = tmp_path_factory.mktemp("dynamo")
     (folder / "discovery").mkdir()
     found = {

@@ -31,7 +31,7 @@ class MixedSetup(Setup):
 @pytest.fixture
 def mixed(engines: EnginePool) -> Pair:
     if not OLDER.is_dir():
-        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup")
+        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup-tests")
     return engines.pair(MixedSetup())
 
 
