@@ -225,7 +225,7 @@ class PrefillCopy:
         self.answered = True
         self._answer = first_logprobs(answer, max(0, self.top_logprobs))
         self._usage = prompt_usage(answer)
-        self._count_hits(self._usage.cached)
+        self._count_hits(self._usage)
         self.engine.circuit.succeeded()
         seen = transfer.address_in(answer)
         if seen is not None and self.engine.moved(self._rank, seen):
@@ -238,13 +238,17 @@ class PrefillCopy:
             self._pool.learnt(self.engine, StepLoad.of([(cached, self._tokens)]), took_s)
         self._prefilled()
 
-    def _count_hits(self, told: int | None) -> None:
+    def _count_hits(self, told: PromptUsage) -> None:
         """Compare the index's expectation with the cached tokens that the engine reports."""
-        if told is not None:
-            known = self.engine.metrics
-            known.cached_tokens.labels("expected").inc(max(0, self._tokens - self._fresh_tokens))
-            known.cached_tokens.labels("actual").inc(told)
-            known.counted_prompt_tokens.inc(self._tokens)
+        if told.cached is None:
+            return
+        # The router's own length of a text is a guess. A guess below the engine's count would make shares above 1.
+        tokens = max(told.tokens or self._tokens, told.cached)
+        expected = max(0, self._tokens - self._fresh_tokens) / self._tokens
+        known = self.engine.metrics
+        known.cached_tokens.labels("expected").inc(expected * tokens)
+        known.cached_tokens.labels("actual").inc(told.cached)
+        known.counted_prompt_tokens.inc(tokens)
 
     def _prefilled(self) -> None:
         """Note that the engine has cached the prompt."""
