@@ -19,8 +19,10 @@ from recipes import (
     NAME_ARGS,
     PROBE_ARGS,
     PROBE_ENVIRONMENT,
+    RUNNERS,
     WORKER_IN_CORE,
     Recipe,
+    Runner,
     frozen,
 )
 
@@ -53,6 +55,8 @@ class Setup:
     engine core's. Engines of several ranks have it so in any case."""
     forked: bool = True
     """See `Recipe`."""
+    runner: Runner = "V2"
+    """Both engines' model runner. The one engine that answers are held to has V1, which is faster here."""
 
     @classmethod
     def of(
@@ -69,6 +73,7 @@ class Setup:
         reference_args: Sequence[str] = (),
         worker_apart: bool = False,
         forked: bool = True,
+        runner: Runner = "V2",
         **extra: Any,
     ) -> Setup:
         """PDConnector with these config keys."""
@@ -85,6 +90,7 @@ class Setup:
             reference_args=tuple(reference_args),
             worker_apart=worker_apart,
             forked=forked,
+            runner=runner,
         )
 
     def __str__(self) -> str:
@@ -107,7 +113,7 @@ class Setup:
         return Recipe(
             self.model,
             args,
-            frozen(PROBE_ENVIRONMENT, compiled, place),
+            frozen(PROBE_ENVIRONMENT, compiled, place, RUNNERS[self.runner]),
             role,
             self.connector,
             json.dumps(extra, sort_keys=True),

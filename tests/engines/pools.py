@@ -20,8 +20,10 @@ from recipes import (
     NAME_ARGS,
     PROBE_ARGS,
     PROBE_ENVIRONMENT,
+    RUNNERS,
     WORKER_IN_CORE,
     Recipe,
+    Runner,
     frozen,
 )
 
@@ -53,6 +55,7 @@ class PooledEngines:
         path: Path | None = None,
         known: bool = True,
         apart: bool = False,
+        runner: Runner = "V2",
         **more: Any,
     ) -> VllmEngine:
         """`beside`: another connector in a `MultiConnector`. `path`: a folder whose packages go before the environment's,
@@ -74,14 +77,14 @@ class PooledEngines:
                 COMPILE_NOTHING,
                 {} if apart else WORKER_IN_CORE,
                 {SHM_VARIABLE: str(self.shm)},
+                RUNNERS[runner],
             ),
             "kv_both",
             connector,
             json.dumps(config),
         )
         if path:
-            paths = f"{path}:{PROBE_ENVIRONMENT['PYTHONPATH']}"
-            env = frozen(dict(recipe.env), {"PYTHONPATH": paths})
+            env = frozen(dict(recipe.env), {"PYTHONPATH": str(path)})
             recipe = recipe._replace(env=env, forked=False)
         log = self._logs / f"{len(self.started)}.log"
         engine = recipe.engine(f"engine {len(self.started)}", log)

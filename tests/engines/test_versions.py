@@ -22,10 +22,10 @@ class MixedSetup(Setup):
 
     def recipe(self, side: Side) -> Recipe:
         usual = Setup.of(both=True).recipe(side)
-        older = {"PYTHONPATH": f"{OLDER}:{PROBE_ENVIRONMENT['PYTHONPATH']}"}
+        older = {"PYTHONPATH": str(OLDER)}
         if side == "decode":
             return usual
-        return usual._replace(env=frozen(older, COMPILE_NOTHING), forked=False)
+        return usual._replace(env=frozen(PROBE_ENVIRONMENT, COMPILE_NOTHING, older), forked=False)
 
 
 @pytest.fixture
