@@ -30,6 +30,7 @@ _LOADERS = "vllm.model_executor.model_loader"
 _WORKER = "vllm.v1.worker.worker_base"
 _CHANGES: tuple[tuple[str, dict[str, bool]], ...] = (
     ("reload_weights", {"whole": True}),
+    ("reset_weights", {}),
     ("load_model", {"whole": True}),
     ("start_weight_update", {"begins": True}),
     ("start_draft_weight_update", {"begins": True}),

@@ -19,10 +19,11 @@ from recipes import (
     NAME_ARGS,
     PROBE_ARGS,
     PROBE_ENVIRONMENT,
-    RUNNERS,
+    USUAL,
+    VLLM,
     WORKER_IN_CORE,
     Recipe,
-    Runner,
+    Vllm,
     frozen,
 )
 
@@ -55,8 +56,8 @@ class Setup:
     engine core's. Engines of several ranks have it so in any case."""
     forked: bool = True
     """See `Recipe`."""
-    runner: Runner = "V2"
-    """Both engines' model runner. The one engine that answers are held to has V1, which is faster here."""
+    vllm: Vllm = USUAL
+    """What both engines run. The one engine that answers are held to has 0.32 with V1, which is faster here."""
 
     @classmethod
     def of(
@@ -73,7 +74,7 @@ class Setup:
         reference_args: Sequence[str] = (),
         worker_apart: bool = False,
         forked: bool = True,
-        runner: Runner = "V2",
+        vllm: Vllm = USUAL,
         **extra: Any,
     ) -> Setup:
         """PDConnector with these config keys."""
@@ -90,7 +91,7 @@ class Setup:
             reference_args=tuple(reference_args),
             worker_apart=worker_apart,
             forked=forked,
-            runner=runner,
+            vllm=vllm,
         )
 
     def __str__(self) -> str:
@@ -113,7 +114,7 @@ class Setup:
         return Recipe(
             self.model,
             args,
-            frozen(PROBE_ENVIRONMENT, compiled, place, RUNNERS[self.runner]),
+            frozen(PROBE_ENVIRONMENT, compiled, place, VLLM[self.vllm]),
             role,
             self.connector,
             json.dumps(extra, sort_keys=True),

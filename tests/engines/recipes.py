@@ -27,17 +27,21 @@ PROBE_ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "PYTHONPATH": str(_HERE),
 }
-Runner = Literal["V1", "V2"]
-"""vLLM's model runners. On a GPU engines have V2."""
+_VENV = _HERE.parents[1] / ".venv"
+OLDER, NEWEST = _VENV / "vllm-0.31", _VENV / "vllm-0.33"
+"""Where `ci/setup` puts other versions of vLLM beside the 0.32 of the environment. That of `NEWEST` may lack."""
+_TRITON = str(_HERE.parent / "support" / "triton_cpu")
 # Its kernels are interpreted: a step takes about 0.1 s more.
-RUNNERS: Mapping[Runner, Mapping[str, str]] = {
-    "V1": {},
-    "V2": {
-        "PYTHONPATH": str(_HERE.parent / "support" / "triton_cpu"),
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-    },
+_V2 = {"PYTHONPATH": _TRITON, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+Vllm = Literal["0.31", "0.32 V1", "0.32", "0.33"]
+VLLM: Mapping[Vllm, Mapping[str, str]] = {
+    "0.31": {"PYTHONPATH": str(OLDER)},
+    "0.32 V1": {},
+    "0.32": _V2,
+    "0.33": {**_V2, "PYTHONPATH": f"{NEWEST}:{_TRITON}"},
 }
+"""Variables for each version and model runner of vLLM: V2 as on a GPU, if V1 is not named."""
+USUAL: Vllm = "0.33" if NEWEST.is_dir() else "0.32"
 # --enforce-eager leaves vLLM's helpers compiled, each at its first use: the one that ranks logprobs
 # costs every engine seconds.
 COMPILE_NOTHING = {"TORCH_COMPILE_DISABLE": "1"}
