@@ -53,6 +53,7 @@ class Cause(StrEnum):
 
     ABORTED = "aborted"  # consumer: the client went away
     AGENT_HUNG = "agent_hung"  # the agent's thread did not answer its engine
+    ASLEEP = "asleep"  # this engine went to sleep, and its pages are gone
     AUDIT = "audit"  # the producer's KV differs from what this engine computes
     AUTHENTICATION = "authentication"  # the peer has another key, or none
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent

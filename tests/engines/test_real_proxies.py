@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from harness import url_of, wait_until
 from pairs import Pair, Setup
-from pools import OLDER
-from recipes import COMPILE_NOTHING, MODEL
+from recipes import COMPILE_NOTHING, MODEL, OLDER
 from test_handoff import prompt_of
 from test_proxies import EARLY, PORTIONS, TRANSFERS
 from tools import delta
