@@ -14,12 +14,10 @@ from support.surface import options as options_of
 from typer.main import get_command
 
 from chaos.__main__ import app as chaos
-from measure.app import app as measure
 from pd_connector.agent import metrics as connector_metrics
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.tools.cli.app import app as pd_connector
-from scheduler_plugins.bench.__main__ import app as scheduling
 from scheduler_plugins.commands import app as pd_router
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -35,9 +33,7 @@ CONFIGURATION = TEXTS["docs/configuration.md"]
 ROUTER = TEXTS["docs/router.md"]
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
-COMMAND = re.compile(
-    r"(?:^|[\s`(])((?:pd-connector|pd-router|python3? -m [\w.]+|python ci/measure) [^`\n]*)", re.M
-)
+COMMAND = re.compile(r"(?:^|[\s`(])((?:pd-connector|pd-router|python3? -m [\w.]+) [^`\n]*)", re.M)
 OTHERS = {
     *("--no-deps", "--only-binary", "--platform", "--python-version", "--target"),  # pip
     *("--cacert", "--retry", "--retry-connrefused"),  # curl
@@ -73,9 +69,7 @@ def commands() -> dict[str, set[str]]:
         **router,
         "pd-router": router["pd-router"] | router["pd-router serve"],
         **dict(options_of(get_command(pd_connector), "pd-connector")),
-        **dict(options_of(get_command(measure), "python ci/measure")),
         **dict(options_of(get_command(chaos), "python -m chaos")),
-        **dict(options_of(get_command(scheduling), "python -m scheduler_plugins.bench")),
         "python -m scheduler_plugins.router": router["pd-router serve"],
         "python -m scheduler_plugins.sim": router["pd-router simulate"],
     }
@@ -126,7 +120,7 @@ def wrong_options(text: str, known: dict[str, set[str]]) -> list[str]:
 def test_options_that_documents_name_exist() -> None:
     known = set[str]().union(
         *commands().values(),
-        written_in("ci/gpu_run", "kernels/pd_kernels/bench", "tests/emulator", "tests/fuzz"),
+        written_in("ci/gpu_run", "ci/bench/pd_bench/kernels", "tests/emulator", "tests/fuzz"),
         OTHERS,
         of_engines(),
     )
@@ -155,7 +149,9 @@ def test_every_option_is_named_in_a_document() -> None:
         for option in sorted(options)
         if option.startswith("--")
         and option not in named | {"--help"}
-        and not name.startswith("python ci/measure")  # its own help is enough
+        and not name.startswith(
+            ("pd-connector bench core", "pd-connector bench scheduler")
+        )  # their help is enough
     ]
 
 
