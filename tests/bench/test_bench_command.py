@@ -10,12 +10,12 @@ from support.bench import ROW_KEYS, comparison
 from typer.testing import CliRunner
 
 from pd_bench.handoff import bench as bench_module
-from pd_bench.handoff import cross, sglang, vllm
+from pd_bench.handoff import command, cross, sglang, vllm
 from pd_bench.handoff.bench import HandoffBench
 from pd_bench.handoff.findings import HandoffFindings, Series
 from pd_bench.handoff.vllm import BASELINE
 from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.cli import bench as command
+from pd_connector.tools.cli.bench import app as bench
 
 
 def outcome(*comparisons: Comparison, **failures: str) -> HandoffFindings:
@@ -39,7 +39,7 @@ def invoke(monkeypatch):
 
         monkeypatch.setattr(bench_module.HandoffBench, "measure", measure)
         monkeypatch.setattr(command, "_check_possible", lambda plan: None)
-        return CliRunner().invoke(command.app, ["handoff", *arguments])
+        return CliRunner().invoke(bench, ["handoff", *arguments])
 
     run.asked = asked
     return run
@@ -129,7 +129,7 @@ def test_an_unknown_contender_is_refused_with_those_there_are(invoke, arguments)
 def test_without_namespaces_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr(command, "available", lambda: "`ip` is missing")
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name)
-    result = CliRunner().invoke(command.app, ["handoff"])
+    result = CliRunner().invoke(bench, ["handoff"])
     assert result.exit_code == 2
     assert "ip` is missing" in result.output
     assert "--local" in result.output

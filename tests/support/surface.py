@@ -139,7 +139,7 @@ def _names() -> Iterator[tuple[str, ...]]:
         for route in each.router.routes():
             yield "endpoint", port, route.method, str(route.resource and route.resource.canonical)
     yield from (("codec", name) for name in CODINGS)
-    yield from (("transport", name) for name in transports._MAKERS)
+    yield from (("transport", name) for name in transports._BUILT_IN)
     yield from (("queue policy", name) for name in orders.POLICIES)
     for policies in (routes.PREFILL, routes.DECODE, routes.BOTH_SIDES):
         yield from (("route policy", name) for name in policies)
