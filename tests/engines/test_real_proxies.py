@@ -22,7 +22,7 @@ from test_handoff import prompt_of
 from test_proxies import EARLY, PORTIONS, TRANSFERS
 from tools import delta
 
-from pd_connector.tools.bench.serve.stack import VllmRouterProcess
+from pd_bench.serve.stack import VllmRouterProcess
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT
 from pd_connector.tools.launch.service import Service, stop_services
 
