@@ -277,6 +277,8 @@ class PoolSide:
         """A step was scheduled. Returns saves of chunks that earlier steps have computed, and comparisons."""
         self._stepped = time.monotonic(), output.total_num_scheduled_tokens
         self._looks.next_step()
+        for (tier, cause), number in self._store.take_failures().items():
+            self._telemetry.count("pool_unwritten", number, tier=tier, cause=cause)
         if not self._prompts:
             return []
         for request_id in output.preempted_req_ids or ():
