@@ -4,7 +4,7 @@
 Scheduler side (`scheduler_side.SchedulerSide`): on_new_request, get_num_new_matched_tokens,
 update_state_after_alloc, build_connector_meta, update_connector_output,
 request_finished_all_groups.
-Worker side (`worker_side.WorkerSide`): register_kv_caches, get_handshake_metadata,
+Worker side (`worker_side.WorkerSide`): register_kv_caches, unregister_kv_caches, restore_kv_caches, get_handshake_metadata,
 handle_preemptions, bind_connector_metadata, save_kv_layer, wait_for_save, get_transfer_results,
 get_kv_connector_stats, shutdown.
 
@@ -219,6 +219,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         assert self._worker is not None
         self._worker.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Called by 0.33 and later before the engine sleeps, when no transfer is under way but those of requests that
+        were paused with their pages (`mode=keep`)."""
+        assert self._worker is not None
+        self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """Called by 0.33 and later once the pages have memory again; the weights may still have none."""
+        assert self._worker is not None
+        self._worker.wake()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self._worker is not None
         return self._worker.address()
@@ -300,8 +311,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Called by 0.33. No: an engine that sleeps frees pages that may still be in transfer."""
-        return False
+        """Called by 0.33 and later, which call `unregister_kv_caches` before the pages go."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDStats:
