@@ -12,7 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 from router_fakes import run, until
+from support.vanishing import forget
 
+from pd_connector.control import liveness
 from scheduler_plugins.router.index import follower as following
 from scheduler_plugins.router.index import held
 from scheduler_plugins.router.index.events import Batch, Stored
@@ -137,5 +139,28 @@ def test_a_port_that_cannot_be_reached_is_told_until_it_can(
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             again.close()
+
+    run(scenario())
+
+
+def test_a_publisher_that_was_forgotten_on_the_way_is_followed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A subscriber sends nothing that could be missed, so the system has to ask."""
+    for name in ("IDLE_S", "INTERVAL_S", "PROBES"):
+        monkeypatch.setattr(liveness, name, 1)
+
+    async def scenario() -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.XPUB) as engine:
+            engine.setsockopt(zmq.LINGER, 0)
+            port = engine.bind_to_random_port("tcp://127.0.0.1")
+            one = EventFollower("e", f"tcp://127.0.0.1:{port}", None, Prefixes(), context)
+            task = asyncio.create_task(one.run())
+            await until(lambda: bool(one.reached), "reached")
+            assert forget(port) == 2
+            await until(lambda: one.reached is False, "not reached")
+            await until(lambda: bool(one.reached), "reached again")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     run(scenario())
