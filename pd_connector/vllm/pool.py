@@ -165,7 +165,9 @@ class PoolSide:
         self._store.tell(told.encode())
 
     def forget_all(self) -> None:
-        """KV of the requests that run now must be neither saved nor compared."""
+        """KV of the requests that run now must be neither saved nor compared. From now on the identity of the weights
+        says which chunks may be used: vLLM resets its caches before weights change, and before it sleeps."""
+        self._looks.forget_reset()
         for request_id in self._prompts:
             self._looks.shared.forget(request_id)
         self._prompts.clear()
