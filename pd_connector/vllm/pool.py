@@ -165,7 +165,9 @@ class PoolSide:
         self._store.tell(told.encode())
 
     def forget_all(self) -> None:
-        """KV of the requests that run now must be neither saved nor compared."""
+        """KV of the requests that run now must be neither saved nor compared. From now on the identity of the weights
+        says which chunks may be used: vLLM resets its caches before weights change, and before it sleeps."""
+        self._looks.forget_reset()
         for request_id in self._prompts:
             self._looks.shared.forget(request_id)
         self._prompts.clear()
@@ -277,6 +279,8 @@ class PoolSide:
         """A step was scheduled. Returns saves of chunks that earlier steps have computed, and comparisons."""
         self._stepped = time.monotonic(), output.total_num_scheduled_tokens
         self._looks.next_step()
+        for (tier, cause), number in self._store.take_failures().items():
+            self._telemetry.count("pool_unwritten", number, tier=tier, cause=cause)
         if not self._prompts:
             return []
         for request_id in output.preempted_req_ids or ():

@@ -141,6 +141,13 @@ class PoolLooks:
             len(self._reset),
         )
 
+    def forget_reset(self) -> None:
+        """What is known of the last reset does not hold any more."""
+        self._thread.submit(self._reset_ends)
+
+    def _reset_ends(self) -> None:
+        self._reset = set()
+
     def computed(self, prompt: PoolPrompt, tokens: int, model: bytes) -> None:
         """A request has ended, and this engine has had KV of its first `tokens` tokens since the reset."""
         if self._reset and model:

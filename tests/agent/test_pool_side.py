@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import threading
@@ -575,3 +576,11 @@ def test_what_came_in_a_lossy_codec_is_not_handed_on_as_exact(ranks: Ranks) -> N
     assert handed_over(first, both, "int8").cause is None
     assert handed_over(both, exact, "after").cause is Cause.CODEC
     assert handed_over(first, exact, "raw").cause is None
+
+
+def test_what_a_tier_could_not_take_is_counted(rank: Make, store: LocalStore) -> None:
+    writer = rank(PAGE, "writer")
+    folder = store._folders[0]
+    for _ in range(2):
+        store._holdings.troubles.failed(folder, OSError(errno.EROFS, "Read-only file system"))
+    until(lambda: writer.count("pool_unwritten", tier="memory", cause="read_only") == 2)

@@ -284,10 +284,9 @@ class BackendEngine(Loaded):
         for gauge in (known.engine_up, known.engine_in_flight):
             with suppress(KeyError):
                 gauge.remove(self.url, str(self.role))
-        with suppress(KeyError):
-            known.event_lag_s.remove(self.url)
-        with suppress(KeyError):
-            known.prefill_addressable.remove(self.url)
+        for series in (known.event_lag_s, known.events_connected, known.prefill_addressable):
+            with suppress(KeyError):
+                series.remove(self.url)
         for cause in self.paused_for:
             with suppress(KeyError):
                 known.circuit_opened.remove(self.url, cause)

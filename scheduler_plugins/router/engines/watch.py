@@ -146,6 +146,8 @@ class EngineWatch:
             return
         if (lag_s := self._caches.lag_s(engine)) is not None:
             engine.metrics.event_lag_s.labels(engine.url).set(lag_s)
+        if (reached := self._caches.reached(engine)) is not None:
+            engine.metrics.events_connected.labels(engine.url).set(reached)
         apply(engine, told, asyncio.get_running_loop().time())
         if told.blocks and self._caches.prefixes.state(engine.name).source == "recent":
             # Without events, a block is a piece of text of about `BLOCK_TOKENS` tokens.

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from pd_connector.control.keys import CurveKeys, Gatekeeper
+from pd_connector.control.liveness import keep_alive
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.observed import Event
 from scheduler_plugins.router.engines.others import Count
@@ -116,6 +117,7 @@ class Fellows:
                 for one in (telling, hearing):
                     one.setsockopt(zmq.LINGER, 0)
                     one.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+                    keep_alive(one)  # who only hears would wait at a forgotten connection for ever
                 if exchange:
                     telling.bind(exchange)
                 hearing.setsockopt(zmq.SUBSCRIBE, b"")

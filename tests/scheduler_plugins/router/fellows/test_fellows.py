@@ -12,7 +12,9 @@ import msgspec
 import pytest
 from router_fakes import DEADLINE_S, FAST, FakeEngine, run, until
 from support.free_ports import free_ports
+from support.vanishing import forget
 
+from pd_connector.control import liveness
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.observed import SharedHistory
@@ -215,6 +217,32 @@ def test_two_routers_over_the_network(key: str) -> None:
             await until(lambda: seen.context == 0, "and that it has ended")
         for fake in fakes:
             await fake.die()
+
+    run(scenario())
+
+
+def test_a_router_whose_connection_was_forgotten_on_the_way_is_heard_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A subscriber sends nothing that could be missed, so the system has to ask."""
+    for name in ("IDLE_S", "INTERVAL_S", "PROBES"):
+        monkeypatch.setattr(liveness, name, 1)
+
+    async def scenario() -> None:
+        own = free_address()
+        (one, engine), (other, seen) = router(), router()
+        engine.load.decode_sent("a", 7, 7)
+        tasks = [
+            asyncio.create_task(one.run(own, ())),
+            asyncio.create_task(other.run("", (own,))),
+        ]
+        await until(lambda: seen.context == 7, "the fellow is heard")
+        assert forget(int(own.rpartition(":")[2])) == 2
+        await until(lambda: not other._heard, "it is silent")
+        await until(lambda: bool(other._heard), "it is heard again")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     run(scenario())
 
