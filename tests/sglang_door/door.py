@@ -96,7 +96,9 @@ class Engine(Manager):
     def forget_prefill_engine(self, address: str) -> None:
         self.forgotten.append(address)
 
-    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+    def compute_again(
+        self, req: Any, address: str, cause: Cause, rest: dict[str, Any] | None = None
+    ) -> SecondPrefill | None:
         return None  # see test_sglang_recompute.py
 
 
