@@ -11,6 +11,7 @@ import msgspec
 
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.client.answers import ABORTED
+from scheduler_plugins.router.engines.completion import status_of
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool
@@ -33,6 +34,7 @@ from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_lo
 from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import transfer
+from scheduler_plugins.router.prompt.body import PAIRED
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -203,6 +205,10 @@ class PrefillCopy:
         ) as answer:
             await raise_for_status(answer, wanted=200)
             raw = await answer.read_all()
+            kind = answer.headers.get("Content-Type", "")
+        status = await status_of(200, kind, raw, completes=self._call.path in PAIRED)
+        if status != 200:
+            raise EngineFailedError(f"status_{status}", f"{status}: {raw!r:.300}", accepted=False)
         try:
             answer = msgspec.json.decode(raw)
         except (ValueError, RecursionError):

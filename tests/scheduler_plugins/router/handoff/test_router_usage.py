@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import DEADLINE_S, DONE, Behaviour, FakeEngine, World, hang, run, status
+from router_fakes import DEADLINE_S, DONE, Behaviour, FakeEngine, World, choices, hang, run, status
 from test_router_kinds import world as world_of_kinds
 
 from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
@@ -57,7 +57,7 @@ def prefills(says: dict[str, Any], after_s: float = 0.0) -> Behaviour:
         engine: FakeEngine, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         await asyncio.sleep(after_s)
-        return web.json_response({"id": "cmpl-1", **says})
+        return web.json_response({"id": "cmpl-1", **choices("a"), **says})
 
     return behave
 
