@@ -23,8 +23,8 @@ from scheduler_plugins.router.engines.failures import (
 )
 
 PARSED_BYTES = 1 << 20
-"""An answer of at most this size is parsed at once, which takes a few milliseconds. Of a longer one only its form is
-looked at, because the parser would hold the event loop, in any thread."""
+"""An answer of at most this size is parsed at once, which takes a few milliseconds. Only the form of a longer one is
+checked, because the parser would hold the event loop, in any thread."""
 _DATA, _END = b"data: ", b"\n\n"
 _CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 
