@@ -41,6 +41,9 @@ NOT_FORWARDED = HOP_BY_HOP | {
     "host",
     CLASS_HEADER.lower(),  # only the router sets it
 }
+SGLANG_OVERRIDES = "x-override-"
+"""Prefix of headers by which SGLang replaces a body's field, such as the room or the prefill engine's host. Only the
+router sets those."""
 # The last are orders to browsers about the engine's own origin. The client knows only the router's.
 NOT_RETURNED = HOP_BY_HOP | {
     "content-encoding",
@@ -125,7 +128,8 @@ def before_abort(events: bytes, said: bool = True) -> tuple[bytes, bool]:
 
 def headers_to_engine(headers: Iterable[tuple[str, str]], request_id: str) -> CIMultiDict[str]:
     """The client's headers as both engines get them, including authorization."""
-    sent = _without(headers, NOT_FORWARDED)
+    own = [(n, v) for n, v in headers if not n.lower().startswith(SGLANG_OVERRIDES)]
+    sent = _without(own, NOT_FORWARDED)
     sent[REQUEST_ID] = request_id
     sent["Content-Type"] = "application/json"
     sent["Accept-Encoding"] = "identity"

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
+from pd_connector.protocol.wire.prefill_server import PrefillServer, without_server
 from scheduler_plugins.router.engines.kinds import Bootstrap, Kind
 from scheduler_plugins.router.prompt.body import COMPLETIONS
 from scheduler_plugins.router.prompt.transfer import decode_copy, pool_wishes, prefill_copy
@@ -77,6 +78,8 @@ class Prefill(NamedTuple):
     """Addresses of all data-parallel ranks for SGLang, which chooses the rank by the room; one address for vLLM."""
     bootstrap: tuple[str, int]
     """Host and port that an SGLang decode engine asks."""
+    server: PrefillServer | None = None
+    """Where an SGLang decode engine has a prompt computed again by vLLM."""
 
 
 class Handoff(NamedTuple):
@@ -192,7 +195,11 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             **passed,
             "kv_transfer_params": {**prefill_params(str(room)), **pool_wishes(request)},
         },
-        {**_clean(request), **bootstrap},
+        {
+            **_clean(request),
+            **bootstrap,
+            **({"custom_params": prefill.server.params()} if prefill.server else {}),
+        },
         lends_logprobs=wanted,
     )
 
@@ -223,7 +230,10 @@ _NOT_READ = ("stream", "stream_options", "n", "logprobs", "top_logprobs", "stop"
 
 
 def _clean(request: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in request.items() if name not in _OURS}
+    cleaned = {name: value for name, value in request.items() if name not in _OURS}
+    if isinstance(custom := cleaned.get("custom_params"), dict):
+        cleaned["custom_params"] = without_server(custom)
+    return cleaned
 
 
 def _new_room() -> int:

@@ -250,7 +250,7 @@ class Responder:
         events = good_events(came, completes=self._completes)
         if len(events) < len(came):
             failed = _no_event(came[len(events) :])
-        if record is not None:
+        if self._completes:
             events, error = before_error(events)
             failed = failed if error is None else _engines_own(error)
         if not self._aborts_pass:

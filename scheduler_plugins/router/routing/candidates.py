@@ -32,7 +32,7 @@ from scheduler_plugins.router.routing.attempt import (
     Attempt,
     UnavailableError,
 )
-from scheduler_plugins.router.routing.pairing import Pairing
+from scheduler_plugins.router.routing.pairing import MOST_FAILURES, Pairing
 
 
 class Candidates:
@@ -172,16 +172,17 @@ class Candidates:
         able = lost or not attempt.answering.computes_prompts
         if prefill is not None and able and failure.answered:
             # The decode engine is alive and only lacks the KV, which another prefill engine may deliver.
-            self._pairing.failed.add((prefill, attempt.answering))
+            self._pairing.failures[prefill, attempt.answering] += _weight(failure)
             self._without_kv[attempt.answering] = failure
             return
         self._failed[attempt.answering] = failure
 
     def prefill_failed(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A prefill engine failed its copy of the request: the next attempt uses another one."""
-        self._pairing.no_prefill.add(engine)
+        """A prefill engine failed its copy of the request: the next attempt uses another one, if there is one."""
+        self._pairing.failures[engine] += _weight(failure)
         if isinstance(failure, RefusedError):
-            self._pairing.no_prefill.update(self._not_longer(engine))
+            for each in self._not_longer(engine):
+                self._pairing.failures[each] = MOST_FAILURES
             if self._refusal is None or self._refusal[0].context_tokens <= engine.context_tokens:
                 self._refusal = engine, failure
         if failure.cause in DEATHS:
@@ -260,3 +261,10 @@ class Candidates:
         if self.able(begun=True) is not None:
             return "the retry budget was used up"
         return "it needs an engine of the other side, and none is left"
+
+
+def _weight(failure: EngineFailedError) -> int:
+    """How many failures this one counts for. An engine that reports an error of its own may succeed the next time; an
+    engine that is gone, refuses the request or lacks room is not asked again."""
+    repeatable = failure.answered and not isinstance(failure, OverloadedError)
+    return 1 if repeatable else MOST_FAILURES
