@@ -37,7 +37,7 @@ from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prom
 from scheduler_plugins.router.loop import ran_s
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import transfer
-from scheduler_plugins.router.prompt.body import PAIRED
+from scheduler_plugins.router.prompt.body import ONLY_VLLM, PAIRED
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 REFUSAL_GRACE_S = 1.0
 """Time that a decode engine without its KV has to answer all the same. It answers at once if it has the prompt cached;
 otherwise it waits for KV that never comes, and so does the client."""
+_LACKS = (403, 404)
+"""Statuses of an engine that lacks an endpoint: vLLM without the option for it, and older vLLM."""
 USAGE_S = 1.0
 """Longest wait for the prefill engine's count of cached tokens, after the decode engine's count has come."""
 
@@ -216,6 +218,8 @@ class PrefillCopy:
         async with exchange(
             self._connections, self.engine, self._call, timeouts, self._config
         ) as answer:
+            if answer.status in _LACKS and self._call.path in ONLY_VLLM:
+                raise RefusedError(answer.status, await answer.read_all())
             await raise_for_status(answer, wanted=200)
             raw = await answer.read_all()
             kind = answer.headers.get("Content-Type", "")
