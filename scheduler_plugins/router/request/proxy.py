@@ -57,7 +57,8 @@ class ClientRequest:
             shared.metrics,
             arrived,
             lambda engine: is_wanted_abort(engine, shared, headers),
-            end_mark=not asked.one_engine,
+            completes=not asked.one_engine,
+            streams=asked.streams,
         )
         self._candidates = Candidates(
             shared.pool,
