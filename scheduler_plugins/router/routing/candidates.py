@@ -131,6 +131,10 @@ class Candidates:
         able = self.able()
         return able is not None and any(engine is not besides for engine in able.prefill)
 
+    def has_other(self, *, begun: bool) -> bool:
+        """Whether another engine can answer if the present one is given up. `begun`: as in `able`."""
+        return self._accepted + 1 < self._attempts and self.able(begun=begun) is not None
+
     def longer(self, engine: BackendEngine) -> bool:
         """Whether an engine with a longer context than this one can answer."""
         able = self.able(begun=True) if engine.context_tokens else None
