@@ -194,6 +194,7 @@ class Exchange:
             )
 
     def _close(self) -> None:
+        self._progress.end()
         # Closing an unfinished answer closes the connection, so the engine aborts the request.
         if self._response is not None:
             self._response.close()

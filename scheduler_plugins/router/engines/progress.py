@@ -25,15 +25,28 @@ class Signs:
     def __init__(self) -> None:
         self.last_s = -inf
         """When bytes came last."""
-        self.expected_until_s = -inf
-        """Until then, some answer of the engine is silent no longer than its pace explains."""
         self.dead = False
         """Whether an answer that had a pace was late, and nothing came since."""
+        self._expected: dict[
+            Progress, float
+        ] = {}  # until when the pace of each explains its silence
 
-    def moved(self, now_s: float, patience_s: float) -> None:
+    def moved(self, progress: Progress, now_s: float, patience_s: float) -> None:
         """Bytes of an answer came. Its next bytes are not late before `patience_s` have passed."""
         self.last_s, self.dead = now_s, False
-        self.expected_until_s = max(self.expected_until_s, now_s + patience_s)
+        self._expected[progress] = now_s + patience_s
+
+    def ended(self, progress: Progress) -> None:
+        """An answer has ended."""
+        self._expected.pop(progress, None)
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether no answer of the engine moves as it did."""
+        if self.dead:
+            return True
+        return now_s - self.last_s >= LEAST_S and all(
+            now_s >= until_s for until_s in self._expected.values()
+        )
 
 
 class Progress:
@@ -54,7 +67,11 @@ class Progress:
         """Bytes came, `pause_s` after those before (or after the request)."""
         self._pauses += 1
         self._longest_s = max(pause_s, self._longest_s * _FADES) if self._pauses else 0.0
-        self.signs.moved(now_s, self._patience_s)
+        self.signs.moved(self, now_s, self.patience_s)
+
+    def end(self) -> None:
+        """No more bytes will come."""
+        self.signs.ended(self)
 
     def is_late(self, silent_s: float, now_s: float) -> bool:
         """Whether neither this answer nor another one of the engine moves as it did.
@@ -62,8 +79,9 @@ class Progress:
         Args:
             silent_s: time since this answer's last bytes.
         """
-        return silent_s >= self._patience_s and now_s >= self.signs.expected_until_s
+        return silent_s >= self.patience_s and self.signs.is_silent(now_s)
 
     @property
-    def _patience_s(self) -> float:
+    def patience_s(self) -> float:
+        """The longest silence that is not late."""
         return max(LEAST_S, PACES * self._longest_s)
