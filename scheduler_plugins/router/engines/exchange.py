@@ -17,6 +17,7 @@ from scheduler_plugins.router.engines.failures import (
     EngineFailedError,
     OverloadedError,
     RefusedError,
+    StoppedError,
     failure_of,
 )
 from scheduler_plugins.router.engines.progress import Progress
@@ -152,7 +153,9 @@ class Exchange:
             return EngineFailedError(which, f"silent for {silent_s:.1f} s (limit {limit_s:g} s)")
         if self._is_lost(now, silent_s):
             why = self.engine.reason or "it has refused connections meanwhile"
-            return EngineFailedError("unhealthy", f"silent for {silent_s:.1f} s: {why}")
+            stopped = self.engine.ended != self._ended_before
+            failed = StoppedError if stopped else EngineFailedError
+            return failed("unhealthy", f"silent for {silent_s:.1f} s: {why}")
         return None
 
     def _came(self) -> None:

@@ -280,3 +280,39 @@ def test_a_prompt_at_a_prefill_engine_that_is_dead_is_computed_elsewhere() -> No
             assert len(world.p[1].bodies) == 1
 
     run(scenario())
+
+
+def test_a_stream_outlives_a_rollout_of_more_engines_than_may_fail_it() -> None:
+    """Each engine is stopped after it has said something. The request is not to blame for that."""
+
+    async def scenario() -> None:
+        async with World(decode=4, drain_timeout_s=PATIENT_S, attempts=1) as world:
+            for number, fake in enumerate(world.d):
+                fake.behave = words(3 * number + 3)
+            task = asyncio.create_task(world.post("/v1/completions", STREAM))
+            for fake in world.d[:-1]:
+                await is_silent(world, fake)
+                await fake.refuse()
+            assert said((await task).events) == ALL
+
+    run(scenario())
+
+
+def test_a_stream_comes_back_to_an_engine_that_was_restarted_since() -> None:
+    async def scenario() -> None:
+        async with World(prefill=0, decode=2, unnamed=True, drain_timeout_s=PATIENT_S) as world:
+            first, second = world.d
+            first.behave, second.behave = words(4), words(8)
+            task = asyncio.create_task(world.post("/v1/completions", STREAM))
+            await is_silent(world, first)
+            await first.refuse()
+            await until(lambda: second.running == 1, "it goes on elsewhere")
+            after = FakeEngine("after")
+            after.place, after.behave = first.place, words()
+            await after.start()
+            await world.up(first)
+            await second.refuse()
+            assert said((await task).events) == ALL
+            await after.die()
+
+    run(scenario())
