@@ -240,9 +240,10 @@ class BackendEngine(Loaded):
         """
         was_up = self.up
         self.ended += refusing and not self._refuses
-        self._refuses, self.answers = refusing, answers
+        self._refuses = refusing
         # A hung engine counts as hung until it answers, even if it refuses connections later.
-        self.refusing = refusing and (was_up or self.refusing or self.down_since is None)
+        hung = not (was_up or self.refusing or self.answers or self.down_since is None)
+        self.refusing, self.answers = refusing and not hung, answers
         if was_up or self.down_since is None:
             self.down_since = now
         self.up, self.reason, self.addresses = False, reason, ()

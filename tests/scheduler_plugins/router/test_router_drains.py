@@ -17,7 +17,9 @@ from test_router_stopped_engines import STREAM, word
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines import progress
+from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.metrics import Metrics
 
 LEAST_S = 0.5
 """An answer of these engines is late after this silence: their paces are shorter."""
@@ -234,6 +236,21 @@ def test_an_engine_that_answers_that_it_drains_is_believed() -> None:
             assert (await task).json["served_by"] == "d0"
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("before", "drains"), [({}, False), ({"refusing": True}, True), ({"answers": True}, True)]
+)
+def test_an_engine_that_refuses_in_the_end_drains_unless_it_hung(
+    before: dict[str, bool], drains: bool
+) -> None:
+    """A Service without a ready pod refuses after the pod's own 503."""
+    engine = BackendEngine("http://e:1", Role.DECODE, Metrics())
+    engine.set_up()
+    engine.set_down(1.0, "first", **{"refusing": False, **before})
+    engine.set_down(2.0, "then", refusing=True)
+    assert engine.gone is not drains
+    assert engine.ended == 1
 
 
 def test_an_answer_of_the_process_before_is_not_awaited_from_the_next_one() -> None:
