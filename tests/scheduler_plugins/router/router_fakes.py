@@ -17,6 +17,7 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_connector.tools.launch.ports import Port
+from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.loop import AsyncioLoop
@@ -212,6 +213,8 @@ class FakeEngine:
         self.has_adapter = True
         self.context_tokens: Any = CONTEXT_TOKENS
         """What it tells of its context's length; None: nothing."""
+        self.version = ""
+        """What it answers to `GET /version`; empty: it has no such endpoint."""
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
         """Its tokenizer; None: it has no `/tokenize`."""
         self.detokenize: Callable[[list[int]], str] | None = None
@@ -250,8 +253,10 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post(GENERATE, self._complete)
         app.router.add_get("/pd/load", self._load)
         app.router.add_get("/pd/pool", self._pool)
         app.router.add_get("/is_paused", self._is_paused)
@@ -308,6 +313,11 @@ class FakeEngine:
                 "data": [base, *[{**adapter, "parent": self.model}] * self.has_adapter],
             }
         )
+
+    async def _version(self, request: web.Request) -> web.StreamResponse:
+        if not self.version:
+            return web.Response(status=404)
+        return web.json_response({"version": self.version})
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
         if self.report is None:
