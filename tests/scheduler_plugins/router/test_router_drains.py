@@ -151,7 +151,8 @@ def test_without_another_engine_it_has_its_time_to_drain(body: dict[str, Any]) -
             await go_on.wait()
             return await answer(engine, request, asked)
 
-        async with World(prefill=1, decode=1, drain_timeout_s=PATIENT_S, attempts=1) as world:
+        async with World(drain_timeout_s=PATIENT_S) as world:
+            world.known(world.p[0]).draining = True
             world.d[0].behave = late
             task = asyncio.create_task(world.complete(**body))
             await until(lambda: world.d[0].running == 1, "d0 has the request")
