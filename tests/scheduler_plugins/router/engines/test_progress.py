@@ -13,7 +13,7 @@ from scheduler_plugins.router.engines.progress import FEWEST, LEAST_S, PACES, Pr
 def moving(signs: Signs, pauses: list[float], first_s: float = 0.0) -> tuple[Progress, float]:
     """An answer whose bytes came after these pauses, and when the last came."""
     progress, now_s = Progress(signs), first_s
-    progress.came(7.0, now_s)  # the time to the first byte is no pace
+    progress.came(7.0, now_s)  # the time to the first byte is not a pace
     for pause_s in pauses:
         now_s += pause_s
         progress.came(pause_s, now_s)
