@@ -119,9 +119,10 @@ class PrefillCopy:
     async def __aenter__(self) -> "PrefillCopy":
         engine, now = self.engine, asyncio.get_running_loop().time()
         engine.circuit.sent()
-        self._alone = engine.queued_s(now) == 0.0
+        queued_s, cost_s = engine.queued_s(now), engine.costs.prefill_s(self._fresh_tokens)
+        self._alone = queued_s == 0.0
         self._begun_at = now
-        cost_s = engine.costs.prefill_s(self._fresh_tokens)
+        self._expected_s = queued_s + cost_s if engine.costs.known else 0.0
         engine.load.prefill_sent(self._id, self._fresh_tokens, cost_s, now)
         engine.copies[self._id] = self._rank
         engine.copies_sent[self._rank] += 1
@@ -216,7 +217,12 @@ class PrefillCopy:
         limit_s = self._config.answer_timeout_s
         timeouts = ResponseTimeouts(limit_s, self._config.idle_timeout_s)
         async with exchange(
-            self._connections, self.engine, self._call, timeouts, self._config
+            self._connections,
+            self.engine,
+            self._call,
+            timeouts,
+            self._config,
+            expected_s=self._expected_s,
         ) as answer:
             if answer.status in _LACKS and self._call.path in ONLY_VLLM:
                 raise RefusedError(answer.status, await answer.read_all())

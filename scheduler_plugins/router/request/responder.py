@@ -70,6 +70,11 @@ class Responder:
         self._metrics = metrics
         self._arrived = arrived
 
+    @property
+    def begun(self) -> bool:
+        """Whether the client has been sent anything."""
+        return self._client.begun
+
     async def pass_on(
         self,
         answer: Exchange,
