@@ -68,7 +68,9 @@ class Cause(StrEnum):
     GEOMETRY = "geometry"  # KV cannot pass between the two caches
     INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
     INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
-    LEASE_EVICTED = "lease_evicted"  # leases took more than lease_share of the producer's cache
+    LEASE_EVICTED = (
+        "lease_evicted"  # its pages were needed for others, while no consumer had room for it
+    )
     LEASE_EXPIRED = "lease_expired"  # no consumer fetched the pages before lease_s had passed
     MALFORMED_MESSAGE = "malformed_message"  # bytes that are not a message of the schema
     MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read
