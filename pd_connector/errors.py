@@ -36,6 +36,7 @@ class Miss(StrEnum):
     NEVER_STORED = "never_stored"  # no engine has stored it
     NOT_WORTH = "not_worth"  # computing it is faster
     REFUSED = "refused"  # the store refused to read or write
+    RESET = "reset"  # it was saved before this engine's caches were reset
     UNLIKE = "unlike"  # it is of another model, prompt or kind of cache, or of another schema
 
 
@@ -52,6 +53,7 @@ class Cause(StrEnum):
 
     ABORTED = "aborted"  # consumer: the client went away
     AGENT_HUNG = "agent_hung"  # the agent's thread did not answer its engine
+    ASLEEP = "asleep"  # this engine went to sleep, and its pages are gone
     AUDIT = "audit"  # the producer's KV differs from what this engine computes
     AUTHENTICATION = "authentication"  # the peer has another key, or none
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
@@ -89,6 +91,11 @@ class Cause(StrEnum):
     WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s
     WINDOW = "window"  # a sliding window has passed the wanted tokens
     WORDS = "words"  # the producer did not send the last words that the consumer needs
+
+
+HANDOFF_FAILED = "the handoff failed, and the decode engine knows"
+"""A prefill engine's error answer has these words if the prompt was computed and its KV did not pass. The decode engine
+hears of it at the same time and goes on by itself, so a router lets it."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

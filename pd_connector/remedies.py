@@ -9,7 +9,14 @@ from typing import NamedTuple
 from pd_connector.errors import Cause
 
 HARMLESS = frozenset(
-    {Cause.ABORTED, Cause.NOT_NEEDED, Cause.PREFILL_ENDED, Cause.UNAUDITED, Cause.WINDOW}
+    {
+        Cause.ABORTED,
+        Cause.ASLEEP,
+        Cause.NOT_NEEDED,
+        Cause.PREFILL_ENDED,
+        Cause.UNAUDITED,
+        Cause.WINDOW,
+    }
 )
 """Causes that say nothing about whether KV can arrive."""
 FAILING_GAUGE = "failing_ranks"

@@ -230,6 +230,20 @@ class Agent:
         under_way = self._owed.loads or any(gauges.get(name) for name in UNDER_WAY)
         return not under_way or self._owed.wait(timeout_s)
 
+    def rest(self) -> None:
+        """The engine is about to give up the memory of its pages. Once this has returned they are not touched, and no
+        transport has a registration of them; what was under way has ended with cause `asleep`, and peers are told.
+        Until `wake`, what is submitted waits. Harmless to repeat.
+
+        Raises:
+            PDConnectorError: the agent does not answer; it may use the pages.
+        """
+        self._thread.rest()
+
+    def wake(self) -> None:
+        """The pages have memory again, at the same addresses. Their content of before is gone. Harmless to repeat."""
+        self._thread.wake()
+
     def close(self) -> None:
         """Stop the thread and free sockets, memory and descriptors. Harmless to repeat."""
         self._thread.close()

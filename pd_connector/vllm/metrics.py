@@ -34,7 +34,7 @@ class PDStats(KVConnectorStats):
     """One step's counts, observations and gauges, as plain data that vLLM can serialise.
 
     `data` is `{"counts": [[name, values of its labels, amount]], "observations": {name: [seconds]},
-    "gauges": {name: sum over all ranks}}`. Gauges come from the scheduler, which hears of every rank: if there
+    "gauges": {name: value of the engine, see `RankGauges`}}`. Gauges come from the scheduler, which hears of every rank: if there
     are several API servers, vLLM gives the stats of a step to any one of them.
     """
 
@@ -103,18 +103,21 @@ class RankGauges:
                 unless it is paused: only leases count then, which are of requests that have ended. A pause would
                 otherwise take as long as requests of its queue wait for KV.
         """
-        return any(self._sum(name) for name in (("leased_pages",) if queued else UNDER_WAY))
+        return any(self._of_all(name) for name in (("leased_pages",) if queued else UNDER_WAY))
 
     def changed(self) -> dict[str, float] | None:
-        """The sum of each gauge over all ranks; None if none has changed since the last call."""
+        """Each gauge of the engine; None if none has changed since the last call."""
         changed, self._changed = self._changed, False
         if not changed:
             return None
         names = {name: None for gauges in self._by_rank.values() for name in gauges}
-        return {name: self._sum(name) for name in names}
+        return {name: self._of_all(name) for name in names}
 
-    def _sum(self, name: str) -> float:
-        return sum(gauges.get(name, 0) for gauges in self._by_rank.values())
+    def _of_all(self, name: str) -> float:
+        """The sum over all ranks. A lease holds the same pages at each rank, so leased pages are those of the rank with
+        the most: a sum would be more pages than the cache has."""
+        values = [gauges.get(name, 0.0) for gauges in self._by_rank.values()]
+        return max(values, default=0.0) if name == "leased_pages" else sum(values)
 
 
 class PDPromMetrics(KVConnectorPromMetrics):

@@ -171,6 +171,10 @@ class PoolSide:
         self._prompts.clear()
         self._audit.forget()
 
+    def reset(self) -> None:
+        """vLLM's caches were reset, and a client expects that nothing from before is used."""
+        self._looks.reset(self._prompts.values(), self._saves.keys)
+
     def add(self, request: "Request") -> None:
         """A request has been queued: begin to look for its chunks."""
         tokens_only = request.prompt_token_ids is not None and request.prompt_embeds is None
@@ -235,6 +239,19 @@ class PoolSide:
         loading = Loading(keys, found, range(first, stop), time.monotonic(), look)
         self.loads.begin(prompt, loading, fill)
         return fill
+
+    def tiers(self, request_id: str) -> dict[str, int]:
+        """Tokens of the load of this request by the tier that they come from; empty if it loads nothing from the pool."""
+        prompt = self._prompts.get(request_id)
+        if prompt is None or prompt.loading is None:
+            return {}
+        tokens, tiers = prompt.loading.tokens, Counter[str]()
+        first = tokens.start // CHUNK_TOKENS * CHUNK_TOKENS
+        starts = range(first, tokens.stop, CHUNK_TOKENS)
+        for start, found in zip(starts, prompt.loading.found, strict=True):
+            stop = min(start + CHUNK_TOKENS, tokens.stop)
+            tiers[found.tier] += stop - max(start, tokens.start)
+        return dict(tiers)
 
     def broke_off(self, cuts: Mapping[str, Cut]) -> None:
         """Ranks could not load all chunks. The end of these loads is told next, or later if other ranks go on."""
@@ -301,6 +318,7 @@ class PoolSide:
         if prompt.stepped and unchanged:
             computed, pages = request.num_computed_tokens, self._saves.present(prompt, pages)
             commands += self._audit.compare(prompt, computed, pages, self.model)
+            self._looks.computed(prompt, computed, self.model)
             if prompt.writes and self.model:
                 new = prompt.new_chunks(computed, ended=True)
                 commands += self._saves_of(prompt, new, pages)
@@ -317,13 +335,10 @@ class PoolSide:
         """Saves of these chunks, or of the first of them if too many saves are under way. The others come later."""
         if not new:
             return []
-        request, stop = prompt.request, new.stop
-        keys = prompt.keys or [prompt.root(self.model)]
-        known = (len(keys) - 1) * CHUNK_TOKENS
-        prompt.keys = prompt.longer(keys, request.all_token_ids[known : stop * CHUNK_TOKENS])
+        prompt.know_keys(self.model, new.stop)
         if self.events:
-            self.events.served(prompt, range(prompt.kept, stop))
+            self.events.served(prompt, range(prompt.kept, new.stop))
         first = max(prompt.kept, self._looks.stored(prompt))
-        saves = self._saves.begin(self.model, prompt, range(first, stop), pages)
+        saves = self._saves.begin(self.model, prompt, range(first, new.stop), pages)
         prompt.kept = first + len(saves)
         return saves

@@ -37,9 +37,15 @@ class PoolSaves:
         self._ranks = ranks
         self._blocks: BlockPool | None = None
         self._kept: dict[str, tuple[list[KVCacheBlock], int]] = {}  # with the ranks to answer
+        self._saved: dict[str, bytes] = {}  # keys of the chunks that are being saved
         self._numbered = 0
         self._slides = any(window for _, window in windows.tables)
         self._handed_out: list[int] = []  # how often, by page
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Keys of the chunks that are being saved."""
+        return list(self._saved.values())
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -127,6 +133,7 @@ class PoolSaves:
                 span = page_span(chunk.first_token, chunk.stop_token, size)
                 tables.append(list(table[span.start : span.stop]))
             name = self.keep("save", tables)
+            self._saved[name] = chunk.key
             saves.append(Save(name, model, chunk, kept_pages(tables), prompt.ask.tenant))
         return saves
 
@@ -151,5 +158,6 @@ class PoolSaves:
                 self._kept[name] = blocks, left - ranks
                 continue
             del self._kept[name]
+            self._saved.pop(name, None)
             assert self._blocks is not None
             self._blocks.free_blocks(reversed(blocks))

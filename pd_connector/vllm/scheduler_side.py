@@ -195,6 +195,8 @@ class SchedulerSide:
     def reset(self) -> None:
         """vLLM's caches were reset, as they are before weights change."""
         self._weights_may_change = True
+        if self.pool:
+            self.pool.reset()
 
     def workers_called(self) -> None:
         """An operator has called a method of the workers. It may have changed the weights."""

@@ -241,6 +241,23 @@ class WorkerSide:
         gauges = self._agent.telemetry.gauges() if self._agent else {}
         return int(gauges.get("outgoing_transfers", 0))
 
+    def sleep(self) -> None:
+        """vLLM is about to give up the memory of the pages. After the return nothing of ours touches them.
+
+        Raises:
+            PDConnectorError: the agent does not answer.
+        """
+        if self._agent is not None:
+            self._agent.rest()
+            self._prefills = []
+        if self._model is not None:
+            self._model.pages_lost()
+
+    def wake(self) -> None:
+        """The pages have memory again. Nothing that they held before is used."""
+        if self._agent is not None:
+            self._agent.wake()
+
     def close(self) -> None:
         if self._model is not None:
             self._model.close()

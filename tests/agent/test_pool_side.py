@@ -19,6 +19,7 @@ from support.agents import MODEL, SHORT, Rank, Ranks, geometry_of, ranks
 from support.pool_stores import patient, store
 from support.waits import until
 
+from pd_bench.pool.faulty_store import FaultyStore
 from pd_connector.agent import pool_loads, pool_saves
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.errors import Cause, Miss
@@ -29,7 +30,6 @@ from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
-from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 
 __all__ = ["patient", "ranks", "store"]
 

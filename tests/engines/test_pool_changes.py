@@ -21,7 +21,6 @@ from harness import (
 )
 from pools import (
     CHUNKS,
-    OLDER,
     PROMPT,
     PooledEngines,
     counted,
@@ -30,7 +29,7 @@ from pools import (
     in_use,
     sharing_a_pool,
 )
-from recipes import MODEL
+from recipes import MODEL, OLDER
 from test_adapters_live import adapter, tell
 from test_codecs_live import BFLOAT16, BOUNDS, FP8_CACHE, distance
 from test_identity_live import retrained, update
@@ -224,7 +223,7 @@ def test_weights_that_are_reloaded_are_those_of_their_files(
 def test_versions_0_31_and_0_32_read_each_others_chunks(
     pool: PooledEngines, other: VllmEngine
 ) -> None:
-    older = pool.start(32, path=OLDER, codec="int8")
+    older = pool.start(32, vllm="0.31", codec="int8")
     for writer, reader in ((older, other), (other, older)):
         salt = fresh_salt()
         assert loaded(reader, salt, pool.computed(writer, salt)) == CHUNKS

@@ -7,6 +7,7 @@ from __future__ import annotations
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from sglang_engines.sglang_harness import (
@@ -20,13 +21,20 @@ from sglang_engines.sglang_harness import (
     ended,
     handed_over,
     new_room,
+    paused,
     refused,
     send,
     text,
 )
 from sglang_engines.sglang_recipes import DECODE, LARGE_PAGES, PREFILL, SMALL_PAGES
+from support.waits import until
+
+from pd_connector.tools.launch import RouterProcess, stop_services
+from scheduler_plugins.router.handoff.prefill import REFUSAL_GRACE_S
 
 LONG = 2000
+EVICTING = 8
+"""Requests of `LONG` tokens whose leases together exceed `lease_share` of the prefill engine's cache."""
 SOON_S = 20.0
 """Well below the five minutes of silence after which SGLang itself gives up."""
 
@@ -70,6 +78,40 @@ def test_a_prompt_whose_prefill_was_aborted_is_computed_again(
         ended(prefill)
     assert d.metrics().total("pd_connector:second_prefills_total") > 0
     assert_idle(p, d)
+
+
+def test_leases_that_a_prefill_engine_evicts_cost_no_answer(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer, tmp_path: Path
+) -> None:
+    """Behind the router. It must not end a decode engine's attempt that has the prompt computed again."""
+    p, d = pair
+    router = RouterProcess([p.base_url], [d.base_url], log_path=tmp_path / "router.log").start()
+    try:
+        router.wait_ready()
+        before = _evicted(p)
+        with ThreadPoolExecutor(EVICTING) as pool:
+            with paused(d, "in_place"):  # its KV waits at the prefill engine
+                request = {"model": router.client.model(), "prompt": text(LONG), "logprobs": 1}
+                request |= {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+                asked = [
+                    pool.submit(router.client.post, "/v1/completions", request)
+                    for _ in range(EVICTING)
+                ]
+                until(lambda: _evicted(p) > before, "a lease is evicted")
+                time.sleep(1.5 * REFUSAL_GRACE_S)  # the decode engine would be given up by now
+            answers = [future.result()["choices"][0]["logprobs"] for future in asked]
+        assert all(answer["tokens"] == answers[0]["tokens"] for answer in answers)
+        alone = d.client.metrics().total("pd_connector:second_prefills_total")
+        assert alone > 0
+        assert router.client.metrics().total("pd_router:retries_total") == 0
+    finally:
+        stop_services([router])
+    assert_idle(p, d)
+    assert_same(handed_over(p, d, text(200)), wanted)
+
+
+def _evicted(p: SglangEngine) -> float:
+    return p.client.metrics().total("pd_connector:releases_total", cause="lease_evicted")
 
 
 def test_rooms_that_are_none_end_their_request_and_no_engine(

@@ -18,6 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from pd_connector.agent.agent import Agent
+from pd_connector.agent.told_model import ToldModel
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import ModelFacts
@@ -80,6 +81,12 @@ class _Row:
     tokens: list[int]
     prompt: int
     pages: list[list[int]] = field(default_factory=list)
+
+
+class _Weights(ToldModel):
+    """A watch (`ModelWatch`) of weights that stay as they are."""
+
+    def step(self, **_: bool) -> None: ...
 
 
 class ComputingEngine(SteppedEngine):
@@ -162,6 +169,7 @@ class ComputingEngine(SteppedEngine):
         )
         self._worker = WorkerSide(config, cast(Any, cache), Config(**settings))
         self._worker._agent = self.agent
+        self._worker._model = cast(Any, _Weights(self.agent._facts, None, self.agent.submit))
         caches = {f"layer {n}": CacheId(n, "model/attention") for n in self._layers}
         if hooks_tell_layers(config, caches):
             self._worker._layers = {name: cache.number for name, cache in caches.items()}
@@ -172,6 +180,20 @@ class ComputingEngine(SteppedEngine):
 
     def close(self) -> None:
         self.agent.close()
+
+    def sleep(self) -> bool:
+        """Sleep and wake up, as vLLM 0.33 does with `mode=keep`; the pages lose what they held. Returns whether it did: it
+        does not while requests hold pages that nothing is computed in."""
+        try:
+            self.scheduler.reset_prefix_cache(True, reset_connector=True)
+        except RuntimeError:
+            return False
+        self._worker.sleep()
+        for _, pages in self._layers.values():
+            pages.fill_(-1.0)
+        time.sleep(0.02)  # the agent's thread may do what it likes
+        self._worker.wake()
+        return True
 
     def step(self, *_: Any, **__: Any) -> list[Any]:
         """One step: scheduled, computed, and its outcome told."""

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from measure.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
+from pd_bench.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from pd_connector.agent.commands import Command
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
 

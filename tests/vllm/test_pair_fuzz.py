@@ -41,8 +41,9 @@ MOST = 1000  # tokens of a prompt
 class Pair:
     """Two engines, and the requests that they are asked."""
 
-    def __init__(self, seed: int, specs: str, **scheduling: Any) -> None:
+    def __init__(self, seed: int, specs: str, *, sleeps: bool = False, **scheduling: Any) -> None:
         self._scheduling = scheduling
+        self._sleeps, self.slept = sleeps, 0
         self.chance = random.Random(seed)
         pick = self.chance.choice
         self._settings = {
@@ -100,7 +101,7 @@ class Pair:
 
     def disturb(self, engine: ComputingEngine) -> None:
         """A client leaves, vLLM preempts a request, or it is told to empty its prefix cache, with or without
-        the requests that run."""
+        the requests that run, or to sleep."""
         what, scheduler = self.chance.random(), engine.scheduler
         if what < 0.03 and scheduler.requests:
             engine.abort(name := self.chance.choice(list(scheduler.requests)))
@@ -112,6 +113,8 @@ class Pair:
             # vLLM says so where pages are on their way; running requests have been preempted then.
             with contextlib.suppress(RuntimeError):
                 scheduler.reset_prefix_cache(what < 0.1, reset_connector=True)
+        elif self._sleeps and what < 0.14:
+            self.slept += engine.sleep()
 
 
 @pytest.mark.parametrize("specs", list(SPECS))
@@ -121,6 +124,17 @@ def test_no_kv_is_used_that_the_engine_would_not_have_computed(
 ) -> None:
     monkeypatch.setenv("PD_CONNECTOR_CHECK", "1")
     run(Pair(seed, specs))
+
+
+@pytest.mark.parametrize("specs", list(SPECS))
+@pytest.mark.parametrize("seed", [20])
+def test_also_with_engines_that_sleep(
+    specs: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages hold other content afterwards, and no request that was paused is lost."""
+    monkeypatch.setenv("PD_CONNECTOR_CHECK", "1")
+    run(pair := Pair(seed, specs, sleeps=True))
+    assert pair.slept
 
 
 @pytest.mark.parametrize("specs", list(SPECS))

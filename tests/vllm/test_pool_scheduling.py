@@ -23,13 +23,13 @@ from support.vllm_steps import PAGE, SteppedEngine
 from support.waits import until
 from vllm.lora.request import LoRARequest
 
+from pd_bench.pool.faulty_store import FaultyStore
 from pd_connector.errors import Cause, Miss
 from pd_connector.pool import host, worth
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
 from pd_connector.pool.told import find_engine
-from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 from pd_connector.vllm import pool_looks, pool_model, pool_saves, pool_sharing
 from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity

@@ -67,14 +67,14 @@ def test_of_several_api_servers_the_one_that_heard_last_tells_the_gauges(
     assert f"pd_connector:pair_bytes_total{pair} 16.0" in lines
 
 
-def test_gauges_are_sums_over_all_ranks_whenever_one_has_changed() -> None:
+def test_gauges_are_sums_over_all_ranks_and_leased_pages_count_once() -> None:
     ranks = RankGauges()
     assert ranks.changed() is None
     both = WorkerActivity(gauges={0: {"leased_pages": 3.0}}).aggregate(
         WorkerActivity(gauges={1: {"leased_pages": 4.0, "sessions": 1.0}})
     )
     ranks.update(both.gauges)
-    assert ranks.changed() == {"leased_pages": 7.0, "sessions": 1.0}
+    assert ranks.changed() == {"leased_pages": 4.0, "sessions": 1.0}
     assert ranks.changed() is None
     ranks.update(WorkerActivity(gauges={1: {"leased_pages": 0.0, "sessions": 0.0}}).gauges)
     assert ranks.changed() == {"leased_pages": 3.0, "sessions": 0.0}

@@ -8,7 +8,7 @@ Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
 Loading     `read` -> `Reading`: `take`, `into`, `close`
 Keeping     `remove`, `journal`, `status`, `close`
-Knowing     `id`, `tell`, `told`
+Knowing     `keys`, `id`, `tell`, `told`
 
 Every method may be called from any thread. Those of `Store` block for milliseconds at most, `status` for a second, those of
 `Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any
@@ -266,6 +266,10 @@ class Store(ABC):
         Raises:
             PoolError: REFUSED, the books cannot be read at the moment.
         """
+
+    @abstractmethod
+    def keys(self) -> list[bytes]:
+        """Keys of all chunks that are there. Takes as long as the file system needs to list them."""
 
     @property
     @abstractmethod

@@ -188,6 +188,9 @@ class LocalStore(Store):
         except BooksError as error:
             raise PoolError(Miss.REFUSED, f"the journal cannot be read: {error}") from error
 
+    def keys(self) -> list[bytes]:
+        return list(dict.fromkeys(key for folder in self._folders for key in folder.entered()))
+
     @property
     def id(self) -> str:
         name = identity_of(self._folders[MEMORY_TIER])

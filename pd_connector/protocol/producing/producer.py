@@ -75,6 +75,7 @@ class Producer:
                 return []
             cause = self._past.why_unwanted(offer.transfer)
             self._past.forget_unwanted(offer.transfer)
+            self._past.remember(offer.transfer, cause, request_ended=True)
             return [Free(offer.request, cause)]
         outgoing = self._transfers.announced(offer.transfer)
         if outgoing.final or (outgoing.offer and not outgoing.offered_by(offer.request)):
@@ -146,11 +147,13 @@ class Producer:
         self._past.forget_unwanted(transfer)
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
+            self._past.remember(transfer, Cause.PREFILL_ENDED, request_ended=True)
             return []
         if outgoing.offer is not None and not outgoing.offered_by(request):
             return []
+        detail = "the prefill request ended early"
         ended = self._openings.end_transfer(
-            outgoing, Cause.PREFILL_ENDED, "the prefill request ended early"
+            outgoing, Cause.PREFILL_ENDED, detail, request_ended=True
         )
         return [action for action in ended if not isinstance(action, Free)]  # it knows
 

@@ -204,7 +204,7 @@ def clear(
 ) -> None:
     """Remove all chunks. Engines go on, and compute again what they would have loaded."""
     with opened(folder) as store:
-        keys = list(dict.fromkeys(chunk.key for chunk in store.chunks()))
+        keys = store.keys()
         if keys and not yes:
             typer.confirm(f"Remove {len(keys):,} chunks?", abort=True)
         print(f"{store.remove(keys):,} chunks removed")

@@ -20,6 +20,7 @@ from scheduler_plugins.router.endpoints.trends import overflow, recent, trends
 from scheduler_plugins.router.endpoints.troubles import troubles
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import handoffs_of
+from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.request.shared import Shared
 
 EVENTS = "/live"
@@ -28,6 +29,7 @@ MOST_WATCHERS = 20
 """Most open pages, counted apart with and without the operator's token. Each page costs the router some time."""
 _LONGEST_S = 1e6
 """Longest queue that is shown. JSON has no infinity."""
+_SOFTWARE = {None: "", Kind.VLLM: "vLLM", Kind.SGLANG: "SGLang"}
 _FOLDER = Path(__file__).parent
 _HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", **UNBUFFERED}
 
@@ -116,6 +118,12 @@ def _words(value: Any) -> str:
     return " or ".join(value) if isinstance(value, list) else str(value)
 
 
+def _about(engine: BackendEngine) -> str:
+    """Model, engine and version, such as `Qwen3-8B, vLLM 0.32.0`."""
+    software = f"{_SOFTWARE[engine.kind]} {engine.about.version}".strip()
+    return ", ".join(part for part in (engine.about.model, software) if part)
+
+
 def _state_of(engine: BackendEngine, known: dict[str, Any]) -> str:
     """One word for whether the engine gets requests."""
     if engine.draining:
@@ -133,6 +141,9 @@ def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[s
         "role": known.get("role", engine.role),
         "state": _state_of(engine, known),
         "why": engine.warning or engine.reason,
+        "about": _about(engine),
+        "transports": traffic.transports,
+        "pool_problem": engine.about.pool_problem,
         "role_why": _role_why(engine),
         "group": engine.standing.place.group,
         "away": engine.standing.place.home not in (None, engine.role),

@@ -26,7 +26,7 @@ function setBar(bars, name, part, value, text) {
 function makeEngine() {
   const made = make("article", "engine"), head = make("h4");
   head.append(make("span", "name"), make("span", "state"));
-  made.append(head, make("p", "why"), make("div", "bars"), make("p", "facts"));
+  made.append(head, make("p", "about"), make("p", "why"), make("div", "bars"), make("p", "facts"));
   return made;
 }
 const sideOf = (engine) => (engine.role === "cpu_prefill" ? "prefill" : engine.role === "prefill" || engine.role === "both" ? engine.role : "decode");
@@ -39,18 +39,22 @@ function factsOf(engine, side) {
   if (engine.received_bytes_s > 0) told.push(`gets ${bytes(engine.received_bytes_s)}/s`);
   if (side !== "decode" && engine.cached_blocks) told.push(`${number(engine.cached_blocks)} blocks cached`);
   if (engine.leased_pages) told.push(`${number(engine.leased_pages)} pages kept for decode`);
+  if (engine.transports.length) told.push(`KV over ${engine.transports.join(", ")}`);
   if (engine.pool) told.push(engine.pool);
+  if (engine.pool_problem) told.push("KV pool not known here");
   if (engine.away) told.push("not its home side");
   if (engine.pinned) told.push("pinned");
   return told.join(" · ");
 }
 function updateEngine(made, engine, side, most) {
-  const [head, why, bars, facts] = made.children, [name, state] = head.children;
+  const [head, about, why, bars, facts] = made.children, [name, state] = head.children;
   const tone = side === "both" ? "tone-kv" : `tone-${side}`, kind = `engine ${tone} ${engine.state}`;
   if (made.className !== kind) made.className = kind;
   say(name, short(engine.url));
   say(state, engine.state);
   state.className = `state ${engine.state}`;
+  say(about, engine.about);
+  about.hidden = !engine.about;
   say(why, engine.state === "up" ? "" : engine.why);
   why.hidden = !why.textContent;
   why.title = engine.why;
@@ -60,7 +64,7 @@ function updateEngine(made, engine, side, most) {
   setBar(bars, "cache", used, used === null ? "–" : `${Math.round(100 * used)} %`, used === null ? "not reported" : `${number(100 * used)} % of its KV cache is in use`);
   bars.hidden = engine.state === "down";
   say(facts, factsOf(engine, side));
-  facts.title = engine.cached_blocks ? `cached blocks: known by ${engine.cache_known_by}` : "";
+  facts.title = engine.pool_problem || (engine.cached_blocks ? `cached blocks: known by ${engine.cache_known_by}` : "");
   state.title = engine.role_why;
   facts.hidden = engine.state === "down";
 }

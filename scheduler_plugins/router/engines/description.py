@@ -20,6 +20,7 @@ def described(engine: BackendEngine) -> dict[str, Any]:
         state["kind"] = engine.kind
     elif not engine.role_given:
         state["role"] = "unknown"
+    state |= {name: said for name, said in engine.about._asdict().items() if said}
     if engine.hands_over:
         state["hands_over_kv"] = engine.address is not None
     state |= engine.standing.describe(engine.role)

@@ -14,6 +14,7 @@ from prometheus_client import Gauge
 from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
 from scheduler_plugins.cost.online import OnlineFit
+from scheduler_plugins.router.engines.about import About
 from scheduler_plugins.router.engines.circuit import Circuit
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
@@ -58,6 +59,8 @@ class BackendEngine(Loaded):
     """Outcomes of requests whose prompts another engine computed, counted since its start, by its last report."""
     traffic: Traffic = field(default_factory=Traffic)
     """Its KV traffic, by its last report."""
+    about: About = field(default_factory=About)
+    """What `/health` and the live page show of it."""
     kind: Kind | None = None
     """Kind of engine; None until the engine has been asked."""
     standing: Standing = field(default_factory=Standing)

@@ -19,6 +19,7 @@ from scheduler_plugins.router.engines.failures import (
     RefusedError,
     failure_of,
 )
+from scheduler_plugins.router.loop import is_behind, ran_s
 from scheduler_plugins.router.settings.config import RouterConfig
 
 OVERLOADED = (429, 503)
@@ -34,7 +35,7 @@ class Companion(Protocol):
     """Set by the exchange. Call it when the result of `refused` may have changed."""
 
     def refused(self, now: float) -> EngineFailedError | None:
-        """The reason to give the exchange up at `now`, on the event loop's clock; None: go on."""
+        """The reason to give the exchange up at `now`, by `loop.ran_s`; None: go on."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Exchange:
         self._response: Answer | None = None
         self._complete = False
         self._scope: asyncio.Timeout | None = None
-        self._waiting_since: float | None = asyncio.get_running_loop().time()
+        self._waiting_since: float | None = ran_s()
 
     @property
     def status(self) -> int:
@@ -87,7 +88,7 @@ class Exchange:
         """
         # The wait for the first byte counts from the sending of the request.
         if self._waiting_since is None:
-            self._waiting_since = asyncio.get_running_loop().time()
+            self._waiting_since = ran_s()
         try:
             chunk = await self._answer.read()
         except OSError as error:
@@ -103,11 +104,10 @@ class Exchange:
         Raises:
             EngineFailedError: the connection broke before the answer was whole.
         """
-        clock = asyncio.get_running_loop().time
-        self._waiting_since = clock()
+        self._waiting_since = ran_s()
 
         def taken(chunk: bytes) -> bool:
-            self.begun, self._waiting_since = True, clock()
+            self.begun, self._waiting_since = True, ran_s()
             return take(chunk)
 
         try:
@@ -187,24 +187,22 @@ async def exchange(
     loop = asyncio.get_running_loop()
     open_exchange = Exchange(engine, timeouts, config)
     failure: EngineFailedError | None = None
-    stood_still = False
     timer: asyncio.TimerHandle
 
     def look() -> None:
-        nonlocal failure, timer, stood_still
-        now = loop.time()
-        # After this process itself stood still, what came meanwhile is read first: it decides with the next look.
-        stood_still = now > timer.when() + config.look_s and not stood_still
+        nonlocal failure, timer
+        now = ran_s()
         timer.cancel()
         if failure is not None or open_exchange._complete:
             return
-        failure = None if stood_still else open_exchange.silence(now)
-        if failure is None and companion is not None and not open_exchange.begun:
-            failure = companion.refused(now)
+        if not is_behind():  # else the bytes that have come are read first
+            failure = open_exchange.silence(now)
+            if failure is None and companion is not None and not open_exchange.begun:
+                failure = companion.refused(now)
         if failure is None:
             timer = loop.call_later(config.look_s, look)
         else:
-            scope.reschedule(now)
+            scope.reschedule(loop.time())
 
     timer = loop.call_later(config.look_s, look)
     try:

@@ -15,6 +15,7 @@ from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.remedies import handoffs_in, outage_in
 from scheduler_plugins.admission import pool_report, report
 from scheduler_plugins.admission.pool_report import PoolReport
+from scheduler_plugins.router.engines.about import MOST_CHARACTERS
 from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
 from scheduler_plugins.router.engines.exchange import EngineCall
@@ -36,6 +37,8 @@ from scheduler_plugins.router.settings.config import RouterConfig
 PROBE_S = 30.0
 """Longest wait for what an engine tells once per start. A busy engine answers between two steps, and a prefill step can
 take seconds."""
+VERSION = "/version"
+"""vLLM's page with its version."""
 BRIEF_S = 1.0
 """Longest wait for an engine's load or models. The limit is short because health checks pause meanwhile."""
 
@@ -53,6 +56,7 @@ class Models(NamedTuple):
 
     names: frozenset[str]  # of its models and adapters
     context_tokens: int  # most tokens of a prompt and its answer together; 0: not reported
+    base: str = ""  # the name of the model itself; empty: not reported
 
 
 class Arrivals(NamedTuple):
@@ -105,7 +109,14 @@ class Inquiry:
         """Models and adapters of the engine."""
         listed = await self._listed(BRIEF_S)
         names = frozenset(name for one in listed if (name := _name(one)) is not None)
-        return Models(names, max(map(_context_tokens, listed), default=0))
+        base = next((name for one in listed if (name := _name(one)) and not _parent(one)), "")
+        return Models(names, max(map(_context_tokens, listed), default=0), base[:MOST_CHARACTERS])
+
+    async def vllm_version(self) -> str:
+        """The version of a vLLM engine; empty: not reported."""
+        answer = decoded(await self._ask(EngineCall("GET", VERSION, self._headers()), BRIEF_S))
+        version = answer.get("version") if isinstance(answer, dict) else None
+        return version[:MOST_CHARACTERS] if isinstance(version, str) else ""
 
     async def report(self) -> Told | None:
         """Load by our scheduler's report; None if the report cannot be read."""
@@ -230,6 +241,11 @@ def _context_tokens(listed: object) -> int:
     """Context length of one listed model or adapter; 0: not reported (adapters have their model's context)."""
     told = listed.get("max_model_len") if isinstance(listed, dict) else None
     return told if type(told) is int else 0
+
+
+def _parent(listed: object) -> object:
+    """The model that a listed adapter belongs to; None for a model."""
+    return listed.get("parent") if isinstance(listed, dict) else None
 
 
 def _name(listed: object) -> str | None:

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pd_connector.protocol.wire.params import ProducerAddress, parse_address
+from scheduler_plugins.router.engines.about import MOST_CHARACTERS
 
 SERVER_INFO = "/server_info"
 SWITCH_ROLE = "/pd_role_switch"
@@ -32,6 +33,7 @@ class SglangFacts(NamedTuple):
         switches: whether it changes its side on request.
         tells_side: whether `mode` is its side now. Without our backend it is the side of its start.
         started: the side of its start.
+        version: of SGLang; empty: not reported.
     """
 
     mode: str
@@ -41,6 +43,7 @@ class SglangFacts(NamedTuple):
     switches: bool = False
     tells_side: bool = False
     started: str = ""
+    version: str = ""
 
     @property
     def whole(self) -> bool:
@@ -95,4 +98,5 @@ def sglang_facts(raw: bytes) -> SglangFacts | None:
         replicas=replicas if len(replicas) == len(addresses) else (),
         bootstrap_port=port if isinstance(port, int) else None,
         switches=told.get("enable_pd_role_switch") is True,
+        version=str(told.get("version") or "")[:MOST_CHARACTERS],
     )

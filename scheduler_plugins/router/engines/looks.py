@@ -39,10 +39,13 @@ class Looks:
         self.store_at = 0.0
         """When to ask the engine for its place in a KV pool; infinite: it uses none until it is restarted."""
         self._last: Reading | None = None
+        self._version_known = False
+        self._store_failure = ""  # why the last query of its place in a KV pool had no result
 
     def begin_anew(self) -> None:
         """The engine may have restarted: ask at once."""
         self.models_at = self.store_at = 0.0
+        self._version_known = False
 
     async def list_models(self) -> None:
         """Ask the engine for its models and adapters. An engine without a list gets requests for any model."""
@@ -51,9 +54,24 @@ class Looks:
             return
         self.models_at = now + MODELS_LOOK_S
         try:
-            self.engine.models, self.engine.context_tokens = await self._ask.models()
+            told = await self._ask.models()
         except EngineFailedError as failure:
             logger.debug("%s does not list its models: %s", self.engine.url, failure)
+            return
+        self.engine.models, self.engine.context_tokens = told.names, told.context_tokens
+        self.engine.about = self.engine.about._replace(model=told.base)
+
+    async def learn_version(self) -> None:
+        """Ask a vLLM engine for its version, once for each start. SGLang has told it with its side."""
+        if self._version_known or self.engine.kind is not Kind.VLLM:
+            return
+        self._version_known = True
+        try:
+            version = await self._ask.vllm_version()
+        except EngineFailedError as failure:
+            logger.debug("%s does not tell its version: %s", self.engine.url, failure)
+            version = ""
+        self.engine.about = self.engine.about._replace(version=version)
 
     async def look_for_store(self) -> None:
         """Ask a vLLM engine for its place in the KV pool of its host."""
@@ -67,11 +85,12 @@ class Looks:
         except EngineFailedError as failure:
             logger.debug("%s does not report its KV pool: %s", engine.url, failure)
             if failure.cause != "timeout":  # a busy engine may be late
-                engine.store = None
+                engine.store, self._store_failure = None, str(failure)
             return
         if told is None:
-            self.store_at, engine.store = math.inf, None
+            self.store_at, engine.store, self._store_failure = math.inf, None, _NOT_REPORTED
             return
+        self._store_failure = ""
         before, engine.store = (
             engine.store,
             StorePlace(
@@ -99,6 +118,8 @@ class Looks:
         engine.traffic, moved = between(self._last, reading)
         self._last = reading
         engine.metrics.pulse.moved(reading.at_s, moved)
+        problem = self._store_failure if engine.traffic.uses_pool else ""
+        engine.about = engine.about._replace(pool_problem=problem)
         if not engine.serves(Role.DECODE):
             engine.warning = ""
             return
@@ -111,6 +132,11 @@ class Looks:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning
 
+
+_NOT_REPORTED = (
+    "its API server does not report the KV pool that it uses. "
+    "What to do: start it with --middleware scheduler_plugins.vllm.PoolMiddleware"
+)
 
 _TAKES_NONE = (
     "it is a decode engine, and its kv_role is kv_producer, so it takes no KV. "

@@ -29,6 +29,8 @@ _MOST_NAMES = 64
 """Most codecs and ranks of an engine. There are fewer, unless the engine is broken."""
 _MOST_PRODUCERS = 256
 """Most ranks of prefill engines that are read of a decode engine, which names fewer unless it is broken."""
+_OF_POOL = ("pool_hits", "pool_saves", "pool_misses")
+_SESSIONS = "sessions/"
 _UNSAVED = ("full", "quota", "unwell", "failed")
 """Causes of `pool_saves` that an operator can do something about."""
 _USED = re.compile(
@@ -54,7 +56,7 @@ class Reading(NamedTuple):
 
     at_s: float  # on the event loop's clock
     totals: Mapping[str, float]
-    """Counters and gauges by name; counters of `pool_saves` by cause and of `asked_transfers` by codec, as `name/label`."""
+    """Counters and gauges by name; counters of `pool_saves` by cause, of `asked_transfers` by codec and of `sessions` by transport, as `name/label`."""
     cache_used: float | None  # share of its pages in use, of the fullest rank; None: not reported
     pages: int  # 0: not reported
     producers: Mapping[str, FromProducer] = {}  # by host and control port
@@ -75,6 +77,8 @@ class Traffic(NamedTuple):
     pool_stalls: float = (
         0.0  # look-ups and loads that the pool did not answer since the look before
     )
+    uses_pool: bool = False  # whether it has asked a pool, or saved into one, since its start
+    transports: tuple[str, ...] = ()  # of the sessions that it hands KV over in, most first
     producers: Mapping[
         str, FromProducer
     ] = {}  # by host and control port of a prefill engine's rank
@@ -99,7 +103,7 @@ def read(metrics: str, now_s: float) -> Reading:
                 producers[producer] = _with(known, name, labels, value)
             continue
         totals[name] += value
-        if label := labels.get("cause") or labels.get("codec"):
+        if label := labels.get("cause") or labels.get("codec") or labels.get("transport"):
             totals[f"{name}/{label}"] += value
     used = [min(1.0, max(0.0, float(value))) for value in _USED.findall(metrics)]
     pages = sum(int(count) for count in _PAGES.findall(metrics)[:_MOST_NAMES])
@@ -155,6 +159,8 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         failing=now.totals.get(FAILING_GAUGE, 0.0),
         unsaved=next((cause for cause in _UNSAVED if new[f"pool_saves/{cause}"] > 0), ""),
         pool_stalls=new["pool_misses/late"] + new["pool_misses/stalled"],
+        uses_pool=any(now.totals.get(name, 0.0) > 0 for name in _OF_POOL),
+        transports=_transports(now.totals),
         producers=producers or dict(now.producers),
     )
     asked = [name for name in new if name.startswith("asked_transfers/") and new[name] > 0]
@@ -168,6 +174,13 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         codecs,
     )
     return traffic, moved
+
+
+def _transports(totals: Mapping[str, float]) -> tuple[str, ...]:
+    """The transports of an engine's sessions, those with the most sessions first."""
+    counts = {name: count for name, count in totals.items() if name.startswith(_SESSIONS)}
+    most = sorted((name for name in counts if counts[name] > 0), key=lambda name: -counts[name])
+    return tuple(name.removeprefix(_SESSIONS) for name in most[:_MOST_NAMES])
 
 
 def _grown(before: FromProducer | None, now: FromProducer) -> float:

@@ -114,6 +114,7 @@ class EngineWatch:
             return
         self._unsure = False
         await self._looks.list_models()
+        await self._looks.learn_version()
         if not engine.up and engine.refusing:
             self._caches.lost(engine)
         await self._hear()
@@ -171,6 +172,7 @@ class EngineWatch:
                 engine.reason = f"it does not report its side: {failure}"
                 return False
         engine.kind = Kind.VLLM if facts is None else Kind.SGLANG
+        engine.about = engine.about._replace(version="" if facts is None else facts.version)
         engine.was_vllm = facts is None
         engine.whole = facts is not None and facts.whole
         engine.switches = facts is not None and facts.switches and not facts.whole

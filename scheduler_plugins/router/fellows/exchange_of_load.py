@@ -25,6 +25,7 @@ from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts
 from scheduler_plugins.router.fellows.slots import EngineSlots
 from scheduler_plugins.router.fellows.told_roles import ToldRole, ToldRoles
+from scheduler_plugins.router.loop import is_behind
 from scheduler_plugins.router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Fellows:
             self._slots.follow(self._pool.engines)
             if (content := self.saying(loop.time())) is not None:
                 await socket.send(content)
-            self.show(loop.time())
+            self.show(loop.time(), forgets=not is_behind())
             self.count(named, loop.time())
             await asyncio.sleep(EVERY_S)
 
@@ -156,7 +157,7 @@ class Fellows:
         def show() -> None:
             nonlocal showing
             showing = False
-            self.show(loop.time())
+            self.show(loop.time(), forgets=not is_behind())
 
         while True:
             self.heard(await socket.recv(), loop.time())
@@ -205,10 +206,14 @@ class Fellows:
         groups = frozenset(engine.standing.place.group for engine in self._pool.engines)
         self._pool.history.heard(told.events, now_s, groups)
 
-    def show(self, now_s: float) -> None:
-        """Show the load of other routers to policies."""
+    def show(self, now_s: float, *, forgets: bool = True) -> None:
+        """Show the load of other routers to policies.
+
+        Args:
+            forgets: whether silent routers are forgotten. False: what they have sent may not be read yet.
+        """
         for name, heard in list(self._heard.items()):
-            if now_s - heard.at_s > FORGOTTEN_S:
+            if forgets and now_s - heard.at_s > FORGOTTEN_S:
                 del self._heard[name]
         self._roles.forget(self._heard.keys())
         self._pool.leads = self._leads()

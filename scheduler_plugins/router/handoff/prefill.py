@@ -9,6 +9,8 @@ from types import TracebackType
 
 import msgspec
 
+from pd_connector.errors import HANDOFF_FAILED
+from pd_connector.protocol.wire.prefill_server import PrefillServer
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.client.answers import ABORTED
 from scheduler_plugins.router.engines.connections import EngineConnections
@@ -31,6 +33,7 @@ from scheduler_plugins.router.engines.ranks import sent_to
 from scheduler_plugins.router.handoff.engine_bodies import Prefill
 from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
 from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
+from scheduler_plugins.router.loop import ran_s
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import transfer
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -51,7 +54,9 @@ def as_told(engine: BackendEngine, rank: int | None) -> Prefill:
         rank: data-parallel rank that will compute the prompt; None: not known in advance.
     """
     addresses = engine.addresses if rank is None else engine.addresses[rank : rank + 1]
-    return Prefill(engine.kind or Kind.VLLM, engine.model, addresses, engine.bootstrap(rank or 0))
+    kind = engine.kind or Kind.VLLM
+    server = PrefillServer(engine.url, rank) if kind is Kind.VLLM else None
+    return Prefill(kind, engine.model, addresses, engine.bootstrap(rank or 0), server)
 
 
 class PrefillCopy:
@@ -167,8 +172,13 @@ class PrefillCopy:
         a transfer that does not exist. There is no reason to wait if the prefill engine was overloaded or refused the
         prompt. Otherwise the decode engine has `REFUSAL_GRACE_S` to find the KV in its own cache, or to answer
         anyway.
+
+        If the prefill engine computed the prompt and only the handoff failed, the decode engine knows it. It goes on
+        by itself: vLLM computes the prompt, SGLang has it computed once more. If it cannot, it says so.
         """
-        if self.failure is None or (self.failure.accepted and not self._elsewhere()):
+        if self.failure is None or isinstance(self.failure, HandoffFailedError):
+            return None
+        if self.failure.accepted and not self._elsewhere():
             return None
         if isinstance(self.failure, OverloadedError | RefusedError):
             return PrefillRefusedError(self.failure)
@@ -180,6 +190,9 @@ class PrefillCopy:
         try:
             await self._send()
         except EngineFailedError as failure:
+            if HANDOFF_FAILED in str(failure):
+                self._fail(HandoffFailedError(failure))
+                return
             self._fail(failure)
             if not isinstance(failure, OverloadedError) and not failure.blames_request:
                 self._pool.report_failure(self.engine, failure)
@@ -212,7 +225,7 @@ class PrefillCopy:
         self.answered = True
         self._answer = first_logprobs(answer, max(0, self.top_logprobs))
         self._usage = prompt_usage(answer)
-        self._count_hits(self._usage.cached)
+        self._count_hits(self._usage)
         self.engine.circuit.succeeded()
         seen = transfer.address_in(answer)
         if seen is not None and self.engine.moved(self._rank, seen):
@@ -225,13 +238,17 @@ class PrefillCopy:
             self._pool.learnt(self.engine, StepLoad.of([(cached, self._tokens)]), took_s)
         self._prefilled()
 
-    def _count_hits(self, told: int | None) -> None:
+    def _count_hits(self, told: PromptUsage) -> None:
         """Compare the index's expectation with the cached tokens that the engine reports."""
-        if told is not None:
-            known = self.engine.metrics
-            known.cached_tokens.labels("expected").inc(max(0, self._tokens - self._fresh_tokens))
-            known.cached_tokens.labels("actual").inc(told)
-            known.counted_prompt_tokens.inc(self._tokens)
+        if told.cached is None:
+            return
+        # The router's own length of a text is a guess. A guess below the engine's count would make shares above 1.
+        tokens = max(told.tokens or self._tokens, told.cached)
+        expected = max(0, self._tokens - self._fresh_tokens) / self._tokens
+        known = self.engine.metrics
+        known.cached_tokens.labels("expected").inc(expected * tokens)
+        known.cached_tokens.labels("actual").inc(told.cached)
+        known.counted_prompt_tokens.inc(tokens)
 
     def _prefilled(self) -> None:
         """Note that the engine has cached the prompt."""
@@ -240,8 +257,15 @@ class PrefillCopy:
 
     def _fail(self, failure: EngineFailedError) -> None:
         self.failure = failure
-        self._failed_at = asyncio.get_running_loop().time()
+        self._failed_at = ran_s()
         self.on_failure()
+
+
+class HandoffFailedError(EngineFailedError):
+    """The prefill engine computed the prompt, and its KV did not pass. The prefill engine is not to blame."""
+
+    def __init__(self, failure: EngineFailedError) -> None:
+        super().__init__("handoff", str(failure), accepted=False)
 
 
 class PrefillRefusedError(EngineFailedError):

@@ -17,11 +17,12 @@ _END = b"\n\n"
 
 
 class PromptUsage(NamedTuple):
-    """For the engine that computed a prompt: tokens that it found in its cache, and tokens that it has cached since;
-    None: not reported."""
+    """For the engine that computed a prompt: tokens that it found in its cache, tokens that it has cached since, and all
+    tokens of the prompt; None: not reported."""
 
     cached: int | None = None
     created: int | None = None
+    tokens: int | None = None
 
 
 def prompt_usage(answer: object) -> PromptUsage:
@@ -35,7 +36,10 @@ def prompt_usage(answer: object) -> PromptUsage:
     ):
         cached = _count(answer, *path) if cached is None else cached
     created = _count(answer, "usage", "prompt_tokens_details", "created_cache_tokens")
-    return PromptUsage(cached, created)
+    tokens = _count(answer, "usage", "prompt_tokens")
+    if tokens is None:
+        tokens = _count(answer, "meta_info", "prompt_tokens")
+    return PromptUsage(cached, created, tokens)
 
 
 class UsagePatch:
@@ -55,11 +59,14 @@ class UsagePatch:
             return content
         if not isinstance(details, dict):
             return content
-        # At a second engine, the prompt is longer than the client's prompt.
-        cached, created = (None if n is None else min(n, tokens) for n in self._told)
-        details["cached_tokens"] = cached
+
+        def at_most(count: int | None) -> int | None:
+            # At a second engine, the prompt is longer than the client's prompt.
+            return None if count is None else min(count, tokens)
+
+        details["cached_tokens"] = at_most(self._told.cached)
         if "created_cache_tokens" in details:
-            details["created_cache_tokens"] = created
+            details["created_cache_tokens"] = at_most(self._told.created)
         return json.dumps(answer, separators=(",", ":")).encode()
 
     def events(self, data: bytes) -> bytes:

@@ -32,6 +32,7 @@ from scheduler_plugins.router.handoff.usage import DETAILS
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.resume import StreamRecord
+from scheduler_plugins.router.request.resume_tokens import TokenRecord
 from scheduler_plugins.router.request.stream import EngineStream
 
 
@@ -70,7 +71,7 @@ class Responder:
         answer: Exchange,
         flow: str,
         copy: PrefillCopy | None = None,
-        record: StreamRecord | None = None,
+        record: StreamRecord | TokenRecord | None = None,
         served: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
     ) -> tuple[web.StreamResponse, str]:
@@ -229,12 +230,12 @@ class Responder:
         return await self._client.finish()
 
     def _noted(
-        self, events: bytes, record: StreamRecord | None
+        self, events: bytes, record: StreamRecord | TokenRecord | None
     ) -> tuple[bytes, EngineFailedError | None]:
         """The events for the client, and the failure if the stream ended before the answer was complete."""
         failed: EngineFailedError | None = None
         came = events
-        if record is not None:
+        if self._end_mark:
             events, error = before_error(events)
             failed = None if error is None else _engines_own(error)
         if not self._aborts_pass:

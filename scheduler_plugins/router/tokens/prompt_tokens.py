@@ -39,6 +39,12 @@ _OWN_TEMPLATE = ("chat_template", "continue_final_message", "documents", "reason
 _SAMPLE = {"prompt": "Hello, 3 times!"}
 
 
+_NO_BLOCKS = (
+    "no engine publishes KV events (vLLM: --kv-events-config) or reports a KV pool (vLLM: --middleware "
+    "scheduler_plugins.vllm.PoolMiddleware), so prompts are not tokenized here"
+)
+
+
 class Tokenized(NamedTuple):
     """A prompt's tokens."""
 
@@ -88,9 +94,7 @@ class PromptTokens:
         self._verdicts: dict[tuple[BackendEngine, int, str], str] = {}
         """The difference in tokens, by engine, its number of starts, and the digest of the model's files; empty:
         none."""
-        self._why_text = (
-            "no engine publishes KV events or has a KV pool, so prompts are not tokenized here"
-        )
+        self._why_text: str | None = None  # None: the model is not known yet
         self._learning: asyncio.Task[None] | None = None
         self._learn_at_s = 0.0
         self._ask_at_s = 0.0
@@ -107,12 +111,20 @@ class PromptTokens:
     @property
     def why_text(self) -> str:
         """Why engines get text instead of token ids, for `/health`; empty: they get ids."""
-        return self._why_text
+        if self._why_text is not None:
+            return self._why_text
+        engines = self._engines()
+        if self._blocks_are_named(engines):
+            return "the model's tokenizer is not known yet: it is looked up when prompts come"
+        for engine in engines:
+            if problem := engine.about.pool_problem:
+                return f"{engine.url}: {problem}"
+        return _NO_BLOCKS
 
     async def of(self, body: Mapping[str, Any]) -> Tokenized:
         """The tokens of a request's prompt."""
         engines = self._engines()
-        if not any(engine.follower is not None or engine.store for engine in engines):
+        if not self._blocks_are_named(engines):
             return NOT_TOKENIZED
         known = self._learnt_of.issuperset((one, one.starts) for one in engines)
         self._learn_if_due(known=known)
@@ -148,6 +160,11 @@ class PromptTokens:
             self._learning.cancel()
             await asyncio.gather(self._learning, return_exceptions=True)
         self._workers.close()
+
+    @staticmethod
+    def _blocks_are_named(engines: list[BackendEngine]) -> bool:
+        """Whether an engine publishes KV events or reports a KV pool. Both name blocks by tokens."""
+        return any(engine.follower is not None or engine.store for engine in engines)
 
     def _learn_if_due(self, *, known: bool) -> None:
         now = asyncio.get_running_loop().time()

@@ -9,6 +9,7 @@ import msgspec
 
 from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.router.engines.about import About
 from scheduler_plugins.router.engines.counted_load import Correction
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.observed import Event
@@ -35,6 +36,7 @@ class EngineState(msgspec.Struct, frozen=True):
     up: bool
     reason: str
     warning: str
+    about: About
     kind: Kind | None
     was_vllm: bool
     whole: bool

@@ -27,6 +27,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.up,
         engine.reason,
         engine.warning,
+        engine.about,
         engine.kind,
         engine.was_vllm,
         engine.whole,
@@ -67,7 +68,8 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.role_given, engine.standing = state.role_given, state.standing
     engine.starts += state.up and not engine.up
     engine.up, engine.reason = state.up, state.reason
-    engine.warning, engine.kind, engine.model = state.warning, state.kind, state.model
+    engine.warning, engine.about = state.warning, state.about
+    engine.kind, engine.model = state.kind, state.model
     engine.was_vllm, engine.whole = state.was_vllm, state.whole
     engine.models, engine.context_tokens = state.models, state.context_tokens
     engine.addresses, engine.bootstrap_port = state.addresses, state.bootstrap_port

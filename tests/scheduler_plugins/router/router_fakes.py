@@ -17,8 +17,10 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_connector.tools.launch.ports import Port
+from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.loop import AsyncioLoop
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -194,6 +196,7 @@ class FakeEngine:
         self.api_key = ""
         self.healthy = True
         self.hung = False
+        self._unhung = asyncio.Event()
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[CIMultiDictProxy[str]] = []
         self.pool_asked: list[str | None] = []
@@ -210,6 +213,8 @@ class FakeEngine:
         self.has_adapter = True
         self.context_tokens: Any = CONTEXT_TOKENS
         """What it tells of its context's length; None: nothing."""
+        self.version = ""
+        """What it answers to `GET /version`; empty: it has no such endpoint."""
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
         """Its tokenizer; None: it has no `/tokenize`."""
         self.detokenize: Callable[[list[int]], str] | None = None
@@ -248,13 +253,21 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post(GENERATE, self._complete)
         app.router.add_get("/pd/load", self._load)
         app.router.add_get("/pd/pool", self._pool)
         app.router.add_get("/is_paused", self._is_paused)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
+
+    def unhang(self) -> None:
+        """Answer the health checks that wait, and later ones."""
+        self.hung = False
+        self._unhung.set()
+        self._unhung = asyncio.Event()
 
     async def refuse(self) -> None:
         """Stop listening and keep the open connections, as a draining engine does."""
@@ -283,7 +296,7 @@ class FakeEngine:
     async def _health(self, request: web.Request) -> web.StreamResponse:
         self.health_checks += 1
         if self.hung:
-            await forever()
+            await self._unhung.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
@@ -300,6 +313,11 @@ class FakeEngine:
                 "data": [base, *[{**adapter, "parent": self.model}] * self.has_adapter],
             }
         )
+
+    async def _version(self, request: web.Request) -> web.StreamResponse:
+        if not self.version:
+            return web.Response(status=404)
+        return web.json_response({"version": self.version})
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
         if self.report is None:
@@ -489,14 +507,18 @@ class Reply:
         return [text if text == "[DONE]" else json.loads(text) for text in data]
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
+def run(
+    scenario: Coroutine[Any, Any, None],
+    loop: Callable[[], asyncio.AbstractEventLoop] = AsyncioLoop,
+) -> None:
     """Run one scenario under a deadline."""
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await scenario
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(bounded())
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -290,6 +290,59 @@ def test_an_engine_without_a_pool_is_asked_once_for_each_start() -> None:
     run(scenario())
 
 
+USES_A_POOL = """
+pd_connector:pool_hits_total{{engine="0"}} 0
+pd_connector:pool_saves_total{{cause="saved",engine="0"}} {saves}
+"""
+
+
+@pytest.mark.parametrize(
+    ("answered", "problem"),
+    [
+        (None, "start it with --middleware scheduler_plugins.vllm.PoolMiddleware"),
+        (401, "/pd/pool answered 401"),
+    ],
+    ids=["no middleware", "another key"],
+)
+def test_a_pool_that_an_api_server_does_not_report_is_said(
+    answered: int | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        async with World(**LEAST_DELAY) as world:
+            if answered is not None:
+                world.p[0].pool = lambda after: web.Response(status=answered)
+                await world.p[0].die()
+                await world.down(world.p[0])
+                await world.p[0].start()
+            world.p[0].metrics = USES_A_POOL.format(saves=1)
+            known_one = world.known(world.p[0])
+            await until(lambda: problem in known_one.about.pool_problem, "it is said")
+            health = (await world.get("/health")).json
+            (engine,) = [one for one in health["engines"] if one["url"] == known_one.url]
+            assert problem in engine["pool_problem"]
+            assert health["token_ids"] == f"{known_one.url}: {known_one.about.pool_problem}"
+
+    run(scenario())
+
+
+def test_an_engine_without_a_pool_has_no_pool_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        async with World(**LEAST_DELAY) as world:
+            world.p[0].metrics = USES_A_POOL.format(saves=0) + "vllm:kv_cache_usage_perc 0.5\n"
+            known_one = world.known(world.p[0])
+            await until(lambda: known_one.traffic.cache_used == 0.5, "its metrics were read")
+            assert known_one.about.pool_problem == ""
+            told = (await world.get("/health")).json["token_ids"]
+            assert "PoolMiddleware" in told
+            assert "has a KV pool" not in told, "a pool that nobody reports may be there"
+
+    run(scenario())
+
+
 def bad_answers() -> Iterator[tuple[str, bytes]]:
     good = Store(A)
     good.page_events = 100

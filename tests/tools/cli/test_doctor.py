@@ -568,9 +568,17 @@ def test_a_peer_that_wants_a_key_says_so(engine_url):
 
 def test_what_hangs_or_crashes_when_tried_is_a_finding_and_not_the_end():
     assert probe.attempt("import os; os.abort()").detail == "it crashed with signal 6"
-    assert "within 0.2 s" in probe.attempt("import time; time.sleep(60)", 0.2).detail
+    assert "it did not answer within" in probe.attempt("import time; time.sleep(60)", 0.2).detail
     assert probe.attempt("raise ImportError('no lib')").detail == "ImportError: no lib"
+    spins = probe.attempt("while True: pass", 0.1)
+    assert not spins.works
     assert probe.attempt("print('fine')") == Trial(True, "fine")
+
+
+def test_a_trial_that_computes_on_a_busy_machine_has_longer(monkeypatch):
+    monkeypatch.setattr(probe, "_LONGER", 1000)
+    computes = "import time\nwhile time.process_time() < 2.5: pass"
+    assert probe.attempt(f"{computes}\nprint('fine')", 2.0) == Trial(True, "fine")
 
 
 def test_a_trial_sees_the_packages_that_this_process_sees(tmp_path: Path, monkeypatch):

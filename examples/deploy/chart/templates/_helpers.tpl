@@ -20,6 +20,22 @@ app.kubernetes.io/component: {{ .side }}
 {{- $_ := set $ports "control_port" (include "ports" (dict "first" $root.Values.ports.control "ranks" $ranks)) -}}
 {{- $_ := set $ports "data_port" (include "ports" (dict "first" $root.Values.ports.data "ranks" $ranks)) -}}
 {{- end -}}
+{{- $env := list
+  (dict "name" "PD_CONNECTOR_KEY" "valueFrom" (dict "secretKeyRef" (dict "name" $root.Values.keySecret "key" "key")))
+  (dict "name" "PD_CONNECTOR_HOST" "valueFrom" (dict "fieldRef" (dict "fieldPath" "status.podIP"))) -}}
+{{- $volumes := list (dict "name" "shm" "emptyDir" (dict "medium" "Memory" "sizeLimit" $root.Values.sharedMemory)) -}}
+{{- $mounts := list (dict "name" "shm" "mountPath" "/dev/shm") -}}
+{{- with $root.Values.tokenSecret -}}
+{{- $env = append $env (dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" (dict "name" . "key" "token"))) -}}
+{{- end -}}
+{{- $cache := $root.Values.modelCache -}}
+{{- if or $cache.claim $cache.hostPath -}}
+{{- $env = append $env (dict "name" "HF_HOME" "value" "/model-cache") -}}
+{{- $mounts = append $mounts (dict "name" "model-cache" "mountPath" "/model-cache") -}}
+{{- $place := dict "hostPath" (dict "path" $cache.hostPath "type" "DirectoryOrCreate") -}}
+{{- if $cache.claim -}}{{- $place = dict "persistentVolumeClaim" (dict "claimName" $cache.claim) -}}{{- end -}}
+{{- $volumes = append $volumes (merge (dict "name" "model-cache") $place) -}}
+{{- end -}}
 {{- $role := ternary "kv_producer" "kv_consumer" (eq $side "prefill") -}}
 {{- $transfer := dict "kv_connector" "PDConnector" "kv_role" $role "kv_connector_extra_config" (merge (dict) $ports $mine.connector) -}}
 apiVersion: apps/v1
@@ -31,19 +47,13 @@ spec:
   {{- if not $root.Values.autoscaling.enabled }}
   replicas: {{ $mine.replicas }}
   {{- end }}
+  {{- include "deployment.more" . | nindent 2 }}
   selector:
     matchLabels: {{- include "labels" . | nindent 6 }}
   template:
-    metadata:
-      labels: {{- include "labels" . | nindent 8 }}
+    metadata: {{- include "pod.metadata" . | nindent 6 }}
     spec:
-      terminationGracePeriodSeconds: 120
-      {{- with $mine.nodeSelector }}
-      nodeSelector: {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with $mine.tolerations }}
-      tolerations: {{- toYaml . | nindent 8 }}
-      {{- end }}
+      {{- include "pod.spec" (merge (dict "volumes" $volumes) .) | nindent 6 }}
       containers:
         - name: engine
           image: {{ $root.Values.image }}
@@ -57,14 +67,7 @@ spec:
             {{- range $mine.args }}
             - {{ . | quote }}
             {{- end }}
-          env:
-            - name: PD_CONNECTOR_KEY
-              valueFrom: {secretKeyRef: {name: {{ $root.Values.keySecret }}, key: key}}
-            - name: PD_CONNECTOR_HOST
-              valueFrom: {fieldRef: {fieldPath: status.podIP}}
-            {{- with $mine.env }}
-            {{- toYaml . | nindent 12 }}
-            {{- end }}
+          {{- include "container.more" (merge (dict "env" $env "volumeMounts" $mounts) .) | nindent 10 }}
           ports:
             - {name: http, containerPort: 8000}
             {{- if eq $side "prefill" }}
@@ -87,13 +90,7 @@ spec:
             httpGet: {path: /health, port: http}
             periodSeconds: 5
             timeoutSeconds: 5
-          resources:
-            limits: {nvidia.com/gpu: {{ $ranks | quote }}}
-          volumeMounts:
-            - {name: shm, mountPath: /dev/shm}
-      volumes:
-        - name: shm
-          emptyDir: {medium: Memory, sizeLimit: {{ $root.Values.sharedMemory }}}
+          resources: {{- mergeOverwrite (dict "limits" (dict "nvidia.com/gpu" ($ranks | toString))) ($mine.resources | default dict) | toYaml | nindent 12 }}
 ---
 # Headless: the router looks up each pod's address.
 apiVersion: v1
@@ -120,6 +117,24 @@ spec:
 {{- fail (printf "%s.args: the chart sets %s itself%s: leave it out" $side $arg $from) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- range $side := list "prefill" "decode" "router" -}}
+{{- $mine := index $.Values $side -}}
+{{- range $label, $_ := $mine.podLabels -}}
+{{- if has $label (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component") -}}
+{{- fail (printf "%s.podLabels: the chart finds its pods by %s: leave it out" $side $label) -}}
+{{- end -}}
+{{- end -}}
+{{- $volumes := ternary (list) (list "shm" "model-cache") (eq $side "router") -}}
+{{- range $mine.volumes }}{{ $volumes = append $volumes .name }}{{ end -}}
+{{- range $mine.volumeMounts -}}
+{{- if not (has .name $volumes) -}}
+{{- fail (printf "%s.volumeMounts: no volume has the name %s: add it to %s.volumes" $side .name $side) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.modelCache.claim .Values.modelCache.hostPath -}}
+{{- fail (printf "modelCache: claim %s and hostPath %s: leave one out" .Values.modelCache.claim .Values.modelCache.hostPath) -}}
 {{- end -}}
 {{- range $name := list "control_port" "data_port" -}}
 {{- if hasKey $.Values.prefill.connector $name -}}

@@ -18,9 +18,15 @@ from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.endpoints.pairs import row_of
 from scheduler_plugins.router.endpoints.troubles import Trouble
+from scheduler_plugins.router.engines import looks
 from scheduler_plugins.router.engines.standing import Decision
 from scheduler_plugins.router.engines.traffic import FromProducer
 
+SESSIONS = """
+pd_connector:sessions_total{engine="0",transport="shm"} 1
+pd_connector:sessions_total{engine="0",transport="tcp"} 3
+pd_connector:sessions_total{engine="0",transport="nixl"} 0
+"""
 MOVE = {**Decision(0.0, "", "", "", "", "")._asdict(), "key": ""}
 
 
@@ -55,6 +61,30 @@ def test_the_page_needs_nothing_else_and_is_kept_up_to_date() -> None:
             assert set(re.findall(r"\bpair\.([a-z]\w+)", script[1])) == set(row)
             for _ in range(2):
                 world.known(world.d[0]).load.decode_ended("a")
+
+    run(scenario())
+
+
+def test_an_engine_is_shown_with_its_model_version_and_transports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        world = World()
+        for fake in world.p + world.d:
+            fake.version = "0.32.0"
+        async with world:
+            producer = world.known(world.p[0])
+            world.p[0].metrics = SESSIONS
+            await until(lambda: producer.traffic.transports, "its metrics were read")
+            shown = {one["url"]: one for one in state(world.app[SHARED], 0.0)["engines"]}
+            assert shown[world.p[0].url]["about"] == "m, vLLM 0.32.0"
+            assert shown[world.p[0].url]["transports"] == ("tcp", "shm")
+            assert shown[world.d[0].url]["about"] == "m, vLLM 0.32.0"
+            assert shown[world.d[0].url]["transports"] == ()
+            health = (await world.get("/health")).json["engines"]
+            assert {(one["model"], one["version"]) for one in health} == {("m", "0.32.0")}
 
     run(scenario())
 

@@ -29,6 +29,7 @@ pd_connector:pair_transfers_total{{engine="0",producer="10.9.8.7:7100",result="r
 pd_connector:pair_transfers_total{{engine="0",producer="10.9.8.7:7100",result="stalled"}} 1
 vllm:kv_cache_usage_perc{{engine="0"}} 0.97
 """
+SESSIONS = 'pd_connector:sessions_total{engine="0",transport="tcp"} 1\n'
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 READY = "document.querySelectorAll('.engine').length > 0"
 
@@ -49,7 +50,10 @@ def test_the_page_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.1)
 
     async def scenario() -> None:
-        async with World(prefill=2, decode=2) as world, Browser(program) as browser:
+        fleet = World(prefill=2, decode=2)
+        fleet.p[0].version = "0.32.0"
+        async with fleet as world, Browser(program) as browser:
+            world.p[0].metrics = SESSIONS
             known = world.known(world.d[1])
             world.d[0].metrics = METRICS.format(bytes=0)
             growing = asyncio.create_task(metrics_that_grow(world))
@@ -59,6 +63,8 @@ def test_the_page_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await browser.value("location.hash") == "", "the token is in no copied link"
             await browser.until("document.querySelector('#kv-arrow.moving') !== null")
             assert "MB/s" in await browser.value(text_of("#kv-rate"))
+            await browser.until(f"({text_of('.about')}).includes('vLLM 0.32.0')")
+            await browser.until(f"({text_of('.facts')}).includes('KV over tcp')")
             await browser.until("document.getElementById('wrong').children.length === 1")
             assert "KV caches are full" in await browser.value(text_of("#wrong .what"))
             pool = world.app[SHARED].pool

@@ -96,6 +96,30 @@ def test_the_prefill_engines_count_is_the_clients(
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"usage": usage(PROMPT - 1)},
+        {"meta_info": {"cached_tokens": PROMPT - 1, "prompt_tokens": PROMPT}},
+        {"kv_transfer_params": {"remote_prefill_cached_tokens": PROMPT}},
+    ],
+    ids=["vLLM", "SGLang", "without the prompt's length"],
+)
+def test_the_cached_part_of_prompts_is_one_at_most(says: dict[str, Any]) -> None:
+    """The prompt is 5 bytes long, which the router takes for one or two tokens. The engine counts 200."""
+
+    async def scenario() -> None:
+        async with World() as w:
+            w.p[0].behave, w.d[0].behave = prefills(says), decodes()
+            await told(w)
+            counted = await w.metric("counted_prompt_tokens_total")
+            assert counted == PROMPT
+            for what in ("actual", "expected"):
+                assert await w.metric("cached_tokens_total", what=what) <= counted
+
+    run(scenario())
+
+
 OLD = prefills({})
 
 
