@@ -11,7 +11,10 @@ class PDConnectorError(Exception):
 
 
 class ConfigError(PDConnectorError, ValueError):
-    """A config value is not usable. The message names the key, the value and what to do."""
+    """Config values are not usable. `args` has a text for each: it names the key, the value and what to do."""
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 class UnsupportedGeometryError(PDConnectorError, ValueError):

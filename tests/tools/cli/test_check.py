@@ -79,6 +79,29 @@ def test_an_engine_that_would_not_start_is_told_with_what_to_write(
     assert any(one.status is Status.FAIL for one in findings)
 
 
+@pytest.mark.parametrize(
+    ("config", "mistakes"),
+    [
+        (extra(codc="int8", slotz=4), ["'codc'", "'slotz'"]),
+        (extra(codc="int8", slots="16", lease_s="x"), ["'codc'", "slots '16'", "lease_s 'x'"]),
+        (extra(slots=0, slot_mib=0, host="*"), ["slots 0", "slot_mib 0", "host *"]),
+        (
+            extra(codec="int4", transports=["rdma", "tcp", "tpc"]),
+            ["codec 'int4'", "'rdma'", "'tpc'"],
+        ),
+        (
+            extra(codc=1, pool={"memry": "16GiB", "disk": "1", "tenants": "a"}),
+            ["'codc'", "'pool.memry'", "pool.disk '1'", "pool.disk '1': needs", "pool.tenants"],
+        ),
+    ],
+)
+def test_every_mistake_of_a_config_is_told_at_once(config: object, mistakes: list[str]) -> None:
+    findings = told(config)
+    assert len(findings) == len(mistakes)
+    for mistake in mistakes:
+        assert any(mistake in one.found for one in findings), mistake
+
+
 @pytest.mark.parametrize("name", ["PDConector", "NixlConnector"])
 def test_a_wrong_connector_is_not_called_right_in_the_next_line(name: str) -> None:
     findings = examine(json.dumps({**RIGHT, "kv_connector": name}), {}).findings
