@@ -50,6 +50,8 @@ class Pair:
             **SETTINGS,
             "late": pick([False, True]),
             "zeroes": pick([False, True]),
+            "drafts": pick([False, True]),
+            "ahead": pick([False, True]) and "scheduler" not in scheduling,
             "overlap": pick(["auto", "layer", "step"]),
             "defer_pages": pick([False, True]),
             "budget": pick([64, 512, 2048]),
