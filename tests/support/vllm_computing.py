@@ -186,6 +186,11 @@ class ComputingEngine(SteppedEngine):
     def close(self) -> None:
         self.agent.close()
 
+    @property
+    def busy(self) -> bool:
+        """Whether requests, or steps whose outcome its scheduler has not been told, are left."""
+        return bool(self.scheduler.requests or self._untold)
+
     def sleep(self) -> bool:
         """Sleep and wake up, as vLLM 0.33 does with `mode=keep`; the pages lose what they held. Returns whether it did: it
         does not while requests hold pages that nothing is computed in."""

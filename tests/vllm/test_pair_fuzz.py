@@ -72,7 +72,7 @@ class Pair:
 
     @property
     def busy(self) -> bool:
-        return bool(self._followed) or any(engine.scheduler.requests for engine in self.engines)
+        return bool(self._followed) or any(engine.busy for engine in self.engines)
 
     def ask(self, name: str) -> None:
         """A request arrives: at both engines at once, at one after the other, or at one alone."""
