@@ -17,6 +17,28 @@ class Probe:
         """Whether the next step is scheduled while this one is computed."""
         return bool(self.vllm_config.scheduler_config.async_scheduling)
 
+    def sleep_as_on_a_gpu(self) -> None:
+        """From now on, `sleep` and `wake_up`, which do nothing on a CPU, do what vLLM 0.33's worker for GPUs does: the
+        pages lose their content, and the connector is told before and after."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        if "sleep" in vars(self):
+            return
+        sleep, wake_up = self.sleep, self.wake_up
+
+        def sleep_and_forget(level: int = 1) -> None:
+            sleep(level)
+            get_kv_transfer_group().unregister_kv_caches()
+            for layer in self._layers():
+                layer.fill_(7)
+
+        def wake_up_and_tell(tags: list[str] | None = None) -> None:
+            if tags is None or "kv_cache" in tags:
+                get_kv_transfer_group().restore_kv_caches()
+            wake_up(tags)
+
+        self.sleep, self.wake_up = sleep_and_forget, wake_up_and_tell
+
     def kv_digests(self, pages: list[int]) -> list[str]:
         """A digest of each page over all layers."""
         return [

@@ -42,6 +42,7 @@ def vllm_forks() -> None:
         ahead = config.use_v2_model_runner and config.scheduler_config.async_scheduling
         check(config)
         config.scheduler_config.async_scheduling = ahead
+        config.kernel_config.enable_jit_warmup = False  # kernels are interpreted
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = staticmethod(check_and_fork)
