@@ -161,6 +161,14 @@ def test_others_have_a_turn_while_a_long_answer_is_looked_at(
     assert turns > 200
 
 
+def test_of_a_long_event_only_the_form_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM streams an answer of beam search as one event."""
+    monkeypatch.setattr(completion, "PARSED_BYTES", 20)
+    assert good_events(GOOD, completes=True) == GOOD
+    for bad in (GOOD.replace(b"]}", b"]"), b"data: " + b"x" * 30 + b"}\n\n"):
+        assert good_events(GOOD + bad, completes=True) == GOOD
+
+
 @pytest.mark.parametrize("bad", NOT_ONE)
 def test_events_pass_up_to_the_first_that_is_none(bad: bytes) -> None:
     before = GOOD + b": ping\n\n" + USAGE
