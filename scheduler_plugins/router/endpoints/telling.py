@@ -12,6 +12,7 @@ from scheduler_plugins.router.client.answers import headers_to_client
 from scheduler_plugins.router.client.doors import id_of, passed_headers
 from scheduler_plugins.router.endpoints.app_keys import BACKEND, LIVE, METRICS, OPERATOR, SHARED
 from scheduler_plugins.router.endpoints.refusals import error_response, unavailable
+from scheduler_plugins.router.engines.completion import status_of
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import Pool, handoffs_of
 from scheduler_plugins.router.engines.exchange import EngineCall, ResponseTimeouts, exchange
@@ -132,9 +133,12 @@ async def _told(
     async with exchange(shared.connections, engine, call, timeouts, config) as answer:
         if answer.status // 100 not in (2, 4):
             raise EngineFailedError(f"status_{answer.status}", f"{answer.status}")
-        content = await answer.read_all()
+        content, status = await answer.read_all(), answer.status
+        if status < 300:
+            kind = answer.headers.get("Content-Type", "")
+            status = await status_of(status, kind, content, completes=False)
         returned = headers_to_client(answer.headers, request_id)
-        return web.Response(status=answer.status, headers=returned, body=content)
+        return web.Response(status=status, headers=returned, body=content)
 
 
 def _listed(content: Any) -> list[dict[str, Any]]:

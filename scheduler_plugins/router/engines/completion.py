@@ -23,7 +23,7 @@ from scheduler_plugins.router.engines.failures import (
 )
 
 PARSED_BYTES = 1 << 20
-"""An answer of at most this size is parsed at once, which takes a few milliseconds. Only the form of a longer one is
+"""An answer or event of at most this size is parsed at once, which takes a few milliseconds. Only the form of a longer one is
 checked, because the parser would hold the event loop, in any thread."""
 _DATA, _END = b"data: ", b"\n\n"
 _CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\{')
@@ -116,6 +116,8 @@ def _is_good(event: bytes, *, completes: bool) -> bool:
     form = _EVENT if completes else _OBJECT
     if event.startswith(_DATA) and event.count(b"\n") == len(_END):
         data = event[len(_DATA) :]
+        if len(data) > PARSED_BYTES:
+            return data.startswith(b"{") and data.rstrip().endswith(b"}")
         return data.startswith(b"[DONE]") or _fits(form, data)
     for block in event.split(_END):
         lines = [line[5:] for line in block.split(b"\n") if line.startswith(b"data:")]

@@ -124,7 +124,7 @@ def probe(model: str) -> dict[str, Any]:
     """A request that a prefill engine answers with its address. The request leases nothing."""
     return {
         "model": model,
-        "prompt": "a",
+        "prompt": [0],  # an engine of token ids only (vLLM's `--tokens-only`) reads no text
         "max_tokens": 1,
         "kv_transfer_params": describe_params(),
     }

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from aiohttp import web
 from router_fakes import FakeEngine, World, run
 
@@ -14,8 +17,14 @@ class Versioned(FakeEngine):
         super().routes(app)
         app.router.add_get("/version", self._version)
 
+    odd: web.Response | None = None
+    """What it answers instead of its version and its models."""
+
     async def _version(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": f"1-{self.name}"})
+        return self.odd or web.json_response({"version": f"1-{self.name}"})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return self.odd or await super()._models(request)
 
 
 def test_one_model_is_told_by_its_name() -> None:
@@ -31,6 +40,30 @@ def test_one_model_is_told_by_its_name() -> None:
                 await fake.die()
                 await world.down(fake)
             assert (await world.get("/v1/models/org/big")).status == 503
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"text": "<html></html>", "content_type": "text/html"},
+        {"text": "", "content_type": "application/json"},
+        {"text": "{}", "content_type": "application/json"},
+        {"text": '{"error": {"message": "no"}}', "content_type": "application/json"},
+        {"status": 204},
+    ],
+)
+def test_what_is_no_answer_is_not_told(odd: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        made = World()
+        made.p, made.d = [Versioned("p0", "engine-p0")], [Versioned("d0")]
+        async with made as world:
+            for _ in range(2):
+                world.d[0].odd = web.Response(**odd)
+                assert (await world.get("/version")).json == {"version": "1-p0"}
+                world.d[0].odd = web.Response(**odd)
+                assert [one["id"] for one in (await world.get("/v1/models")).json["data"]]
 
     run(scenario())
 
