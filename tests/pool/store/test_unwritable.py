@@ -5,6 +5,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -222,3 +223,23 @@ def test_a_folder_of_a_file_system_without_files_is_refused_for_what_it_is() -> 
     assert "keeps no files" in str(refused.value)
     assert "create it" not in str(refused.value)
     assert "pool.dir" in str(refused.value)
+
+
+def test_a_folder_that_cannot_be_created_again_is_told_once(
+    tmp_path: Path, opens: Callable[[Path], LocalStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opens(tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").touch()
+    until(lambda: "is not a folder" in caplog.text)
+    turns: list[None] = []
+    turn = store.keeper.turn
+
+    def counted() -> None:
+        turns.append(None)
+        turn()
+
+    store.keeper.turn = counted  # type: ignore[method-assign]
+    until(lambda: len(turns) > 2)
+    assert caplog.text.count("nothing is saved: ") == 1
+    assert "pool.dir" in caplog.text
