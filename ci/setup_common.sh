@@ -6,7 +6,7 @@ beat_s=8 # at least this often a line says how long it has taken, and what is wa
 say() { printf '%s\n' "$*" >&2; }
 
 # The last line of a log, as far as it fits beside the time.
-last_line() { tail -n 1 "$1" 2>/dev/null | tr -d '\r' | cut -c1-100; }
+last_line() { { tail -n 1 "$1" 2>/dev/null || true; } | tr -d '\r' | cut -c1-100; }
 
 # Show words that change: a terminal sees all of them in one place, anything else a line every `beat_s` seconds.
 show() {

@@ -31,6 +31,7 @@ class Miss(StrEnum):
 
     CODEC = "codec"  # its KV has passed in a codec that this engine does not permit
     DAMAGED = "damaged"  # its bytes are not those that were written, or not of the pool
+    DRAFT = "draft"  # it has no KV of this engine's draft model
     EVICTED = "evicted"  # it was there, and made room for others
     LATE = "late"  # it was not found or read in time
     NEVER_STORED = "never_stored"  # no engine has stored it
@@ -61,6 +62,7 @@ class Cause(StrEnum):
     CODEC = (
         "codec"  # its KV depends on KV that has passed in a codec that this engine does not permit
     )
+    DRAFT = "draft"  # the producer does not have this engine's draft model
     DUPLICATE = "duplicate"  # the transfer id is already in use
     ENGINE_HUNG = "engine_hung"  # the producer's agent answers, but its engine computes no step
     GEOMETRY = "geometry"  # KV cannot pass between the two caches

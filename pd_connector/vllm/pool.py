@@ -142,6 +142,7 @@ class PoolSide:
         if tokens >= CHUNK_TOKENS:  # a part of a prefill
             self._worth.computed(tokens, time.monotonic() - began)
         self._stepped = 0.0, 0
+        self._looks.draft = activity.draft or self._looks.draft
         before = self.model
         if self._model.reported(activity.models):
             if before:
