@@ -34,20 +34,22 @@ def check(url: str, health: Mapping[str, Any]) -> list[Finding]:
 def _unreachable(engine: Mapping[str, Any]) -> list[str]:
     """Addresses of the engine's KV events that the router cannot reach."""
     cache = engine.get("cache")
-    told = cache if isinstance(cache, dict) else {}
-    ranks = told.get("ranks")
-    parts = [told, *(ranks.values() if isinstance(ranks, dict) else ())]
-    return [str(one["unreachable"]) for one in parts if "unreachable" in one]
+    whole = cache if isinstance(cache, dict) else {}
+    ranks = whole.get("ranks")
+    parts = [whole, *(ranks.values() if isinstance(ranks, dict) else ())]
+    return [str(part["unreachable"]) for part in parts if "unreachable" in part]
 
 
 def _events(url: str, engine: Mapping[str, Any], ports: list[str]) -> Finding:
-    found = f"the router cannot reach {', '.join(ports)}: it learns nothing of this engine's cache"
+    problem = (
+        f"the router cannot reach {', '.join(ports)}: it learns nothing of this engine's cache"
+    )
     advice = (
         "open the port; start vLLM with --kv-events-config, or name the right address with --kv-events "
         "(docs/router.md#with-kv-events)"
     )
     name = f"KV events of {engine.get('url')}"
-    return Finding(url, name, Status.WARN, found, advice)
+    return Finding(url, name, Status.WARN, problem, advice)
 
 
 def _engine(url: str, engine: Mapping[str, Any]) -> Finding:
