@@ -61,6 +61,7 @@ class Keeper:
         self._ends = False
         self._seen_to_s = self._swept_s = 0.0
         self._told = False
+        self._complained = ""
         self._thread = threading.Thread(target=self._run, name="pd-pool-keeper", daemon=True)
 
     def start(self) -> None:
@@ -92,7 +93,11 @@ class Keeper:
             try:
                 if not self._ends:
                     self.turn()
-            except (BooksError, RefusedError, PoolError, ConfigError, OSError) as error:
+            except ConfigError as error:  # a folder was removed, and cannot be created again
+                if str(error) != self._complained:
+                    self._complained = str(error)
+                    log.warning("pool: nothing is saved: %s", error)
+            except (BooksError, RefusedError, PoolError, OSError) as error:
                 log.debug("pool: %s", error)
             except Exception:
                 log.exception("pool: the store's thread goes on after this error")

@@ -77,7 +77,7 @@ def status_of(
 
 
 def _told(
-    books: sqlite3.Connection, engines: int, problem: str, told: list[Unwritable]
+    books: sqlite3.Connection, engines: int, problem: str, refusing: list[Unwritable]
 ) -> StoreStatus:
     tiers = [
         TierStatus(_NAMES[tier], path, budget, nbytes, chunks, dict(
@@ -91,4 +91,4 @@ def _told(
     (pinned,) = books.execute(
         "SELECT count(DISTINCT key) FROM pins WHERE until > ?", (now_s(),)
     ).fetchone()
-    return StoreStatus(tiers, writing, pinned, engines, problem, told)
+    return StoreStatus(tiers, writing, pinned, engines, problem, refusing)

@@ -107,7 +107,7 @@ class Troubles:
 
 def unwritable(memory: Folder) -> list[Unwritable]:
     """What the processes of this host have told about tiers that they could not write to."""
-    found = []
+    tiers = []
     for name in memory.names(memory.root):
         if not name.startswith(_FILE):
             continue
@@ -119,8 +119,8 @@ def unwritable(memory: Folder) -> list[Unwritable]:
                 age_s = max(0.0, time.time() - os.fstat(file).st_mtime)
             finally:
                 os.close(file)
-            found.append(Unwritable(name.removeprefix(_FILE), text, age_s))
-    return found
+            tiers.append(Unwritable(name.removeprefix(_FILE), text, age_s))
+    return tiers
 
 
 def _explained(folder: Folder, error: OSError) -> tuple[str, str, str]:
@@ -152,7 +152,7 @@ def _explained(folder: Folder, error: OSError) -> tuple[str, str, str]:
 
 def _no_inodes(folder: Folder) -> bool:
     try:
-        found = os.fstatvfs(folder.root)
+        left = os.fstatvfs(folder.root)
     except OSError:
         return False
-    return bool(found.f_files) and not found.f_favail
+    return bool(left.f_files) and not left.f_favail

@@ -112,6 +112,7 @@ class EventFollower:
         told: dict[str, Any] = {"source": "events", "blocks": state.blocks}
         if self.reached is False:
             told["note"] = f"{self._endpoint} cannot be reached: nothing is learnt of this cache"
+            told["unreachable"] = self._endpoint
         elif self.first is None:
             told["note"] = f"no event has come from {self._endpoint} yet"
         elif self.first:

@@ -436,6 +436,21 @@ def test_a_router_is_known_when_it_is_met():
     assert only(healthy, "router").found == "pd-router; hands KV over; 1 prefill, 1 decode"
 
 
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"source": "events", "blocks": 0, "unreachable": "tcp://p:5557"},
+        {"source": "events", "blocks": 9, "ranks": {"0": {}, "1": {"unreachable": "tcp://p:5557"}}},
+    ],
+)
+def test_a_router_that_cannot_reach_kv_events_names_their_port(cache):
+    prefill = engine_of("prefill", hands_over_kv=True, cache=cache)
+    finding = only(visit_router(prefill, engine_of("decode")), "KV events of http://prefill")
+    assert finding.status is Status.WARN
+    assert "tcp://p:5557" in finding.found
+    assert "--kv-events" in finding.advice
+
+
 def test_a_router_that_answers_503_is_known_by_what_it_says() -> None:
     down = {"url": "http://p:1", "role": "prefill", "state": "down", "reason": "no connection"}
     health = json.dumps({"status": "unavailable", "disaggregates": False, "engines": [down]})

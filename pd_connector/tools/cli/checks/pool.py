@@ -66,7 +66,7 @@ def _inside(facts: Pool, memory: Path) -> Pool:
             found.engines - 1,
             unknown,
             found.problem,
-            tuple((told.tier, told.why) for told in found.unwritable),
+            tuple((tier.tier, tier.why) for tier in found.unwritable),
         )
     finally:
         store.close()

@@ -27,7 +27,29 @@ def check(url: str, health: Mapping[str, Any]) -> list[Finding]:
     else:
         advice = "it needs one engine of each role that is up and answers as PDConnector: see below"
         first = Finding(url, "router", Status.FAIL, f"pd-router; hands no KV over; {roles}", advice)
-    return [first, *(_engine(url, one) for one in engines if _complaint(one))]
+    deaf = [_events(url, one, ports) for one in engines if (ports := _unreachable(one))]
+    return [first, *(_engine(url, one) for one in engines if _complaint(one)), *deaf]
+
+
+def _unreachable(engine: Mapping[str, Any]) -> list[str]:
+    """Addresses of the engine's KV events that the router cannot reach."""
+    cache = engine.get("cache")
+    whole = cache if isinstance(cache, dict) else {}
+    ranks = whole.get("ranks")
+    parts = [whole, *(ranks.values() if isinstance(ranks, dict) else ())]
+    return [str(part["unreachable"]) for part in parts if "unreachable" in part]
+
+
+def _events(url: str, engine: Mapping[str, Any], ports: list[str]) -> Finding:
+    problem = (
+        f"the router cannot reach {', '.join(ports)}: it learns nothing of this engine's cache"
+    )
+    advice = (
+        "open the port; start vLLM with --kv-events-config, or name the right address with --kv-events "
+        "(docs/router.md#with-kv-events)"
+    )
+    name = f"KV events of {engine.get('url')}"
+    return Finding(url, name, Status.WARN, problem, advice)
 
 
 def _engine(url: str, engine: Mapping[str, Any]) -> Finding:
