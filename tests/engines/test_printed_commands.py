@@ -22,6 +22,7 @@ from support.printed import ROOT, Block, blocks, commands, words
 from pd_connector.pool.settings import SHM_VARIABLE
 from pd_connector.tools.launch import Family
 from pd_connector.tools.launch.engine import on_cpu
+from pd_connector.tools.launch.proc import MARKER
 
 NODE = Path("/sys/devices/system/node/node0/meminfo")
 # A quarter is taken by other programs.
@@ -90,11 +91,12 @@ class Machine:
 
     def run(self, shm: Path) -> Family:
         """Start all. `shm` stands for /dev/shm, where a pool would outlive it."""
-        unset = [f"--unset={name}" for name in os.environ if OF_TESTS.match(name)]
+        names = set(filter(OF_TESTS.match, os.environ)) - {MARKER}
+        unset = [f"--unset={name}" for name in names]
         unshared = ["unshare", "--net", "--mount", "bash", "-c", self.script]
         env = {"HOME": str(self.folder / "home"), SHM_VARIABLE: str(shm)}
-        names = [f"{name}={value}" for name, value in env.items()]
-        command = ["env", f"--chdir={self.folder}", *unset, *names, *unshared]
+        given = [f"{name}={value}" for name, value in env.items()]
+        command = ["env", f"--chdir={self.folder}", *unset, *given, *unshared]
         return Family(command, log=self.folder / "log")
 
     def said(self) -> str:
@@ -132,10 +134,12 @@ def shm() -> Iterator[Path]:
 
 
 PAIR = [block for block in section("docs/quickstart.md", "One machine") if "vllm" in block.text]
+POOL = section("docs/pool.md", "From nothing to a hit")
+# The engines of this section can do the same without a pool. Those with one are there already.
+ROLES = section("docs/router.md", "Elastic roles")[1]
 CASES = {
     "quick start": ([*PAIR, *section("docs/quickstart.md", "Ask it")], 'cause=\\"handed_over'),
-    "pool": (section("docs/pool.md", "From nothing to a hit"), ""),
-    "roles": (section("docs/router.md", "Elastic roles")[:2], "decode"),
+    "pool, then roles": ([*POOL, ROLES], "pinned"),
 }
 
 
