@@ -1,6 +1,8 @@
-# Every target first brings .venv up to date; that takes two minutes once and a moment afterwards.
-PYTHON := .venv/bin/python
-PYTEST := $(PYTHON) -m pytest --durations=15
+# Every target first brings .venv up to date; that takes two minutes once and a moment afterwards. Those with tests also bring up to
+# date what only tests need.
+# Not called PYTHON: that one of the environment is for ci/setup, and make would replace it.
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest --durations=15
 # Tests start hundreds of processes: each would compile what it imports of this clone if the shell forbids to keep that.
 export PYTHONDONTWRITEBYTECODE :=
 # Tests that mostly compute: one for each of two cores. The others mostly wait, for deadlines and processes, and run four
@@ -13,23 +15,30 @@ QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 
 # Parts run one after the other also with -j: each uses all processors.
 .NOTPARALLEL:
-.PHONY: setup demo doctor lint fast beside computing waiting quiet sglang-door engine ray test docs clean
+.PHONY: setup setup-tests demo doctor lint docs dist fast beside computing waiting quiet sglang-door engine ray test clean
+
+# What takes minutes ends with make, also where make is killed: no process stays.
+ENDS_WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
 setup:
-	@ci/setup
+	@$(ENDS_WITH_MAKE) ci/setup
+
+setup-tests: setup
+	@$(ENDS_WITH_MAKE) ci/setup-tests
 
 demo: setup
-	@.venv/bin/pd-connector demo
+	@$(ENDS_WITH_MAKE) .venv/bin/pd-connector demo
 
 doctor: setup
 	@.venv/bin/pd-connector doctor
 
 lint: setup
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo --no-cache
-	$(PYTHON) ci/words
+	$(PY) ci/words
+	@ci/docs
 
 # The door to SGLang is tested with SGLang, which has an environment of its own.
 SGLANG := .venv-sglang/bin/python
@@ -40,46 +49,49 @@ SGLANG := .venv-sglang/bin/python
 BESIDE := sglang-door
 fast: beside waiting quiet
 
-beside: setup
+beside: setup-tests
 	@ci/beside '$(MAKE) --no-print-directory computing' '$(MAKE) --no-print-directory -k $(BESIDE)'
 
-computing: setup
+computing: setup-tests
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not engine and not quiet" --timeout=600 -n 2 --dist loadfile --no-loadscope-reorder $(COMPUTING)
 
-waiting: setup
+waiting: setup-tests
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not engine and not quiet" --timeout=300 -n 4 --dist loadfile $(COMPUTING:%=--ignore=%)
 
-quiet: setup
+quiet: setup-tests
 	$(PYTEST) -m quiet --timeout=300 $(QUIET)
 
-sglang-door: setup
+sglang-door: setup-tests
 	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
 		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi
 
 # vLLM's engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own (the
 # folder's conftest.py says how). SGLang's schedulers never wait: one file after the other.
-engine: setup
+engine: setup-tests
 	$(PYTEST) --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder tests/engines
 	$(PYTEST) --timeout=900 tests/sglang_engines
 
 # The door to Ray is tested in an environment of its own, too, which is laid over .venv.
 RAY := .venv-ray/bin/python
 
-ray: setup
+ray: setup-tests
 	@if [ -e .venv-ray/.setup-done ]; then $(RAY) -m pytest --durations=15 tests/ray_door --timeout=600; \
 		else echo "SKIPPED: tests/ray_door (read .venv-ray/setup.log, run ci/setup-ray)"; fi
 
-# In this order, so that the cheapest mistakes show first; a failure ends the run, but `fast` shows all of its. Ray's tests wait for actors and engines
-# to start, and have time for that beside the tests that compute.
+# In this order, so that the cheapest mistakes show first; a failure ends the run, but `fast` shows all of its. Ray's tests wait for
+# actors and engines to start, and have time for that beside the tests that compute. `lint` computes while others download.
 test: setup
-	@$(MAKE) --no-print-directory lint
+	@ci/beside '$(MAKE) --no-print-directory lint' '$(MAKE) --no-print-directory setup-tests'
 	@$(MAKE) --no-print-directory -k fast BESIDE="sglang-door ray"
 	@$(MAKE) --no-print-directory engine
 
-# The documentation as a site, in build/site. Strict: a link that leads nowhere is an error.
-docs:
-	@[ -e .venv-docs/.setup-done ] || { python3 -m venv .venv-docs && .venv-docs/bin/pip -q install -r ci/constraints-docs.txt && touch .venv-docs/.setup-done; }
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+# The documentation as a site, in build/site.
+docs: setup
+	@ci/docs
+
+# Wheel, source distribution, site and the image's context, in dist/.
+dist: docs
+	@ci/dist
 
 clean:
 	rm -rf .venv .venv-sglang .venv-ray .venv-proxies .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -34,11 +34,13 @@ class Miss(StrEnum):
 
     CODEC = "codec"  # its KV has passed in a codec that this engine does not permit
     DAMAGED = "damaged"  # its bytes are not those that were written, or not of the pool
+    DRAFT = "draft"  # it has no KV of this engine's draft model
     EVICTED = "evicted"  # it was there, and made room for others
     LATE = "late"  # it was not found or read in time
     NEVER_STORED = "never_stored"  # no engine has stored it
     NOT_WORTH = "not_worth"  # computing it is faster
     REFUSED = "refused"  # the store refused to read or write
+    RESET = "reset"  # it was saved before this engine's caches were reset
     UNLIKE = "unlike"  # it is of another model, prompt or kind of cache, or of another schema
 
 
@@ -55,6 +57,7 @@ class Cause(StrEnum):
 
     ABORTED = "aborted"  # consumer: the client went away
     AGENT_HUNG = "agent_hung"  # the agent's thread did not answer its engine
+    ASLEEP = "asleep"  # this engine went to sleep, and its pages are gone
     AUDIT = "audit"  # the producer's KV differs from what this engine computes
     AUTHENTICATION = "authentication"  # the peer has another key, or none
     CHECKSUM = "checksum"  # the bytes that landed are not the bytes that were sent
@@ -62,12 +65,15 @@ class Cause(StrEnum):
     CODEC = (
         "codec"  # its KV depends on KV that has passed in a codec that this engine does not permit
     )
+    DRAFT = "draft"  # the producer does not have this engine's draft model
     DUPLICATE = "duplicate"  # the transfer id is already in use
     ENGINE_HUNG = "engine_hung"  # the producer's agent answers, but its engine computes no step
     GEOMETRY = "geometry"  # KV cannot pass between the two caches
     INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
     INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
-    LEASE_EVICTED = "lease_evicted"  # leases took more than lease_share of the producer's cache
+    LEASE_EVICTED = (
+        "lease_evicted"  # its pages were needed for others, while no consumer had room for it
+    )
     LEASE_EXPIRED = "lease_expired"  # no consumer fetched the pages before lease_s had passed
     MALFORMED_MESSAGE = "malformed_message"  # bytes that are not a message of the schema
     MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read
@@ -92,6 +98,11 @@ class Cause(StrEnum):
     WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s
     WINDOW = "window"  # a sliding window has passed the wanted tokens
     WORDS = "words"  # the producer did not send the last words that the consumer needs
+
+
+HANDOFF_FAILED = "the handoff failed, and the decode engine knows"
+"""A prefill engine's error answer has these words if the prompt was computed and its KV did not pass. The decode engine
+hears of it at the same time and goes on by itself, so a router lets it."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

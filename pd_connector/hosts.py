@@ -70,6 +70,15 @@ def port_range(written: int | str) -> range:
     return found
 
 
+def stray_character(text: str) -> str:
+    """The first space, line break or other character of `text` that no URL has, in words; empty: there is none.
+
+    Python's `urlsplit` drops line breaks, tabs, and spaces at the beginning without a word.
+    """
+    found = next((one for one in text if one.isspace() or not one.isprintable()), "")
+    return f"it has {found!r} in it" if found else ""
+
+
 def server_url(given: str) -> str:
     """The base URL of an HTTP server, `http://` in front where it has no scheme, without `/v1` at its end.
 
@@ -78,6 +87,8 @@ def server_url(given: str) -> str:
     """
     url = given if "://" in given else f"http://{given}"
     wanted = "must look like http://host:port"
+    if stray := stray_character(given):
+        raise ValueError(f"{wanted}; {stray}")
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -5,7 +5,7 @@ import re
 
 PYTHON = ((3, 11), (3, 13))
 """First and last, both included. `requires-python`, the classifiers and `ci/setup` say the same."""
-VLLM = {(0, 31): "run", (0, 32): "run", (0, 33): "imported and read, not run"}
+VLLM = {(0, 31): "run", (0, 32): "run", (0, 33): "run on the CPU kernels of 0.32"}
 """Supported versions of vLLM, and what was done with each."""
 SGLANG = ("0.5.23",)
 """Versions of SGLang that were run."""

@@ -54,5 +54,5 @@ def test_the_doctor_says_what_was_done_with_a_version_and_the_bounds() -> None:
     found = software.engines(Facts(software=Software(versions={"vllm": "0.33.1"})))[0]
     first, last = supported_range()
     assert found.found == f"vllm 0.33.1 ({seen('0.33.1')}; {first} to {last} are supported)"
-    assert "not run" in found.found
+    assert "on the CPU kernels of 0.32" in found.found
     assert seen("0.30.0") == ""

@@ -14,7 +14,7 @@ from chaos.faults import RECORD_FAULTS, Fault
 from chaos.ledger import Ledger, merged
 from chaos.nursery import Nursery
 from chaos.ranks import SETUPS, Ranks, Setup
-from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch.netns import Bed, Namespace, available
 
 CONTROL_FAULTS = 20

@@ -20,7 +20,7 @@ from chaos.faults import (
 from chaos.ledger import Ledger
 from chaos.ranks import Ranks
 from chaos.transfers import Transfers
-from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.bench.wire.pair import PartyProcess
 from pd_connector.tools.launch.netns import LINK, Namespace
 

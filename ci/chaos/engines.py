@@ -23,7 +23,7 @@ from chaos.asking import REQUEST_S, answer, body
 from chaos.ledger import Ledger
 from chaos.pool_files import KINDS, harm
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
-from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
     Census,

@@ -23,6 +23,9 @@ class WrappingTransport(Transport):
         self.copies = inner.copies  # type: ignore[misc]
         self.readable = inner.readable  # type: ignore[misc]
         self.reaches_devices = inner.reaches_devices  # type: ignore[misc]
+        self.reads_first = inner.reads_first  # type: ignore[misc]
+        self.maps_slots = inner.maps_slots  # type: ignore[misc]
+        self.private_slots = inner.private_slots  # type: ignore[misc]
         self.label = inner.label
         self.port = inner.port
         self.verifies = inner.verifies

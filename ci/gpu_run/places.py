@@ -39,7 +39,14 @@ def environment(state: Path, sites: Sequence[Path]) -> dict[str, str]:
     """
     site = state / "site"
     describe_project(site)
-    paths = [ROOT, ROOT / "kernels", ROOT / "ci", site, *(path.resolve() for path in sites)]
+    paths = [
+        ROOT,
+        ROOT / "kernels",
+        ROOT / "ci",
+        ROOT / "ci/bench",
+        site,
+        *(path.resolve() for path in sites),
+    ]
     before = os.environ.get("PYTHONPATH")
     told = os.pathsep.join([*map(str, paths), *([before] if before else [])])
     caches = [path.resolve() / TRITON_CACHE for path in sites if (path / TRITON_CACHE).is_dir()]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpu_run.step import JSON, KERNEL_SOURCES, KERNELS, Step
 
 PYTHON = sys.executable
-BENCH = (PYTHON, "-m", "pd_kernels.bench")
+BENCH = (PYTHON, "-m", "pd_bench.kernels")
 OURS = (PYTHON, "-m", "pd_connector.tools.cli")
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
@@ -28,7 +28,7 @@ _GPU_TESTS = (
     "tests/pages/test_paged_cache.py",
     "tests/memory/test_pins.py",
     "tests/memory/test_device_slab.py",
-    "tests/tools/bench/test_bench_gpu.py",
+    "tests/bench/test_bench_gpu.py",
 )
 _SANITIZER = (
     *("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"),
@@ -170,7 +170,7 @@ LATER: Sequence[Step] = (
         200,
         (*CONNECTOR, "pytest", "hypothesis"),
         (*PYTEST, "-m", "gpu", *_GPU_TESTS),
-        sources=(*_ALL, "tests/pages", "tests/memory", "tests/tools/bench"),
+        sources=(*_ALL, "tests/pages", "tests/memory", "tests/bench"),
     ),
     Step(
         "mixed-quick",

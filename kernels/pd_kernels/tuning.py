@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switches between two variants of a kernel. Both stay until a benchmark on a GPU has decided.
 
-Each field is an A/B switch. `python -m pd_kernels.bench` times both settings in one run.
+Each field is an A/B switch. `python -m pd_bench.kernels` times both settings in one run.
 """
 
 import contextlib

@@ -34,6 +34,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import model_root
+from pd_connector.pool.part_names import draft_mark
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import AuditBook
@@ -220,6 +221,11 @@ class Agent:
         last: saves and loads that are submitted later are of this model."""
         return (model_root(self._facts) or b"") if self._loop.pool_side else b""
 
+    @property
+    def pool_draft(self) -> str:
+        """The draft model in names of this engine's parts in the pool; empty without one."""
+        return draft_mark(self._facts.draft)
+
     def wait_for_outcome(self, timeout_s: float) -> bool:
         """Wait until there is an outcome, if transfers or loads from the pool are under way; at most `timeout_s` seconds.
 
@@ -229,6 +235,20 @@ class Agent:
         gauges = self.telemetry.gauges()
         under_way = self._owed.loads or any(gauges.get(name) for name in UNDER_WAY)
         return not under_way or self._owed.wait(timeout_s)
+
+    def rest(self) -> None:
+        """The engine is about to give up the memory of its pages. Once this has returned they are not touched, and no
+        transport has a registration of them; what was under way has ended with cause `asleep`, and peers are told.
+        Until `wake`, what is submitted waits. Harmless to repeat.
+
+        Raises:
+            PDConnectorError: the agent does not answer; it may use the pages.
+        """
+        self._thread.rest()
+
+    def wake(self) -> None:
+        """The pages have memory again, at the same addresses. Their content of before is gone. Harmless to repeat."""
+        self._thread.wake()
 
     def close(self) -> None:
         """Stop the thread and free sockets, memory and descriptors. Harmless to repeat."""

@@ -17,7 +17,7 @@ from pd_connector.agent.thread_priority import (
 )
 from pd_connector.agent.turn_watch import TurnWatch
 from pd_connector.config import Config
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, PDConnectorError
 from pd_connector.telemetry import Telemetry
 
 logger = logging.getLogger("pd_connector.agent.agent_thread")
@@ -61,6 +61,9 @@ class AgentThread:
         self._turn = TurnWatch(config.agent_timeout_s)
         self._abandoned = False  # the agent hangs; the engine has given it up
         self.submitting = threading.Lock()
+        self._rest_changed = threading.Condition()
+        self._rests = False  # `rest` was called, and `wake` was not
+        self._rested = False  # the loop has ended
         self.loop = make_loop(0)
         self._port = self.loop.port
         self._thread = threading.Thread(target=self._run, name="pd-agent", daemon=True)
@@ -73,8 +76,35 @@ class AgentThread:
         """Seconds until the agent counts as hung; below 0: it does."""
         return self._turn.left_s()
 
+    def rest(self) -> None:
+        """End the loop until `wake`. Once this has returned no page is touched, no transport knows one, and what was
+        owed has failed. Commands that are submitted later are for the next loop. Harmless to repeat.
+
+        Raises:
+            PDConnectorError: the thread did not answer. Its loop goes on.
+        """
+        timeout_s = self._config.agent_timeout_s
+        with self._rest_changed:
+            self._rests = True
+            self._commands.wake()
+            if not self._rest_changed.wait_for(lambda: self._rested, timeout_s):
+                self._rests = False
+                raise PDConnectorError(
+                    f"the connector's thread has not answered for {timeout_s:g} s (agent_timeout_s) and may still use "
+                    "the pages: try again, or end the process"
+                )
+
+    def wake(self) -> None:
+        """Have a loop again, with a new epoch, on the same port. Harmless to repeat."""
+        with self._rest_changed:
+            self._rests = False
+            self._turn.begin()
+            self._rest_changed.notify_all()
+
     def abandon_if_hung(self) -> None:
         """Give the agent up if it hangs. What is owed since the last call has failed then, too."""
+        if self._rested:
+            return
         if self._abandoned or self._turn.left_s() < 0:
             self.abandon()
 
@@ -98,6 +128,8 @@ class AgentThread:
             return
         self._closing.set()
         self._commands.wake()
+        with self._rest_changed:
+            self._rest_changed.notify_all()
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.error("agent thread does not stop: its sockets are closed when the process ends")
@@ -110,12 +142,15 @@ class AgentThread:
         prefer_short_turns(self._config.switch_interval_ms)
         self._enter()
         while not self._run_loop():
-            self._restart()
+            if not self._rests or not self._wakes():
+                self._restart()
 
     def _run_loop(self) -> bool:
-        """Run the loop until `close`, or until it fails; returns whether `close` was called."""
+        """Run the loop until `close`, or until it fails or is to rest; returns whether `close` was called."""
         try:
             while not self._closing.is_set():
+                if self._rests:
+                    return False
                 self._turn.begin()
                 self.loop.wait()
                 if self._abandoned:
@@ -133,30 +168,48 @@ class AgentThread:
             self._close_loop()
         return True
 
+    def _wakes(self) -> bool:
+        """Rest until `wake` or `close`. Returns whether there is a loop for what was submitted meanwhile."""
+        self._begin_again(cause=Cause.ASLEEP, detail="the engine sleeps: its pages are gone")
+        self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
+        with self._rest_changed:
+            self._rested = True
+            self._rest_changed.notify_all()
+            self._rest_changed.wait_for(lambda: not self._rests or self._closing.is_set())
+            self._rested = False
+        return self._closing.is_set() or self._makes_loop()
+
     def _restart(self) -> None:
         """Fail everything that is owed and make a new loop, with a new epoch, on the same port."""
         pause_s = _FIRST_PAUSE_S
         while not self._closing.is_set():
             self._begin_again(pause_s)
             self._closing.wait(pause_s)
-            try:
-                self.loop = self._make_loop(self._port)
-            except Exception:
-                logger.exception("agent cannot start again; it goes on trying")
-            else:
-                self._turn.begin()
-                if self._abandoned:  # this took longer than the engine waits for a turn
-                    self._begin_again()
+            if self._makes_loop():
                 self._telemetry.count("agent_restarts")
                 return
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _begin_again(self, in_s: float = 0.0) -> None:
+    def _makes_loop(self) -> bool:
+        """Returns whether there is a loop again."""
+        try:
+            self.loop = self._make_loop(self._port)
+        except Exception:
+            logger.exception("agent cannot start again; it goes on trying")
+            return False
+        self._turn.begin()
+        if self._abandoned:  # this took longer than the engine waits for a turn
+            self._begin_again()
+        return True
+
+    def _begin_again(
+        self, in_s: float = 0.0, cause: Cause = Cause.INTERNAL, detail: str = "agent died"
+    ) -> None:
         """Fail everything that is owed. What is submitted later is for the next loop, which starts in
         `in_s` seconds."""
         with self.submitting:
             self._commands.clear()
-            self._owed.fail_all(Cause.INTERNAL, "agent died")
+            self._owed.fail_all(cause, detail)
             self._gate.reset()
             self._abandoned = False
             self._turn.begin(in_s)

@@ -50,9 +50,9 @@ from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
-from pd_connector.transport.base import Landed, Transport, Written
+from pd_connector.transport.base import Landed, Transport, TransportParts, Written
 from pd_connector.transport.choice import FASTEST_BETWEEN_MACHINES, Choice, with_names
-from pd_connector.transport.registry import make_transports
+from pd_connector.transport.registry import make_transports, slot_use
 
 _MOST_SOCKETS = 4 * MOST_SESSIONS + 1024
 """libzmq's own limit is 1023. A session takes three sockets; transports take others."""
@@ -122,6 +122,7 @@ class Loop:
         self.buffers = Buffers(
             config,
             cache.device,
+            slot_use(config.transports),
             produces=produces,
             consumes=consumes,
             slot_device=cache.slot_device,
@@ -183,7 +184,7 @@ class Loop:
         be set up."""
         self.choice = choice
         try:
-            return make_transports(self._context, self._config, keys, self.buffers)
+            return make_transports(self._parts(self._config, keys))
         except TransportError as error:
             if not choice.automatic or FASTEST_BETWEEN_MACHINES not in choice.names:
                 raise
@@ -191,7 +192,10 @@ class Loop:
             if self.buffers.device_slots.slabs:
                 self.buffers.leave_device(str(error))
         config = with_names(self._config, self.choice.names)
-        return make_transports(self._context, config, keys, self.buffers)
+        return make_transports(self._parts(config, keys))
+
+    def _parts(self, config: Config, keys: CurveKeys | None) -> TransportParts:
+        return TransportParts(self._context, config, keys, self.buffers)
 
     @property
     def host(self) -> str:

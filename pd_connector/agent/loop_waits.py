@@ -19,6 +19,8 @@ _UNHURRIED_POLL_MS = 5
 """Answers to heartbeats of many sessions come one by one. Taken together they cost a fraction."""
 _COMPILING_POLL_MS = 20
 """Nothing tells when a background compilation has ended."""
+_DOUBT_S = 0.25
+"""Nor when a peer's machine does not acknowledge what it was sent. Looked at while transfers are under way."""
 _DEVICE_POLL_MS = 1
 """Nor when a device has done a step."""
 
@@ -91,6 +93,8 @@ class LoopWaits:
     def _longest_ms(self, stepped: float) -> int:
         """How long nothing is to be done, if nothing comes."""
         wait_s = self._longest_s
+        if any(side.busy for side in (self._producer, self._consumer) if side):
+            wait_s = min(wait_s, _DOUBT_S)
         if self._consumer:
             wait_s = min(wait_s, max(0.0, self._consumer.due - stepped))
         if self._pool:

@@ -31,8 +31,8 @@ class ToldModel:
 
     Attributes:
         withdrawn: nothing is told of the weights now.
-        changes: how often the weights have changed. KV that was computed before a change does not belong to the
-            present weights.
+        changes: how often the weights have changed, or the cache was lost. KV that was computed before is none of the
+            present weights'.
     """
 
     def __init__(
@@ -81,6 +81,11 @@ class ToldModel:
         self.changes += 1
         self.close()
         self._full = b""
+
+    def pages_lost(self) -> None:
+        """The cache has lost its content: what was computed before is gone as it is when weights change. The weights that
+        peers were told of stand."""
+        self.changes += 1
 
     def tell_files(self, files: Sequence[CheckpointFiles], *, loaded: bytes) -> bool:
         """All weights were loaded from these files since they were withdrawn. Returns whether they are told. They

@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pd_connector.control.addresses import bound_within, endpoint, numeric, readable
 from pd_connector.control.connections import Connections
 from pd_connector.control.keys import CurveKeys
-from pd_connector.control.liveness import keep_alive
+from pd_connector.control.liveness import is_unanswered, keep_alive
 from pd_connector.errors import Cause, PDConnectorError
 from pd_connector.protocol.wire.fields import MAX_MESSAGE_BYTES
 
@@ -168,6 +168,8 @@ class Connection:
     def __init__(self, context: Context, host: str, port: int, keys: CurveKeys | None) -> None:
         """Raises PDConnectorError if the address cannot be dialled, or no descriptor is left."""
         self._is_full = False
+        self._port = port
+        self._descriptor = -1  # of the connection, since something has come over it
         with contextlib.ExitStack() as undo:
             try:
                 self.socket = context.socket(zmq.DEALER)
@@ -195,6 +197,8 @@ class Connection:
             while True:
                 frame = self.socket.recv(zmq.DONTWAIT, copy=False)
                 arrived.append(b"" if frame.more else frame.bytes)
+                if self._descriptor < 0:
+                    self._descriptor = int(frame.get(zmq.SRCFD))
                 while frame.more:
                     frame = self.socket.recv(copy=False)
                 if len(arrived) >= most or not readable(self.socket):
@@ -211,6 +215,21 @@ class Connection:
                 return _LOST[event["event"]]
         # Last: where there is no connection, nothing can be sent either, and why is the news.
         return (Cause.SESSION_LOST, "the producer takes no messages") if self._is_full else None
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the producer's machine acknowledges nothing any more (`liveness.is_unanswered`)."""
+        try:
+            connection = socket.socket(fileno=self._descriptor)
+        except (OSError, ValueError):
+            return False  # it has ended, or not begun
+        try:
+            # The number may be another file's by now.
+            return connection.getpeername()[1] == self._port and is_unanswered(connection)
+        except (OSError, IndexError, TypeError):
+            return False
+        finally:
+            connection.detach()  # libzmq's to close
 
     def send(self, data: bytes) -> bool:
         """Queue a message; returns whether it was queued. Otherwise the connection is of no use any

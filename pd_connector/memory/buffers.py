@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of one rank that its transports use."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 
-_PRIVATE = frozenset({"tcp", "ucx"})
-"""Transports whose peers cannot write into slots directly."""
+class SlotUse(NamedTuple):
+    """How the transports of a rank use its slots, together."""
+
+    reaches_devices: bool = False  # some move device memory
+    maps_slots: bool = False  # peers of some map the slots
+    private_slots: bool = False  # some need slots that no peer can reach
+    one_sided: bool = False  # peers of some write into slots by themselves
 
 
 class Buffers:
@@ -38,6 +43,7 @@ class Buffers:
 
     Args:
         device: where the cache lies.
+        use: how the config's transports use the slots.
         produces: whether chunks are gathered into the send slots.
         consumes: whether chunks arrive in the landing slots.
         slot_device: device to which kernels can gather chunks; None if no kernels move the cache's pages.
@@ -50,6 +56,7 @@ class Buffers:
         self,
         config: Config,
         device: "torch.device",
+        use: SlotUse,
         *,
         produces: bool,
         consumes: bool,
@@ -57,24 +64,29 @@ class Buffers:
     ) -> None:
         self._must_be_on_device = config.slot_memory == "device"
         self.device_slots, self.why_host = choose_slot_memory(
-            config, device, slot_device, produces=produces, consumes=consumes
+            config,
+            device,
+            slot_device,
+            produces=produces,
+            consumes=consumes,
+            reaches_devices=use.reaches_devices,
         )
-        shared = "shm" in config.transports
+        shared = use.maps_slots
         self.landing, self.sending = _slab(config, shared=shared), _slab(config, shared=shared)
         self.private_landing, self.private_sending = self.landing, self.sending
-        if not _PRIVATE.issuperset(config.transports):
+        if use.private_slots and use.one_sided:
             # Reserved but not touched: unused slots cost no physical memory.
             self.private_landing, self.private_sending = _slab(config), _slab(config)
         self.pins = Pins(device)
         if consumes:
-            self._pin(config, self.landing, self.private_landing, "landing slots")
+            self._pin(self.landing, self.private_landing, "landing slots")
         if produces:
-            self._pin(config, self.sending, self.private_sending, "send slots")
+            self._pin(self.sending, self.private_sending, "send slots")
 
-    def _pin(self, config: Config, slots: Slab, private: Slab, what: str) -> None:
+    def _pin(self, slots: Slab, private: Slab, what: str) -> None:
         self.pins.pin(slots.memory, what)
-        if private is not slots and "tcp" in config.transports:
-            self.pins.pin(private.memory, f"{what} of tcp")
+        if private is not slots:
+            self.pins.pin(private.memory, f"private {what}")
 
     def leave_device(self, problem: str) -> None:
         """Slots on the device are not usable: continue with slots in host memory.

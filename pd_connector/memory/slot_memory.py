@@ -10,9 +10,6 @@ from pd_connector.memory.device_slab import DeviceMemoryError, DeviceSlab
 if TYPE_CHECKING:
     import torch
 
-REACHES_DEVICES = frozenset({"nixl"})
-"""Transports that move device memory. The others copy from host memory with the processor."""
-
 
 class WhyHost(NamedTuple):
     """Why chunks of a cache on a GPU pass through slots in host memory.
@@ -55,6 +52,7 @@ def choose_slot_memory(
     *,
     produces: bool,
     consumes: bool,
+    reaches_devices: bool,
 ) -> tuple[DeviceSlots, WhyHost | None]:
     """Allocate slots on the device, if chunks can pass through them.
 
@@ -62,6 +60,8 @@ def choose_slot_memory(
         cache_device: where the cache lies.
         slot_device: device to and from which kernels can move chunks; None if no kernels move the cache's
             pages.
+        reaches_devices: whether a transport of the config moves device memory. Others copy from host memory with the
+            processor.
 
     Returns:
         The slots, and if there are none the reason: `config` (the operator's choice), `transport` (none of the
@@ -78,7 +78,7 @@ def choose_slot_memory(
     if config.slot_memory == "host":
         return NO_DEVICE_SLOTS, WhyHost("config", "slot_memory is `host`")
     why = WhyHost("kernels", "torch moves chunks, because Triton is not installed")
-    if REACHES_DEVICES.isdisjoint(config.transports):
+    if not reaches_devices:
         names = ", ".join(config.transports)
         why = WhyHost(
             "transport", f"{names} copy with the processors: `nixl` reaches device memory"

@@ -8,7 +8,7 @@ Layers with a sliding window have a pool of their own. SGLang translates slots o
 pool, so these layers are a second page table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.heads import total_heads
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
 
@@ -24,13 +25,16 @@ _FP8 = "fp8_e4m3"
 WINDOW_TABLE = 1
 """Page table of the layers with a sliding window; all other layers use table 0."""
 
+NamedHeads = Mapping[int, Collection[int]]
+"""`kv.heads.named_heads` of each layer's modules, by the layer's number in the model."""
+
 Scales = Mapping[int, tuple[float, float]]
 """Scales of K and V in an FP8 pool, by the layer's number in the model."""
 
 
 def describe_cache(
     pool: Any,
-    total_heads: int,
+    named: NamedHeads,
     shard: Shard,
     *,
     sliding_window: int = 0,
@@ -40,19 +44,19 @@ def describe_cache(
 
     Args:
         pool: SGLang's `token_to_kv_pool`.
-        total_heads: KV heads of a layer in the whole model.
+        named: what each layer's modules say of its KV heads in the whole model.
         shard: the part of the model that this rank holds.
         sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
         scales: of an FP8 pool; 1 for a layer without an entry.
 
     Raises:
-        UnsupportedGeometryError: this kind of pool cannot be moved.
+        UnsupportedGeometryError: this kind of pool cannot be moved, or it is not known which heads a rank holds.
     """
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     if type(pool) is not SWAKVPool:
         held = range(shard.first_layer, shard.stop_layer)
-        found = [_describe(pool, held, total_heads, scales or {})]
+        found = _describe(pool, held, named, shard, scales or {})
     else:
         if not sliding_window:
             raise UnsupportedGeometryError(
@@ -68,11 +72,12 @@ def describe_cache(
             }
             if not places:
                 continue
-            heads = total_heads * getattr(part, "head_num", 1) // pool.head_num
             numbers = [places[place] for place in range(len(places))]
             # Our window also counts the token that sees.
             window = sliding_window + 1 if table else 0
-            found.append(_describe(part, numbers, heads, scales or {}, window=window, table=table))
+            found += _describe(
+                part, numbers, named, shard, scales or {}, window=window, table=table
+            )
     layers = {number: pages for part, _ in found for number, pages in part.items()}
     return PagedCache(layers, Geometry(shard, tuple(group for _, group in found)))
 
@@ -88,13 +93,14 @@ def own_shard(pool: Any, tp_rank: int, tp_size: int) -> Shard:
 def _describe(
     pool: Any,
     numbers: Sequence[int],
-    total_heads: int,
+    named: NamedHeads,
+    shard: Shard,
     scales: Scales,
     *,
     window: int = 0,
     table: int = 0,
-) -> tuple[dict[int, LayerPages], Group]:
-    """Layers with these numbers, held by one pool of plain tensors."""
+) -> list[tuple[dict[int, LayerPages], Group]]:
+    """Layers with these numbers, held by one pool of plain tensors: a group for each number of heads."""
     dtype = _DTYPE_NAMES.get(pool.dtype)
     if dtype is None:
         raise UnsupportedGeometryError(
@@ -103,21 +109,33 @@ def _describe(
         )
     pages, dims = _pages(pool, latents=dtype != _FP8)
     device = pages[0].key.device.type
-    group = Group(
-        kind="attention" if dims[1] else "latent",
-        layers=tuple(numbers),
-        heads=total_heads if dims[1] else 1,
-        key_dim=dims[0],
-        value_dim=dims[1],
-        page_size=pool.page_size,
-        window=window,
-        dtype=dtype,
-        layout=f"{device}/token-head-dim",
-        heads_apart=pool.page_size == 1,
-        table=table,
-        scales=tuple(scales.get(n, (1.0, 1.0)) for n in numbers) if dtype == _FP8 else (),
-    )
-    return dict(zip(numbers, pages, strict=True)), group
+    by_heads: dict[int, dict[int, LayerPages]] = {}
+    for number, layer in zip(numbers, pages, strict=True):
+        heads = 1
+        if dims[1]:
+            told = named.get(number, ())
+            heads = total_heads(f"layer {number}", pool.head_num, shard.tp_size, told)
+        by_heads.setdefault(heads, {})[number] = layer
+    return [
+        (
+            layers,
+            Group(
+                kind="attention" if dims[1] else "latent",
+                layers=tuple(layers),
+                heads=heads,
+                key_dim=dims[0],
+                value_dim=dims[1],
+                page_size=pool.page_size,
+                window=window,
+                dtype=dtype,
+                layout=f"{device}/token-head-dim",
+                heads_apart=pool.page_size == 1,
+                table=table,
+                scales=tuple(scales.get(n, (1.0, 1.0)) for n in layers) if dtype == _FP8 else (),
+            ),
+        )
+        for heads, layers in by_heads.items()
+    ]
 
 
 def _pages(pool: Any, *, latents: bool) -> tuple[list[LayerPages], tuple[int, int]]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol
 
-from pd_connector.errors import Cause
+from pd_connector.errors import HANDOFF_FAILED, Cause
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -17,13 +17,19 @@ class TransferError(Exception):
     """Why a request's KV did not come, or was not fetched. SGLang reads these three attributes.
 
     Without a failure of its own, this rank stopped because another rank failed.
+
+    Args:
+        handoff: whether this is a prefill engine that could compute the prompt, and only the handoff failed.
     """
 
-    def __init__(self, room: int, failure: tuple[Cause, str] | None) -> None:
+    def __init__(
+        self, room: int, failure: tuple[Cause, str] | None, *, handoff: bool = False
+    ) -> None:
         self.bootstrap_room = room
         self.is_from_another_rank = failure is None
         cause, detail = failure or ("", "another rank failed")
-        self.failure_reason = f"{cause}: {detail}" if cause else detail
+        reason = f"{cause}: {detail}" if cause else detail
+        self.failure_reason = f"{HANDOFF_FAILED}: {reason}" if handoff else reason
         super().__init__(self.failure_reason)
 
 

@@ -22,12 +22,13 @@ from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire.last_words import FIRST_TOKEN
 from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.protocol.wire.prefill_server import PrefillServer
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
-from pd_connector.sglang.model import kv_scales, loaded_files, model_facts
+from pd_connector.sglang.model import kv_heads, kv_scales, loaded_files, model_facts
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
 from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
@@ -78,7 +79,7 @@ class Manager(BaseKVManager):
         self._config = load_config(os.environ.get(CONFIG_VARIABLE, ""))
         self._engines = PrefillEngines(self._config)
         api_key = getattr(server_args, "api_key", None) or ""
-        self._second_prefills = SecondPrefills(api_key, self._config.wait_timeout_s)
+        self._second_prefills = SecondPrefills(api_key, self._config)
 
     def attach(self, queue: Any) -> None:
         """Start the agent, and make the engine known.
@@ -98,7 +99,7 @@ class Manager(BaseKVManager):
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         cache = describe_cache(
             pool,
-            scheduler.model_config.get_total_num_kv_heads(),
+            kv_heads(scheduler),
             own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size),
             sliding_window=scheduler.sliding_window_size or 0,
             scales=kv_scales(scheduler),
@@ -266,16 +267,21 @@ class Manager(BaseKVManager):
         """The same; None while it is being asked for."""
         return self._engines.look_up(address)
 
-    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+    def compute_again(
+        self, req: Any, address: str, cause: Cause, rest: dict[str, Any] | None = None
+    ) -> SecondPrefill | None:
         """Have the prefill engine at this address compute a request's prompt once more; None where
         that is not wanted, or not possible.
 
         With several ranks it is not: each meets failures of its own, and all would have to go over to
         the second attempt together.
+
+        Args:
+            rest: SGLang's own body for a request that it has retracted.
         """
         if self._config.on_failure != "recompute" or cause not in REPEATABLE or self._ranks > 1:
             return None
-        again = self._second_prefills.ask(req, address)
+        again = self._second_prefills.ask(req, address, rest)
         if again is not None:
             self.agent.telemetry.count("second_prefills", cause=cause)
             logger.warning(
@@ -294,7 +300,9 @@ class Manager(BaseKVManager):
         (`pause_generation` with mode `retract`)."""
         kv_receiver.compute_again(payload)
 
-    def resume(self, body: dict[str, Any], address: str) -> SecondPrefill | None:
+    def resume(
+        self, body: dict[str, Any], address: str, server: PrefillServer | None
+    ) -> SecondPrefill | None:
         """Have the prefill engine at this address compute the prompt of a retracted request, and the answer so far. One rank asks
         for all; None at the others."""
-        return self._second_prefills.send(body, address) if self.rank.leads else None
+        return self._second_prefills.send(body, address, server) if self.rank.leads else None

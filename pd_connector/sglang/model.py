@@ -4,7 +4,7 @@
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from pd_connector.config import Config
 from pd_connector.kv.checkpoint import ConfigFiles, read_config
 from pd_connector.kv.checkpoint_files import CheckpointFiles, LoadedFiles, Weights
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.heads import named_heads
 from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
@@ -99,6 +100,27 @@ def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
         number: (float(attention.k_scale_float or 1.0), float(attention.v_scale_float or 1.0))
         for number, attention, _ in _layers(scheduler.tp_worker.model_runner.model)
     }
+
+
+def kv_heads(scheduler: Any) -> dict[int, frozenset[int]]:
+    """What the modules of each layer say of its KV heads in the whole model, by the layer's number."""
+    modules = dict(scheduler.tp_worker.model_runner.model.named_modules())
+    found: dict[int, frozenset[int]] = {}
+    for name, module in modules.items():
+        if type(module).__name__ == "RadixAttention":
+            number = int(module.layer_id)
+            found[number] = found.get(number, frozenset()) | _named_around(modules, name)
+    return found
+
+
+def _named_around(modules: Mapping[str, torch.nn.Module], name: str) -> frozenset[int]:
+    """What the nearest module around this one says that says anything, up to the list of layers."""
+    while name := name.rpartition(".")[0]:
+        if isinstance(modules[name], torch.nn.ModuleList):
+            break
+        if named := named_heads(modules[name].modules()):
+            return named
+    return frozenset()
 
 
 def _folder(model_path: str, revision: str | None) -> Path | None:

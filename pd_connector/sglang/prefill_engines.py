@@ -87,11 +87,11 @@ def _find(address: str, config: Config) -> Found:
     deadline = time.monotonic() + config.connect_timeout_s
     try:
         host, port = split(address)
-        if problem := _forbidden(host, config):
+        if problem := forbidden(host, config):
             return Found((), (Cause.INSECURE_ADDRESS, problem))
         replicas = []
         for rank, control in _control_ports(host, port, deadline):
-            if problem := _forbidden(rank, config):
+            if problem := forbidden(rank, config):
                 return Found((), (Cause.INSECURE_ADDRESS, f"registry at {address}: {problem}"))
             replicas.append(ask_ranks(config, rank, control, deadline))
         return Found(tuple(replicas))
@@ -102,7 +102,7 @@ def _find(address: str, config: Config) -> Found:
         return Found((), (Cause.UNREACHABLE, f"prefill engine at {address}: {error!r}"))
 
 
-def _forbidden(host: str, config: Config) -> str:
+def forbidden(host: str, config: Config) -> str:
     """Why this address is not asked; empty if it is. Neither a request nor a registry can make an engine dial an
     arbitrary address."""
     if not config.is_peer(host):
@@ -141,7 +141,7 @@ def _ask(host: str, port: int, replica: int, deadline: float) -> dict[str, Any] 
     while True:
         left_s = deadline - time.monotonic()
         try:
-            if replica == ENGINE and _greets(host, port, max(left_s, _RETRY_S)):
+            if replica == ENGINE and greets(host, port, max(left_s, _RETRY_S)):
                 return None
             return ask_row(host, port, replica, max(left_s, _RETRY_S))
         except OSError:  # the server may be starting
@@ -150,7 +150,7 @@ def _ask(host: str, port: int, replica: int, deadline: float) -> dict[str, Any] 
         time.sleep(_RETRY_S)
 
 
-def _greets(host: str, port: int, timeout_s: float) -> bool:
+def greets(host: str, port: int, timeout_s: float) -> bool:
     """Whether the server speaks first, as a control channel does. An HTTP server waits."""
     with socket.create_connection((host, port), timeout_s) as connection:
         connection.settimeout(_GREETING_S)

@@ -17,6 +17,7 @@ from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.wire.peers import Peer
+from pd_connector.protocol.wire.prefill_server import parse_server
 from pd_connector.sglang.failure import TransferError, contained
 from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.requests import room_after_retraction, transfer_of
@@ -53,6 +54,7 @@ class Receiver(BaseKVReceiver):
         self._asked = False  # the agent has a command for this request
         self._again: SecondPrefill | None = None
         self._resumed: SecondPrefill | None = None
+        self._rest: dict[str, Any] | None = None  # what a retracted request asks a prefill engine
         self._first_failure: tuple[Cause, str] | None = None  # of the first attempt
 
     @property
@@ -120,7 +122,9 @@ class Receiver(BaseKVReceiver):
         body = {name: value for name, value in payload.items() if value is not None}
         body.pop("rid", None)  # the prefill engine may still know it
         body["bootstrap_room"] = int(self._transfer)
-        self._resumed = self.kv_mgr.resume(body, self.bootstrap_addr)
+        self._rest = body
+        server = parse_server(self._req.sampling_params.custom_params)
+        self._resumed = self.kv_mgr.resume(body, self.bootstrap_addr, server)
 
     @contained
     def send_metadata(
@@ -159,8 +163,7 @@ class Receiver(BaseKVReceiver):
         if self.conclude_state is None and self._asked:
             self._look()
         if self.conclude_state is None and self._resumed is not None and self._resumed.problem:
-            problem = self._resumed.problem
-            self.fail(Cause.PREFILL_ENDED, f"retracted, and not computed again: {problem}")
+            self._not_computed(self._resumed.problem)
         return int(KVPoll.Failed if self._failure else self._state)
 
     def poll_pp_consensus(self) -> int:
@@ -242,7 +245,8 @@ class Receiver(BaseKVReceiver):
             first = self._first_failure[0]
             self._failure = cause, f"{detail} (the second attempt, after {first})"
             return
-        self._again = self.kv_mgr.compute_again(self._req, self.bootstrap_addr, cause)
+        self._resumed = None
+        self._again = self.kv_mgr.compute_again(self._req, self.bootstrap_addr, cause, self._rest)
         if self._again is None:
             self._failure = cause, detail
             return
@@ -252,6 +256,12 @@ class Receiver(BaseKVReceiver):
         self._request = self._rank.request_name(self._req.rid, self._again.room)
         self._rank.outcomes.watch(self._request)
         self._peers = ()
+
+    @contained
+    def _not_computed(self, problem: str) -> None:
+        """The prefill engine has failed a retracted request."""
+        self._drop()
+        self._ended(Cause.PREFILL_ENDED, f"retracted, and not computed again: {problem}")
 
     @contained
     def _look_again(self, again: SecondPrefill) -> None:
@@ -270,10 +280,8 @@ class Receiver(BaseKVReceiver):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)
             self.fail(cause, f"{detail}; asked again: {found.problem[1]}")
             return
-        if len(found.replicas) != 1:
-            self.fail(cause, f"{detail}; asked again: it has {len(found.replicas)} replicas")
-            return
-        self._peers = found.replicas[0]
+        # As SGLang chooses the replica that computes it (`--load-balance-method follow_bootstrap_room`).
+        self._peers = found.replicas[again.room % len(found.replicas)]
         self._ask()
 
     def _drop(self) -> None:

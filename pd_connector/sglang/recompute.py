@@ -4,6 +4,9 @@
 SGLang's decode engine computes no prompt. If KV of a prompt has not come, the prefill engine gets the request again,
 as a router would send it, for a new transfer. Its radix cache usually has the prompt, so this is cheap. All of it
 happens in threads: the engine's thread never waits.
+
+The registry of an SGLang prefill engine names its HTTP server. A vLLM engine's is named by the router, in the request
+(`protocol/wire/prefill_server.py`).
 """
 
 import http
@@ -16,8 +19,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.protocol.wire.params import prefill_params
+from pd_connector.protocol.wire.prefill_server import PrefillServer, parse_server
 from pd_connector.sglang.exchange import exchange
+from pd_connector.sglang.prefill_engines import forbidden, greets
 from pd_connector.sglang.registry import ENGINE, ask_row, split
 
 logger = logging.getLogger("pd_connector.sglang")
@@ -62,6 +69,23 @@ _NOT_SENT = frozenset(
 """Fields of SGLang's `SamplingParams` that do not shape the first token, or are derived from other fields."""
 
 
+_RANK_HEADER = "X-data-parallel-rank"
+"""vLLM's header that sends a request to a data-parallel rank."""
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "sampling_seed": "seed",
+    "logit_bias": "logit_bias",
+    "stop_token_ids": "stop_token_ids",
+    "min_new_tokens": "min_tokens",
+}
+"""SGLang's fields that shape the first token and mean the same to vLLM, and vLLM's names of them."""
+_ALL_TOKENS = 1 << 30
+"""SGLang's `top_k` for all tokens."""
+
+
 class SecondPrefill(NamedTuple):
     """A prompt that is being computed again.
 
@@ -84,50 +108,72 @@ class SecondPrefills:
 
     Args:
         api_key: key that the engines' HTTP servers require; empty for none.
-        timeout_s: longest wait for a prefill.
     """
 
-    def __init__(self, api_key: str, timeout_s: float) -> None:
+    def __init__(self, api_key: str, config: Config) -> None:
         self._api_key = api_key
-        self._timeout_s = timeout_s
+        self._config = config
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="pd-recompute")
 
-    def ask(self, req: Any, address: str) -> SecondPrefill | None:
+    def ask(
+        self, req: Any, address: str, rest: dict[str, Any] | None = None
+    ) -> SecondPrefill | None:
         """Have a request's prompt computed again; None if the request cannot be sent again.
 
         Args:
-            req: SGLang's request, without output.
+            req: SGLang's request.
             address: `host:port` of the prefill engine's registry.
+            rest: SGLang's own body for a request that it has retracted; None: it has no output.
         """
         room = secrets.randbits(62) + 1
-        body = request_body(req, room)
-        if body is None:
+        body = request_body(req, room) if rest is None else {**rest, "bootstrap_room": room}
+        server = parse_server(req.sampling_params.custom_params)
+        if body is None or (server is not None and _loses_logprob(body)):
             return None
-        return self.send(body, address)
+        return self.send(body, address, server)
 
-    def send(self, body: dict[str, Any], address: str) -> SecondPrefill:
-        """Send this to the prefill engine's `/generate`."""
-        return SecondPrefill(body["bootstrap_room"], self._threads.submit(self._ask, address, body))
+    def send(
+        self, body: dict[str, Any], address: str, server: PrefillServer | None
+    ) -> SecondPrefill:
+        """Have the prompt of this body for SGLang's `/generate` computed.
+
+        Args:
+            server: of a vLLM engine; None: it is SGLang's, and its registry names it.
+        """
+        answer = self._threads.submit(self._ask, address, body, server)
+        return SecondPrefill(body["bootstrap_room"], answer)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, address: str, body: Mapping[str, Any]) -> str:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
+    def _ask(self, address: str, body: Mapping[str, Any], server: PrefillServer | None) -> str:
         try:
-            status, _ = exchange(
-                *_http_address(address),
-                "/generate",
-                timeout_s=self._timeout_s,
-                most_bytes=_MOST_BYTES,
-                method="POST",
-                body=json.dumps(body).encode(),
-                headers=headers,
-            )
+            if server is None:
+                return self._post(*_http_address(address), "/generate", body, {})
+            host, port = server.address
+            if problem := forbidden(host, self._config):
+                return problem
+            rank = {} if server.rank is None else {_RANK_HEADER: str(server.rank)}
+            return self._post(host, port, "/v1/completions", completion_body(body), rank)
         except Exception as error:  # any server can listen there, with any answer
             return repr(error)
+
+    def _post(
+        self, host: str, port: int, path: str, body: Mapping[str, Any], more: Mapping[str, str]
+    ) -> str:
+        headers = {"Content-Type": "application/json", **more}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        status, _ = exchange(
+            host,
+            port,
+            path,
+            timeout_s=self._config.wait_timeout_s,
+            most_bytes=_MOST_BYTES,
+            method="POST",
+            body=json.dumps(body).encode(),
+            headers=headers,
+        )
         return "" if status == http.HTTPStatus.OK else f"status {status}"
 
 
@@ -145,6 +191,9 @@ def request_body(req: Any, room: int) -> dict[str, Any] | None:
         for name, value in msgspec.structs.asdict(params).items()
         if name not in _NOT_SENT and value != defaults[name]
     }
+    if isinstance(custom := sampling.get("custom_params"), dict):
+        # For a custom logit processor SGLang adds the request itself.
+        sampling["custom_params"] = {k: v for k, v in custom.items() if k != "__req__"}
     sampling["max_new_tokens"] = 1
     sampling["min_new_tokens"] = min(1, params.min_new_tokens)
     body = {
@@ -164,9 +213,45 @@ def request_body(req: Any, room: int) -> dict[str, Any] | None:
     return {name: value for name, value in body.items() if value is not None}
 
 
+def completion_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The same request for vLLM's `/v1/completions`. Penalties are left out, as in the first request
+    (`router/handoff/engine_bodies.py`).
+
+    Args:
+        body: for SGLang's `/generate`.
+    """
+    sampling = body["sampling_params"]
+    asked = {theirs: sampling[ours] for ours, theirs in _SAMPLING.items() if ours in sampling}
+    if _is_greedy(body):  # SGLang writes temperature 1 and top_k 1
+        asked = {**asked, "temperature": 0, "top_k": 0}
+    elif asked.get("top_k", 0) >= _ALL_TOKENS:
+        del asked["top_k"]
+    passed = {name: body[name] for name in ("cache_salt", "priority") if name in body}
+    return {
+        "prompt": body["input_ids"],
+        "max_tokens": 1,
+        "stream": False,
+        **asked,
+        **passed,
+        "kv_transfer_params": prefill_params(str(body["bootstrap_room"])),
+    }
+
+
+def _is_greedy(body: Mapping[str, Any]) -> bool:
+    return bool(body["sampling_params"].get("top_k") == 1)
+
+
+def _loses_logprob(body: Mapping[str, Any]) -> bool:
+    """Whether the answer needs a log probability of the first token that vLLM does not tell the decode engine. The
+    router takes it from the first prefill's answer, so the second prefill must choose the same token."""
+    return bool(body.get("return_logprob")) and not _is_greedy(body)
+
+
 def _http_address(address: str) -> tuple[str, int]:
     """The HTTP address of the prefill engine that has this registry. Raises OSError, ValueError."""
     host, registry_port = split(address)
+    if greets(host, registry_port, _LOOK_UP_S):
+        raise ValueError("it is not an SGLang engine, and the router has not named its HTTP server")
     port = ask_row(host, registry_port, ENGINE, _LOOK_UP_S).get("prefill_http_port")
     if not isinstance(port, int):
         raise ValueError("its registry does not name its HTTP address")

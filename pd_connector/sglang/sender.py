@@ -44,6 +44,7 @@ class Sender(BaseKVSender):
         self._announced = False  # the agent knows that KV will come
         self._row = -1
         self._withdrawn = False
+        self._freed = False  # the agent has ended the transfer
 
     @contained
     def bind(self, req: Any) -> None:
@@ -120,7 +121,9 @@ class Sender(BaseKVSender):
         """Raise why the request failed. Other ranks may have failed without this one; this rank then stops, too."""
         self._withdraw()
         self._rank.admission.leave(self.bootstrap_room)
-        raise TransferError(self.bootstrap_room, self._failure)
+        aborted = self._failure is not None and self._failure[0] is Cause.ABORTED
+        handoff = self._freed or aborted or self._failure is None
+        raise TransferError(self.bootstrap_room, self._failure, handoff=handoff)
 
     def abort(self) -> None:
         """The request has ended: after the return nothing reads its pages."""
@@ -142,7 +145,7 @@ class Sender(BaseKVSender):
         freed = self._rank.outcomes.take(Free, self._request)
         if freed is None:
             return
-        self._withdrawn = True  # the agent no longer uses the pages
+        self._withdrawn = self._freed = True  # the agent no longer uses the pages
         if freed.cause in (None, Cause.NOT_NEEDED):  # a vLLM engine may already have all of it
             self._state = KVPoll.Success
         else:

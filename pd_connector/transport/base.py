@@ -9,9 +9,13 @@ or leases. The agent verifies what it delivers.
 
 import abc
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
+from pd_connector.config import Config
+from pd_connector.control.keys import CurveKeys
+from pd_connector.control.sockets import Context
 from pd_connector.errors import TransportError
+from pd_connector.memory.buffers import Buffers
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.device_slab import DeviceSlab
@@ -20,6 +24,22 @@ from pd_connector.memory.slab import Slab
 
 Link = Hashable
 """A producer's handle of one consumer, from `connect` until `disconnect`."""
+
+
+class TransportParts(NamedTuple):
+    """What a transport is made of.
+
+    Attributes:
+        context: of all ZeroMQ sockets of this agent.
+        config: the engine's settings; `config.permits` says which hosts may be bound and dialled.
+        keys: of the control channel; None without a key.
+        buffers: the slabs that chunks are gathered into and land in, and what is pinned of them.
+    """
+
+    context: Context
+    config: Config
+    keys: CurveKeys | None
+    buffers: Buffers
 
 
 class Written(NamedTuple):
@@ -72,6 +92,12 @@ class Transport(abc.ABC):
     not only in the sending slab."""
     readable: ClassVar[bool] = False
     """Whether a consumer can read from the producer's sending slab."""
+    reads_first: ClassVar[bool] = False
+    """Whether reading costs less than writing, so that `direction: auto` reads."""
+    maps_slots: ClassVar[bool] = False
+    """Whether peers map this rank's slots, which then must be memory that can be shared."""
+    private_slots: ClassVar[bool] = False
+    """Whether it uses `Buffers.private_landing` and `private_sending`, which no peer can reach."""
     reaches_devices: ClassVar[bool] = False
     """Whether it moves chunks between slots in device memory, where both sides have such slots. Others
     move host memory only."""
@@ -90,6 +116,11 @@ class Transport(abc.ABC):
     """Slots that chunks are gathered into for this transport, if these are not the rank's sending slab.
     `verifies` and `prepares` need them: memory that no peer can write. Such a transport delivers the chunks of
     one link in the order of their writes."""
+
+    @classmethod
+    def make(cls, parts: TransportParts) -> Self:
+        """Make one for this rank. Raises TransportError where it cannot work on this machine."""
+        return cls()
 
     @abc.abstractmethod
     def address(self) -> bytes:

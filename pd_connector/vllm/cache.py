@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Kind
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
+from pd_connector.vllm.heads import layer_heads
 from pd_connector.vllm.packing import CpuPacking
 from pd_connector.vllm.shards import own_shard
 
@@ -59,15 +61,8 @@ def describe_cache(
     groups: dict[tuple[object, ...], list[tuple[Group, LayerPages]]] = {}
     for layer in sorted(layers):
         group, pages = _describe(layer, vllm_config)
-        key = (
-            group.kind,
-            group.table,
-            group.layout,
-            group.dtype,
-            group.window,
-            pages.key.shape[1:],
-        )
-        groups.setdefault((*key, group.key_dim, group.value_dim), []).append((group, pages))
+        alike = msgspec.structs.replace(group, layers=(0,), scales=())
+        groups.setdefault((alike, pages.key.shape[1:]), []).append((group, pages))
     merged = tuple(_merge([group for group, _ in members]) for members in groups.values())
     views = {g.layers[0]: pages for members in groups.values() for g, pages in members}
     for group in merged:
@@ -109,8 +104,8 @@ def _layers(
 def _check_states(name: str, tensor: torch.Tensor, pages: int, page_size: int) -> None:
     """Raises UnsupportedGeometryError if a page does not have one state for each of its tokens. Treated as parts of
     pages, such pages would be pages of other requests."""
-    found, states = tensor.shape[0], tensor.shape[2]
-    if found == pages and states != page_size:
+    states = tensor.shape[0] * tensor.shape[2] // pages  # a kernel's page may be a part of vLLM's
+    if states != page_size:
         raise UnsupportedGeometryError(
             f"cache of {name} keeps {states} states for the {page_size} tokens of a page, as DeepSeek V4 "
             "does: PDConnector moves caches with one state per token; serve this model without "
@@ -121,13 +116,12 @@ def _check_states(name: str, tensor: torch.Tensor, pages: int, page_size: int) -
 def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPages]:
     spec, tensor = layer.spec, layer.tensor
     kind, window = _kind(layer)
-    _, heads, kernel_page_size, _ = tensor.shape
+    kernel_page_size = tensor.shape[2]
     dtype = _dtype(layer, vllm_config)
     known = dtype in DTYPES
     order = _order(tensor)
     packing = CpuPacking.of(vllm_config, layer.name) if tensor.device.type == "cpu" else None
     if known and getattr(spec, "state_content_bytes", None) is not None:
-        # For example B12X: its two "heads" are K and V of all heads.
         dtype, known = f"{dtype} as {_backend(vllm_config, layer.name)} packs it", False
     if packing is not None and kind == "attention" and not packing.known(spec, kernel_page_size):
         dtype, known = f"{dtype} packed as {packing.name}", False
@@ -139,14 +133,14 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         tensor = tensor.view(torch.uint8)
         key, value = tensor, None
         key_dim, value_dim = tensor.shape[3], 0
-    rows, heads_apart = _rows(layer.tensor)
+    rows, heads_apart = _rows(layer.tensor, may_split=not _packs_heads(spec))
     where = packing.name if packing else _backend(vllm_config, layer.name)
     # Scales count for pages that pass unchanged, too: different scales mean different values.
     scales = (1.0, 1.0) if dtype in _FLOATS else _scales(layer, vllm_config)
     group = Group(
         kind=kind,
         layers=(layer.number,),
-        heads=1 if kind == "latent" else _total_heads(heads, vllm_config),
+        heads=_heads(layer, kind, vllm_config),
         key_dim=key_dim,
         value_dim=value_dim,
         page_size=int(spec.block_size),
@@ -162,19 +156,39 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
     return group, LayerPages(key, value, () if rows is None else (rows,))
 
 
+def _packs_heads(spec: "AttentionSpec") -> bool:
+    """Whether what a page has as heads are not the KV heads. B12X keeps K of all heads as one, and V as another."""
+    return getattr(spec, "num_head_slots", None) is not None
+
+
+def _heads(layer: _Layer, kind: Kind, vllm_config: "VllmConfig") -> int:
+    """Heads of a layer in the whole model. Heads that are packed pass between ranks of one number only, so each rank
+    counts as if it had its own."""
+    if kind == "latent":
+        return 1
+    if _packs_heads(layer.spec):
+        ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+        return int(layer.tensor.shape[1]) * ranks
+    return layer_heads(vllm_config, layer.name, int(layer.spec.num_kv_heads))
+
+
 def _kind(layer: _Layer) -> tuple[Kind, int]:
     """The kind of a layer's cache, and its window in tokens (0: no window)."""
     from vllm.v1 import kv_cache_interface as kv
 
     spec = layer.spec
-    if type(spec) in (kv.SlidingWindowSpec, kv.SlidingWindowMLASpec):  # 0.31 has a ring below them
-        kept = int(spec.sliding_window)
-        return ("latent" if spec.head_size_v == 0 else "attention"), kept
-    if isinstance(spec, kv.MLAAttentionSpec):
-        return "latent", 0
-    if type(spec) is kv.FullAttentionSpec:
-        return "attention", 0
     mend = "serve this model without disaggregation"
+    window = int(spec.sliding_window) if isinstance(spec, kv.SlidingWindowSpec) else 0
+    # 0.31 has a ring below `SlidingWindowSpec`. Hidden states are below `MLAAttentionSpec`.
+    if type(spec) in (kv.MLAAttentionSpec, kv.SlidingWindowMLASpec) and spec.num_kv_heads == 1:
+        return "latent", window
+    if type(spec) in (kv.FullAttentionSpec, kv.SlidingWindowSpec):
+        if spec.head_size_v:
+            return "attention", window
+        raise UnsupportedGeometryError(
+            f"cache of {layer.name} has no V, and each rank holds a part of it, as Inkling's short convolutions do: "
+            f"PDConnector does not move states of convolutions; {mend}"
+        )
     if isinstance(spec, kv.ChunkedLocalAttentionSpec):  # Llama 4's; full attention keeps all KV
         mend = "start both engines with --disable-hybrid-kv-cache-manager"
     raise UnsupportedGeometryError(
@@ -186,9 +200,10 @@ def _kind(layer: _Layer) -> tuple[Kind, int]:
 def _dtype(layer: _Layer, vllm_config: "VllmConfig") -> str:
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    module = vllm_config.compilation_config.static_forward_context.get(layer.name)
+    own = getattr(layer.spec, "cache_dtype_str", None) or getattr(module, "kv_cache_dtype", None)
+    stored = str(own or vllm_config.cache_config.cache_dtype)
     mode = layer.spec.kv_quant_mode
-    stored = getattr(layer.spec, "cache_dtype_str", None) or cache_dtype
     if mode is KVQuantMode.FP8_PER_TENSOR and stored in ("fp8", "fp8_e4m3"):
         codes = "fp8_e4m3fnuz" if _is_fnuz() else "fp8_e4m3"
         return f"{codes} scaled by head" if _scaled_by_head(layer, vllm_config) else codes
@@ -222,11 +237,15 @@ def _halves(
     return tensor[..., :key_dim], tensor[..., key_dim : key_dim + value_dim]
 
 
-def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-    """The layer as bytes, for pages that pass unchanged; and whether its heads lie apart."""
+def _rows(tensor: torch.Tensor, *, may_split: bool) -> tuple[torch.Tensor | None, bool]:
+    """The layer as bytes, for pages that pass unchanged; and whether its heads lie apart.
+
+    Args:
+        may_split: each head of the tensor is a KV head.
+    """
     size = tensor.element_size()
     pages, heads, tokens, width = tensor.shape
-    apart = tensor.stride(3) == 1 and tensor.stride(2) == width
+    apart = may_split and tensor.stride(3) == 1 and tensor.stride(2) == width
     dense = _is_dense(tensor.shape[1:], tensor.stride()[1:])
     if not (apart or dense):
         return None, False
@@ -256,13 +275,6 @@ def _order(tensor: torch.Tensor) -> str:
     return "".join("HNC"[axis] for axis in sorted(range(3), key=lambda a: -tensor.stride(a + 1)))
 
 
-def _total_heads(own: int, vllm_config: "VllmConfig") -> int:
-    """KV heads of a layer in the whole model; `own` is this rank's number."""
-    tp = vllm_config.parallel_config.tensor_parallel_size
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
-    return total if max(1, total // tp) == own else own * tp
-
-
 def _scales(layer: _Layer, vllm_config: "VllmConfig") -> tuple[float, float]:
     """Factors to multiply stored K and V with."""
     module = vllm_config.compilation_config.static_forward_context.get(layer.name)
@@ -279,8 +291,6 @@ def _backend(vllm_config: "VllmConfig", name: str) -> str:
 
 def _merge(groups: list[Group]) -> Group:
     """Merge layers that differ only in their number and scales."""
-    import msgspec
-
     ordered = sorted(groups, key=lambda group: group.layers)
     scales = tuple(group.scales[0] for group in ordered)
     return msgspec.structs.replace(

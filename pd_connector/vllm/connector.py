@@ -4,7 +4,7 @@
 Scheduler side (`scheduler_side.SchedulerSide`): on_new_request, get_num_new_matched_tokens,
 update_state_after_alloc, build_connector_meta, update_connector_output,
 request_finished_all_groups.
-Worker side (`worker_side.WorkerSide`): register_kv_caches, get_handshake_metadata,
+Worker side (`worker_side.WorkerSide`): register_kv_caches, unregister_kv_caches, restore_kv_caches, get_handshake_metadata,
 handle_preemptions, bind_connector_metadata, save_kv_layer, wait_for_save, get_transfer_results,
 get_kv_connector_stats, shutdown.
 
@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from pd_connector.pool.store.base import DISK, MEMORY
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.versions import advice
 from pd_connector.vllm.adapter_watch import watch
@@ -52,6 +53,8 @@ try:  # 0.32 and later count cached tokens by source
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:
     CacheHitSource = None
+
+_SOURCES = {MEMORY: CacheHitSource.HOST, DISK: CacheHitSource.DISK} if CacheHitSource else {}
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -185,6 +188,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         """Called by 0.32 and later: loads fill pages of these groups."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict["CacheHitSource", int]:
+        """Called by 0.32 and later after pages were allocated: KV comes from the host's pool, or from another engine."""
+        assert self._scheduler is not None
+        tiers = self._scheduler.pool.tiers(request.request_id) if self._scheduler.pool else {}
+        sources = {_SOURCES[tier]: tokens for tier, tokens in tiers.items()}
+        if sum(sources.values()) == num_external_tokens:
+            return sources
+        return {self._cache_hit_source: num_external_tokens}
+
     def take_events(self) -> Iterable["KVCacheEvent"]:
         """Called with every step: which blocks have come into the host's pool, or have gone."""
         assert self._scheduler is not None
@@ -204,6 +218,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
         self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Called by 0.33 and later before the engine sleeps, when no transfer is under way but those of requests that
+        were paused with their pages (`mode=keep`)."""
+        assert self._worker is not None
+        self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """Called by 0.33 and later once the pages have memory again; the weights may still have none."""
+        assert self._worker is not None
+        self._worker.wake()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self._worker is not None
@@ -286,8 +311,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Called by 0.33. No: an engine that sleeps frees pages that may still be in transfer."""
-        return False
+        """Called by 0.33 and later, which call `unregister_kv_caches` before the pages go."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDStats:
@@ -306,11 +331,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._scheduler is not None and self._scheduler.pool:
-            self._scheduler.pool.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     def reset_cache(self) -> bool:
-        """Nothing is cached between requests. vLLM resets caches when it pauses for new weights."""
+        """Called by `/reset_prefix_cache?reset_external=true`, and when vLLM pauses, for new weights mostly. Only the pool
+        keeps KV between requests: this engine uses none of it any more."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True

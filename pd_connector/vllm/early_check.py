@@ -9,6 +9,7 @@ error is the last line of its log.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.cpu_memory import warn_if_alone
 from pd_connector.vllm.early_place import check_place
 from pd_connector.vllm.support import check_name, check_supported, connector_parts, load_config
 from pd_connector.vllm.wrap_once import wrap_once
@@ -35,4 +36,5 @@ def _checked(
     config = original(args, *more, **options)
     if extras:
         check_supported(config)
+        warn_if_alone(config)
     return config

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pd_connector.agent.commands import Command
 from pd_connector.agent.told_model import ToldModel
+from pd_connector.errors import PDConnectorError
 from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.parameters import Loaded, loaded_full_fingerprint
@@ -49,7 +50,7 @@ class ModelWatch:
         self._loaded = self._as_on_disk = loaded
         self._next_compare = time.monotonic() + _COMPARE_S
         self._tells_at = 0.0  # when withdrawn weights are told again, unless they change again
-        self._loading = self._whole = False
+        self._loading = self._whole = self._asleep = False
         if (model := loaded_model(vllm_config)) is not None:
             watch_model(model)
             LOADS.listen(self)
@@ -72,7 +73,7 @@ class ModelWatch:
             idle: the step computes nothing.
         """
         now = time.monotonic()
-        if idle and not asked:
+        if self._asleep or (idle and not asked):
             return
         if self._told.withdrawn:
             if not self._loading and now >= self._tells_at:
@@ -81,7 +82,15 @@ class ModelWatch:
             self._compare()
 
     def change_version(self, version: str) -> None:
-        """The operator has changed the weights while the engine served, and this is their version now."""
+        """The operator has changed the weights while the engine served, and this is their version now.
+
+        Raises:
+            PDConnectorError: the weights have no memory.
+        """
+        if self._asleep:
+            raise PDConnectorError(
+                "the engine sleeps, and its weights with it: name their version after wake_up"
+            )
         if not self._told.withdrawn:
             self._told.other_weights()
         self._loaded = loaded_weights(self._vllm_config)
@@ -96,6 +105,23 @@ class ModelWatch:
         """Weights have changed (`weight_loads.Listener`)."""
         self._loading, self._whole = False, whole
         self._tells_at = time.monotonic() + (0.0 if over else _SETTLE_S)
+
+    def asleep(self, *, kept: bool) -> None:
+        """The parameters have no memory from now on (`weight_loads.Listener`)."""
+        self._asleep = True
+        if not kept:
+            self.loading()
+
+    def awake(self) -> None:
+        """The parameters have memory again (`weight_loads.Listener`)."""
+        self._asleep = False
+        self._next_compare = 0.0  # before anything is computed with them
+        if self._loading:
+            self.loaded(over=False, whole=False)
+
+    def pages_lost(self) -> None:
+        """The cache has lost its content. KV of before is handled as KV of other weights is."""
+        self._told.pages_lost()
 
     def close(self) -> None:
         """Stop telling peers."""

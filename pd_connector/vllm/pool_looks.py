@@ -9,13 +9,13 @@ that is slow or does not answer is left alone: `Answers` says when for look-ups,
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from pd_connector.errors import Cause, Miss, PoolError
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.part_names import part_codec
+from pd_connector.pool.part_names import part_codec, part_draft
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.pool.worth import Answers, Worth
 from pd_connector.telemetry import Telemetry
@@ -43,6 +43,7 @@ class PoolLooks:
 
     Attributes:
         shared: loads under way, for which requests wait that want the same chunks.
+        draft: the engine's draft model, as names of parts have it; empty without one.
 
     Args:
         audit: says which chunks are not believed, and when a writer is being compared.
@@ -72,7 +73,11 @@ class PoolLooks:
         self._found_in: deque[float] = deque()  # seconds that the store took for look-ups
         self._asked_s = float("inf")  # since when the store has not answered the thread
         self._patience_s = SOON_S  # what is left of it in this step
+        self._reset: set[bytes] = (
+            set()
+        )  # chunks from before the last reset, not computed here since
         self.shared = SharedLoads()
+        self.draft = ""
 
     def begin(self, prompt: PoolPrompt, model: bytes) -> None:
         """Begin a prompt's look-up, unless it has begun, or the store is left alone.
@@ -115,6 +120,42 @@ class PoolLooks:
         if prompt.loads and self.shared.comes(prompt, computed, time.monotonic()):
             return None
         return int(max(0, stop - computed))
+
+    def reset(self, prompts: Iterable[PoolPrompt], saving: Sequence[bytes]) -> None:
+        """This engine's caches were reset: chunks that are there by now are not used until this engine has computed
+        them itself. Look-ups of requests that wait begin again.
+
+        Args:
+            saving: keys of chunks that are being saved.
+        """
+        self._thread.submit(self._note_reset, saving)
+        for prompt in prompts:
+            if prompt.look is not None:
+                prompt.look = prompt.there = prompt.pays = None
+                prompt.unasked, prompt.loads = True, range(0)
+                self.shared.forget(prompt.request.request_id)
+
+    def _note_reset(self, saving: Sequence[bytes]) -> None:
+        self._reset = {*self._store.keys(), *saving}
+        logger.info(
+            "pool: this engine's caches were reset. It does not use the %d chunks that the pool has by now, until it has "
+            "computed them itself. Other engines go on to use them; `pd-connector pool clear` removes them for all",
+            len(self._reset),
+        )
+
+    def forget_reset(self) -> None:
+        """What is known of the last reset does not hold any more."""
+        self._thread.submit(self._reset_ends)
+
+    def _reset_ends(self) -> None:
+        self._reset = set()
+
+    def computed(self, prompt: PoolPrompt, tokens: int, model: bytes) -> None:
+        """A request has ended, and this engine has had KV of its first `tokens` tokens since the reset."""
+        if self._reset and model:
+            chunks = min(tokens, prompt.request.num_tokens - 1) // CHUNK_TOKENS
+            prompt.know_keys(model, chunks)
+            self._reset.difference_update(prompt.keys[1 : chunks + 1])
 
     def next_step(self) -> None:
         """A step was scheduled: the scheduler may wait again."""
@@ -178,8 +219,14 @@ class PoolLooks:
                 cause = Miss.EVICTED if self._store.was_stored(key) else Miss.NEVER_STORED
                 self._telemetry.count("pool_misses", missing, cause=cause)
                 break
+            if key in self._reset:
+                self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.RESET)
+                break
             if not self._codecs.issuperset(map(part_codec, one.parts)):
                 self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.CODEC)
+                break
+            if self.draft and any(part_draft(name) != self.draft for name in one.parts):
+                self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.DRAFT)
                 break
             if self._audit.refused(key):
                 break

@@ -139,6 +139,13 @@ class PoolPrompt:
         """Keys of its first chunks (the root before them), and those of the chunks that `tokens` add."""
         return keys + extend(keys[-1], tokens, self.inputs, first_chunk=len(keys) - 1)
 
+    def know_keys(self, model: bytes, chunks: int) -> None:
+        """Make the keys of its first `chunks` chunks."""
+        keys = self.keys or [self.root(model)]
+        known = (len(keys) - 1) * CHUNK_TOKENS
+        tokens = self.request.all_token_ids[known : chunks * CHUNK_TOKENS]
+        self.keys = self.longer(keys, tokens)
+
     def new_chunks(self, computed: int, *, ended: bool = False) -> range:
         """Numbers of the chunks to save now that `computed` tokens have their KV.
 

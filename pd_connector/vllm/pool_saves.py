@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pd_connector.kv.geometry import page_span
 from pd_connector.pool.jobs import Save
+from pd_connector.vllm.page_status import PageStatus
 from pd_connector.vllm.pool_prompt import PoolPrompt
 from pd_connector.vllm.streaming import kept_pages
-from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.windows import NULL_PAGE, Windows
 
 if TYPE_CHECKING:
@@ -28,18 +28,24 @@ class PoolSaves:
     Args:
         windows: page sizes of the engine's page tables.
         ranks: number of ranks of this engine.
-        unfilled: pages that loads have filled in part.
+        status: says which pages hold only a part of a request's KV.
     """
 
-    def __init__(self, windows: Windows, ranks: int, unfilled: UnfilledPages) -> None:
+    def __init__(self, windows: Windows, ranks: int, status: PageStatus) -> None:
         self._windows = windows
-        self._unfilled = unfilled
+        self._status = status
         self._ranks = ranks
         self._blocks: BlockPool | None = None
         self._kept: dict[str, tuple[list[KVCacheBlock], int]] = {}  # with the ranks to answer
+        self._saved: dict[str, bytes] = {}  # keys of the chunks that are being saved
         self._numbered = 0
         self._slides = any(window for _, window in windows.tables)
         self._handed_out: list[int] = []  # how often, by page
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Keys of the chunks that are being saved."""
+        return list(self._saved.values())
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -103,7 +109,7 @@ class PoolSaves:
         """
         if not self._slides:
             return told or prompt.pages
-        partly = self._unfilled.of(prompt.request.request_id)
+        partly = self._status.partial_pages(prompt.request.request_id)
         times = self._handed_out
         tables = told or [
             [page if times[page] == count else NULL_PAGE for page, count in zip(*both, strict=True)]
@@ -127,6 +133,7 @@ class PoolSaves:
                 span = page_span(chunk.first_token, chunk.stop_token, size)
                 tables.append(list(table[span.start : span.stop]))
             name = self.keep("save", tables)
+            self._saved[name] = chunk.key
             saves.append(Save(name, model, chunk, kept_pages(tables), prompt.ask.tenant))
         return saves
 
@@ -151,5 +158,6 @@ class PoolSaves:
                 self._kept[name] = blocks, left - ranks
                 continue
             del self._kept[name]
+            self._saved.pop(name, None)
             assert self._blocks is not None
             self._blocks.free_blocks(reversed(blocks))

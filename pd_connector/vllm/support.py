@@ -87,16 +87,24 @@ def check_prefixes(
         )
 
 
+def _tells_of_sleep() -> bool:
+    """Whether vLLM tells a connector before its pages lose their memory: 0.33 and later do."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
 def check_supported(vllm_config: "VllmConfig") -> None:
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # 0.31
         raise ConfigError(
             "calculate_kv_scales: vLLM would compute scales of the FP8 cache while it serves, but peers are told "
             "the scales when it starts; take a checkpoint that has scales, or leave the option out"
         )
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+    sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    if sleeps and not _tells_of_sleep():
         raise ConfigError(
-            "enable_sleep_mode: a sleeping engine frees the memory of pages while another engine "
-            "fetches them; leave the option out, or end the process instead"
+            "enable_sleep_mode: this version of vLLM does not say when a sleeping engine frees the memory of pages, "
+            "which another engine may be fetching; install vLLM 0.33, leave the option out, or end the process instead"
         )
     # 0.32; earlier, a setting of the model.
     if any(

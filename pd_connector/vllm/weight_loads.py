@@ -30,6 +30,7 @@ _LOADERS = "vllm.model_executor.model_loader"
 _WORKER = "vllm.v1.worker.worker_base"
 _CHANGES: tuple[tuple[str, dict[str, bool]], ...] = (
     ("reload_weights", {"whole": True}),
+    ("reset_weights", {}),
     ("load_model", {"whole": True}),
     ("start_weight_update", {"begins": True}),
     ("start_draft_weight_update", {"begins": True}),
@@ -40,6 +41,10 @@ _CHANGES: tuple[tuple[str, dict[str, bool]], ...] = (
 end, weights are neither old nor new."""
 
 
+_LOSES_WEIGHTS = 2
+"""Level of sleep from which on vLLM does not keep the weights: they are loaded again after it."""
+
+
 class Listener(Protocol):
     """Receives events of weights that change in place."""
 
@@ -48,6 +53,12 @@ class Listener(Protocol):
 
     def loaded(self, *, over: bool, whole: bool) -> None:
         """Weights have changed: all of them, if `whole`. If not `over`, more changes may follow soon."""
+
+    def asleep(self, *, kept: bool) -> None:
+        """The engine sleeps: the weights' memory must not be read. If `kept`, they will be the same."""
+
+    def awake(self) -> None:
+        """The weights' memory can be read again."""
 
 
 class WeightLoads(LoadedFiles):
@@ -94,6 +105,16 @@ class WeightLoads(LoadedFiles):
                 self.end()
                 for listener in () if self._session else list(self._listeners):
                     listener.loaded(over=whole or ends, whole=whole)
+
+    def sleep(self, *, kept: bool) -> None:
+        """Weights lose their memory now; if `kept`, they get their values back with it."""
+        for listener in list(self._listeners):
+            listener.asleep(kept=kept)
+
+    def wake(self) -> None:
+        """Weights have memory again."""
+        for listener in list(self._listeners):
+            listener.awake()
 
 
 class Caller(Protocol):
@@ -197,6 +218,23 @@ def _watch_workers() -> None:
         for name, told in _CHANGES:
             if hasattr(worker, name):
                 wrap_once(worker, name, _changes(**told))
+        for name, around in (("sleep", _sleeps), ("wake_up", _wakes)):
+            if hasattr(worker, name):
+                wrap_once(worker, name, around)
+
+
+def _sleeps(original: Callable[..., Any], worker: Any, level: int = 1, **options: Any) -> Any:
+    LOADS.sleep(kept=level < _LOSES_WEIGHTS)
+    return original(worker, level, **options)
+
+
+def _wakes(
+    original: Callable[..., Any], worker: Any, tags: list[str] | None = None, **options: Any
+) -> Any:
+    woken = original(worker, tags, **options)
+    if tags is None or "weights" in tags:
+        LOADS.wake()
+    return woken
 
 
 def _changes(**told: bool) -> Callable[..., Any]:

@@ -229,6 +229,7 @@ class WorkerSide:
             self.fills.take_cuts(),
             Counter(self._saved),
             self._model_changed(),
+            self._agent.pool_draft if self._agent else "",
         )
         self._saved.clear()
         for told in (self._ready, self._unavailable, self._audits, self._unaudited, self._causes):
@@ -240,6 +241,23 @@ class WorkerSide:
         """Transfers that consumers have not yet fetched from this rank."""
         gauges = self._agent.telemetry.gauges() if self._agent else {}
         return int(gauges.get("outgoing_transfers", 0))
+
+    def sleep(self) -> None:
+        """vLLM is about to give up the memory of the pages. After the return nothing of ours touches them.
+
+        Raises:
+            PDConnectorError: the agent does not answer.
+        """
+        if self._agent is not None:
+            self._agent.rest()
+            self._prefills = []
+        if self._model is not None:
+            self._model.pages_lost()
+
+    def wake(self) -> None:
+        """The pages have memory again. Nothing that they held before is used."""
+        if self._agent is not None:
+            self._agent.wake()
 
     def close(self) -> None:
         if self._model is not None:

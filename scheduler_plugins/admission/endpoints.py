@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endpoints of an engine's API server that are not completions."""
 
+GENERATE = "/inference/v1/generate"
+"""vLLM's endpoint of token ids in and out (`--enable-scale-out`)."""
 POOLING_PATHS = (
     "/v1/embeddings",
     "/v2/embed",

@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
 def prompt_of(body: Mapping[str, Any]) -> Prompt:
     """The text and the token ids of all prompts in a request body.
 
-    They are those of a completion (`prompt`), a chat (`messages`), an embedding (`input`, `texts`), or of scored pairs
+    They are those of a completion (`prompt`, or `token_ids`), a chat (`messages`), an embedding (`input`, `texts`), or of scored pairs
     (a query and documents). Images and other media count nothing, because the learnt ratio includes their average. Malformed parts count nothing
     either, because the engine will refuse them.
     """
@@ -61,7 +61,7 @@ def prompt_of(body: Mapping[str, Any]) -> Prompt:
     elif (given := body.get("input", body.get("texts"))) is not None:
         kind, found = "text", _sequences(given)
     else:
-        kind, found = "text", _sequences(body.get("prompt"))
+        kind, found = "text", _sequences(body.get("prompt", body.get("token_ids")))
     data, size_bytes, ids = found
     shared = [body.get(name) for name in ("model", "cache_salt")]
     salt = blake2b(json.dumps([kind, ids, *shared]).encode(), digest_size=16).digest()

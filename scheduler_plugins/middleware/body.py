@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.middleware.asgi import Message, Receive, Scope, headers_of
+from scheduler_plugins.qos.settings import QOS_KEY
 
 
 async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | None:
@@ -26,7 +28,7 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | 
             return b"".join(parts)
 
 
-def decode_body(raw: bytes, *, in_body: bool) -> dict[str, Any] | None:
+def decode_body(raw: bytes, path: str, *, in_body: bool) -> dict[str, Any] | None:
     """The body, decoded like FastAPI does; None if the class cannot be written into it.
 
     The engine refuses such a body too, so no client can avoid its class with one.
@@ -41,7 +43,26 @@ def decode_body(raw: bytes, *, in_body: bool) -> dict[str, Any] | None:
         return None
     if not isinstance(body, dict):
         return None
-    return body if not in_body or isinstance(body.get("vllm_xargs") or {}, dict) else None
+    return body if not in_body or _extras(body, path) is not None else None
+
+
+def put_class(body: dict[str, Any], path: str, qos: str) -> None:
+    """Write the class into a body from `decode_body`, where the scheduler finds it."""
+    extras = {**(_extras(body, path) or {}), QOS_KEY: qos}
+    if path == GENERATE:
+        body["sampling_params"] = {**body["sampling_params"], "extra_args": extras}
+    else:
+        body["vllm_xargs"] = extras
+
+
+def _extras(body: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """The client's further arguments of sampling; None if there is no place for them."""
+    if path == GENERATE:
+        sampling = body.get("sampling_params")
+        extras = (sampling.get("extra_args") or {}) if isinstance(sampling, dict) else None
+    else:
+        extras = body.get("vllm_xargs") or {}
+    return extras if isinstance(extras, dict) else None
 
 
 def with_length(scope: Scope, length: int) -> Scope:

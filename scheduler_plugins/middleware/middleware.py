@@ -17,7 +17,7 @@ from typing import Any
 
 from scheduler_plugins.admission import report
 from scheduler_plugins.admission.board import boards_of
-from scheduler_plugins.admission.endpoints import POOLING_PATHS
+from scheduler_plugins.admission.endpoints import GENERATE, POOLING_PATHS
 from scheduler_plugins.admission.gate import AdmissionGate
 from scheduler_plugins.admission.metrics import metrics
 from scheduler_plugins.admission.prompt import prompt_of
@@ -32,6 +32,7 @@ from scheduler_plugins.middleware.api_key import may_enter
 from scheduler_plugins.middleware.asgi import App, Message, Receive, Scope, Send, headers_of
 from scheduler_plugins.middleware.body import (
     decode_body,
+    put_class,
     read_body,
     replayed,
     with_length,
@@ -41,7 +42,7 @@ from scheduler_plugins.middleware.garbage_collector import collect_less
 from scheduler_plugins.middleware.pool import PoolMiddleware
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.request_id import with_class, without_class
-from scheduler_plugins.qos.settings import QOS_KEY, settings_path
+from scheduler_plugins.qos.settings import settings_path
 from scheduler_plugins.qos.trust import Seen, class_key, shared_key, signed_class
 
 INVOCATIONS = "/invocations"
@@ -54,10 +55,10 @@ PATHS = (
     "/v1/messages",
     INVOCATIONS,
 )
-"""Endpoints whose bodies take `vllm_xargs`."""
-ADMITTED_PATHS = (*PATHS[:2], INVOCATIONS, *POOLING_PATHS)
+"""Endpoints whose bodies take `vllm_xargs`. `GENERATE` has the same as `sampling_params.extra_args`."""
+ADMITTED_PATHS = (*PATHS[:2], GENERATE, INVOCATIONS, *POOLING_PATHS)
 """Endpoints with time predictions. A request to `POOLING_PATHS` carries its class in its id."""
-GUARDED = ("/v1/", "/v2/")
+GUARDED = ("/v1/", "/v2/", "/inference/")
 """Endpoints that need the API key, if the server has one."""
 BODY_BYTES = 64 << 20
 """Larger bodies are answered with 413. The whole body is in memory while the class is written into it."""
@@ -94,7 +95,7 @@ class AdmissionMiddleware:
         if scope["type"] == "http" and path == report.PATH and scope["method"] == "GET":
             await self._tell(scope, send)
             return
-        known = path in PATHS or path in POOLING_PATHS
+        known = path in (*PATHS, GENERATE, *POOLING_PATHS)
         wanted = scope["type"] == "http" and scope["method"] == "POST" and known
         if not wanted or (path.startswith(GUARDED) and not may_enter(scope)):
             await self._app(scope, receive, send)
@@ -104,7 +105,7 @@ class AdmissionMiddleware:
             await respond(send, too_large(BODY_BYTES))
             return
         pools = path in POOLING_PATHS or (path == INVOCATIONS and self._pools(scope))
-        body = decode_body(raw, in_body=not pools)
+        body = decode_body(raw, path, in_body=not pools)
         if body is None:
             await self._app(scope, replayed(raw, receive), send)
             return
@@ -137,7 +138,7 @@ class AdmissionMiddleware:
             scope = _with_request_id(scope, with_class(_request_id(headers), qos))
             send = _without_class(send)
         else:
-            body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), QOS_KEY: qos}
+            put_class(body, path, qos)
         raw = json.dumps(body, separators=(",", ":")).encode()
         scope = with_length(scope, len(raw))
         receive = replayed(raw, receive)

@@ -18,6 +18,7 @@ LIMIT_S = 1.0
 """Longest call. A decision should take far less than a millisecond."""
 SLOW_S = 0.2
 """A call that takes longer is named in the log."""
+_ALARMS = 10  # until the limit
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """After a call that did not return, no other one is made for a pause. It doubles with each such call in a row."""
 
@@ -44,11 +45,11 @@ class Limited:
 
     def call(self, function: Callable[[], T], now_s: float) -> T:
         """What `function` returns. Raises what it raises, or LateError."""
-        begun_s = time.perf_counter()
+        alarm = _Alarm()
         try:
-            result = _within(LIMIT_S, function)
+            result = alarm.call(function)
         finally:
-            self.took_s = time.perf_counter() - begun_s
+            self.took_s = alarm.ran_s()
             self._late = self._late + 1 if self.took_s >= LIMIT_S else 0
             if self._late:
                 pause_s = doubled_s(FIRST_PAUSE_S, self._late - 1, LONGEST_PAUSE_S)
@@ -56,20 +57,37 @@ class Limited:
         return result
 
 
-def _within(limit_s: float, function: Callable[[], T]) -> T:
-    if threading.current_thread() is not threading.main_thread():
-        return function()
+class _Alarm:
+    """Ends one call after `LIMIT_S`. It counts alarms, because a process that stands still gets only one."""
 
-    def late(number: int, frame: FrameType | None) -> None:
-        # In this function's own frame the call has returned, or has not begun.
-        if frame is None or frame.f_code is not _within.__code__:
-            raise LateError(f"it had not returned after {limit_s:g} s")
+    def __init__(self) -> None:
+        self._alarms, self._step_s = 0, LIMIT_S / _ALARMS
+        self._begun_s, self._cpu_s = time.perf_counter(), time.thread_time()
+        self._works = threading.current_thread() is threading.main_thread()
 
-    handler = signal.signal(signal.SIGALRM, late)
-    # Again and again: the code may catch what is raised.
-    timer = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
-    try:
-        return function()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
+    def call(self, function: Callable[[], T]) -> T:
+        if not self._works:
+            return function()
+        handler = signal.signal(signal.SIGALRM, self._rings)
+        # Also after the limit: the code may catch what is raised.
+        timer = signal.setitimer(signal.ITIMER_REAL, self._step_s, self._step_s)
+        try:
+            return function()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
+
+    def ran_s(self) -> float:
+        """Seconds since the beginning, without those in which the process stood still."""
+        took_s = time.perf_counter() - self._begun_s
+        if not self._works:
+            return took_s
+        # Code in C may keep alarms from being counted, but takes CPU time.
+        counted_s = (self._alarms + 1) * self._step_s
+        return min(took_s, max(counted_s, time.thread_time() - self._cpu_s))
+
+    def _rings(self, number: int, frame: FrameType | None) -> None:
+        self._alarms += 1
+        # In the function `call` itself the call has returned, or has not begun.
+        if self._alarms >= _ALARMS and (frame is None or frame.f_code is not _Alarm.call.__code__):
+            raise LateError(f"it had not returned after {LIMIT_S:g} s")

@@ -8,14 +8,11 @@ import resource
 import signal
 from types import TracebackType
 
-from aiohttp import web
-
-from scheduler_plugins.router.client.connections import HEADERS_S
-from scheduler_plugins.router.client.faults import ServerLog
+from scheduler_plugins.router.client.listening import listen, runner_of
 from scheduler_plugins.router.client.operator import Operator, authority
 from scheduler_plugins.router.client.stopping import LAST_S
 from scheduler_plugins.router.client.tls import for_clients
-from scheduler_plugins.router.endpoints.admin import create_admin
+from scheduler_plugins.router.endpoints.admin import MOST_CONNECTIONS, create_admin
 from scheduler_plugins.router.endpoints.app import create_app
 from scheduler_plugins.router.endpoints.app_keys import (
     CONNECTIONS,
@@ -34,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SOCKETS_PER_CONNECTION = 3
 """One connection of the client, and one to each of two engines."""
-_OTHER_FILES = 64
+_OTHER_FILES = 64 + MOST_CONNECTIONS
 
 
 class RouterServer:
@@ -62,35 +59,23 @@ class RouterServer:
         self.admin_port = 0
         """The port of the admin API; 0: there is none."""
         self._admin: AdminServer | None = None
-        self._runner = web.AppRunner(
-            self.app,
-            handler_cancellation=True,
-            auto_decompress=False,  # `BodyBudget` counts the decompressed bytes, and stops in time
-            access_log=None,
-            logger=ServerLog(),
-            shutdown_timeout=config.shutdown_timeout_s + LAST_S,
-        )
+        self._runner = runner_of(self.app, config.shutdown_timeout_s + LAST_S)
         self._listener: asyncio.Server | None = None
 
     async def __aenter__(self) -> "RouterServer":
         """Start to listen. Raises OSError if the address cannot be used."""
         config, connections = self.config, self.app[CONNECTIONS]
         connections.limit = _possible(config.connections)
-        encrypted = for_clients(config)
-        await self._runner.setup()
-        assert self._runner.server is not None
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                connections.wrap(self._runner.server),
+            self._listener = await listen(
+                self._runner,
+                connections,
                 config.host,
                 config.port,
-                backlog=1024,
-                ssl=encrypted,
-                ssl_handshake_timeout=HEADERS_S if encrypted else None,
-                reuse_port=self._shares_port or None,
+                encrypted=for_clients(config),
+                shares_port=self._shares_port,
             )
-        except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
-            await self._runner.cleanup()
+        except (OSError, UnicodeError) as error:
             raise cannot_listen(config.host, config.port, error) from None
         self.port = self._listener.sockets[0].getsockname()[1]
         if config.admin_port is not None:
@@ -130,21 +115,24 @@ class AdminServer:
     ) -> None:
         self._config = config
         app = create_admin(pool, mover, operator, config.admin_host)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self.connections = app[CONNECTIONS]
+        self._runner = runner_of(app, 1.0)
+        self._listener: asyncio.Server | None = None
 
     async def start(self, port: int) -> int:
         """Start to listen. Returns the port. Raises OSError."""
-        await self._runner.setup()
         host = self._config.admin_host
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            self._listener = await listen(self._runner, self.connections, host, port)
         except (OSError, UnicodeError) as error:
             raise cannot_listen(host, port, error, "admin-") from None
-        found: int = self._runner.addresses[0][1]
+        found: int = self._listener.sockets[0].getsockname()[1]
         logger.info("Admin API on http://%s", authority(host, found))
         return found
 
     async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
 
 

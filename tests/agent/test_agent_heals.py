@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 from support.agents import KEY, LONG, Rank, Ranks, assert_pages, ranks, until  # noqa: F401
 from support.relay import Relay
+from support.vanishing import forget
 
 from pd_connector.errors import Cause
 from pd_connector.protocol.wire.peers import Source
@@ -276,6 +278,71 @@ def test_a_producer_that_accepts_and_never_speaks_costs_its_own_transfers_only(
         serves_again(producer, consumer, "once it speaks", silent)
     finally:
         relay.close()
+
+
+PATIENT: dict[str, Any] = LONG | {
+    "transports": ("tcp",),
+    "lease_s": 300.0,
+    "session_timeout_s": 300.0,
+    "stall_timeout_s": 300.0,
+    "connect_timeout_s": 300.0,
+}
+"""No clock of the connector runs out within a test: only packets that are not acknowledged tell that a connection
+is gone."""
+
+
+def ports(rank: Rank, which: str) -> list[int]:
+    """Ports of a producer to which consumers hold connections."""
+    data = [msgspec.msgpack.decode(t.address())[1] for t in rank.transports]
+    return {"data": data, "control": [rank.agent.port], "both": [*data, rank.agent.port]}[which]
+
+
+@each_key
+@pytest.mark.parametrize("which", ["data", "control", "both"])
+def test_a_connection_whose_packets_vanish_is_made_anew_long_before_any_timeout(
+    ranks: Ranks,  # noqa: F811
+    key: str,
+    which: str,
+) -> None:
+    producer, consumer = ranks.pair(PATIENT | {"key": key})
+    assert transfer(producer, consumer, "before")
+    for round_ in range(2):
+        assert forget(*ports(producer, which)) >= 2
+        arrived = [transfer(producer, consumer, f"{round_}.{n}") for n in range(TRANSFERS)]
+        assert arrived[1:] == [True] * (TRANSFERS - 1), "one transfer is lost at most"
+    producer.agent.close()  # its sessions with consumers that were forgotten end by their silence
+
+
+@each_key
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_an_agent_that_is_busy_is_not_dialled_again(
+    ranks: Ranks,  # noqa: F811
+    key: str,
+    side: str,
+) -> None:
+    """For longer than it takes to find out that a connection is gone; messages and chunks wait for it."""
+    producer, consumer = ranks.pair(PATIENT | {"key": key})
+    assert transfer(producer, consumer, "before")
+    busy = {"producer": producer, "consumer": consumer}[side]
+    begun, release = threading.Event(), threading.Event()
+    step = busy.loop.step
+
+    def held_up(now: float) -> None:
+        begun.set()
+        release.wait(60)
+        step(now)
+
+    busy.loop.step = held_up  # type: ignore[method-assign]
+    assert begun.wait(60)
+    producer.offer("meanwhile", MANY)
+    consumer.load(producer.source, "meanwhile", MANY)
+    time.sleep(2.0)
+    busy.loop.step = step  # type: ignore[method-assign]
+    release.set()
+    assert consumer.loaded("meanwhile").cause is None
+    assert_pages(producer, MANY, consumer, MANY)
+    assert consumer.count("lost_sessions", cause=Cause.SESSION_LOST) == 0
+    assert producer.gauge("consumer_sessions") == 1
 
 
 def resident_bytes() -> int:

@@ -8,6 +8,7 @@ from support.waits import until
 from pd_connector.agent import loop
 from pd_connector.config import Config
 from pd_connector.errors import TransportError
+from pd_connector.transport.base import Transport, TransportParts
 from pd_connector.transport.choice import Machine, choose, this_machine
 
 DEVICE = Machine(("mlx5_0",), has_nixl=True)
@@ -36,10 +37,10 @@ def test_nixl_that_cannot_be_set_up_is_left_out_with_the_reason(
 ) -> None:
     make = loop.make_transports
 
-    def made(context, config, keys, buffers):  # type: ignore[no-untyped-def]
-        if "nixl" in config.transports:
+    def made(parts: TransportParts) -> list[Transport]:
+        if "nixl" in parts.config.transports:
             raise TransportError("no memory can be registered")
-        return make(context, config, keys, buffers)
+        return make(parts)
 
     monkeypatch.setattr(loop, "make_transports", made)
     monkeypatch.setattr("pd_connector.agent.agent.this_machine", lambda: DEVICE)

@@ -55,9 +55,9 @@ def bench_commands(steps: Sequence[Step]) -> list[tuple[str, list[str]]]:
     """PD_KERNELS_TUNING and the arguments of each step that is a benchmark of the kernels."""
     found = []
     for step in steps:
-        if "pd_kernels.bench" in step.command:
+        if "pd_bench.kernels" in step.command:
             settings = [part for part in step.command if part.startswith("PD_KERNELS_TUNING=")]
-            place = step.command.index("pd_kernels.bench") + 1
+            place = step.command.index("pd_bench.kernels") + 1
             value = settings[0].partition("=")[2] if settings else ""
             found.append((value, list(step.command[place:])))
     return found
@@ -75,7 +75,7 @@ def test_benches_get_as_far_as_the_gpu_with_no_more_than_their_steps_say(
     absent = sorted(known - set(needed) - {"numpy"})  # Triton itself takes numpy where it is
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent}));"
-        "from pd_kernels.bench.__main__ import main; from pd_kernels.tuning import Tuning;"
+        "from pd_bench.kernels.__main__ import main; from pd_kernels.tuning import Tuning;"
         f"print([(Tuning.of(told).code > 0, main(given)) for told, given in {commands}])"
     )
     env = {

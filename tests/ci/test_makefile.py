@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make fast` in a folder where pytest is a script that fails where it is told to."""
+"""`make` in a folder where what it runs are scripts, which fail where they are told to."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BESIDE = {"ci/beside": 'for line; do sh -c "$line"; done\n'}
 PARTS = {"computing": "-n 2", "waiting": "-n 4", "quiet": "-m quiet"}
 
 
@@ -19,6 +20,7 @@ def parts_run(folder: Path, *flags: str, failing: str) -> tuple[list[str], int]:
     shutil.copy(ROOT / "ci/beside", folder / "ci")
     for name, script in {
         "ci/setup": "exit 0",
+        "ci/setup-tests": "exit 0",
         "pytest": f'echo "$*" >> ran; case "$*" in *"{PARTS[failing]}"*) exit 1;; esac',
     }.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -52,3 +54,41 @@ def test_without_k_the_first_failure_ends_the_run(tmp_path: Path):
 
 def test_with_j_parts_still_run_one_after_the_other(tmp_path: Path):
     assert parts_run(tmp_path, "-k", "-j4", failing="computing")[0] == list(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("target", "sets_up"),
+    [
+        ("demo", ["ci/setup"]),
+        ("doctor", ["ci/setup"]),
+        ("setup", ["ci/setup"]),
+        ("computing", ["ci/setup", "ci/setup-tests"]),
+        ("engine", ["ci/setup", "ci/setup-tests"]),
+        ("ray", ["ci/setup", "ci/setup-tests"]),
+        ("test", ["ci/setup", "ci/setup-tests"]),
+    ],
+)
+def test_only_targets_with_tests_set_up_what_only_tests_need(
+    tmp_path: Path, target: str, sets_up: list[str]
+):
+    """`make demo` and `make doctor` installed vLLM 0.31, SGLang and Ray, and waited for them."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("ci/setup", "ci/setup-tests", ".venv/bin/pd-connector", "ci/beside", "pytest"):
+        script = tmp_path / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f'#!/bin/sh\necho "{name}" >> "{tmp_path}/ran"\n{BESIDE.get(name, "")}')
+        script.chmod(0o755)
+    variables = ("PYTEST=./pytest", "SGLANG=true", "RAY=true", "PY=true")
+    outside = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    subprocess.run(
+        ["make", "-k", target, *variables],
+        cwd=tmp_path,
+        env=outside,
+        check=False,
+        capture_output=True,
+        timeout=60,
+    )
+    ran = (tmp_path / "ran").read_text().splitlines()
+    assert list(dict.fromkeys(name for name in ran if name.startswith("ci/setup"))) == sets_up
+    if target == "demo":
+        assert ran[-1] == ".venv/bin/pd-connector"

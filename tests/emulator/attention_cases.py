@@ -12,6 +12,7 @@ import torch
 from transfer_cases import Case
 from unused_memory import nothing_outside, spoil
 
+from pd_bench.kernels.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.attention import (
     alibi,
     decode_plan,
@@ -34,7 +35,6 @@ from pd_kernels.attention.paged_kernel import launch_paged
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
 from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.work_partition import RowShape
-from pd_kernels.bench.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.tuning import tuned
 
 BF16 = torch.bfloat16

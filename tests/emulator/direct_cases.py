@@ -12,6 +12,7 @@ import torch
 from attention_cases import BF16, BOUND, FEW, LENGTHS, processors
 from transfer_cases import Case
 
+from pd_bench.kernels.decode_cases import latent_set, paged_set
 from pd_kernels.attention import (
     direct,
     mla_decode,
@@ -25,7 +26,6 @@ from pd_kernels.attention.decode_call import DecodeCall
 from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
-from pd_kernels.bench.decode_cases import latent_set, paged_set
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ NAMES = (
 """Each loop over tiles, and each way to products of `wgmma`."""
 
 pytestmark = pytest.mark.skipif(
-    not FOLDER.exists(), reason=f"no Triton in {FOLDER.name} of the environment (ci/setup)"
+    not FOLDER.exists(), reason=f"no Triton in {FOLDER.name} of the environment (ci/setup-tests)"
 )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from extents import only
 
+from pd_bench.kernels import decode_cases
 from pd_kernels.attention.decode_plan import DecodePlan
-from pd_kernels.bench import decode_cases
 
 NO_PAGE = 1 << 20
 """Number of a page far behind a cache."""

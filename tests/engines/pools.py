@@ -20,16 +20,17 @@ from recipes import (
     NAME_ARGS,
     PROBE_ARGS,
     PROBE_ENVIRONMENT,
+    USUAL,
+    VLLM,
     WORKER_IN_CORE,
     Recipe,
+    Vllm,
     frozen,
 )
 
 from pd_connector.pool.settings import SHM_VARIABLE
 from pd_connector.tools.launch import VllmEngine
 
-OLDER = Path(__file__).parents[2] / ".venv" / "vllm-0.31"
-"""Where `ci/setup` puts vLLM 0.31 beside the 0.32 of the environment."""
 CHUNKS = 5
 PROMPT = [3 + (7 * place) % 250 for place in range(700)]
 IN_USE = "pool: in use"
@@ -50,13 +51,12 @@ class PooledEngines:
         audit: str = "off",
         model: Path = MODEL,
         beside: dict[str, Any] | None = None,
-        path: Path | None = None,
         known: bool = True,
         apart: bool = False,
+        vllm: Vllm = USUAL,
         **more: Any,
     ) -> VllmEngine:
-        """`beside`: another connector in a `MultiConnector`. `path`: a folder whose packages go before the environment's,
-        such as `OLDER`. `known`: wait until it knows its weights. `apart`: workers have processes of their own. `more`: config keys."""
+        """`beside`: another connector in a `MultiConnector`. `known`: wait until it knows its weights. `apart`: workers have processes of their own. `more`: config keys."""
         config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}, **more}
         connector = "PDConnector"
         if beside is not None:
@@ -74,15 +74,14 @@ class PooledEngines:
                 COMPILE_NOTHING,
                 {} if apart else WORKER_IN_CORE,
                 {SHM_VARIABLE: str(self.shm)},
+                VLLM[vllm],
             ),
             "kv_both",
             connector,
             json.dumps(config),
         )
-        if path:
-            paths = f"{path}:{PROBE_ENVIRONMENT['PYTHONPATH']}"
-            env = frozen(dict(recipe.env), {"PYTHONPATH": paths})
-            recipe = recipe._replace(env=env, forked=False)
+        if vllm == "0.31":
+            recipe = recipe._replace(forked=False)
         log = self._logs / f"{len(self.started)}.log"
         engine = recipe.engine(f"engine {len(self.started)}", log)
         self.started.append(engine)
@@ -139,9 +138,10 @@ def hits(engine: VllmEngine) -> float:
     return counted(engine, "pool_hits")
 
 
-def forget(engine: VllmEngine) -> bool:
-    """Have an engine empty its own prefix cache. Returns whether it did."""
-    url = f"{engine.base_url}/reset_prefix_cache?reset_external=true"
+def forget(engine: VllmEngine, *, pool: bool = False) -> bool:
+    """Have an engine empty its own prefix cache, and with `pool` not use what the pool has. Returns whether it did."""
+    external = "?reset_external=true" if pool else ""
+    url = f"{engine.base_url}/reset_prefix_cache{external}"
     with urlopen(Request(url, method="POST"), timeout=60) as answer:
         assert answer.status == 200
         return bool(json.loads(answer.read())["success"])

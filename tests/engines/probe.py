@@ -13,6 +13,32 @@ from pd_connector.vllm.extension import WorkerExtension
 class Probe:
     """Methods that vLLM's development route `/collective_rpc` can call on a worker."""
 
+    def schedules_ahead(self) -> bool:
+        """Whether the next step is scheduled while this one is computed."""
+        return bool(self.vllm_config.scheduler_config.async_scheduling)
+
+    def sleep_as_on_a_gpu(self) -> None:
+        """From now on, `sleep` and `wake_up`, which do nothing on a CPU, do what vLLM 0.33's worker for GPUs does: the
+        pages lose their content, and the connector is told before and after."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        if "sleep" in vars(self):
+            return
+        sleep, wake_up = self.sleep, self.wake_up
+
+        def sleep_and_forget(level: int = 1) -> None:
+            sleep(level)
+            get_kv_transfer_group().unregister_kv_caches()
+            for layer in self._layers():
+                layer.fill_(7)
+
+        def wake_up_and_tell(tags: list[str] | None = None) -> None:
+            if tags is None or "kv_cache" in tags:
+                get_kv_transfer_group().restore_kv_caches()
+            wake_up(tags)
+
+        self.sleep, self.wake_up = sleep_and_forget, wake_up_and_tell
+
     def kv_digests(self, pages: list[int]) -> list[str]:
         """A digest of each page over all layers."""
         return [
@@ -66,20 +92,17 @@ class Probe:
 
     def running_tables(self) -> list[list[list[int]]]:
         """The page tables of each request that runs."""
-        return [
-            [list(table) for table in request.block_ids]
-            for request in self.model_runner.requests.values()
-        ]
+        return [tables for tables, _ in self._running()]
 
     def kv_save_running(self, tokens: int, path: str) -> list[int]:
         """`kv_save` of the one request that runs, in the same moment: its pages may be others' after the next
         steps. Returns how many of its tokens were computed before the last step; nothing if none runs."""
-        running = list(self.model_runner.requests.values())
+        running = self._running()
         if not running:
             return []
-        assert len(running) == 1, "other requests run"
-        self.kv_save([list(table) for table in running[0].block_ids], tokens, path)
-        return [running[0].num_computed_tokens]
+        ((tables, computed),) = running  # no other requests run
+        self.kv_save(tables, tokens, path)
+        return [computed]
 
     def kv_save(self, tables: list[list[int]], tokens: int, path: str) -> None:
         """Write K and V of a request's first tokens, `[token][head][dim]` each, by layer.
@@ -102,6 +125,26 @@ class Probe:
                 layers[number] = _canonical(module, self._cache_of(module), table, tokens)
         rank = self.parallel_config.rank
         torch.save((rank % self.parallel_config.tensor_parallel_size, layers), f"{path}.{rank}")
+
+    def _running(self) -> list[tuple[list[list[int]], int]]:
+        """Page tables of each request that runs, and how many of its tokens were computed before the last step."""
+        runner = self.model_runner
+        if hasattr(runner, "requests"):  # V1
+            return [
+                ([list(table) for table in request.block_ids], request.num_computed_tokens)
+                for request in runner.requests.values()
+            ]
+        counts = runner.block_tables.num_blocks.np
+        return [
+            (
+                [
+                    table.gpu[row, : counts[group, row]].tolist()
+                    for group, table in enumerate(runner.block_tables.block_tables)
+                ],
+                int(runner.req_states.num_computed_tokens_np[row]),
+            )
+            for row in runner.req_states.req_id_to_index.values()
+        ]
 
     def _cache_of(self, module):
         cache = module.kv_cache

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from support.engine_nursery import fork_engine
 
 from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.engine import Role
 
-MODEL = Path(__file__).parents[2] / "pd_connector" / "tools" / "demo" / "model"
+_HERE = Path(__file__).parent
+MODEL = _HERE.parents[1] / "pd_connector" / "tools" / "demo" / "model"
 
 # In bfloat16 an engine differs from itself by a hundredth when it computes a prompt in other
 # portions; in float32 a comparison can be a thousand times sharper.
@@ -23,8 +25,23 @@ PROBE_ARGS = ("--worker-extension-cls", "probe.Probe")
 PROBE_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # for the route /collective_rpc
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "PYTHONPATH": str(Path(__file__).parent),
+    "PYTHONPATH": str(_HERE),
 }
+_VENV = _HERE.parents[1] / ".venv"
+OLDER, NEWEST = _VENV / "vllm-0.31", _VENV / "vllm-0.33"
+"""Where `ci/setup-tests` puts other versions of vLLM beside the 0.32 of the environment. That of `NEWEST` may lack."""
+_TRITON = str(_HERE.parent / "support" / "triton_cpu")
+# Its kernels are interpreted: a step takes about 0.1 s more.
+_V2 = {"PYTHONPATH": _TRITON, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+Vllm = Literal["0.31", "0.32 V1", "0.32", "0.33"]
+VLLM: Mapping[Vllm, Mapping[str, str]] = {
+    "0.31": {"PYTHONPATH": str(OLDER)},
+    "0.32 V1": {},
+    "0.32": _V2,
+    "0.33": {**_V2, "PYTHONPATH": f"{NEWEST}:{_TRITON}"},
+}
+"""Variables for each version and model runner of vLLM: V2 as on a GPU, if V1 is not named."""
+USUAL: Vllm = "0.33" if NEWEST.is_dir() else "0.32"
 # --enforce-eager leaves vLLM's helpers compiled, each at its first use: the one that ranks logprobs
 # costs every engine seconds.
 COMPILE_NOTHING = {"TORCH_COMPILE_DISABLE": "1"}
@@ -66,5 +83,11 @@ class Recipe(NamedTuple):
 
 
 def frozen(*environments: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Variables as a recipe has them; a later one wins."""
-    return tuple(sorted({k: v for one in environments for k, v in one.items()}.items()))
+    """Variables as a recipe has them. A later one wins, and folders of a later `PYTHONPATH` come first."""
+    merged: dict[str, str] = {}
+    for environment in environments:
+        paths = environment.get("PYTHONPATH"), merged.get("PYTHONPATH")
+        merged |= environment
+        if any(paths):
+            merged["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return tuple(sorted(merged.items()))

@@ -22,7 +22,7 @@ from recipes import COMPILE_NOTHING, MODEL, NAME_ARGS, WORKER_IN_CORE
 from support.engine_nursery import fork_engine
 from typer.testing import CliRunner
 
-from measure.scheduler.live import MIDDLEWARE, OURS
+from pd_bench.scheduler.live import MIDDLEWARE, OURS
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.launch import VllmEngine
 from scheduler_plugins.cost.profile import load

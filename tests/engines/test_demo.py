@@ -51,7 +51,7 @@ def test_two_engines_and_a_router_of_a_wheel_answer_as_one_engine(wheel_s_demo):
     assert family.survivors() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_when_it_is_ended_while_engines_start(demo, number):
     family, log = demo
     # Its reaper, two engines and a router.

@@ -52,6 +52,7 @@ EXTRA = {
     "window": {},
     "hybrid": {"decode_args": ["--block-size", str(2 * PAGE)], "prefill_extra": SHORT_LEASE},
     "hybrid on one side": {"decode_args": ["--disable-hybrid-kv-cache-manager"]},
+    "heads": {"decode_args": ["--tensor-parallel-size", "2"]},
     "latent": {"args": MLA_ARGS, "reference_args": MLA_ARGS},
 }
 
@@ -93,6 +94,20 @@ def test_the_answer_is_that_of_one_engine(pair: Pair, reference, tokens: int) ->
             answer = ask()
         assert received.amount == 1
         assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+
+
+@only("heads")
+def test_layers_with_unlike_numbers_of_heads_pass_to_more_ranks_and_back(
+    pair: Pair, reference
+) -> None:
+    """Two ranks hold the one KV head of a full layer, and one each of a window's two."""
+    prompt = prompt_of(20 * PAGE + 7, start=30)
+    for first, second, ranks in ((pair.p, pair.d, 2), (pair.d, pair.p, 1)):
+        with delta(second, "pd_connector:received_transfers_total") as received:
+            answer = two_step(first, second, prompt)
+        assert received.amount == ranks
+        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+        prompt = prompt_of(20 * PAGE + 9, start=40)
 
 
 @only("hybrid on one side")

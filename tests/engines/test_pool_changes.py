@@ -21,7 +21,6 @@ from harness import (
 )
 from pools import (
     CHUNKS,
-    OLDER,
     PROMPT,
     PooledEngines,
     counted,
@@ -30,7 +29,7 @@ from pools import (
     in_use,
     sharing_a_pool,
 )
-from recipes import MODEL
+from recipes import MODEL, OLDER
 from test_adapters_live import adapter, tell
 from test_codecs_live import BFLOAT16, BOUNDS, FP8_CACHE, distance
 from test_identity_live import retrained, update
@@ -127,6 +126,22 @@ def test_the_prefix_cache_can_be_reset_while_and_after_chunks_are_saved(
     assert loaded(engine, salts[-1], completion(engine, PROMPT, 32, cache_salt=salts[-1])) == CHUNKS
 
 
+def test_an_engine_that_was_reset_uses_the_pool_only_for_what_it_has_computed_since(
+    pool: PooledEngines, engine: VllmEngine, other: VllmEngine
+) -> None:
+    salt = fresh_salt()
+    wanted = pool.computed(engine, salt)
+    assert loaded(engine, salt, wanted) == CHUNKS
+    assert forget(engine, pool=True)
+    before, reset = hits(engine), counted(engine, "pool_misses", cause="reset")
+    assert_same_logprobs(completion(engine, PROMPT, 32, cache_salt=salt), wanted, TOLERANCE)
+    assert hits(engine) == before
+    assert counted(engine, "pool_misses", cause="reset") == reset + CHUNKS
+    assert "caches were reset" in engine.log_path.read_text()
+    assert loaded(other, salt, wanted) == CHUNKS, "other engines use it"
+    assert loaded(engine, salt, wanted) == CHUNKS, "it has computed it since"
+
+
 def test_two_engines_that_save_one_prompt_at_once_save_it_once(
     pool: PooledEngines, engine: VllmEngine, other: VllmEngine
 ) -> None:
@@ -220,11 +235,11 @@ def test_weights_that_are_reloaded_are_those_of_their_files(
     assert loaded(other, salt, before) == CHUNKS
 
 
-@pytest.mark.skipif(not OLDER.is_dir(), reason="no vLLM 0.31 beside 0.32: run ci/setup")
+@pytest.mark.skipif(not OLDER.is_dir(), reason="no vLLM 0.31 beside 0.32: run ci/setup-tests")
 def test_versions_0_31_and_0_32_read_each_others_chunks(
     pool: PooledEngines, other: VllmEngine
 ) -> None:
-    older = pool.start(32, path=OLDER, codec="int8")
+    older = pool.start(32, vllm="0.31", codec="int8")
     for writer, reader in ((older, other), (other, older)):
         salt = fresh_salt()
         assert loaded(reader, salt, pool.computed(writer, salt)) == CHUNKS

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 from harness import url_of, wait_until
 from pairs import Pair, Setup
-from pools import OLDER
-from recipes import COMPILE_NOTHING, MODEL
+from recipes import COMPILE_NOTHING, MODEL, OLDER
 from test_handoff import prompt_of
 from test_proxies import EARLY, PORTIONS, TRANSFERS
 from tools import delta
 
-from pd_connector.tools.bench.serve.stack import VllmRouterProcess
+from pd_bench.serve.stack import VllmRouterProcess
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT
 from pd_connector.tools.launch.service import Service, stop_services
 
@@ -104,7 +103,7 @@ def _environment() -> None:
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Part]]:
     """The frontend, and workers with unlike pages."""
     if not OLDER.is_dir():
-        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup")
+        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup-tests")
     folder = tmp_path_factory.mktemp("dynamo")
     (folder / "discovery").mkdir()
     found = {

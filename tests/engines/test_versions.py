@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of different vLLM versions hand over to each other, in both directions."""
+"""Engines of different versions and model runners of vLLM hand over to each other, in both directions."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 
 import pytest
 from harness import (
@@ -11,37 +12,65 @@ from harness import (
     two_step,
 )
 from pairs import EnginePool, Pair, Setup, Side
-from pools import OLDER
-from recipes import COMPILE_NOTHING, PROBE_ENVIRONMENT, Recipe, frozen
+from recipes import NEWEST, OLDER, USUAL, VLLM, Recipe, Vllm
 from test_handoff import prompt_of
-from tools import TOLERANCE, delta
+from told import told_at_once
+from tools import TOLERANCE, delta, probe
+
+from pd_connector.tools.launch import VllmEngine
+from pd_connector.vllm.connector import PDConnector
+
+V2 = "Using V2 Model Runner"
 
 
+@dataclass(frozen=True)
 class MixedSetup(Setup):
-    """Both engines in both roles, the prefill engine with the older vLLM."""
+    """Both engines in both roles, the prefill engine with another vLLM."""
+
+    other: Vllm = "0.31"
 
     def recipe(self, side: Side) -> Recipe:
-        usual = Setup.of(both=True).recipe(side)
-        older = {"PYTHONPATH": f"{OLDER}:{PROBE_ENVIRONMENT['PYTHONPATH']}"}
         if side == "decode":
-            return usual
-        return usual._replace(env=frozen(older, COMPILE_NOTHING), forked=False)
+            return super().recipe(side)
+        alone = self.other == "0.31"  # it has not all modules that forks import first
+        changed = replace(self, vllm=self.other, forked=not alone, worker_apart=alone)
+        return Setup.recipe(changed, side)
 
 
 @pytest.fixture
-def mixed(engines: EnginePool) -> Pair:
-    if not OLDER.is_dir():
-        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup")
-    return engines.pair(MixedSetup())
+def mixed(engines: EnginePool, request: pytest.FixtureRequest) -> Pair:
+    if request.param == "0.31" and not OLDER.is_dir():
+        pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup-tests")
+    return engines.pair(MixedSetup(both=True, other=request.param))
 
 
-def test_versions_0_31_and_0_32_hand_over_both_ways(mixed: Pair, reference) -> None:
-    assert json.loads(mixed.p.client.get("/version"))["version"].startswith("0.31")
-    assert json.loads(mixed.d.client.get("/version"))["version"].startswith("0.32")
+def served(engine: VllmEngine) -> tuple[str, bool, bool]:
+    """Its version, and whether it has Model Runner V2, and schedules steps ahead, as on a GPU."""
+    version = json.loads(engine.client.get("/version"))["version"]
+    release = ".".join(version.split(".")[:2])
+    return release, V2 in engine.log_path.read_text(), probe(engine, "schedules_ahead")
+
+
+@pytest.mark.parametrize("mixed", [name for name in VLLM if name != USUAL], indirect=True)
+def test_unlike_versions_and_runners_hand_over_both_ways(mixed: Pair, reference) -> None:
+    assert served(mixed.d) == (USUAL, True, True)
+    second = (other := mixed.setup.other) in ("0.32", "0.33")
+    assert served(mixed.p) == (other.split()[0], second, second)
     prompt = prompt_of(700, start=60)
-    for prefill, decode in ((mixed.p, mixed.d), (mixed.d, mixed.p)):
-        with delta(decode, "pd_connector:received_transfers_total") as received:
-            answer = two_step(prefill, decode, prompt)
-        assert received.amount == 1
-        assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+    for pair in (mixed, mixed.turned()):
+        with delta(pair.d, "pd_connector:received_transfers_total") as received:
+            answers = [two_step(pair.p, pair.d, prompt), told_at_once(pair, prompt)]
+        assert received.amount == 2
+        for answer in answers:
+            assert_same_logprobs(answer, reference(prompt), TOLERANCE)
     mixed.assert_idle()
+
+
+@pytest.mark.skipif(not NEWEST.is_dir(), reason="no vLLM 0.33: read .venv/vllm-0.33.log")
+def test_hooks_of_vllm_0_33_are_known_here() -> None:
+    """`tests/vllm` runs with 0.32 only."""
+    base = NEWEST / "vllm" / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "base.py"
+    text = base.read_text()
+    for name in ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"):
+        assert f"def {name}(" in text
+        assert name in vars(PDConnector)

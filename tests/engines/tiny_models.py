@@ -60,6 +60,24 @@ def _hybrid() -> Any:
     )
 
 
+def _heads() -> Any:
+    """Windows with two KV heads, and full attention with one."""
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        head_dim=32,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+
+
 def _latent() -> Any:
     from transformers import DeepseekV2Config
 
@@ -124,6 +142,7 @@ def _images() -> Any:
 KINDS: dict[str, Callable[[], Any]] = {
     "window": _window,
     "hybrid": _hybrid,
+    "heads": _heads,
     "latent": _latent,
     "long": _long,
     "images": _images,

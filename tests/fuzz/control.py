@@ -331,6 +331,7 @@ class StillTransport(Transport):
         self.one_sided = inner.one_sided  # type: ignore[misc]
         self.copies = inner.copies  # type: ignore[misc]
         self.readable = inner.readable  # type: ignore[misc]
+        self.reads_first = inner.reads_first  # type: ignore[misc]
         self.verifies = inner.verifies
         self.sends_from = inner.sends_from
         self.found = b""

@@ -20,6 +20,9 @@ import torch
 import triton
 from kernel_aot import report
 
+from pd_bench.kernels.compiled import Assembly, compiled
+from pd_bench.kernels.sample_launches import Launched, mla_call, paged_call
+from pd_bench.kernels.sass import instructions, product_loops
 from pd_kernels.attention import paged_call as paged_call_module
 from pd_kernels.attention import tile_mask
 from pd_kernels.attention.decode_call import KernelConfig
@@ -30,9 +33,6 @@ from pd_kernels.attention.mods import alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS
 from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.work_partition import RowShape
-from pd_kernels.bench.compiled import Assembly, compiled
-from pd_kernels.bench.sample_launches import Launched, mla_call, paged_call
-from pd_kernels.bench.sass import instructions, product_loops
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = torch.device("cpu")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import triton
 
-from pd_kernels.bench.compiled import Assembly, compiled
-from pd_kernels.bench.sample_launches import chunk
+from pd_bench.kernels.compiled import Assembly, compiled
+from pd_bench.kernels.sample_launches import chunk
 from pd_kernels.transfer import PayloadShape, Planes, Resharding, new_sums
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather

@@ -17,9 +17,9 @@ import torch
 import torch._dynamo
 from decode_batches import error
 
+from pd_bench.kernels import decode, decode_baselines, decode_cases, vllm_baselines
 from pd_kernels.attention import document
 from pd_kernels.attention.paged_call import FP8
-from pd_kernels.bench import decode, decode_baselines, decode_cases, vllm_baselines
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 TINY = decode_cases.Heads(4, 2, 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of `python -m pd_kernels.bench decode`: which reference each case has, and that errors
+"""The check of `python -m pd_bench.kernels decode`: which reference each case has, and that errors
 of the size of one token or one scale are found."""
 
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ import decode_interpreted
 import pytest
 import torch
 
+from pd_bench.kernels import decode_cases, decode_check, random_cases
 from pd_kernels.attention.mla import launch_mla
 from pd_kernels.attention.mla_call import MlaCall
-from pd_kernels.bench import decode_cases, decode_check, random_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
 

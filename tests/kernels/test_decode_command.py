@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m pd_kernels.bench decode`: its parts on this machine, small and interpreted."""
+"""`python -m pd_bench.kernels decode`: its parts on this machine, small and interpreted."""
 
 import functools
 import json
@@ -14,12 +14,8 @@ import decode_interpreted
 import pytest
 import torch
 
-from pd_kernels.attention import decode_call
-from pd_kernels.attention.merge import launch_merge
-from pd_kernels.attention.mla import launch_mla
-from pd_kernels.attention.paged_kernel import launch_paged
-from pd_kernels.bench import __main__ as command
-from pd_kernels.bench import (
+from pd_bench.kernels import __main__ as command
+from pd_bench.kernels import (
     decode,
     decode_baselines,
     decode_cases,
@@ -28,7 +24,11 @@ from pd_kernels.bench import (
     merging,
     mixed,
 )
-from pd_kernels.bench.report import Comparison
+from pd_bench.kernels.report import Comparison
+from pd_kernels.attention import decode_call
+from pd_kernels.attention.merge import launch_merge
+from pd_kernels.attention.mla import launch_mla
+from pd_kernels.attention.paged_kernel import launch_paged
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),
@@ -74,7 +74,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_kernels_agree_with_their_references_on_random_batches() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "pd_kernels.bench", "decode", "--check", "--cases", "20"],
+        [sys.executable, "-m", "pd_bench.kernels", "decode", "--check", "--cases", "20"],
         capture_output=True,
         text=True,
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},

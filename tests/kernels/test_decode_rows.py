@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m pd_kernels.bench` says of what it measures, and how it measures small things."""
+"""What `python -m pd_bench.kernels` says of what it measures, and how it measures small things."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -9,10 +9,10 @@ import decode_interpreted  # noqa: F401 - before what it imports
 import pytest
 import torch
 
-from pd_kernels.bench import __main__ as command
-from pd_kernels.bench import decode, decode_cases, decode_check, timing
-from pd_kernels.bench.decode_goals import geometric_means
-from pd_kernels.bench.report import Comparison, duration, rows_or_failure
+from pd_bench.kernels import __main__ as command
+from pd_bench.kernels import decode, decode_cases, decode_check, timing
+from pd_bench.kernels.decode_goals import geometric_means
+from pd_bench.kernels.report import Comparison, duration, rows_or_failure
 
 
 def test_rows_are_printed_and_written_as_they_come(
@@ -38,7 +38,7 @@ def test_figures_have_hardware_versions_date_and_command_beside_them() -> None:
     line = command.header("NVIDIA H200", ["decode", "--json", "a file"])
     assert line.startswith(f"NVIDIA H200, torch {torch.__version__}, CUDA ")
     assert ", triton 3." in line
-    assert "+00:00; python -m pd_kernels.bench decode --json 'a file'" in line
+    assert "+00:00; python -m pd_bench.kernels decode --json 'a file'" in line
 
 
 def test_goals_are_geometric_means_of_what_was_measured() -> None:

@@ -253,7 +253,7 @@ def test_a_key_that_forgets_strides_reads_other_memory(
 
 def test_few_functions_are_called_on_the_way(found: Found) -> None:
     """Counts Python functions from the call to the launch. Their time on a GPU's host is measured by
-    `python -m pd_kernels.bench decode --only "host of a call"`."""
+    `python -m pd_bench.kernels decode --only "host of a call"`."""
     batch = paged_batch([20])
     out = torch.empty_like(batch.query)
     plan = plan_paged_decode(batch.query, batch.keys).fill(batch.lengths)

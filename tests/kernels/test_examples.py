@@ -68,7 +68,7 @@ def test_what_users_call_has_an_example_that_runs(ran: set[str], module: str) ->
 def test_the_benchmarks_start(command: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     done = subprocess.run(
-        [sys.executable, "-m", "pd_kernels.bench", *command, "--help"],
+        [sys.executable, "-m", "pd_bench.kernels", *command, "--help"],
         capture_output=True,
         text=True,
         env=environment,

@@ -68,8 +68,8 @@ def _main() -> None:
     import torch
     from kernel_aot import report
 
+    from pd_bench.kernels.compiled import compiled
     from pd_kernels.attention.merge import launch_merge
-    from pd_kernels.bench.compiled import compiled
 
     def launch(shards: int, dim: int, odd: int = 0) -> dict[str, Any]:
         slab = torch.zeros(shards, ROWS * dim + odd)

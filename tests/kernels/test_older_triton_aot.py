@@ -36,7 +36,8 @@ TRANSFER_NAMES = [
 ]
 
 pytestmark = pytest.mark.skipif(
-    not FOLDER.exists(), reason=f"no Triton {OLDEST} in {FOLDER.name} of the environment (ci/setup)"
+    not FOLDER.exists(),
+    reason=f"no Triton {OLDEST} in {FOLDER.name} of the environment (ci/setup-tests)",
 )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from compiled_reports import compiled_report
 
-from pd_kernels.bench.roof import BEGIN, END, HEADER, table, write_table
-from pd_kernels.bench.roof_cases import DECODES, TRANSFERS
-from pd_kernels.bench.sass import Cost, full_path, instructions, product_loops
+from pd_bench.kernels.roof import BEGIN, END, HEADER, table, write_table
+from pd_bench.kernels.roof_cases import DECODES, TRANSFERS
+from pd_bench.kernels.sass import Cost, full_path, instructions, product_loops
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 GOALS = {"raw": 0.88, "int8": 0.80, "fp8": 0.80}
@@ -57,7 +57,7 @@ def test_the_table_of_the_documentation_is_that_of_this_code(report: dict[str, A
     made = table(tuple(row) for row in report["rows"] if row[0] != ODD)
     assert changed(written_table(PAGE), made) == [], (
         f"{PAGE.name} was made of other code, or by another Triton than {report['triton']}: look "
-        "whether it is worse, then run `python -m pd_kernels.bench roof --docs docs/kernels.md`"
+        "whether it is worse, then run `python -m pd_bench.kernels roof --docs docs/kernels.md`"
     )
 
 
@@ -148,8 +148,8 @@ def _main() -> None:
     import torch
     import triton
 
-    from pd_kernels.bench.roof import Roof
-    from pd_kernels.bench.sample_launches import chunk
+    from pd_bench.kernels.roof import Roof
+    from pd_bench.kernels.sample_launches import chunk
     from pd_kernels.transfer.gather import launch_gather
 
     raw = ("raw", torch.bfloat16, torch.bfloat16, True)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_kernels.bench import transfer, transfer_check
-from pd_kernels.bench.caches import PAGED, RESHARD, Model
-from pd_kernels.bench.report import Comparison, duration, print_rows, throughput, write_json
+from pd_bench.kernels import transfer, transfer_check
+from pd_bench.kernels.caches import PAGED, RESHARD, Model
+from pd_bench.kernels.report import Comparison, duration, print_rows, throughput, write_json
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
 from pd_kernels.transfer.gather import launch_gather
 
-COMMAND = [sys.executable, "-m", "pd_kernels.bench", "transfer"]
+COMMAND = [sys.executable, "-m", "pd_bench.kernels", "transfer"]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

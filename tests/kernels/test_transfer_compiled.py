@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_kernels.bench.caches import CacheViews, Model, make_cache
+from pd_bench.kernels.caches import CacheViews, Model, make_cache
 from pd_kernels.transfer import (
     PayloadShape,
     Planes,

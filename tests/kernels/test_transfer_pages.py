@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_caches import sloppy
 
-from pd_kernels.bench.caches import ORDERS, POOLS, CacheViews, Model, make_cache
+from pd_bench.kernels.caches import ORDERS, POOLS, CacheViews, Model, make_cache
 from pd_kernels.transfer import (
     Planes,
     Stored,

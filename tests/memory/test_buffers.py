@@ -22,4 +22,6 @@ def test_slots_for_which_there_is_no_memory_are_named(
 
     monkeypatch.setattr(buffers, "Slab", no_memory)
     with pytest.raises(ConfigError, match=r"slots 4096 of slot_mib 1000: .* no memory for them"):
-        buffers.Buffers(Config(slots=4096, slot_mib=1000), HERE, produces=True, consumes=True)
+        buffers.Buffers(
+            Config(slots=4096, slot_mib=1000), HERE, buffers.SlotUse(), produces=True, consumes=True
+        )

@@ -230,19 +230,40 @@ def test_the_reason_for_slots_in_host_memory_is_named(
     cache: torch.device, slots: torch.device | None, settings: dict[str, Any], cause: str | None
 ) -> None:
     config = Config(slot_mib=1, slots=2, **settings)
-    made, why = choose_slot_memory(config, cache, slots, produces=True, consumes=False)
+    made, why = choose_slot_memory(
+        config,
+        cache,
+        slots,
+        produces=True,
+        consumes=False,
+        reaches_devices="nixl" in config.transports,
+    )
     assert (made.sending is not None, made.landing) == (cause == "", None), "what is not used"
     assert (why.cause if why else "") == (cause or "")
     if cause == "":
         must = Config(slot_mib=1, slots=2, slot_memory="device", **settings)
-        made, _ = choose_slot_memory(must, cache, slots, produces=False, consumes=True)
+        made, _ = choose_slot_memory(
+            must,
+            cache,
+            slots,
+            produces=False,
+            consumes=True,
+            reaches_devices="nixl" in must.transports,
+        )
         assert (made.landing is not None, made.sending) == (True, None)
     elif cause != "config":
         must = Config(slot_mib=1, slots=2, slot_memory="device", **settings)
         with pytest.raises(
             ConfigError, match=r"slot_memory 'device': .*\(config key slot_memory\)"
         ):
-            choose_slot_memory(must, cache, slots, produces=True, consumes=True)
+            choose_slot_memory(
+                must,
+                cache,
+                slots,
+                produces=True,
+                consumes=True,
+                reaches_devices="nixl" in must.transports,
+            )
 
 
 def test_a_device_without_room_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +272,9 @@ def test_a_device_without_room_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(device_slab, "_allocate", full)
     config = Config(slot_mib=1, transports=NIXL)
-    made, why = choose_slot_memory(config, GPU, GPU, produces=True, consumes=True)
+    made, why = choose_slot_memory(
+        config, GPU, GPU, produces=True, consumes=True, reaches_devices=True
+    )
     assert made.slabs == []
     assert why == WhyHost("memory", "4 MiB free")
     assert str(why) == "slots in host memory (memory: 4 MiB free)"

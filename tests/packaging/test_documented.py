@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.surface import OWN_VARIABLE, metric_names, variables
+from support.surface import options as options_of
 from typer.main import get_command
 
 from chaos.__main__ import app as chaos
-from measure.app import app as measure
 from pd_connector.agent import metrics as connector_metrics
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.tools.cli.app import app as pd_connector
-from scheduler_plugins.admission.metrics import metrics as admission_metrics
-from scheduler_plugins.bench.__main__ import app as scheduling
 from scheduler_plugins.commands import app as pd_router
-from scheduler_plugins.router.metrics import Metrics as RouterMetrics
 from scheduler_plugins.router.settings.config import RouterConfig
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +33,7 @@ CONFIGURATION = TEXTS["docs/configuration.md"]
 ROUTER = TEXTS["docs/router.md"]
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
-COMMAND = re.compile(
-    r"(?:^|[\s`(])((?:pd-connector|pd-router|python3? -m [\w.]+|python ci/measure) [^`\n]*)", re.M
-)
+COMMAND = re.compile(r"(?:^|[\s`(])((?:pd-connector|pd-router|python3? -m [\w.]+) [^`\n]*)", re.M)
 OTHERS = {
     *("--no-deps", "--only-binary", "--platform", "--python-version", "--target"),  # pip
     *("--cacert", "--retry", "--retry-connrefused"),  # curl
@@ -51,9 +47,6 @@ OTHERS = {
     *("--from-literal", "--set", "--reuse-values"),  # kubectl, helm
 }
 """Options of programs that nobody needs for these tests."""
-OWN_VARIABLE = re.compile(r"\bPD_(?:CONNECTOR|ROUTER|SCHEDULER|KERNELS|HYBRID)_[A-Z_]*[A-Z]\b")
-INTERNAL = {"PD_CONNECTOR_FAMILY", "PD_CONNECTOR_GPU_STEP"}
-"""Variables by which our processes know each other."""
 
 
 def rows(text: str, heading: str) -> Iterator[list[str]]:
@@ -69,23 +62,14 @@ def words(cell: str) -> list[str]:
     return [re.split(r"[ {=]", word)[0] for word in re.findall(r"`([^`]+)`", cell)]
 
 
-def of_click(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
-    """Every command below this one, and its options."""
-    yield name, {one for param in command.params for one in (*param.opts, *param.secondary_opts)}
-    for each in command.list_commands(None) if hasattr(command, "list_commands") else ():
-        yield from of_click(command.get_command(None, each), f"{name} {each}")
-
-
 def commands() -> dict[str, set[str]]:
     """The options of our commands, by how they are called."""
-    router = dict(of_click(get_command(pd_router), "pd-router"))
+    router = dict(options_of(get_command(pd_router), "pd-router"))
     return {
         **router,
         "pd-router": router["pd-router"] | router["pd-router serve"],
-        **dict(of_click(get_command(pd_connector), "pd-connector")),
-        **dict(of_click(get_command(measure), "python ci/measure")),
-        **dict(of_click(get_command(chaos), "python -m chaos")),
-        **dict(of_click(get_command(scheduling), "python -m scheduler_plugins.bench")),
+        **dict(options_of(get_command(pd_connector), "pd-connector")),
+        **dict(options_of(get_command(chaos), "python -m chaos")),
         "python -m scheduler_plugins.router": router["pd-router serve"],
         "python -m scheduler_plugins.sim": router["pd-router simulate"],
     }
@@ -136,7 +120,7 @@ def wrong_options(text: str, known: dict[str, set[str]]) -> list[str]:
 def test_options_that_documents_name_exist() -> None:
     known = set[str]().union(
         *commands().values(),
-        written_in("ci/gpu_run", "kernels/pd_kernels/bench", "tests/emulator", "tests/fuzz"),
+        written_in("ci/gpu_run", "ci/bench/pd_bench/kernels", "tests/emulator", "tests/fuzz"),
         OTHERS,
         of_engines(),
     )
@@ -165,7 +149,9 @@ def test_every_option_is_named_in_a_document() -> None:
         for option in sorted(options)
         if option.startswith("--")
         and option not in named | {"--help"}
-        and not name.startswith("python ci/measure")  # its own help is enough
+        and not name.startswith(
+            ("pd-connector bench core", "pd-connector bench scheduler")
+        )  # their help is enough
     ]
 
 
@@ -203,28 +189,7 @@ def test_the_routers_options_are_those_of_the_table() -> None:
 
 def test_variables_are_those_of_the_documents() -> None:
     folders = ("pd_connector", "scheduler_plugins", "kernels/pd_kernels", "ci", "docs")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    read = {one for file in files for one in OWN_VARIABLE.findall(file.read_text())} - INTERNAL
-    assert set(OWN_VARIABLE.findall(ALL)) == read
-
-
-def metric_names() -> set[str]:
-    """Every metric that we register, as Prometheus reads it."""
-    from prometheus_client import REGISTRY
-
-    admission_metrics()
-    counted = {
-        **connector_metrics.COUNTERS,
-        **connector_metrics.LABELLED,
-    }
-    found = {f"{connector_metrics.PREFIX}{name}_total" for name in counted}
-    others = {**connector_metrics.GAUGES, **connector_metrics.HISTOGRAMS}
-    found |= {connector_metrics.PREFIX + name for name in others}
-    for family in (*RouterMetrics().registry.collect(), *REGISTRY.collect()):
-        if family.name.startswith(("pd_router:", "pd_scheduler:")):
-            name = re.sub(r"_(bucket|sum|count)$", "", family.name)
-            found.add(f"{name}_total" if family.type == "counter" else name)
-    return found
+    assert set(OWN_VARIABLE.findall(ALL)) == variables(folders)
 
 
 def test_metrics_are_those_of_the_documents() -> None:
@@ -234,7 +199,7 @@ def test_metrics_are_those_of_the_documents() -> None:
         name for name in known if name.startswith(connector_metrics.PREFIX)
     }
     full = set(re.findall(r"\bpd_(?:connector|router|scheduler):\w*\w", ALL))
-    assert not sorted(full - known)
+    assert not sorted(full - set(known))
     assert not sorted(name for name in known if name.partition(":")[2] not in ALL)
 
 

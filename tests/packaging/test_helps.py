@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import typer
+from scheduler_plugins.bench.__main__ import app as scheduling
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from pd_connector.tools.cli.app import app as pd_connector
-from scheduler_plugins.bench.__main__ import app as scheduling
 from scheduler_plugins.commands import app as pd_router
 from scheduler_plugins.router.roles.registry import ROLES
 

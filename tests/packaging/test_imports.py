@@ -99,7 +99,7 @@ def test_transformers_does_not_take_our_folder_for_hugging_faces(root, tmp_path)
         ("pd_connector bench router peers trace.jsonl", "aiohttp"),
         ("scheduler_plugins.router --prefill a:1 --decode b:1", "aiohttp"),
         ("scheduler_plugins.router --prefill a:1 --decode b:1 --otlp http://a:1", "opentelemetry"),
-        ("pd_kernels.bench decode", "torch"),
+        ("pd_bench.kernels decode", "torch"),
     ],
 )
 def test_a_program_says_what_it_lacks_and_what_brings_it(program, absent, tmp_path):

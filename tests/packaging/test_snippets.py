@@ -18,7 +18,6 @@ from pd_connector.control.keys import new_key
 from pd_connector.tools.cli.app import app as pd_connector
 from pd_connector.tools.cli.check import examine
 from pd_connector.tools.cli.checks.finding import Status
-from scheduler_plugins.bench.__main__ import app as scheduling
 from scheduler_plugins.commands import app as pd_router
 from scheduler_plugins.qos.file import parse as scheduler_file
 from scheduler_plugins.router.settings.settings_file import parse as router_file
@@ -39,7 +38,6 @@ GROUPS: dict[str, Any] = {
     "pd-connector": pd_connector,
     "pd-router": pd_router,
     "python -m scheduler_plugins.router": pd_router,
-    "python -m scheduler_plugins.bench": scheduling,
 }
 OF_SERVE = {"python -m scheduler_plugins.router"}
 REFUSAL: Any = typer.BadParameter.__mro__[2]

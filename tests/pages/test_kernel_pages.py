@@ -2,7 +2,7 @@
 """Pages that kernels move: the same payloads, checksums and pages as on the host's path.
 
 On CPU the operators run their references in torch; that the kernels equal these is tested in
-tests/kernels, and on a GPU by `python -m pd_kernels.bench transfer`.
+tests/kernels, and on a GPU by `python -m pd_bench.kernels transfer`.
 """
 
 import contextlib

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang_door.test_sglang_cache import (
     HEADS,
+    NAMED,
     SLIDING_WINDOW,
     SLOTS,
     TOKENS,
@@ -53,7 +54,7 @@ class Engine(Manager):
         self._config = CONFIG
         self.pool = pool or full_attention(page_size, HEADS // rank[1])
         self.shard = own_shard(self.pool, *rank)
-        cache = describe_cache(self.pool, HEADS, self.shard, sliding_window=SLIDING_WINDOW)
+        cache = describe_cache(self.pool, NAMED, self.shard, sliding_window=SLIDING_WINDOW)
         self.agent = Agent(
             CONFIG,
             "p" if produces else "d",
@@ -95,7 +96,9 @@ class Engine(Manager):
     def forget_prefill_engine(self, address: str) -> None:
         self.forgotten.append(address)
 
-    def compute_again(self, req: Any, address: str, cause: Cause) -> SecondPrefill | None:
+    def compute_again(
+        self, req: Any, address: str, cause: Cause, rest: dict[str, Any] | None = None
+    ) -> SecondPrefill | None:
         return None  # see test_sglang_recompute.py
 
 

@@ -19,6 +19,7 @@ from pd_connector.plan.route import routes
 from pd_connector.sglang.cache import describe_cache, own_shard
 
 LAYERS, HEADS, DIM, VALUE_DIM = 3, 4, 8, 8
+NAMED = {number: {HEADS} for number in range(8)}
 SLOTS = 128
 TOKENS = 45
 
@@ -63,7 +64,7 @@ SLIDING_WINDOW = 20
 WINDOWED, FULL = [0, 2], [1]
 
 
-def with_windows(page_size: int, *, shift: int = 16) -> SWAKVPool:
+def with_windows(page_size: int, *, shift: int = 16, heads: int = HEADS) -> SWAKVPool:
     """A pool in which layers 0 and 2 have a sliding window, full of noise. Their slot is that of the
     other layers, plus `shift`."""
     pool = SWAKVPool(
@@ -71,7 +72,7 @@ def with_windows(page_size: int, *, shift: int = 16) -> SWAKVPool:
         size_swa=2 * SLOTS,
         page_size=page_size,
         dtype=torch.bfloat16,
-        head_num=HEADS,
+        head_num=heads,
         head_dim=DIM,
         v_head_dim=VALUE_DIM,
         swa_attention_layer_ids=WINDOWED,
@@ -94,7 +95,7 @@ def moved(source: Any, destination: Any, ranks: tuple[tuple[int, int], tuple[int
     """Move a prompt between two pools; returns whether it passed as whole pages."""
     pools, caches, pages = (source, destination), [], []
     for pool, (rank, size) in zip(pools, ranks, strict=True):
-        caches.append(describe_cache(pool, HEADS, own_shard(pool, rank, size)))
+        caches.append(describe_cache(pool, NAMED, own_shard(pool, rank, size)))
         known = range(1, SLOTS // pool.page_size + 1)  # page 0 is nobody's
         pages.append(random.Random(7).sample(known, pages_for(TOKENS, pool.page_size)))
     found = routes(caches[0].geometry, caches[1].geometry, ("raw",), ("raw",))
@@ -149,7 +150,7 @@ def test_a_stage_of_a_pipeline_is_counted_as_in_the_whole_model() -> None:
     """SGLang's `end_layer` may be inclusive or not."""
     pool = full_attention(16, start_layer=5)
     assert own_shard(pool, 1, 2) == Shard(5, 5 + LAYERS, 1, 2)
-    (group,) = describe_cache(pool, HEADS, Shard(5, 5 + LAYERS, 0, 1)).geometry.groups
+    (group,) = describe_cache(pool, NAMED, Shard(5, 5 + LAYERS, 0, 1)).geometry.groups
     assert group.layers == (5, 6, 7)
 
 
@@ -157,11 +158,26 @@ def test_layers_with_a_window_have_a_page_table_of_their_own() -> None:
     pool = with_windows(16)
     shard = own_shard(pool, 0, 1)
     assert shard == Shard(0, LAYERS, 0, 1)
-    cache = describe_cache(pool, HEADS, shard, sliding_window=SLIDING_WINDOW)
+    cache = describe_cache(pool, NAMED, shard, sliding_window=SLIDING_WINDOW)
     found = {g.layers: (g.table, g.window, g.heads) for g in cache.geometry.groups}
     assert found == {(1,): (0, 0, HEADS), (0, 2): (1, SLIDING_WINDOW + 1, HEADS)}
     with pytest.raises(UnsupportedGeometryError, match="without a sliding window"):
-        describe_cache(pool, HEADS, shard)
+        describe_cache(pool, NAMED, shard)
+
+
+def test_layers_with_a_window_have_heads_of_their_own() -> None:
+    """MiMo-V2: at eight ranks each holds one head of a full layer, which has four, and one of a window's eight."""
+    pool = with_windows(16, heads=1)
+    named = {1: {4}, 0: {8}, 2: {8}}
+    cache = describe_cache(pool, named, Shard(0, LAYERS, 5, 8), sliding_window=SLIDING_WINDOW)
+    found = {g.layers: (g.heads, cache.geometry.heads(g)) for g in cache.geometry.groups}
+    assert found == {(1,): (4, range(2, 3)), (0, 2): (8, range(5, 6))}
+
+
+def test_heads_that_no_module_names_are_refused_where_ranks_may_share_them() -> None:
+    pool = full_attention(16, heads=1)
+    with pytest.raises(UnsupportedGeometryError, match="layer 0 keeps 1 KV heads on each of 4"):
+        describe_cache(pool, {}, own_shard(pool, 0, 4))
 
 
 @pytest.mark.parametrize(("here", "there"), [(1, 64), (16, 16), (64, 1)])
@@ -176,11 +192,11 @@ def test_fp8_pools_pass_between_pages_of_any_size(here: int, there: int) -> None
 def test_an_fp8_pool_tells_what_its_values_are_to_be_multiplied_with() -> None:
     pool = full_attention(16, dtype=torch.float8_e4m3fn)
     scales = {1: (0.5, 2.0)}
-    cache = describe_cache(pool, HEADS, own_shard(pool, 0, 1), scales=scales)
+    cache = describe_cache(pool, NAMED, own_shard(pool, 0, 1), scales=scales)
     (group,) = cache.geometry.groups
     assert group.scales == ((1.0, 1.0), (0.5, 2.0), (1.0, 1.0))
     pool = full_attention(16)
-    cache = describe_cache(pool, HEADS, own_shard(pool, 0, 1), scales=scales)
+    cache = describe_cache(pool, NAMED, own_shard(pool, 0, 1), scales=scales)
     assert cache.geometry.groups[0].scales == (), "scales are of FP8 alone"
 
 
@@ -191,16 +207,16 @@ def test_pools_that_cannot_be_moved_are_named() -> None:
     pool = full_attention(16)
     pool.__class__ = Other
     with pytest.raises(UnsupportedGeometryError, match="KV pool of type Other"):
-        describe_cache(pool, HEADS, own_shard(pool, 0, 1))
+        describe_cache(pool, NAMED, own_shard(pool, 0, 1))
     pool = full_attention(16)
     pool.kv_cache_layout = "hnd"
     with pytest.raises(UnsupportedGeometryError, match="layout hnd"):
-        describe_cache(pool, HEADS, own_shard(pool, 0, 1))
+        describe_cache(pool, NAMED, own_shard(pool, 0, 1))
     sparse = latents(16)
     sparse.use_dsa = True
     with pytest.raises(UnsupportedGeometryError, match="MLATokenToKVPool"):
-        describe_cache(sparse, HEADS, own_shard(sparse, 0, 1))
+        describe_cache(sparse, NAMED, own_shard(sparse, 0, 1))
     pool = full_attention(16)
     pool.dtype = torch.float8_e5m2
     with pytest.raises(UnsupportedGeometryError, match=r"float8_e5m2.*--kv-cache-dtype auto"):
-        describe_cache(pool, HEADS, own_shard(pool, 0, 1))
+        describe_cache(pool, NAMED, own_shard(pool, 0, 1))

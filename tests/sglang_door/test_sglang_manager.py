@@ -101,7 +101,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         scheduler = SimpleNamespace(
             sliding_window_size=None,
             req_to_token_pool=SimpleNamespace(req_to_token=None),
-            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, vocab_size=259),
+            model_config=SimpleNamespace(vocab_size=259),
             tp_worker=SimpleNamespace(
                 model_runner=SimpleNamespace(lora_manager=None, model=torch.nn.Module())
             ),

@@ -21,7 +21,14 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts, model_problem, spoken
 from pd_connector.kv.rotation import rotation_of
 from pd_connector.kv.rotation_table import rotation_text
-from pd_connector.sglang.model import CONFIGS, _made_with, config_made, loaded_files, model_facts
+from pd_connector.sglang.model import (
+    CONFIGS,
+    _made_with,
+    config_made,
+    kv_heads,
+    loaded_files,
+    model_facts,
+)
 from pd_connector.tools.demo import MODEL_DIR
 
 SHARD = Shard(0, 4, 0, 1)
@@ -270,3 +277,12 @@ def test_a_config_that_is_exchanged_while_sglang_reads_it_is_not_believed(
     told = facts(scheduler(link)).config
     for name in ("one", "other"):
         assert told != facts(scheduler(link.parent / name)).config
+
+
+def test_each_layer_says_how_many_heads_it_has_in_the_whole_model() -> None:
+    made = scheduler()
+    blocks = list(made.tp_worker.model_runner.model)
+    for number, heads in ((0, 4), (1, 8)):
+        blocks[number].qkv_proj = torch.nn.Identity()
+        blocks[number].qkv_proj.total_num_kv_heads = heads
+    assert kv_heads(made) == {0: {4}, 1: {8}, 2: frozenset(), 3: frozenset()}

@@ -117,6 +117,16 @@ def abort_all(engine: SglangEngine) -> None:
         pass
 
 
+@contextlib.contextmanager
+def paused(engine: SglangEngine, mode: str) -> Iterator[None]:
+    """Within, an engine generates nothing."""
+    engine.client.post("/pause_generation", {"mode": mode})
+    try:
+        yield
+    finally:
+        engine.client.post("/continue_generation", {})
+
+
 def refused(future: Future[dict[str, Any]]) -> str:
     """The text of an error answer; fails if the request was answered."""
     try:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Barrier
 from typing import Any
 
 import harness
@@ -21,8 +23,10 @@ from sglang_engines.sglang_harness import (
     DEADLINE_S,
     TOLERANCE,
     EnginePool,
+    SglangEngine,
     assert_idle,
     new_room,
+    paused,
     text,
 )
 from sglang_engines.sglang_recipes import DECODE, PREFILL
@@ -104,8 +108,16 @@ class Cross:
             time.sleep(0.2)
 
 
-def ask(client: Client, path: str, prompt: str, *, stream: bool = False, **extra: Any) -> Answer:
-    """A greedy answer of `TOKENS` tokens, whole or streamed."""
+def ask(
+    client: Client,
+    path: str,
+    prompt: str,
+    *,
+    stream: bool = False,
+    begun: Callable[[], None] = lambda: None,
+    **extra: Any,
+) -> Answer:
+    """A greedy answer of `TOKENS` tokens, whole or streamed. `begun` is called at its first event."""
     body: dict[str, Any] = {
         "model": client.model(),
         "max_tokens": TOKENS,
@@ -121,8 +133,10 @@ def ask(client: Client, path: str, prompt: str, *, stream: bool = False, **extra
         body |= {"prompt": prompt, "logprobs": 2}
     events = client.stream(path, body) if stream else [client.post(path, body)]
     tokens, logprobs, top = list[str](), list[float](), list[dict[str, float]]()
-    for event in events:
+    for number, event in enumerate(events):
         assert "error" not in event, event
+        if number == 0:
+            begun()
         found = (event["choices"][0].get("logprobs") if event["choices"] else None) or {}
         for entry in found.get("content") or ():
             tokens.append(entry["token"])
@@ -204,6 +218,28 @@ def test_an_answer_that_needs_no_kv_is_not_given_up(cross: Cross) -> None:
     found = ask(cross.router.client, COMPLETIONS, prompt, max_tokens=LONG_ANSWER)
     assert found.difference(wanted) <= TOLERANCE
     assert cross.others() == {}, "another engine was asked"
+
+
+def test_a_stream_goes_on_that_was_retracted(cross: Cross) -> None:
+    """SGLang's `pause_generation` for new weights: its decode engine has all of it computed again by vLLM."""
+    if cross.decode is cross.alone:
+        pytest.skip("vLLM retracts nothing")
+    assert isinstance(cross.decode, SglangEngine)
+    prompt, limit = bytes(text(100)).decode(), {"max_tokens": LONG_ANSWER}
+    wanted = ask(cross.alone.client, COMPLETIONS, prompt, **limit)
+    before, begun = cross.received(), Barrier(5)
+    with ThreadPoolExecutor(4) as pool:
+        streams = {"stream": True, "begun": lambda: begun.wait(DEADLINE_S), **limit}
+        asked = [
+            pool.submit(ask, cross.router.client, COMPLETIONS, prompt, **streams) for _ in range(4)
+        ]
+        begun.wait(DEADLINE_S)
+        with paused(cross.decode, "retract"):
+            pass
+        for future in asked:
+            assert future.result().difference(wanted) <= TOLERANCE
+    cross.wait_received(before + len(asked) + 1)
+    cross.assert_idle()
 
 
 def test_one_damaged_page_moves_the_logprobs(cross: Cross) -> None:

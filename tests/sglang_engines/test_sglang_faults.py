@@ -7,9 +7,12 @@ from __future__ import annotations
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang_engines.sglang_harness import (
+    TOLERANCE,
     Answer,
     EnginePool,
     SglangEngine,
@@ -20,13 +23,20 @@ from sglang_engines.sglang_harness import (
     ended,
     handed_over,
     new_room,
+    paused,
     refused,
     send,
     text,
 )
 from sglang_engines.sglang_recipes import DECODE, LARGE_PAGES, PREFILL, SMALL_PAGES
+from support.waits import until
+
+from pd_connector.tools.launch import RouterProcess, stop_services
+from scheduler_plugins.router.handoff.prefill import REFUSAL_GRACE_S
 
 LONG = 2000
+EVICTING = 8
+"""Requests of `LONG` tokens whose leases together exceed `lease_share` of the prefill engine's cache."""
 SOON_S = 20.0
 """Well below the five minutes of silence after which SGLang itself gives up."""
 
@@ -70,6 +80,52 @@ def test_a_prompt_whose_prefill_was_aborted_is_computed_again(
         ended(prefill)
     assert d.metrics().total("pd_connector:second_prefills_total") > 0
     assert_idle(p, d)
+
+
+def test_leases_that_a_prefill_engine_evicts_cost_no_answer(
+    pair: tuple[SglangEngine, SglangEngine], wanted: Answer, tmp_path: Path
+) -> None:
+    """Behind the router. It must not end a decode engine's attempt that has the prompt computed again."""
+    p, d = pair
+    router = RouterProcess([p.base_url], [d.base_url], log_path=tmp_path / "router.log").start()
+    try:
+        router.wait_ready()
+        request = {"model": router.client.model(), "prompt": text(LONG), "logprobs": 1}
+        request |= {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        first = _answered(router, request)
+        leases, again = _ended_leases(p), _computed_again(d)
+        with ThreadPoolExecutor(EVICTING) as pool:
+            with paused(d, "in_place"):  # its KV waits at the prefill engine
+                asked = [pool.submit(_answered, router, request) for _ in range(EVICTING)]
+                until(lambda: _ended_leases(p) > leases, "a lease is evicted")
+                time.sleep(1.5 * REFUSAL_GRACE_S)  # the decode engine would be given up by now
+            for future in asked:
+                assert future.result()["tokens"] == first["tokens"]
+                assert future.result()["token_logprobs"] == pytest.approx(
+                    first["token_logprobs"], abs=TOLERANCE
+                )
+        until(lambda: _computed_again(d) > again, "it was computed again")
+        assert router.client.metrics().total("pd_router:retries_total") == 0
+    finally:
+        stop_services([router])
+    assert_idle(p, d)
+    assert_same(handed_over(p, d, text(200)), wanted)
+
+
+def _answered(router: RouterProcess, request: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = router.client.post("/v1/completions", request)["choices"][0]
+    return dict(answer["logprobs"])
+
+
+def _computed_again(d: SglangEngine) -> float:
+    return d.client.metrics().total("pd_connector:second_prefills_total")
+
+
+def _ended_leases(p: SglangEngine) -> float:
+    """Leases that were evicted, or on a slow machine have expired before."""
+    samples = p.client.metrics()
+    causes = ("lease_evicted", "lease_expired")
+    return sum(samples.total("pd_connector:releases_total", cause=cause) for cause in causes)
 
 
 def test_rooms_that_are_none_end_their_request_and_no_engine(

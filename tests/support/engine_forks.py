@@ -29,7 +29,7 @@ MARKER_BYTES = 400
 
 def vllm_forks() -> None:
     """Let an engine's processes be forks of its first, as on a GPU. vLLM's CPU build starts each as a new
-    interpreter, which imports vLLM."""
+    interpreter, which imports vLLM. With Model Runner V2, steps are scheduled ahead, as on a GPU, too."""
     from torch._dynamo import config as dynamo
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
@@ -39,7 +39,10 @@ def vllm_forks() -> None:
     check = platform.check_and_update_config
 
     def check_and_fork(config: Any) -> None:
+        ahead = config.use_v2_model_runner and config.scheduler_config.async_scheduling
         check(config)
+        config.scheduler_config.async_scheduling = ahead
+        config.kernel_config.enable_jit_warmup = False  # kernels are interpreted
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = staticmethod(check_and_fork)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from pd_connector.config import CONFIG_VARIABLE
@@ -60,6 +61,7 @@ VARIABLES = {
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
                 "VLLM_ENABLE_V1_MULTIPROCESSING",
                 "VLLM_SERVER_DEV_MODE",
+                "VLLM_USE_V2_MODEL_RUNNER",
                 # Imports read it for caches that engines of tests do not use.
                 "XDG_CACHE_HOME",
             }
@@ -84,6 +86,10 @@ VARIABLES = {
     ),
 }
 _ALWAYS = {"SPT_NOENV": "1"}  # as every family has it
+_OWN = ("TRITON_INTERPRET",)
+"""Variables that imports read, and that engines may have: those that have one are forks of a process that has it."""
+_IMPORTED_FIRST = ("sitecustomize.py", "vllm")
+"""A folder of `PYTHONPATH` that has one of these decides what an engine imports."""
 _LATE = {proc.MARKER, "PYTEST_CURRENT_TEST"}
 
 
@@ -123,12 +129,16 @@ class Forked:
 
 
 class Nursery:
-    """The process that forks engines of one kind, as tests see it. It ends with this process."""
+    """The process that forks engines of one kind, as tests see it. It ends with this process.
 
-    def __init__(self, kind: str, python: str) -> None:
+    Args:
+        own: variables of these engines that imports read (`read_by_imports`).
+    """
+
+    def __init__(self, kind: str, python: str, own: Mapping[str, str]) -> None:
         self._variables = VARIABLES[kind]
         self.server = engine_forks.KINDS[kind].server
-        self.environment = {**os.environ, **_ALWAYS, **self._variables.fixed}
+        self.environment = {**os.environ, **_ALWAYS, **self._variables.fixed, **own}
         self._asking = threading.Lock()
         self._calls, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._calls.settimeout(START_S)
@@ -168,9 +178,20 @@ class Nursery:
 
 
 @cache
-def nursery(kind: str, python: str) -> Nursery:
+def nursery(kind: str, python: str, own: tuple[tuple[str, str], ...] = ()) -> Nursery:
     """The nursery of this test session, started when it is first asked for."""
-    return Nursery(kind, python)
+    return Nursery(kind, python, dict(own))
+
+
+def read_by_imports(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Variables because of which an engine is forked of another process than the usual one."""
+    own = [(name, env[name]) for name in _OWN if name in env]
+    folders = [
+        folder
+        for folder in env.get("PYTHONPATH", "").split(os.pathsep)
+        if folder and any(Path(folder, name).exists() for name in _IMPORTED_FIRST)
+    ]
+    return tuple(own + [("PYTHONPATH", os.pathsep.join(folders))] * bool(folders))
 
 
 def fork_engine(
@@ -185,7 +206,7 @@ def fork_engine(
     kind = _kind(command)
     if kind is None:
         return subprocess.Popen(command, env=env, stdout=stdout, **others)
-    forks = nursery(kind, command[0])
+    forks = nursery(kind, command[0], read_by_imports(env))
     if unlike := forks.unlike(env):
         raise ValueError(
             f"variables {sorted(unlike)} differ from those of the process that engines are forked of: name them in "

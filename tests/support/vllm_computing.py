@@ -5,6 +5,7 @@ each token it is a number made of all tokens up to it. Steps have vLLM's own ord
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from pd_connector.agent.agent import Agent
+from pd_connector.agent.told_model import ToldModel
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import ModelFacts
@@ -82,6 +84,12 @@ class _Row:
     pages: list[list[int]] = field(default_factory=list)
 
 
+class _Weights(ToldModel):
+    """A watch (`ModelWatch`) of weights that stay as they are."""
+
+    def step(self, **_: bool) -> None: ...
+
+
 class ComputingEngine(SteppedEngine):
     """An engine of one rank that computes.
 
@@ -90,6 +98,7 @@ class ComputingEngine(SteppedEngine):
         pause_s: time between the begin of a step and each of its layers, in which the agent's thread may do what it
             likes.
         late: as vLLM's second model runner: pages are zeroed before `handle_preemptions` is called.
+        drafts: as vLLM with a draft model (V1, and V2 from 0.33 on): a step's results are taken before `wait_for_save`.
         zeroes: new pages are zeroed when they are allocated.
         layout: name of the order within pages; unlike ones pass token by token.
         parts: in which a batch is computed, layer by layer (`--enable-dbo`).
@@ -104,6 +113,7 @@ class ComputingEngine(SteppedEngine):
         blocks: int = 200,
         pause_s: float = 0.0,
         late: bool = False,
+        drafts: bool = False,
         zeroes: bool = False,
         parts: int = 1,
         layout: str = "test",
@@ -114,7 +124,9 @@ class ComputingEngine(SteppedEngine):
         others = {key: value for key, value in extra.items() if key not in settings}
         settings = {**_SMALL, **settings}
         super().__init__(role, specs=specs, blocks=blocks, **others, **settings)
-        self.name, self._specs, self.pause_s, self._late = name, specs, pause_s, late
+        self.name, self._specs, self.pause_s = name, specs, pause_s
+        self._late, self._drafts, self._ahead = late, drafts, bool(extra.get("ahead"))
+        self._untold: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.scheduler.needs_kv_cache_zeroing = zeroes
         self.wrong: list[str] = []
         self.answers: dict[str, dict[str, Any] | None] = {}
@@ -162,6 +174,7 @@ class ComputingEngine(SteppedEngine):
         )
         self._worker = WorkerSide(config, cast(Any, cache), Config(**settings))
         self._worker._agent = self.agent
+        self._worker._model = cast(Any, _Weights(self.agent._facts, None, self.agent.submit))
         caches = {f"layer {n}": CacheId(n, "model/attention") for n in self._layers}
         if hooks_tell_layers(config, caches):
             self._worker._layers = {name: cache.number for name, cache in caches.items()}
@@ -173,9 +186,32 @@ class ComputingEngine(SteppedEngine):
     def close(self) -> None:
         self.agent.close()
 
+    @property
+    def busy(self) -> bool:
+        """Whether requests, or steps whose outcome its scheduler has not been told, are left."""
+        return bool(self.scheduler.requests or self._untold)
+
+    def sleep(self) -> bool:
+        """Sleep and wake up, as vLLM 0.33 does with `mode=keep`; the pages lose what they held. Returns whether it did: it
+        does not while requests hold pages that nothing is computed in."""
+        try:
+            self.scheduler.reset_prefix_cache(True, reset_connector=True)
+        except RuntimeError:
+            return False
+        self._worker.sleep()
+        for _, pages in self._layers.values():
+            pages.fill_(-1.0)
+        time.sleep(0.02)  # the agent's thread may do what it likes
+        self._worker.wake()
+        return True
+
     def step(self, *_: Any, **__: Any) -> list[Any]:
-        """One step: scheduled, computed, and its outcome told."""
-        self.settle(self.run(self.scheduler.schedule()))
+        """One step: scheduled, computed, and its outcome told; `ahead`, the outcome of the step before is told."""
+        output = self.scheduler.schedule()
+        self._untold.append(self.run(output))
+        ahead = self._ahead and output.total_num_scheduled_tokens > 0
+        while len(self._untold) > ahead:
+            self.settle(self._untold.popleft())
         return []
 
     def run(self, output: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput]:
@@ -198,8 +234,13 @@ class ComputingEngine(SteppedEngine):
                     self._compute(number, request, self._computed[request], count)
                 if counts:
                     self._worker.layer_computed(f"layer {number}")
-        self._worker.end()
-        return output, self._result(output)
+        if self._drafts:
+            result = self._result(output)
+            self._worker.end()
+        else:
+            self._worker.end()
+            result = self._result(output)
+        return output, result
 
     def settle(self, done: tuple[SchedulerOutput, ModelRunnerOutput]) -> None:
         """The scheduler hears of a step's end."""

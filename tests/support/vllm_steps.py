@@ -14,11 +14,12 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from measure.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
+from pd_bench.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from pd_connector.agent.commands import Command
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
 
@@ -46,6 +47,7 @@ class SteppedEngine:
         blocks: of the cache.
         budget: tokens in a step.
         adapters: whether it is started with LoRA.
+        ahead: the next step may be scheduled before the outcome of the last is known, as on a GPU.
         extra: the connector's config.
     """
 
@@ -59,11 +61,19 @@ class SteppedEngine:
         blocks: int = 200,
         budget: int = 64,
         adapters: bool = False,
+        ahead: bool = False,
         **extra: Any,
     ) -> None:
         config = config_of(
-            budget=budget, seqs=16, max_model_len=2048, caching=True, additional=additional
+            budget=budget,
+            seqs=16,
+            max_model_len=2048,
+            caching=True,
+            async_scheduling=ahead,
+            additional=additional,
         )
+        if ahead and scheduler is Scheduler:
+            scheduler = AsyncScheduler
         config.kv_transfer_config = self._transfer_config(config, role, extra)
         if adapters:
             config.lora_config = LoRAConfig(max_loras=2)

@@ -14,10 +14,11 @@ from pd_connector.errors import ConfigError, TransportError
 from pd_connector.memory.buffers import Buffers
 from pd_connector.memory.device_bytes import DeviceBytes
 from pd_connector.memory.device_slab import DeviceSlab
-from pd_connector.transport.base import Landed
+from pd_connector.transport.base import Landed, TransportParts
 from pd_connector.transport.nixl import trial
 from pd_connector.transport.nixl.agent import NixlAgent
-from pd_connector.transport.registry import TransportParts, _make_nixl
+from pd_connector.transport.nixl.transport import NixlTransport
+from pd_connector.transport.registry import slot_use
 
 pytest.importorskip("nixl._api", reason="nixl cannot be imported")
 
@@ -125,7 +126,9 @@ def test_a_payload_of_the_other_kind_of_memory_is_refused(make_end: MakeEnd) -> 
 
 def parts(memory: str) -> TransportParts:
     config = Config(slot_mib=1, slots=2, slot_memory=memory, transports=("nixl",))  # type: ignore[arg-type]
-    buffers = Buffers(config, CPU, produces=True, consumes=True, slot_device=CPU)
+    buffers = Buffers(
+        config, CPU, slot_use(config.transports), produces=True, consumes=True, slot_device=CPU
+    )
     return TransportParts(None, config, None, buffers)  # type: ignore[arg-type]
 
 
@@ -150,11 +153,11 @@ def test_ucx_that_does_not_move_device_memory_leaves_slots_in_host_memory(
 ) -> None:
     """It registers device memory without CUDA support, too: only a transfer tells."""
     works = parts("auto")
-    _make_nixl(works).close()
+    NixlTransport.make(works).close()
     assert (works.buffers.why_host, works.buffers.slot_memory) == (None, "slots in device memory")
     said = fail_to_move(monkeypatch, how)
     fails = parts("auto")
-    transport = _make_nixl(fails)
+    transport = NixlTransport.make(fails)
     assert fails.buffers.device_slots.slabs == []
     assert fails.buffers.why_host is not None
     assert fails.buffers.why_host.cause == "setup"
@@ -162,7 +165,7 @@ def test_ucx_that_does_not_move_device_memory_leaves_slots_in_host_memory(
     assert msgspec.msgpack.decode(transport.address())[HOST_FIELDS + 2 :] == [0, 0]
     transport.close()
     with pytest.raises(ConfigError, match=r"slot_memory 'device': .*Set `auto`"):
-        _make_nixl(parts("device"))
+        NixlTransport.make(parts("device"))
 
 
 def test_a_transfer_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

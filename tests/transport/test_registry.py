@@ -14,17 +14,16 @@ from pd_connector.transport import registry
 GROUP = "pd_connector.transports"
 MODULE = """
 from pd_connector.transport.tcp import TcpTransport
-from pd_connector.transport.registry import TransportParts
 
 class Pigeon(TcpTransport):
     name = "pigeon"
 
-def make(parts: TransportParts) -> Pigeon:
-    config, buffers = parts.config, parts.buffers
-    return Pigeon(buffers.private_landing, buffers.private_sending, config.host, config.permits)
+class Falcon(Pigeon):
+    name = "falcon"
+    one_sided = True
+    reaches_devices = True
 
-def make_another(parts):
-    return object()
+another = object()
 """
 PROGRAM = """
 import sys
@@ -46,30 +45,60 @@ if __name__ == "__main__":
 """
 
 
-def run(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+SLOTS = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import torch
+from pd_connector.config import Config
+from pd_connector.memory.buffers import Buffers
+from pd_connector.transport.registry import slot_use
+
+config, cpu = Config(slot_mib=1, slots=2, transports=(sys.argv[1],)), torch.device("cpu")
+slots = Buffers(config, cpu, slot_use(config.transports), produces=True, consumes=True, slot_device=cpu)
+print("on device:", len(slots.device_slots.slabs), "private:", slots.private_landing is not slots.landing, slots.why_host)
+"""
+
+
+def run(name: str, folder: Path, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     """Move pages between two agents that use this transport alone."""
     tests = Path(__file__).parents[1]
-    command = [sys.executable, "-c", PROGRAM, name, str(folder), str(tests), str(tests.parent)]
+    command = [sys.executable, "-c", program, name, str(folder), str(tests), str(tests.parent)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_every_transport_that_a_config_may_name_can_be_made():
-    assert tuple(registry._MAKERS) == TRANSPORTS
+    assert tuple(registry._BUILT_IN) == TRANSPORTS
 
 
 def test_pages_are_moved_by_a_transport_that_another_package_adds(tmp_path):
-    entry = {GROUP: {"pigeon": "pigeon_module:make"}}
+    entry = {GROUP: {"pigeon": "pigeon_module:Pigeon"}}
     add_distribution(tmp_path, "pigeons", {"pigeon_module": MODULE}, entry)
     done = run("pigeon", tmp_path)
     assert "moved by pigeon" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
+    ("name", "slots"),
+    [
+        ("falcon", "on device: 2 private: True None"),
+        ("pigeon", "on device: 0 private: False slots in host memory (transport: pigeon copy"),
+    ],
+)
+def test_what_the_class_says_decides_about_slots_also_for_another_packages_transport(
+    tmp_path: Path, name: str, slots: str
+) -> None:
+    entry = {GROUP: {name: f"pigeon_module:{name.title()}"}}
+    add_distribution(tmp_path, "pigeons", {"pigeon_module": MODULE}, entry)
+    done = run(name, tmp_path, SLOTS)
+    assert slots in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("dove", "pigeon_module:make", "whose `name` is 'dove'"),
-        ("pigeon", "pigeon_module:make_another", "makes <object object"),
-        ("pigeon", "pigeon_module:make_none", "cannot be loaded"),
+        ("dove", "pigeon_module:Pigeon", "whose `name` is 'dove'"),
+        ("pigeon", "pigeon_module:another", "is <object object"),
+        ("pigeon", "pigeon_module:none", "cannot be loaded"),
     ],
 )
 def test_what_is_no_such_transport_is_refused_with_its_package(tmp_path, name, value, said):

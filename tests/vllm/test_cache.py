@@ -18,9 +18,10 @@ from pd_connector.plan.route import routes  # noqa: E402
 from pd_connector.vllm import cache  # noqa: E402
 
 
-def dtype_of(stored: str, mode: object, scales: int = 1) -> str:
-    spec = SimpleNamespace(kv_quant_mode=mode, dtype=torch.uint8, cache_dtype_str=stored)
+def dtype_of(stored: str, mode: object, scales: int = 1, layer: str = "") -> str:
+    spec = SimpleNamespace(kv_quant_mode=mode, dtype=torch.uint8)
     module = SimpleNamespace(_k_scale=torch.ones(scales), _v_scale=torch.ones(scales))
+    module.kv_cache_dtype = layer or stored
     config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype=stored),
         compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": module}),
@@ -40,6 +41,12 @@ def test_the_other_kind_of_fp8_has_a_name_of_its_own(monkeypatch: pytest.MonkeyP
     assert dtype_of("fp8", mode) == dtype_of("fp8_e4m3", mode) == "fp8_e4m3"
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
     assert dtype_of("fp8", mode) == "fp8_e4m3fnuz"
+
+
+def test_a_layer_that_stores_another_kind_of_fp8_than_the_engine_says_so() -> None:
+    mode = kv.KVQuantMode.FP8_PER_TENSOR
+    assert dtype_of("fp8", mode, layer="fp8_e5m2") not in cache.DTYPES
+    assert dtype_of("fp8_e5m2", mode, layer="fp8") == "fp8_e4m3"
 
 
 def group(dtype: str, scale: float = 1.0) -> Geometry:
@@ -85,6 +92,28 @@ def test_a_ring_is_not_taken_for_a_window() -> None:
         cache._kind(layer)
 
 
+def test_a_windowed_state_of_a_convolution_is_not_taken_for_a_latent() -> None:
+    """Inkling keeps inputs of its short convolutions as a window without V, a part of the heads on each rank."""
+    spec = kv.SlidingWindowSpec(
+        block_size=4,
+        num_kv_heads=2,
+        head_size=64,
+        head_size_v=0,
+        dtype=torch.bfloat16,
+        sliding_window=4,
+    )
+    layer = cache._Layer(0, "layers.0.conv_state", 0, spec, torch.zeros(1))
+    with pytest.raises(UnsupportedGeometryError, match=r"layers\.0\.conv_state.*convolution"):
+        cache._kind(layer)
+
+
+def test_hidden_states_of_several_layers_are_not_taken_for_a_latent() -> None:
+    spec = kv.HiddenStateCacheSpec(block_size=16, num_kv_heads=3, head_size=8, dtype=torch.bfloat16)
+    layer = cache._Layer(0, "layers.0.hidden", 0, spec, torch.zeros(1))
+    with pytest.raises(UnsupportedGeometryError, match="is of kind HiddenStateCacheSpec"):
+        cache._kind(layer)
+
+
 def one_layer(states: int) -> tuple[dict[str, torch.Tensor], object, object]:
     """A layer of MLA with 12 pages of 64 tokens, as vLLM makes and describes it."""
     spec = kv.MLAAttentionSpec(
@@ -110,6 +139,9 @@ def test_a_page_with_fewer_states_than_tokens_is_not_taken_for_a_part_of_a_page(
     caches, layout, config = one_layer(states=16)
     with pytest.raises(UnsupportedGeometryError, match="16 states for the 64 tokens of a page"):
         cache.describe_cache(caches, layout, config, {"layers.0.attn": 0})
+    by_kernel_pages = {name: view.view(24, 1, 8, -1) for name, view in caches.items()}
+    with pytest.raises(UnsupportedGeometryError, match="16 states for the 64 tokens of a page"):
+        cache.describe_cache(by_kernel_pages, layout, config, {"layers.0.attn": 0})
     caches, layout, config = one_layer(states=64)
     assert cache.describe_cache(caches, layout, config, {"layers.0.attn": 0}).pages == 12
 
@@ -153,10 +185,11 @@ def test_pages_that_a_backend_packs_its_own_way_are_not_taken_apart() -> None:
                 static_forward_context={"layers.0.attn": SimpleNamespace(attn_backend=backend)}
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
         )
         found.append(cache._describe(layer, config))
     (known, _), (opaque, pages) = found
     assert (known.dtype, known.key_dim, known.value_dim) == ("bfloat16", 8, 8)
     assert (opaque.dtype, opaque.value_dim) == ("bfloat16 as B12X packs it", 0)
     assert pages.value is None
+    assert known.heads_apart
+    assert not opaque.heads_apart, "what looks like a head is K of all heads"

@@ -16,7 +16,6 @@ from pd_connector.vllm.support import check_prefixes, check_supported, load_conf
     [
         ("cache_config", {"calculate_kv_scales": True}, "calculate_kv_scales"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
-        ("model_config", {"enable_sleep_mode": True}, "enable_sleep_mode"),
         ("model_config", {"enable_return_routed_experts": True}, "enable_return_routed_experts"),
         (
             "aux_output_config",

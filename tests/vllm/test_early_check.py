@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wrong config ends the process that the operator started, before vLLM reads a model."""
 
+import logging
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 from engines.recipes import MODEL
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
@@ -107,6 +109,34 @@ def test_settings_of_vllm_that_cannot_be_kept_are_refused_as_early(
     monkeypatch.setattr(early_check, "check_supported", made)
     with pytest.raises(ConfigError, match="checked before an engine is made: VllmConfig"):
         engine(str(MODEL), kv_connector="PDConnector")
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU build only")
+@pytest.mark.parametrize(
+    ("space", "args", "warned"),
+    [(None, {}, True), ("1", {}, False), (None, {"gpu_memory_utilization": 0.4}, False)],
+)
+def test_an_engine_on_cpus_that_takes_nearly_all_memory_says_how_much_and_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    space: str | None,
+    args: dict[str, float],
+    warned: bool,
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if space is not None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
+    monkeypatch.setattr(
+        type(current_platform), "get_device_total_memory", classmethod(lambda cls: 16 << 30)
+    )
+    caplog.set_level("WARNING", "pd_connector.vllm")
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    config = KVTransferConfig(kv_role="kv_both", kv_connector="PDConnector")
+    EngineArgs(str(MODEL), kv_transfer_config=config, **args).create_engine_config()
+    said = [line for line in caplog.messages if "VLLM_CPU_KVCACHE_SPACE" in line]
+    assert bool(said) is warned
+    if warned:
+        assert "92 % of the memory for this engine, 14.7 of 16.0 GiB" in said[0]
 
 
 def test_the_check_is_put_in_place_once() -> None:

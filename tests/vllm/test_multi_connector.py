@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from measure.scheduler.bare import config_of, scheduler_of
+from pd_bench.scheduler.bare import config_of, scheduler_of
 from pd_connector.agent.commands import Withdraw
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.producing.outgoing import Offer

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from measure.scheduler.bare import config_of, scheduler_of
+from pd_bench.scheduler.bare import config_of, scheduler_of
 from pd_connector.vllm.plugin import register
 
 PAGES = 40

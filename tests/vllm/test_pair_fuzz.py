@@ -41,14 +41,17 @@ MOST = 1000  # tokens of a prompt
 class Pair:
     """Two engines, and the requests that they are asked."""
 
-    def __init__(self, seed: int, specs: str, **scheduling: Any) -> None:
+    def __init__(self, seed: int, specs: str, *, sleeps: bool = False, **scheduling: Any) -> None:
         self._scheduling = scheduling
+        self._sleeps = sleeps
         self.chance = random.Random(seed)
         pick = self.chance.choice
         self._settings = {
             **SETTINGS,
             "late": pick([False, True]),
             "zeroes": pick([False, True]),
+            "drafts": pick([False, True]),
+            "ahead": pick([False, True]) and "scheduler" not in scheduling,
             "overlap": pick(["auto", "layer", "step"]),
             "defer_pages": pick([False, True]),
             "budget": pick([64, 512, 2048]),
@@ -69,7 +72,7 @@ class Pair:
 
     @property
     def busy(self) -> bool:
-        return bool(self._followed) or any(engine.scheduler.requests for engine in self.engines)
+        return bool(self._followed) or any(engine.busy for engine in self.engines)
 
     def ask(self, name: str) -> None:
         """A request arrives: at both engines at once, at one after the other, or at one alone."""
@@ -100,7 +103,7 @@ class Pair:
 
     def disturb(self, engine: ComputingEngine) -> None:
         """A client leaves, vLLM preempts a request, or it is told to empty its prefix cache, with or without
-        the requests that run."""
+        the requests that run, or to sleep."""
         what, scheduler = self.chance.random(), engine.scheduler
         if what < 0.03 and scheduler.requests:
             engine.abort(name := self.chance.choice(list(scheduler.requests)))
@@ -112,6 +115,8 @@ class Pair:
             # vLLM says so where pages are on their way; running requests have been preempted then.
             with contextlib.suppress(RuntimeError):
                 scheduler.reset_prefix_cache(what < 0.1, reset_connector=True)
+        elif self._sleeps and what < 0.14:
+            engine.sleep()
 
 
 @pytest.mark.parametrize("specs", list(SPECS))
@@ -121,6 +126,16 @@ def test_no_kv_is_used_that_the_engine_would_not_have_computed(
 ) -> None:
     monkeypatch.setenv("PD_CONNECTOR_CHECK", "1")
     run(Pair(seed, specs))
+
+
+@pytest.mark.parametrize("specs", list(SPECS))
+@pytest.mark.parametrize("seed", [20])
+def test_also_with_engines_that_sleep(
+    specs: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages hold other content afterwards, and no request that was paused is lost."""
+    monkeypatch.setenv("PD_CONNECTOR_CHECK", "1")
+    run(Pair(seed, specs, sleeps=True), rounds=2)
 
 
 @pytest.mark.parametrize("specs", list(SPECS))
@@ -140,20 +155,12 @@ def test_also_with_our_scheduler_which_preempts_prefills_for_other_classes(
     run(Pair(7, specs, scheduler=PrefixAwareScheduler, additional=additional))
 
 
-def run(pair: Pair) -> None:
-    """Until all requests have ended."""
+def run(pair: Pair, rounds: int = 1) -> None:
+    """Until all requests have ended. Between rounds, engines sleep."""
     try:
-        arrived, stop = 0, time.monotonic() + 120
-        while arrived < REQUESTS or pair.busy:
-            assert time.monotonic() < stop, "it comes to no end"
-            if arrived < REQUESTS and pair.chance.random() < 0.4:
-                arrived += 1
-                pair.ask(f"r{arrived}")
-            pair.follow()
-            for engine in pair.engines:
-                pair.disturb(engine)
-                if pair.chance.random() < 0.8:
-                    engine.step()
+        for number in range(rounds):
+            assert all(engine.sleep() for engine in pair.engines if number)
+            serve(pair, f"round {number}")
         for engine in pair.engines:
             assert engine.wrong == []
             engine.assert_nothing_held()
@@ -163,3 +170,18 @@ def run(pair: Pair) -> None:
     finally:
         for engine in pair.engines:
             engine.close()
+
+
+def serve(pair: Pair, name: str) -> None:
+    """A round of requests, until all have ended."""
+    arrived, stop = 0, time.monotonic() + 120
+    while arrived < REQUESTS or pair.busy:
+        assert time.monotonic() < stop, "it comes to no end"
+        if arrived < REQUESTS and pair.chance.random() < 0.4:
+            arrived += 1
+            pair.ask(f"{name} r{arrived}")
+        pair.follow()
+        for engine in pair.engines:
+            pair.disturb(engine)
+            if pair.chance.random() < 0.8:
+                engine.step()

@@ -19,12 +19,12 @@ from support.vllm_computing import ComputingEngine, answered, full, until_over, 
 from support.vllm_pooled import CHUNKS, Make, keys_of, make, run
 from vllm.v1.engine import FinishReason
 
+from pd_bench.pool.faulty_store import FaultyStore
 from pd_connector.agent import pool_loads
 from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.protocol.consuming.incoming import Finished
-from pd_connector.tools.bench.pool.faulty_store import FaultyStore
 from pd_connector.vllm import pool_looks
 from pd_connector.vllm.pool_fills import PoolFills
 

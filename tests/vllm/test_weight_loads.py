@@ -150,6 +150,9 @@ class Worker(WorkerBase):
         if fails:
             raise RuntimeError("no such file")
 
+    def reset_weights(self):
+        pass
+
     def start_weight_update(self):
         pass
 
@@ -172,6 +175,11 @@ def test_weights_that_are_reloaded_are_whole_when_that_has_ended(listener, worke
     assert listener.told[0] == "loading"
     assert listener.told[-1] == ("loaded", True, True)
     assert sum(each != "loading" for each in listener.told) == 1
+
+
+def test_weights_that_a_trainer_zeroes_are_others_at_once(listener, worker):
+    worker.reset_weights()
+    assert listener.told == ["loading", ("loaded", False, False)]
 
 
 def test_a_reload_that_failed_leaves_a_part_of_each(listener, worker):

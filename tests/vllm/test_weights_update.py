@@ -9,86 +9,20 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
+from support.vllm_weights import agent, config, model, offer, start, worker
+
 from pd_connector.agent.commands import ChangeModel, Withdraw
 from pd_connector.config import Config
-from pd_connector.kv.model import ModelFacts, model_problem
+from pd_connector.kv.model import model_problem
 from pd_connector.memory.parameters import loaded_full_fingerprint
 from pd_connector.protocol.consuming.incoming import Load
-from pd_connector.protocol.producing.outgoing import Offer
-from pd_connector.vllm import owners, worker_side
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.model import loaded_weights
-from pd_connector.vllm.model_watch import ModelWatch
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.weight_loads import LOADS
 from pd_connector.vllm.windows import Windows
 
-
-class Attention(nn.Module):
-    def get_kv_cache_spec(self):
-        raise NotImplementedError
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn = Attention()
-        self.projection = nn.Linear(8, 8)
-
-
-class Recorder:
-    pool_model = b""
-
-    def __init__(self):
-        self.commands = []
-
-    def submit(self, command):
-        self.commands.append(command)
-
-    def engine_steps(self):
-        pass
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def model():
-    owners.watch()
-    torch.manual_seed(0)
-    return Model()
-
-
-@pytest.fixture
-def config(model):
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            rank=0, world_size=1, data_parallel_size=1, enable_eplb=False
-        ),
-        model_config=SimpleNamespace(model="/nowhere", revision=None),
-        load_config=SimpleNamespace(load_format="tensorizer"),
-        compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": model.attn}),
-    )
-
-
-@pytest.fixture
-def agent():
-    return Recorder()
-
-
-@pytest.fixture
-def worker(config, agent):
-    made = worker_side.WorkerSide(config, SimpleNamespace(kv_cache_groups=()), Config())
-    made._agent = agent
-    start(made, config, agent)
-    return made
-
-
-def start(worker, config, agent, files=None, **facts):
-    """The worker has told these facts of its model."""
-    loaded = loaded_weights(config)
-    told = ModelFacts(b"config", loaded=loaded.sampled, **facts)
-    worker._model = ModelWatch(config, told, loaded, files, agent.submit)
+__all__ = ["agent", "config", "model", "worker"]
 
 
 def step(scheduled, scheduler):
@@ -188,10 +122,6 @@ def test_where_those_stayed_the_others_are_compared(worker, config, model, agent
     assert changed.facts.loaded
 
 
-def offer(request, final=True):
-    return Offer("t", request, ((1, 2),), b"identity", 32, 32, final=final)
-
-
 def compare(request):
     return Load(request, "t", (), b"identity", 0, 31, ((1, 2),), False, compares=True)
 
@@ -243,14 +173,14 @@ def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
         coordinator=SimpleNamespace(cache_blocks=None),
     )
     side.bind(manager)
-    old = SimpleNamespace(request_id="old", num_prompt_tokens=32)
+    old = SimpleNamespace(request_id="old", num_prompt_tokens=32, mm_features=(), lora_request=None)
     side.offers.add(old, "t", b"identity")
     side.workers_reported(WorkerActivity(weight_changes={0: 1}))
     assert evicted == [{0, 1, 2, 3}]
     told = step(5, side)
     assert told.commands == [Withdraw("t", "old")]
     assert told.weight_changes == {0: 1}
-    assert not side.offers.finished(old, ([1, 2],), complete=True).keeps_pages
+    assert not side.offers.finished(old, ([1, 2],)).keeps_pages
 
 
 def test_a_call_of_workers_has_the_weights_looked_at_in_the_next_step_even_an_idle_one():

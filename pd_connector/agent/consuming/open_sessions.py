@@ -24,6 +24,8 @@ _MANY_ADDRESSES = 16
 """Transfers with more addresses than this share half of the places, so they do not keep others waiting."""
 _ANSWERS_S = 0.03
 """Most answers to a heartbeat have come by then. The sessions without an answer are looked at."""
+_DOUBT_S = 0.25
+"""Time between two looks at whether the machines of producers acknowledge what was said to them."""
 _TRANSFERS_PER_HEARTBEAT = 256
 """Keeps heartbeats below `messages.MAX_MESSAGE_BYTES`; there are several if more are wanted."""
 
@@ -51,6 +53,10 @@ class OpenSessions:
         self._unanswered = 0  # of them
         self.answers_due = math.inf
         """When to `look_for_answers`."""
+        self._doubted: dict[
+            Source, OpenSession
+        ] = {}  # they have not spoken since they were spoken to
+        self._next_doubt = 0.0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -148,7 +154,7 @@ class OpenSessions:
 
     def send(self, session: OpenSession, message: messages.Message) -> None:
         session.has_event |= not session.connection.send(messages.encode(message))
-        self._used[session.source] = session
+        self._used[session.source] = self._doubted[session.source] = session
 
     def send_heartbeats(
         self,
@@ -186,6 +192,7 @@ class OpenSessions:
             session.heartbeats = _heartbeats(transfers, next_ms)
         for data in session.heartbeats:
             session.connection.send(data)
+        self._doubted[session.source] = session
         if not session.asked:
             session.asked = True
             session.deadline = now + self._config.session_timeout_s
@@ -204,6 +211,13 @@ class OpenSessions:
                 self._looks.set(session.source, session.deadline)
         self._asked, self.answers_due = [], math.inf
 
+    def unanswered(self, now: float) -> list[OpenSession]:
+        """Sessions whose connection does not reach the producer's machine any more."""
+        if now < self._next_doubt or not self._doubted:
+            return []
+        self._next_doubt = now + _DOUBT_S
+        return [each for each in self._doubted.values() if each.connection.is_unanswered]
+
     def received(self, session: OpenSession) -> list[bytes]:
         """Messages that wait; more may follow. A producer that was asked mostly sends its answer and
         nothing else, so it is read once. Whether there is more is looked up for all of them together."""
@@ -215,6 +229,7 @@ class OpenSessions:
 
     def heard(self, session: OpenSession, now: float) -> None:
         """The producer has spoken. Before the session stands only `Welcome` counts."""
+        self._doubted.pop(session.source, None)
         if session.path is not None:
             session.deadline = math.inf
             if session.asked:
@@ -255,6 +270,7 @@ class OpenSessions:
         source, connection = session.source, session.connection
         self._sessions.pop(source)
         self._used.pop(source, None)
+        self._doubted.pop(source, None)
         self._handshakes.discard(source)
         self._looks.discard(source)
         for socket in (connection.socket, connection.monitor):

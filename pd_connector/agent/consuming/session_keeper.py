@@ -14,6 +14,7 @@ from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS, OpenSessio
 from pd_connector.agent.consuming.outage import OutageWatch, named_for_what_it_is
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.resources import RankResources
+from pd_connector.control.liveness import UNANSWERED
 from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.consuming.consumer import Consumer
@@ -175,6 +176,8 @@ class SessionKeeper:
                 self._refused(source, Cause.UNREACHABLE, "too many sessions are being opened", now)
         for session in self._sessions.compiling_sessions():
             self._attempt(self._establish, session, now)
+        for session in self._sessions.unanswered(now):
+            self.end_session(session, Cause.SESSION_LOST, UNANSWERED, now)
         for session in self._sessions.due(now):
             self._attempt(self._look_after, session, now)
         if now >= self._next_heartbeat:

@@ -20,8 +20,6 @@ LAST_MESSAGES_S = 0.2
 """A consumer's connection has ended: within this time all that it said before is handled."""
 _LATE = 1.5
 """A consumer says when its next heartbeat comes. After this multiple of that time in silence it is lost."""
-_READ_FIRST = frozenset({"shm"})
-"""Transports over which reading costs one copy less than writing."""
 
 
 @dataclass(slots=True)
@@ -153,5 +151,5 @@ class ConsumerSessions:
 
     def _reads(self, transport: Transport) -> bool:
         """Whether consumers read from here over this transport."""
-        auto = self._config.direction == "auto" and transport.name in _READ_FIRST
+        auto = self._config.direction == "auto" and transport.reads_first
         return transport.readable and (auto or self._config.direction == "read")

@@ -21,6 +21,7 @@ from pd_connector.protocol.wire import messages
 _MOST_EARLY_SLOTS = 64
 """Slots of an opening that are kept until it is known how many chunks there will be."""
 _TOO_MANY = Cause.UNKNOWN_TRANSFER, "too many transfers are asked for that are not announced here"
+_OPENED = Cause.DUPLICATE, "already opened"
 
 
 class Openings:
@@ -59,6 +60,8 @@ class Openings:
             outgoing = self._transfers.asked(session, transfer, now + self._config.lease_s)
         if outgoing is None:
             return [_refusal(session, transfer, *_TOO_MANY)]
+        if outgoing.all_finished:
+            return [_refusal(session, transfer, *_OPENED)]
         self._transfers.touch(session, outgoing)
         outgoing.watchers.add(session)
         return outgoing.tell_watchers()
@@ -78,7 +81,7 @@ class Openings:
         if outgoing is None:
             return [_refusal(session, transfer, *_TOO_MANY)]
         if session in outgoing.streams or outgoing.full(message.readers):
-            return [_refusal(session, transfer, Cause.DUPLICATE, "already opened")]
+            return [_refusal(session, transfer, *_OPENED)]
         self._transfers.touch(session, outgoing)
         outgoing.watchers.discard(session)
         outgoing.readers = max(outgoing.readers, message.readers)
@@ -141,7 +144,7 @@ class Openings:
         if outgoing is None:
             if (session, transfer) in self._draining:
                 return self._draining.confirm(session, transfer)
-            if readers > 1:
+            if readers > 1 and not self._past.is_over(transfer):
                 until = now + self._config.lease_s
                 outgoing = self._transfers.asked(session, transfer, until)
             if outgoing is None:
@@ -175,12 +178,21 @@ class Openings:
         return actions
 
     def end_transfer(
-        self, outgoing: OutgoingTransfer, cause: Cause | None, detail: str
+        self,
+        outgoing: OutgoingTransfer,
+        cause: Cause | None,
+        detail: str,
+        *,
+        request_ended: bool = False,
     ) -> list[Action]:
-        """End a transfer: who reads or watches it is refused, and its pages may be freed."""
+        """End a transfer: who reads or watches it is refused, and its pages may be freed.
+
+        Args:
+            request_ended: no offer of it can come any more, as after its last one.
+        """
         transfer = outgoing.transfer
         self._transfers.remove(outgoing)
-        self._past.remember(transfer, cause)
+        self._past.remember(transfer, cause, request_ended=outgoing.final or request_ended)
         for session, stream in outgoing.streams.items():
             self._draining.drain(session, transfer, stream)
         actions: list[Action] = []

@@ -14,9 +14,14 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from pd_connector.errors import PDConnectorError
 from pd_connector.tools.bench.sample import Sample
 
 Param = str | int | float
+
+
+class BenchError(PDConnectorError):
+    """The measurement did not measure what it should."""
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,6 @@ class Commands(EntryPoints):
         return found
 
 
-class Benchmarks(EntryPoints):
-    """All commands of `pd-connector bench`."""
-
-    points = BENCHMARKS
-
-
 def load(extension: Extension) -> Any:
     """Import one command, and return it as click's. If the import fails, the returned command reports why."""
     try:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from pd_connector.config import KEY_VARIABLE
-from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.bench.wire import measure as wires
 from pd_connector.tools.bench.wire.pair import WirePair
 from pd_connector.tools.bench.wire.size import TOKEN_BYTES

@@ -20,8 +20,11 @@ from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli.asker import DECODED_TOKENS, PromptResult
 from pd_connector.tools.cli.demo_engines import MAKERS, EngineName, Stage
 from pd_connector.tools.demo import MODEL_DIR
-from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
+from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all, working
 from pd_connector.tools.launch.service import log_folder
+
+ENGINE_GIB = 3
+"""What an engine with the demo's model takes on a CPU, measured."""
 
 PROMPT_TOKENS = (5, 32, 300, 1000, 3000)
 
@@ -94,6 +97,12 @@ def _has_config(model: Path) -> Path:
     return model
 
 
+def _print_model(wanted: bool) -> None:
+    if wanted:
+        typer.echo(MODEL_DIR)
+        raise typer.Exit
+
+
 def demo(
     engine: Annotated[EngineName, typer.Option(help="Which engines.")] = EngineName.VLLM,
     model: Annotated[
@@ -105,6 +114,15 @@ def demo(
     transport: Annotated[
         TransportName | None, typer.Option(help="How KV travels.  [default: the connector's own]")
     ] = None,
+    print_model: Annotated[
+        bool,
+        typer.Option(
+            "--print-model",
+            help="Print the folder of the model that ships with the package, and start nothing.",
+            is_eager=True,
+            callback=_print_model,
+        ),
+    ] = False,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -152,7 +170,8 @@ def _run(engine: EngineName, stage: Stage, console: Console) -> list[PromptResul
     services, asker_of_them = MAKERS[engine](stage)
     names = ", ".join(service.name for service in services)
     console.print(
-        f"Starting {names} on this machine, half a minute or more. Logs: {stage.logs}",
+        f"Starting {names} on this machine: {ENGINE_GIB} GiB of memory for each engine, half a minute or more. "
+        f"Logs: {stage.logs}",
         highlight=False,
     )
     try:
@@ -160,11 +179,11 @@ def _run(engine: EngineName, stage: Stage, console: Console) -> list[PromptResul
             service.start()
         wait_all(services, console=console)
         asker = asker_of_them()
-        with console.status("warming up") as status:
+        with working(console, "warming up") as status:
             asker.warm_up()
             rows = []
             for tokens, prompt in zip(PROMPT_TOKENS, _prompts(PROMPT_TOKENS), strict=True):
-                status.update(f"prompt of {tokens:,} tokens")
+                status(f"prompt of {tokens:,} tokens")
                 rows.append(asker.ask(prompt))
         return rows
     finally:

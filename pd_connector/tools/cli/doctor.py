@@ -26,6 +26,7 @@ from pd_connector.tools.cli.checks import (
 )
 from pd_connector.tools.cli.checks.facts import Facts
 from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.tools.launch.progress import working
 
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
@@ -48,11 +49,11 @@ def doctor(
     Ends with status 1 if anything fails.
     """
     # Progress goes to standard error, so that --json can be piped.
-    with Console(stderr=True).status("looking at this machine") as progress:
+    with working(Console(stderr=True), "looking at this machine") as progress:
         findings = examine(probe.look())
         visits = []
         for url in peers or ():
-            progress.update(f"asking {escape(url)}")
+            progress(f"asking {url}")
             visits.append(visit(url, api_key))
         findings += [finding for visit in visits for finding in visit.findings]
         findings += together.check([visit.told for visit in visits if visit.told is not None])

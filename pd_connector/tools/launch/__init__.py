@@ -9,7 +9,7 @@
 - `start_log`: how far a start has come, and why it failed, from the log
 - `engine`, `sglang`, `router`: the services
 - `client`: HTTP requests to services, and their metrics
-- `progress`: what a person sees while services start
+- `progress`: what a person sees while services start, or work is done
 - `signals`: SIGTERM treated as Ctrl-C
 """
 
@@ -17,7 +17,7 @@ from pd_connector.tools.launch.client import Client, HttpError, Samples
 from pd_connector.tools.launch.engine import VllmEngine
 from pd_connector.tools.launch.family import Census, Family, stop_all
 from pd_connector.tools.launch.ports import Port
-from pd_connector.tools.launch.progress import wait_all
+from pd_connector.tools.launch.progress import wait_all, working
 from pd_connector.tools.launch.router import RouterProcess
 from pd_connector.tools.launch.service import Service, StartError, stop_services
 from pd_connector.tools.launch.signals import terminate_as_interrupt
@@ -37,4 +37,5 @@ __all__ = [
     "stop_services",
     "terminate_as_interrupt",
     "wait_all",
+    "working",
 ]

@@ -75,6 +75,10 @@ class Service(ABC):
         """The present phase of its start, in a few words."""
         return start_log.phase(self.log_path, self._log_from_bytes)
 
+    def last_line(self) -> str:
+        """The last line that it has logged since its start, without the logger's own fields; empty if there is none."""
+        return start_log.last_line(self.log_path, self._log_from_bytes)
+
     @property
     def running(self) -> bool:
         """Whether the server's main process runs. Other processes of its family may run without it."""

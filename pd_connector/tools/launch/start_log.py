@@ -14,7 +14,11 @@ _RAISED = re.compile(r"^(?:\(.*?\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exc
 _KILLS_ITSELF = "kill_process_tree called"
 """After a failure of one process, SGLang ends all of its processes like this, also the one that reports the
 failure."""
-_NOISE = re.compile(r'Route: /|Available routes|" 200 OK$')
+# Process, level, time and place, as vLLM and SGLang write them.
+_FIELDS = re.compile(
+    r"^(?:\(\w+[^)]*pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:.,]+ \[[^\]]*\] |\[[\d: -]+[^\]]*\] )?"
+)
+_NOISE = re.compile(r'Route: /|Available routes|" 200 OK$|#token=')
 
 # Meanings of lines in vLLM's log, in the order in which the lines come.
 _PHASES = (
@@ -57,6 +61,11 @@ _KNOWN = (
         r"No available memory for the cache blocks|larger than the available KV cache memory",
         "the cache is too small: raise VLLM_CPU_KVCACHE_SPACE (GiB) or --gpu-memory-utilization, "
         "or lower --max-model-len",
+    ),
+    _Known(
+        r"Available memory on node",
+        "vLLM's CPU build takes 92 % of the machine's memory unless it is told a size: set VLLM_CPU_KVCACHE_SPACE "
+        "(GiB) for each engine, or lower --gpu-memory-utilization",
     ),
     _Known(
         r"Free memory on device|CUDA out of memory",
@@ -105,6 +114,13 @@ def phase(log: Path, start_bytes: int = 0) -> str:
             if pattern.search(line):
                 return words
     return "importing"
+
+
+def last_line(log: Path, start_bytes: int = 0) -> str:
+    """The last line that is not empty, from `start_bytes` on, without process, level, time and place."""
+    lines = (line for line in reversed(tail(log, None, start_bytes)) if not _COMMAND.search(line))
+    said = (_FIELDS.sub("", line.replace("\r", " ")).strip() for line in lines)
+    return next(filter(None, said), "")
 
 
 def likely_cause(lines: list[str], returncode: int | None) -> str | None:

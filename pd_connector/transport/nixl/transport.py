@@ -20,6 +20,7 @@ import secrets
 import struct
 from collections.abc import Hashable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -29,7 +30,7 @@ from pd_connector.memory.device_bytes import DeviceBytes, Payload, address_of
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.memory.slab import Slab
 from pd_connector.memory.slot_memory import NO_DEVICE_SLOTS, DeviceSlots
-from pd_connector.transport.base import Landed, Link, Transport, Written, check_fits
+from pd_connector.transport.base import Landed, Link, Transport, TransportParts, Written, check_fits
 from pd_connector.transport.nixl.address import NixlAddress, read_address
 from pd_connector.transport.nixl.agent import NixlAgent, Place, place_in
 from pd_connector.transport.nixl.peers import NixlConsumer, NixlProducer, NixlRead
@@ -86,6 +87,16 @@ class NixlTransport(Transport):
         self._address = NixlAddress.of(
             self._name, self._receiver.metadata, landing, sending, on_device
         )
+
+    @classmethod
+    def make(cls, parts: TransportParts) -> Self:
+        buffers, host = parts.buffers, parts.config.host
+        if buffers.device_slots.slabs:
+            try:
+                return cls(buffers.landing, buffers.sending, host, buffers.device_slots)
+            except TransportError as error:
+                buffers.leave_device(str(error))
+        return cls(buffers.landing, buffers.sending, host)
 
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._address)

@@ -12,6 +12,7 @@ The kernel vouches for the peer's user; the token that names an expected produce
 
 import secrets
 from collections.abc import Hashable
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.pins import Pins
 from pd_connector.memory.slab import Slab
-from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.transport.base import Landed, Link, Transport, TransportParts, Written
 from pd_connector.transport.shm.address import ShmAddress, read_address
 from pd_connector.transport.shm.consumer_half import ConsumerHalf
 from pd_connector.transport.shm.producer_half import ProducerHalf
@@ -39,6 +40,8 @@ class ShmTransport(Transport):
     one_sided = True
     copies = True
     readable = True
+    reads_first = True
+    maps_slots = True
 
     def __init__(self, landing: Slab, sending: Slab, pins: Pins | None = None) -> None:
         self._landing = landing
@@ -47,6 +50,11 @@ class ShmTransport(Transport):
         self._token_memory = np.frombuffer(self._token, np.uint8)  # which a peer tries to read
         self._producing = ProducerHalf(self._token, sending)
         self._consuming = ConsumerHalf(landing, pins or Pins())
+
+    @classmethod
+    def make(cls, parts: TransportParts) -> Self:
+        buffers = parts.buffers
+        return cls(buffers.landing, buffers.sending, buffers.pins)
 
     def address(self) -> bytes:
         landing, sending = self._landing, self._sending

@@ -4,6 +4,7 @@
 import socket
 from typing import NamedTuple
 
+from pd_connector.control.liveness import UNANSWERED, is_unanswered
 from pd_connector.transport.keepalive import keep_alive
 from pd_connector.transport.tcp.events import Event
 from pd_connector.transport.tcp.frames import PING, RECORD_BYTES, FrameError
@@ -84,14 +85,23 @@ class Connection:
         self._wish()
 
     def tick(self, now: float) -> None:
-        """Speak if nothing was said lately. Raises BrokenError if nothing was heard for too long."""
+        """Speak if nothing was said lately. Raises BrokenError if nothing was heard for too long, or the peer's
+        machine does not acknowledge what was said."""
         if self._heard + self._pace.heartbeat_s < now and self._receiving.grows():
             self._heard = now  # a slow record of which no caller was told yet
         if self._heard + self._pace.silence_s < now:
             raise BrokenError(f"no data has come for {now - self._heard:.1f} s")
+        if self._heard < self._said and self._is_unanswered():
+            raise BrokenError(UNANSWERED)
         if self._said + self._pace.heartbeat_s <= now and not self.sending.busy:
             self.sending.say(PING)
             self.send(now)
+
+    def _is_unanswered(self) -> bool:
+        try:
+            return is_unanswered(self._sock)
+        except OSError as error:
+            raise BrokenError(str(error)) from None
 
     def close(self) -> None:
         self._receiving.close()

@@ -8,11 +8,13 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Hashable
+from typing import Self
 
 from pd_connector.errors import TransportError
+from pd_connector.hosts import port_range
 from pd_connector.memory.pieces import Pieces
 from pd_connector.memory.slab import Slab
-from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.transport.base import Landed, Link, Transport, TransportParts, Written
 from pd_connector.transport.tcp.address import (
     IDENTITY_BYTES,
     SECRET_BYTES,
@@ -60,6 +62,7 @@ class TcpTransport(Transport):
     name = "tcp2"
     label = "tcp"
     one_sided = False
+    private_slots = True
     prepares = True
 
     def __init__(
@@ -108,6 +111,21 @@ class TcpTransport(Transport):
             True,
         )
         self._listening.open(shared, self._address)
+
+    @classmethod
+    def make(cls, parts: TransportParts) -> Self:
+        config, keys, buffers = parts.config, parts.keys, parts.buffers
+        # A dead connection is found, and its transfers fail, before its session counts as lost.
+        silence_s = max(config.session_timeout_s / 2, 2 * config.heartbeat_s)
+        return cls(
+            buffers.private_landing,
+            buffers.private_sending,
+            config.host,
+            config.permits,
+            shared=keys.server_secret + keys.client_secret if keys else b"",
+            pace=Pace(config.heartbeat_s, silence_s),
+            ports=port_range(config.data_port),
+        )
 
     def address(self) -> bytes:
         return self._address.encode()

@@ -16,13 +16,13 @@ import secrets
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from pd_connector.errors import TransportError
 from pd_connector.hosts import is_loopback
-from pd_connector.transport.base import Landed, Link, Transport, Written
+from pd_connector.transport.base import Landed, Link, Transport, TransportParts, Written
 from pd_connector.transport.ucx.address import (
     OVERHEAD_BYTES,
     TAG_BITS,
@@ -93,6 +93,10 @@ class UcxTransport(Transport):
             raise TransportError(
                 f"ucx worker cannot be made: {error!r}; `pd-connector doctor` shows UCX's devices"
             ) from error
+
+    @classmethod
+    def make(cls, parts: TransportParts) -> Self:
+        return cls(parts.config.slot_bytes, parts.config.host)
 
     def address(self) -> bytes:
         """As the seam says. If UCX does not listen any more, this is the address of a new worker. The worker

@@ -41,7 +41,21 @@ NOT_FORWARDED = HOP_BY_HOP | {
     "host",
     CLASS_HEADER.lower(),  # only the router sets it
 }
-NOT_RETURNED = HOP_BY_HOP | {"content-encoding", "content-length"}
+SGLANG_OVERRIDES = "x-override-"
+"""Prefix of headers by which SGLang replaces a body's field, such as the room or the prefill engine's host. Only the
+router sets those."""
+# The last are orders to browsers about the engine's own origin. The client knows only the router's.
+NOT_RETURNED = HOP_BY_HOP | {
+    "content-encoding",
+    "content-length",
+    "alt-svc",
+    "clear-site-data",
+    "set-cookie",
+    "strict-transport-security",
+    "timing-allow-origin",
+}
+_CORS = "access-control-"
+"""How the names of headers begin that tell browsers which pages may read an answer. Only the router sends them."""
 
 EVENT_STREAM = "text/event-stream"
 UNBUFFERED = {"X-Accel-Buffering": "no"}
@@ -114,7 +128,8 @@ def before_abort(events: bytes, said: bool = True) -> tuple[bytes, bool]:
 
 def headers_to_engine(headers: Iterable[tuple[str, str]], request_id: str) -> CIMultiDict[str]:
     """The client's headers as both engines get them, including authorization."""
-    sent = _without(headers, NOT_FORWARDED)
+    own = [(n, v) for n, v in headers if not n.lower().startswith(SGLANG_OVERRIDES)]
+    sent = _without(own, NOT_FORWARDED)
     sent[REQUEST_ID] = request_id
     sent["Content-Type"] = "application/json"
     sent["Accept-Encoding"] = "identity"
@@ -123,7 +138,8 @@ def headers_to_engine(headers: Iterable[tuple[str, str]], request_id: str) -> CI
 
 def headers_to_client(headers: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
     """An engine's headers as the client gets them."""
-    returned = _without(headers.items(), NOT_RETURNED)
+    said = [(name, value) for name, value in headers.items() if not name.lower().startswith(_CORS)]
+    returned = _without(said, NOT_RETURNED)
     returned.setdefault(REQUEST_ID, request_id)
     if returned.get("Content-Type", "").startswith(EVENT_STREAM):
         returned.update(UNBUFFERED)

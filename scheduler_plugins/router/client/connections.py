@@ -3,13 +3,16 @@
 
 import asyncio
 import logging
+import select
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, cast
 
 from aiohttp import web
 
+from scheduler_plugins.router.loop import is_behind
 from scheduler_plugins.router.prompt.body import BadRequestError, parsing
 from scheduler_plugins.router.prompt.pieces import PIECE_BYTES
 
@@ -21,6 +24,8 @@ hold connections needs longer."""
 UNCOUNTED_BYTES = 64 << 10
 """The first bytes of each body are not counted, so small requests pass while large ones fill the budget. The limit on
 connections bounds these bytes."""
+_MOST_LOOKS = 64
+"""Most idle connections that are looked at for one that can be closed."""
 _ENCODINGS = ("gzip", "deflate")
 _ANY_HEADER = 32 + zlib.MAX_WBITS
 """zlib's code for a gzip header or a zlib header."""
@@ -36,8 +41,8 @@ class ConnectionLimit:
 
     A connection is *idle* until its request has arrived completely, and again after the answer. If the headers of the
     first request do not come within `HEADERS_S`, the connection is closed. If there are `limit` connections
-    and another comes, the connection that has been idle longest is closed. If none is idle, the new connection is
-    answered with 503.
+    and another comes, the connection that has been idle longest is closed. After a standstill of the router it is
+    the first of them in which no request may wait. If there is none, the new connection is answered with 503.
     """
 
     def __init__(self, limit: int) -> None:
@@ -73,13 +78,15 @@ class ConnectionLimit:
         finally:
             if connection is not None and request.protocol in self._open:
                 self._idle[request.protocol] = connection
+                connection.heard = False
 
     def _opened(self, connection: "_Connection") -> bool:
         """Whether a new connection may stay."""
         if len(self._open) >= self.limit:
-            if not self._idle:
+            behind, longest = is_behind(), islice(self._idle.items(), _MOST_LOOKS)
+            oldest = next((key for key, one in longest if not (behind and one.may_ask())), None)
+            if oldest is None:
                 return False
-            oldest = next(iter(self._idle))
             logger.debug(
                 "%d connections are open: the connection that has been idle longest is closed",
                 len(self._open),
@@ -103,6 +110,8 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._admitted = False
+        self.heard = False
+        """Whether bytes have come since the last request was served."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
@@ -117,6 +126,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._admitted:
+            self.heard = True
             self.inner.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -140,6 +150,17 @@ class _Connection(asyncio.Protocol):
         """Close the connection now."""
         if self._transport is not None:
             self._transport.abort()
+
+    def may_ask(self) -> bool:
+        """Whether a request may be there that is not being served yet: some bytes have come, or wait unread."""
+        if self.heard:
+            return True
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if sock is None or sock.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLIN | select.POLLRDHUP)
+        return any(found == select.POLLIN for _, found in poll.poll(0))
 
     def stop_timer(self) -> None:
         if self._timer is not None:

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from hashlib import sha256
 from hmac import compare_digest
+from typing import Any
 
 from aiohttp import web
 from multidict import CIMultiDict
 
 from scheduler_plugins.router.client.answers import REQUEST_ID, headers_to_engine
-from scheduler_plugins.router.prompt.body import ONE_ENGINE
+from scheduler_plugins.router.prompt.body import GENERATE, ONE_ENGINE
 from scheduler_plugins.router.settings.config import RouterConfig
 
 ANTHROPICS = "X-Api-Key"
@@ -25,7 +27,7 @@ FOR_OPERATORS = ("/", "/live", "/health", "/metrics")
 
 def needs_key(path: str) -> bool:
     """Whether an endpoint requires the clients' key, if one is set."""
-    return path.startswith("/v1/") or path in ONE_ENGINE or path == VERSION
+    return path.startswith("/v1/") or path in (*ONE_ENGINE, GENERATE, VERSION)
 
 
 def may_enter(request: web.Request, key: str) -> bool:
@@ -37,12 +39,14 @@ def may_enter(request: web.Request, key: str) -> bool:
     return compare_digest(hashed, sha256(f"Bearer {key}".encode()).digest())
 
 
-def id_of(request: web.Request) -> str:
-    """The request id that the client sent, or a new one.
+def id_of(request: web.Request, body: Mapping[str, Any] | None = None) -> str:
+    """The request id that the client sent, in its header or else as `request_id` of its body (as vLLM reads it), or a
+    new one.
 
     The id appears in logs of the router and of engines. So line breaks are escaped, and a long id is cut.
     """
-    given = request.headers.get(REQUEST_ID, "")[:MOST_ID_CHARACTERS]
+    given = request.headers.get(REQUEST_ID) or (body or {}).get("request_id")
+    given = given[:MOST_ID_CHARACTERS] if isinstance(given, str) else ""
     shown = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in given)
     return shown[:MOST_ID_CHARACTERS] or uuid.uuid4().hex
 

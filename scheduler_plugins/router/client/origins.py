@@ -100,7 +100,6 @@ def marking(
     not answers about engines (`/health`, `/metrics`), which are for operators."""
 
     async def mark(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers.popall(_ALLOWED_ORIGIN, None)  # an engine must not decide on origins
         origin = request.headers.get("Origin")
         if origin and needs_key(request.path) and _may(origin, allowed):
             response.headers[_ALLOWED_ORIGIN] = ANY if ANY in allowed else origin

@@ -17,8 +17,11 @@ from aiohttp import web
 
 from scheduler_plugins.qos.yaml_text import explained
 from scheduler_plugins.router.client.answers import error_body
+from scheduler_plugins.router.client.connections import ConnectionLimit
 from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import is_known_host, is_of_foreign_page
+from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS
+from scheduler_plugins.router.endpoints.refusals import closing
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -27,6 +30,11 @@ from scheduler_plugins.router.settings.elastic import sides_of
 from scheduler_plugins.router.settings.urls import base_url
 
 ENGINES = "/engines"
+MOST_CONNECTIONS = 64
+"""Most connections to the admin port."""
+MOST_BODY_BYTES = 1 << 20
+BODY_S = 10.0
+"""Longest wait for a request's body."""
 _POOL = web.AppKey("pool", EnginePool)
 _MOVER = web.AppKey("mover", Mover)
 _OPERATOR = web.AppKey("operator", Operator)
@@ -63,7 +71,8 @@ def create_admin(pool: EnginePool, mover: Mover, operator: Operator, host: str) 
         operator: checks the operator's token; other clients get no answer.
         host: the address to listen on.
     """
-    app = web.Application(middlewares=[_for_operators_only])
+    app = web.Application(middlewares=[_for_operators_only], client_max_size=MOST_BODY_BYTES)
+    app[CONNECTIONS] = ConnectionLimit(MOST_CONNECTIONS)
     app[_POOL], app[_MOVER], app[_OPERATOR], app[_HOST] = pool, mover, operator, host
     app.router.add_get(ENGINES, _list)
     app.router.add_post(ENGINES, _add)
@@ -76,6 +85,25 @@ def create_admin(pool: EnginePool, mover: Mover, operator: Operator, host: str) 
 
 @web.middleware
 async def _for_operators_only(request: web.Request, handler: Any) -> web.StreamResponse:
+    request.app[CONNECTIONS].headers_arrived(request)
+    if (refused := _refusal(request)) is not None:
+        return closing(refused)
+    try:
+        with request.app[CONNECTIONS].serving(request):
+            response: web.StreamResponse = await handler(request)
+    except web.HTTPRequestEntityTooLarge:
+        return closing(_error(f"the body is larger than {MOST_BODY_BYTES} bytes", 413))
+    except web.HTTPException as error:
+        return closing(_error(f"{request.method} {request.path}: {error.reason}", error.status))
+    except (msgspec.MsgspecError, ValueError, RecursionError, web.RequestPayloadError) as error:
+        return _error(str(error), 400)
+    except LookupError as error:
+        return _error(str(error.args[0]), 404)
+    return response
+
+
+def _refusal(request: web.Request) -> web.Response | None:
+    """The answer to a client that is not the operator's program; None: it is."""
     if "Origin" in request.headers or is_of_foreign_page(request, (), request.app[_HOST]):
         return _error(
             "the admin API refuses requests of web pages: use a program outside of the browser", 403
@@ -90,19 +118,18 @@ async def _for_operators_only(request: web.Request, handler: Any) -> web.StreamR
         return _error(f"wrong or no token: send it as {wanted}", 401)
     if request.method != "GET" and request.content_type != _JSON:
         return _error(f"Content-Type {request.content_type}: must be {_JSON}", 415)
-    try:
-        response: web.StreamResponse = await handler(request)
-    except (msgspec.MsgspecError, ValueError) as error:
-        return _error(str(error), 400)
-    except LookupError as error:
-        return _error(str(error.args[0]), 404)
-    return response
+    return None
 
 
 async def _read(request: web.Request, wanted: Any) -> Any:
     """The request's body, as this msgspec type. Raises ValueError, or msgspec.DecodeError if it is not JSON."""
     try:
-        return msgspec.json.decode(await request.read(), type=wanted)
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise ValueError(f"the request body was not sent within {BODY_S:g} s") from None
+    try:
+        return msgspec.json.decode(raw, type=wanted)
     except msgspec.ValidationError as error:
         raise ValueError(explained(str(error), wanted)) from None
 

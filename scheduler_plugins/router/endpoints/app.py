@@ -48,6 +48,7 @@ from scheduler_plugins.router.endpoints.page import EVENTS, LiveState, page
 from scheduler_plugins.router.endpoints.refusals import (
     closing,
     error_response,
+    instead_of,
     retry_after,
     unavailable,
 )
@@ -101,7 +102,7 @@ def create_app(
     app.cleanup_ctx.append(engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: following(app, settings))
-    for path in (body.COMPLETIONS, body.CHAT, *body.ONE_ENGINE):
+    for path in (*body.PAIRED, *body.ONE_ENGINE):
         app.router.add_post(path, completions)
     app.router.add_get(MODELS, models)
     app.router.add_get(MODELS + "/{name:.+}", model)
@@ -140,7 +141,8 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        message = f"{request.method} {request.path}: {error.reason}"
+        why = instead_of(request.path) if error.status == 404 else error.reason
+        message = f"{request.method} {request.path}: {why}"
         response = error_response(message, "invalid_request_error", error.status)
         if allow := error.headers.get("Allow"):
             response.headers["Allow"] = allow
@@ -178,6 +180,7 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     try:
         limit_s = timeout_s(request.headers)
         parsed = await _read(request, room)
+        request_id = id_of(request, parsed)
     except body.BadRequestError as error:
         return _bad_request(error, request_id), "bad_request"
     headers = passed_headers(request, request_id, shared.config)

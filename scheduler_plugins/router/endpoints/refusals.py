@@ -6,6 +6,7 @@ import math
 from aiohttp import web
 
 from scheduler_plugins.router.client.answers import REQUEST_ID, error_body
+from scheduler_plugins.router.prompt.body import CHAT, COMPLETIONS, GENERATE, ONE_ENGINE, PAIRED
 from scheduler_plugins.router.routing.attempt import UnavailableError
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -13,6 +14,29 @@ from scheduler_plugins.router.settings.config import RouterConfig
 def error_response(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
     """An error in OpenAI's format."""
     return web.json_response(error_body(message, kind, status, param), status=status)
+
+
+_LEAVES = "to abort a request, close its connection: the router then aborts it at its engines"
+_INSTEAD = {
+    "/generate": f"only SGLang's engines know its form; use {COMPLETIONS} or {GENERATE}, which take token ids",
+    "/abort_request": _LEAVES,
+    "/abort_requests": _LEAVES,
+    "/inference/v1/abort_requests": _LEAVES,
+}
+
+
+def instead_of(path: str) -> str:
+    """What to use in place of an endpoint that the router does not have."""
+    if said := _INSTEAD.get(path):
+        return said
+    known = (*PAIRED, "/v1/models", *ONE_ENGINE)
+    # A client's base URL often has `/v1` once too often, or not at all.
+    if near := next((one for one in known if path.endswith(one) or one == f"/v1{path}"), None):
+        return f"the router has no such endpoint; use {near}"
+    return (
+        f"the router has no such endpoint; it serves {COMPLETIONS}, {CHAT}, {GENERATE} and others (docs/router.md). "
+        "Send what concerns one engine to that engine"
+    )
 
 
 def unavailable(error: UnavailableError, config: RouterConfig, request_id: str) -> web.Response:

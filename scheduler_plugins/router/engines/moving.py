@@ -15,6 +15,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.loop import is_behind, ran_s
 from scheduler_plugins.router.settings.elastic import MOVABLE, Place
 from scheduler_plugins.router.tracing import Tracing
 
@@ -115,7 +116,7 @@ class Mover:
         ask = pool.inquiry(engine)
         pool.move(engine, role)
         try:
-            until_s = asyncio.get_running_loop().time() + pool.config.drain_timeout_s
+            until_s = ran_s() + pool.config.drain_timeout_s
             await self._idle(engine, until_s, place)
             while (refusal := await ask.switch_role(role, SWITCH_S)) is not None:
                 if not refusal.again:
@@ -137,11 +138,10 @@ class Mover:
     async def _idle(self, engine: BackendEngine, until_s: float, place: Place) -> None:
         """Wait until the engine has no requests. Raises MoveFailedError at `until_s`, or if the settings give it
         another place meanwhile: they win over what was decided before."""
-        loop = asyncio.get_running_loop()
         while True:
             if engine.standing.place != place:
                 raise MoveFailedError(SETTINGS, "its entry in the settings has changed meanwhile")
-            if loop.time() >= until_s:
+            if ran_s() >= until_s and not is_behind():
                 limit_s = self._pool.config.drain_timeout_s
                 raise MoveFailedError("drain", f"it was not idle within {limit_s:g} s")
             if not (engine.in_flight or engine.open_requests):
@@ -150,9 +150,8 @@ class Mover:
 
     async def _ready(self, engine: BackendEngine) -> None:
         """Wait until the router can use the engine on its new side, `READY_S` at most."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + READY_S
-        while loop.time() < until_s:
+        until_s = ran_s() + READY_S
+        while is_behind() or ran_s() < until_s:
             if engine.up and (engine.address is not None or not engine.hands_over):
                 return
             await asyncio.sleep(LOOK_S)

@@ -29,6 +29,7 @@ from scheduler_plugins.router.engines.standing import MOST_DECISIONS, Decision, 
 from scheduler_plugins.router.engines.stores import StoreReaders
 from scheduler_plugins.router.engines.watch import EngineWatch
 from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.loop import is_behind, ran_s
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -181,22 +182,21 @@ class EnginePool(Pool):
         return engine in self._leaving
 
     async def _leave(self, engine: BackendEngine, joining: Sequence[EngineWatch]) -> None:
-        loop = asyncio.get_running_loop()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.health_timeout_s):
                 for watch in joining:
                     await watch.checked.wait()
         engine.draining = True
         self._on_change()
-        end = loop.time() + self._config.drain_timeout_s
-        while engine.in_flight and loop.time() < end:  # noqa: ASYNC110 - a count, not an event
+        end_s = ran_s() + self._config.drain_timeout_s
+        while engine.in_flight and (is_behind() or ran_s() < end_s):  # noqa: ASYNC110 - a count, not an event
             await asyncio.sleep(LEAVE_LOOK_S)
         del self._leaving[engine]
         self._tasks.pop(engine).cancel()
         del self._watches[engine]
         if not any(other.url == engine.url for other in self._watches):
             self.caches.removed(engine)
-        engine.set_down(loop.time(), "removed", refusing=False)
+        engine.set_down(asyncio.get_running_loop().time(), "removed", refusing=False)
         engine.forget_metrics()
         self._stores.update()
         self._on_change()

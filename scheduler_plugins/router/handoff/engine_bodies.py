@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
+from pd_connector.protocol.wire.prefill_server import PrefillServer, without_server
 from scheduler_plugins.router.engines.kinds import Bootstrap, Kind
 from scheduler_plugins.router.prompt.body import COMPLETIONS
 from scheduler_plugins.router.prompt.transfer import decode_copy, pool_wishes, prefill_copy
@@ -77,6 +78,8 @@ class Prefill(NamedTuple):
     """Addresses of all data-parallel ranks for SGLang, which chooses the rank by the room; one address for vLLM."""
     bootstrap: tuple[str, int]
     """Host and port that an SGLang decode engine asks."""
+    server: PrefillServer | None = None
+    """Where an SGLang decode engine has a prompt computed again by vLLM."""
 
 
 class Handoff(NamedTuple):
@@ -147,7 +150,7 @@ def of_one_kind(request: Mapping[str, Any], path: str, prefill: Prefill) -> Hand
         transfer = uuid.uuid4().hex
         return Handoff(
             path,
-            prefill_copy(request, transfer),
+            prefill_copy(request, path, transfer),
             decode_copy(alone(request), prefill.addresses[0], transfer),
         )
     both = {**_clean(request), **Bootstrap(*prefill.bootstrap, _new_room()).fields()}
@@ -192,7 +195,11 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             **passed,
             "kv_transfer_params": {**prefill_params(str(room)), **pool_wishes(request)},
         },
-        {**_clean(request), **bootstrap},
+        {
+            **_clean(request),
+            **bootstrap,
+            **({"custom_params": prefill.server.params()} if prefill.server else {}),
+        },
         lends_logprobs=wanted,
     )
 
@@ -223,7 +230,10 @@ _NOT_READ = ("stream", "stream_options", "n", "logprobs", "top_logprobs", "stop"
 
 
 def _clean(request: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in request.items() if name not in _OURS}
+    cleaned = {name: value for name, value in request.items() if name not in _OURS}
+    if isinstance(custom := cleaned.get("custom_params"), dict):
+        cleaned["custom_params"] = without_server(custom)
+    return cleaned
 
 
 def _new_room() -> int:
@@ -232,7 +242,9 @@ def _new_room() -> int:
 
 
 def has_inputs(request: Mapping[str, Any]) -> bool:
-    """Whether a message has parts other than text."""
+    """Whether a message has parts other than text, or a request of tokens has images beside them."""
+    if request.get("features") or request.get("content_parts"):
+        return True
     messages = request.get("messages")
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from scheduler_plugins.admission.endpoints import GENERATE as GENERATE
 from scheduler_plugins.admission.endpoints import POOLING_PATHS
 from scheduler_plugins.router.prompt.pieces import (
     PIECE_BYTES,
@@ -31,12 +32,27 @@ GENERATES_ALONE = (
 )
 TOKENIZERS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 """Endpoints that only tokenize. Any engine can answer them."""
-ONE_ENGINE = (*GENERATES_ALONE, *POOLING_PATHS, "/generative_scoring", *TOKENIZERS)
+RENDERERS = (
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/v1/completions/derender",
+    "/v1/chat/completions/derender",
+)
+"""Endpoints that turn a request into tokens for `GENERATE`, or its answer into text."""
+ONE_ENGINE = (*GENERATES_ALONE, *POOLING_PATHS, "/generative_scoring", *TOKENIZERS, *RENDERERS)
 """Endpoints that one engine serves alone: their bodies have no field for a transfer, or nothing is generated. Their
 streams end without `[DONE]`."""
 
+PAIRED = (COMPLETIONS, CHAT, GENERATE)
+"""Endpoints that a pair of engines serves."""
+ONLY_VLLM = (GENERATE, *RENDERERS)
+"""Endpoints that only vLLM has (`--enable-scale-out`)."""
+
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Fields that tell an engine where to fetch KV and encoder outputs. Clients must not set them."""
+SAMPLING = "sampling_params"
 POOL = "pool"
 """The only part of `kv_transfer_params` that clients may set: their wishes about the KV pool (docs/pool.md)."""
 
@@ -73,7 +89,7 @@ def parsing(raw: bytes | bytearray, path: str) -> Steps:
             checks all other fields.
 
     Fields about transfers are dropped, because clients are not trusted with them. Only the part `pool` of
-    `kv_transfer_params` stays, in completions and chats.
+    `kv_transfer_params` stays, where a pair of engines can answer.
     """
     try:
         if len(raw) <= PIECE_BYTES:
@@ -107,24 +123,49 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
         _check(
             body, "prompt", "a string or a list", prompt is None or isinstance(prompt, str | list)
         )
+    elif path == GENERATE:
+        ids, sampling = body.get("token_ids"), body.get(SAMPLING)
+        _check(body, "token_ids", "a list of token ids", isinstance(ids, list))
+        _check(body, SAMPLING, "an object", isinstance(sampling, dict))
+        for name in _OTHER_PROMPTS:
+            body.pop(name, None)
+        # A new dict, because the client's own JSON text of a large one would be sent on in place of its changes.
+        body[SAMPLING] = _checked_counts(dict(body[SAMPLING]), "extra_args")
     told = body.get("kv_transfer_params")
     for name in _TRANSFERS:
         body.pop(name, None)
-    if path in (COMPLETIONS, CHAT) and isinstance(told, dict) and told.get(POOL) is not None:
+    if path in PAIRED and isinstance(told, dict) and told.get(POOL) is not None:
         body["kv_transfer_params"] = {POOL: told[POOL]}
-    if isinstance(extra := body.get("vllm_xargs"), dict):
-        # vLLM reads the transfer fields from here as well. The new dict also loses the client's own JSON text.
-        body["vllm_xargs"] = {name: one for name, one in extra.items() if name not in _TRANSFERS}
-    for name, read in _AS_ENGINES_READ.items():
-        if name in body:
-            body[name] = read(body[name])
     for name, wanted, types in (("stream", "a boolean", bool), ("model", "a string", str)):
+        if name in body:
+            body[name] = _flag(body[name]) if types is bool else body[name]
         value = body.get(name)
         _check(body, name, wanted, value is None or isinstance(value, types))
-    for name in ("n", "best_of", "max_tokens", "max_completion_tokens"):
-        value = body.get(name)
-        _check(body, name, "an integer", value is None or type(value) is int)
-    return body
+    return _checked_counts(body, "vllm_xargs")
+
+
+def _checked_counts(fields: dict[str, Any], further: str) -> dict[str, Any]:
+    """Check the numbers of answers and tokens, and drop the fields about transfers that vLLM also reads from the
+    object `further`."""
+    if isinstance(extra := fields.get(further), dict):
+        # The new dict also loses the client's own JSON text.
+        fields[further] = {name: one for name, one in extra.items() if name not in _TRANSFERS}
+    for name in _COUNTS:
+        if name in fields:
+            fields[name] = _whole(fields[name])
+        value = fields.get(name)
+        _check(fields, name, "an integer", value is None or type(value) is int)
+    return fields
+
+
+def as_completion(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """A body from `parsing`, for all that only reads it: the fields of a request to `GENERATE` have their names in a
+    completion. Any other body stays as it is."""
+    if path != GENERATE:
+        return body
+    sampling = {name: value for name, value in body[SAMPLING].items() if name in _SAMPLING}
+    others = {name: value for name, value in body.items() if name not in ("token_ids", SAMPLING)}
+    return {**others, **sampling, "prompt": body["token_ids"]}
 
 
 def _whole(value: Any) -> Any:
@@ -145,14 +186,34 @@ def _flag(value: Any) -> Any:
     return True if word in _YES else False if word in _NO else value
 
 
+_OTHER_PROMPTS = ("prompt", "messages", "prompt_embeds", "input", "texts")
+_SAMPLING = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "seed",
+    "stop",
+    "bad_words",
+    "logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_detection",
+    "structured_outputs",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
+    "extra_args",
+    "allowed_token_ids",
+)
+"""Fields of `sampling_params` that the router reads."""
 _OBJECT_START = re.compile(b"(?:%b)?[ \t\n\r]*+{" % BOM_UTF8)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _YES, _NO = (1, "1", "on", "t", "true", "y", "yes"), (0, "0", "off", "f", "false", "n", "no")
-_AS_ENGINES_READ = {
-    "stream": _flag,
-    **dict.fromkeys(("n", "best_of", "max_tokens", "max_completion_tokens"), _whole),
-}
-"""Both kinds of engines parse requests by pydantic's lax rules, so the router must parse these fields alike."""
+_COUNTS = ("n", "best_of", "max_tokens", "max_completion_tokens")
+"""Both kinds of engines parse requests by pydantic's lax rules, so the router must parse these fields and `stream`
+alike."""
 
 
 def encode(body: Mapping[str, Any]) -> tuple[bytes | memoryview, ...]:

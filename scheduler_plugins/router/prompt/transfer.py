@@ -12,7 +12,15 @@ from pd_connector.protocol.wire.params import (
     parse_address,
     prefill_params,
 )
-from scheduler_plugins.router.prompt.body import CHAT, COMPLETIONS, POOL, TOKENIZERS
+from scheduler_plugins.router.prompt.body import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    ONLY_VLLM,
+    POOL,
+    SAMPLING,
+    TOKENIZERS,
+)
 
 # These fields do not affect the prompt, so a copy without them computes the same KV. A list of allowed fields would
 # break when an engine gets a new field that affects the prompt. Chat templates already see tools, tool_choice,
@@ -23,24 +31,31 @@ NOT_FOR_PREFILL = (
     "logprobs",
     "min_tokens",  # a value above max_tokens=1 is an error
     "n",
+    "output_mode",
     "prompt_logprobs",
     "return_prompt_text",
     "return_token_ids",
     "stream_options",  # an error without stream
     "structured_outputs",  # its grammar would be compiled for one unused token
     "top_logprobs",
+    "trace_decode_token_ids",
 )
 
 
 def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
-    """Why one transfer id cannot name this request's KV, as a metric label; None if it can."""
+    """Why one transfer id cannot name this request's KV, as a metric label; None if it can.
+
+    Args:
+        body: the request `as_completion`.
+    """
     for name in ("n", "best_of"):
         if (body.get(name) or 1) > 1:
             return "several_answers"
     if body.get("use_beam_search"):
         return "beam_search"
     # Logprobs of the prompt need its computation, which a handoff replaces.
-    if body.get("prompt_logprobs") is not None or body.get("echo"):
+    asked = (body.get(name) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
+    if any(one is not None for one in asked) or body.get("echo"):
         return "prompt_logprobs"
     if "messages" in body:
         return None
@@ -65,7 +80,7 @@ def needs_one_engine(body: Mapping[str, Any], endpoint: str) -> str:
         served = f"use {COMPLETIONS} or {CHAT}, {alone}"
         return (
             ""
-            if endpoint in TOKENIZERS
+            if endpoint in (*TOKENIZERS, *ONLY_VLLM)
             else f"{endpoint}: pairs of SGLang engines cannot answer it; {served}"
         )
     if (body.get("n") or 1) > 1:
@@ -77,11 +92,16 @@ def needs_one_engine(body: Mapping[str, Any], endpoint: str) -> str:
     return ""
 
 
-def prefill_copy(body: Mapping[str, Any], transfer: str) -> dict[str, Any]:
+def prefill_copy(body: Mapping[str, Any], path: str, transfer: str) -> dict[str, Any]:
     """The same prompt with one token to generate. The engine keeps its KV under the id `transfer`."""
     copy = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
     copy["stream"] = False
-    copy["max_tokens"] = 1
+    if path == GENERATE:
+        sampling = body[SAMPLING].items()
+        kept = {name: value for name, value in sampling if name not in NOT_FOR_PREFILL}
+        copy[SAMPLING] = {**kept, "max_tokens": 1}
+    else:
+        copy["max_tokens"] = 1
     if "max_completion_tokens" in body:
         copy["max_completion_tokens"] = 1
     copy["kv_transfer_params"] = {**prefill_params(transfer), **pool_wishes(body)}

@@ -15,8 +15,10 @@ from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.prompt.body import (
     COMPLETIONS,
+    GENERATE,
     GENERATES_ALONE,
     ONE_ENGINE,
+    as_completion,
     with_tokens,
 )
 from scheduler_plugins.router.prompt.describe import describe
@@ -32,6 +34,7 @@ class Asked:
     Attributes:
         headers: the headers that engines get.
         path, body: path and body of the request to an engine.
+        fields: `body` as a completion, to read from (`as_completion`).
         request: the request as policies see it.
         ids: token ids of the prompt, as the decode engine reads it; None: not asked for.
     """
@@ -51,7 +54,8 @@ class Asked:
         self.arrived = arrived
         self.path = path
         self.body = body
-        self.ids: list[int] | None = None
+        self.fields = as_completion(body, path)
+        self.ids: list[int] | None = body["token_ids"] if path == GENERATE else None
         self._counted = False
         self._in_tokens: tuple[dict[str, Any], str] | None = None
         self.request = self._described()
@@ -69,7 +73,7 @@ class Asked:
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt in tokens; 0 if only an estimate exists."""
-        prompt = self.body.get("prompt")
+        prompt = self.fields.get("prompt")
         if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
             return len(prompt)
         return self.request.tokens if self._counted else 0
@@ -83,7 +87,7 @@ class Asked:
         """Tokenize the prompt, if the choice of engines depends on its tokens."""
         if self.one_engine:
             return
-        found = await self._shared.tokens.of(self.body)
+        found = await self._shared.tokens.of(self.fields)
         if found.tokens is not None:
             self.request, self._counted = self._described(found), True
             if found.digest:
@@ -99,22 +103,26 @@ class Asked:
         return body if all(known.confirmed(digest, engine) for engine in engines) else self.body
 
     def ask_for_rest(self, rest: dict[str, Any]) -> None:
-        """From now on, ask for `StreamRecord.next_body`: a completion, or the client's chat once more."""
+        """From now on, ask for `next_body` of a record: the client's chat once more, or the prompt's tokens and those
+        that were sent."""
         if "messages" in rest:
             return
-        self.body, self.path, self.ids, self._in_tokens = rest, COMPLETIONS, None, None
+        if self.path != GENERATE:
+            self.path = COMPLETIONS
+        self.body, self.fields = rest, as_completion(rest, self.path)
+        self.ids, self._in_tokens = self.fields["prompt"], None
         before = self.request.hashes
         salt = before.salt if isinstance(before, PromptKeys) else None
         self.request = self.request._replace(
-            tokens=len(rest["prompt"]),
-            hashes=PromptKeys((), token_bytes(rest["prompt"]), salt=salt),
-            max_tokens=min(rest["max_tokens"], self.request.max_tokens),
+            tokens=len(self.ids),
+            hashes=PromptKeys((), token_bytes(self.ids), salt=salt),
+            max_tokens=min(self.fields["max_tokens"], self.request.max_tokens),
         )
 
     def _described(self, known: Tokenized = NOT_TOKENIZED) -> Request:
         """The request as policies see it, with the promises of its class."""
         found = describe(
-            self.body,
+            self.fields,
             self.headers,
             self.id,
             self.arrived,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
+from scheduler_plugins.router.loop import ran_s
 from scheduler_plugins.router.policies.base import Defer, Reject, Request, Route, cached_tokens
 from scheduler_plugins.router.policies.sides import least
 from scheduler_plugins.router.request.shared import Shared
@@ -34,7 +35,7 @@ async def next_attempt(
         RejectedError: the policy rejects the request.
     """
     loop = asyncio.get_running_loop()
-    begun_s = loop.time()
+    begun_s = ran_s()
     while (engines := candidates.able(begun=begun)) is not None:
         now = loop.time()
         by_role = {
@@ -48,7 +49,7 @@ async def next_attempt(
         view = LiveView(by_role, shared.pool.prefixes, now, places)
         margin = shared.margins.of(request.qos)
         asked = _asked(request, engines.prefill, engines.decode, now - arrived, margin, begun)
-        if (waited_s := now - begun_s) < shared.config.first_byte_timeout_s:
+        if (waited_s := ran_s() - begun_s) < shared.config.first_byte_timeout_s:
             decision = shared.policy.decide(asked, view, now, shared.random)
         else:
             decision = shared.policy.decide_at_last(asked, view, now, shared.random, waited_s)

@@ -28,7 +28,7 @@ from scheduler_plugins.router.engines.failures import EngineFailedError, Refused
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
 from scheduler_plugins.router.handoff import engine_bodies
-from scheduler_plugins.router.handoff.prefill import PrefillCopy, as_told
+from scheduler_plugins.router.handoff.prefill import HandoffFailedError, PrefillCopy, as_told
 from scheduler_plugins.router.handoff.prompt_ids import prompt_ids
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.request.asked import Asked
@@ -36,6 +36,7 @@ from scheduler_plugins.router.request.noticed import Noticed
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord
+from scheduler_plugins.router.request.resume_tokens import TokenRecord
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.routing.attempt import Attempt
 from scheduler_plugins.router.routing.candidates import Candidates
@@ -53,7 +54,7 @@ class Dispatch:
         asked: Asked,
         candidates: Candidates,
         responder: Responder,
-        record: StreamRecord | None,
+        record: StreamRecord | TokenRecord | None,
         spans: Trace,
         noticed: Noticed,
     ) -> None:
@@ -158,7 +159,8 @@ class Dispatch:
 
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy of the request: the next attempt uses another one."""
-        self._candidates.prefill_failed(engine, failure)
+        if not isinstance(failure, HandoffFailedError):
+            self._candidates.prefill_failed(engine, failure)
         # The answering engine has accepted the request, so the refusal counts against the prefill engine.
         if failure.blames_request and not isinstance(failure, RefusedError):
             self._shared.pool.report_failure(engine, failure)
@@ -193,12 +195,25 @@ class Dispatch:
         if copy is not None:
             await asyncio.sleep(0)  # send the copy first: the decode engine waits for its KV
         async with exchange(
-            self._shared.connections, engine, call, timeouts, config, copy
+            self._shared.connections,
+            engine,
+            call,
+            timeouts,
+            config,
+            copy,
+            elsewhere=self._can_go_elsewhere,
         ) as answer:
             await raise_for_status(answer)
             if answer.status in REFUSES and self._candidates.longer(engine):
                 raise RefusedError(answer.status, await answer.read_all())
             yield answer
+
+    def _can_go_elsewhere(self) -> bool:
+        """Whether another engine can give the answer, or its rest."""
+        begun = self._responder.begun
+        if begun and (self._record is None or self._record.next_body() is None):
+            return False
+        return self._candidates.has_other(begun=begun)
 
     async def _pass_on(
         self, answer: Exchange, attempt: Attempt, copy: PrefillCopy | None = None

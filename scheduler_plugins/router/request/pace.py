@@ -11,6 +11,7 @@ from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.request.resume import StreamRecord
+from scheduler_plugins.router.request.resume_tokens import TokenRecord
 
 _USAGE_NAME = b'"completion_tokens"'
 _USAGE = re.compile(_USAGE_NAME + rb"\s*:\s*(\d{1,9})")
@@ -25,7 +26,7 @@ class Pace:
     def __init__(
         self,
         engine: BackendEngine,
-        record: StreamRecord | None,
+        record: StreamRecord | TokenRecord | None,
         learnt: Callable[[BackendEngine, StepLoad, float], None],
     ) -> None:
         """Nothing has come yet.

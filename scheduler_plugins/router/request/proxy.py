@@ -20,8 +20,7 @@ from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.dispatch import Dispatch
 from scheduler_plugins.router.request.noticed import Noticed
 from scheduler_plugins.router.request.responder import Responder
-from scheduler_plugins.router.request.resumable import resumable
-from scheduler_plugins.router.request.resume import StreamRecord
+from scheduler_plugins.router.request.resumable import record_of
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.request.tail import cut_to_whole_characters
 from scheduler_plugins.router.routing.attempt import (
@@ -49,8 +48,7 @@ class ClientRequest:
         self._shared = shared
         arrived = asyncio.get_running_loop().time()
         self._asked = asked = Asked(shared, request.path, headers, parsed, arrived)
-        resumes = not asked.one_engine and resumable(parsed)
-        self._record = StreamRecord(parsed, request.path) if resumes else None
+        self._record = record_of(asked)
         """The sent part of a stream that another engine can go on with."""
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(
@@ -59,13 +57,14 @@ class ClientRequest:
             shared.metrics,
             arrived,
             lambda engine: is_wanted_abort(engine, shared, headers),
-            end_mark=not asked.one_engine,
+            completes=not asked.one_engine,
+            streams=asked.streams,
         )
         self._candidates = Candidates(
             shared.pool,
             shared.config.attempts,
-            parsed,
-            endpoint=request.path if asked.one_engine else "",
+            asked.fields,
+            request.path,
         )
         self.trace = shared.tracing.request(headers, request.path, asked.id)
         """The spans of the request; its server finishes them."""
@@ -174,7 +173,7 @@ class ClientRequest:
         record, asked = self._record, self._asked
         if record is None or record.next_body() is None:
             return False
-        self._candidates.failed(attempt, failure)
+        self._candidates.failed(attempt, failure, progressed=record.advanced)
         able = self._candidates.able(begun=True)
         if able is None:
             return False

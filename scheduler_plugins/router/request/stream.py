@@ -13,6 +13,7 @@ from scheduler_plugins.router.handoff.prefill import PrefillCopy
 from scheduler_plugins.router.handoff.usage import DETAILS
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.resume import StreamRecord
+from scheduler_plugins.router.request.resume_tokens import TokenRecord
 
 ENDS_S = 1.0
 """Longest wait for the end of a stream after its end mark."""
@@ -31,7 +32,7 @@ class EngineStream:
 
     answer: Exchange
     copy: PrefillCopy | None
-    record: StreamRecord | None
+    record: StreamRecord | TokenRecord | None
     pace: Pace | None
     cutter: EventCutter = field(default_factory=EventCutter)
     patch: FirstTokenPatch | None = None

@@ -10,6 +10,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.handoff.prompt_ids import text_of
 from scheduler_plugins.router.request.resume import UNFINISHED_CHARACTER, StreamRecord
+from scheduler_plugins.router.request.resume_tokens import TokenRecord
 from scheduler_plugins.router.request.shared import Shared
 
 MOST_PARTS = 3
@@ -17,7 +18,7 @@ MOST_PARTS = 3
 
 
 async def cut_to_whole_characters(
-    record: StreamRecord,
+    record: StreamRecord | TokenRecord,
     engine: BackendEngine,
     shared: Shared,
     headers: Mapping[str, str],

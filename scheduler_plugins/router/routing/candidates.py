@@ -14,39 +14,48 @@ from scheduler_plugins.router.engines.failures import (
     EngineFailedError,
     OverloadedError,
     RefusedError,
+    StoppedError,
 )
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.handoff.engine_bodies import sglangs_own, vllms_own
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
-from scheduler_plugins.router.prompt.body import BadRequestError
+from scheduler_plugins.router.prompt.body import (
+    COMPLETIONS,
+    GENERATE,
+    ONE_ENGINE,
+    ONLY_VLLM,
+    TOKENIZERS,
+    BadRequestError,
+)
 from scheduler_plugins.router.routing.attempt import (
     AbleEngines,
     AllOverloadedError,
     Attempt,
     UnavailableError,
 )
-from scheduler_plugins.router.routing.pairing import Pairing
+from scheduler_plugins.router.routing.pairing import MOST_FAILURES, Pairing
 
 
 class Candidates:
     """The engines that have not failed one request."""
 
-    def __init__(
-        self, pool: Pool, attempts: int, body: Mapping[str, Any], *, endpoint: str
-    ) -> None:
+    def __init__(self, pool: Pool, attempts: int, fields: Mapping[str, Any], path: str) -> None:
         """Send nothing yet.
 
         Args:
             attempts: most engines that may accept the request and fail it.
-            endpoint: path of an endpoint without transfers; empty for all others.
+            fields: the request `as_completion`.
         """
         self._pool = pool
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
-        self._pairing = Pairing(body, endpoint=endpoint)
-        self._model = body.get("model")
-        self._sglangs = sglangs_own(body)
-        self._vllms = not self._sglangs and vllms_own(body)
+        self._starts: dict[BackendEngine, int] = {}
+        """The starts of these engines when they failed. Restarted, they can be asked again."""
+        self._pairing = Pairing(fields, endpoint=path if path in ONE_ENGINE else "")
+        self._model = fields.get("model")
+        self._only_vllm = path if path in ONLY_VLLM else ""
+        self._sglangs = "" if self._only_vllm else sglangs_own(fields)
+        self._vllms = not self._sglangs and vllms_own(fields)
         self._without_kv: dict[BackendEngine, EngineFailedError] = {}
         """Decode engines that are alive but got no KV for the prompt, with their last failure."""
         self._died = set[BackendEngine]()
@@ -73,7 +82,8 @@ class Candidates:
         """
         if self._accepted >= self._attempts:
             return None
-        besides = self._failed.keys() | self._others()
+        besides = self._others()
+        besides |= {one for one in self._failed if one.starts == self._starts[one]}
         decode = self._pool.up(Role.DECODE, besides)
         prefill = self._pool.up(Role.PREFILL, besides)
         slow = self._pool.up(Role.CPU_PREFILL, besides)
@@ -106,8 +116,9 @@ class Candidates:
 
     def _of_sglang(self) -> set[BackendEngine]:
         """SGLang engines that would answer a request with a field that only vLLM knows, if the router has vLLM
-        engines."""
-        if not (self._vllms and any(one.was_vllm for one in self._pool.engines)):
+        engines; and one to an endpoint that only vLLM has."""
+        prefers = self._vllms and any(one.was_vllm for one in self._pool.engines)
+        if not (self._only_vllm or prefers):
             return set()
         sglangs = [one for one in self._pool.engines if one.kind is Kind.SGLANG]
         return {one for one in sglangs if one.serves(Role.DECODE) or one.whole}
@@ -131,6 +142,10 @@ class Candidates:
         able = self.able()
         return able is not None and any(engine is not besides for engine in able.prefill)
 
+    def has_other(self, *, begun: bool) -> bool:
+        """Whether another engine can answer if the present one is given up. `begun`: as in `able`."""
+        return self.able(begun=begun) is not None
+
     def longer(self, engine: BackendEngine) -> bool:
         """Whether an engine with a longer context than this one can answer."""
         able = self.able(begun=True) if engine.context_tokens else None
@@ -149,32 +164,44 @@ class Candidates:
         longer = any(o.hands_over and o.context_tokens > prefill.context_tokens for o in left)
         return None if longer or any(one.computes_prompts for one in left) else refusal
 
-    def failed(self, attempt: Attempt, failure: EngineFailedError) -> None:
-        """An attempt failed."""
+    def failed(
+        self, attempt: Attempt, failure: EngineFailedError, *, progressed: bool = False
+    ) -> None:
+        """An attempt failed.
+
+        Args:
+            progressed: the answer has become longer before. Such an attempt does not count: the request is not to
+                blame.
+        """
         if isinstance(failure, PrefillRefusedError):
             return  # the decode engine may be asked again
         if isinstance(failure, RefusedError):
             for engine in self._not_longer(attempt.answering):
-                self._failed[engine] = failure
+                self._note(engine, failure)
             return
         prefill, lost = attempt.prefill, failure.answered and self.lost_prefill(attempt)
         if isinstance(failure, OverloadedError):
             self._lacks_room(attempt.answering, failure)
             lost = False
-        self._accepted += failure.accepted and not lost
+        blameless = lost or progressed or isinstance(failure, StoppedError)
+        self._accepted += failure.accepted and not blameless
         able = lost or not attempt.answering.computes_prompts
         if prefill is not None and able and failure.answered:
             # The decode engine is alive and only lacks the KV, which another prefill engine may deliver.
-            self._pairing.failed.add((prefill, attempt.answering))
+            self._pairing.failures[prefill, attempt.answering] += _weight(failure)
             self._without_kv[attempt.answering] = failure
             return
-        self._failed[attempt.answering] = failure
+        self._note(attempt.answering, failure)
+
+    def _note(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        self._failed[engine], self._starts[engine] = failure, engine.starts
 
     def prefill_failed(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A prefill engine failed its copy of the request: the next attempt uses another one."""
-        self._pairing.no_prefill.add(engine)
+        """A prefill engine failed its copy of the request: the next attempt uses another one, if there is one."""
+        self._pairing.failures[engine] += _weight(failure)
         if isinstance(failure, RefusedError):
-            self._pairing.no_prefill.update(self._not_longer(engine))
+            for each in self._not_longer(engine):
+                self._pairing.failures[each] = MOST_FAILURES
             if self._refusal is None or self._refusal[0].context_tokens <= engine.context_tokens:
                 self._refusal = engine, failure
         if failure.cause in DEATHS:
@@ -207,6 +234,12 @@ class Candidates:
         if needs_one and left and not any(one.computes_prompts for one in left):
             return BadRequestError(needs_one)
         kinds = {one.kind for one in self._pool.engines if one.serves(Role.PREFILL)}
+        if self._only_vllm and left and all(one.kind is Kind.SGLANG for one in left):
+            instead = f"{COMPLETIONS}, whose prompt takes token ids"
+            return BadRequestError(
+                f"{self._only_vllm}: only vLLM's engines have this endpoint, and the router has none; use "
+                f"{instead if self._only_vllm == GENERATE else TOKENIZERS[1]}"
+            )
         alone = any(one.whole for one in left)
         if vllm and not alone and not kinds & {Kind.SGLANG, None}:
             told = f"{self._sglangs}: only SGLang's engines know it, and none of them computes prompts here"
@@ -247,3 +280,10 @@ class Candidates:
         if self.able(begun=True) is not None:
             return "the retry budget was used up"
         return "it needs an engine of the other side, and none is left"
+
+
+def _weight(failure: EngineFailedError) -> int:
+    """How many failures this one counts for. An engine that reports an error of its own may succeed the next time; an
+    engine that is gone, refuses the request or lacks room is not asked again."""
+    repeatable = failure.answered and not isinstance(failure, OverloadedError)
+    return 1 if repeatable else MOST_FAILURES

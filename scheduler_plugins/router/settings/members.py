@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from pd_connector.hosts import is_host
+from pd_connector.hosts import is_host, stray_character
 
 DNS, PODS, POOL = "dns+http", "k8s+http", "pool+http"
 FORMS = {
@@ -53,6 +53,8 @@ def checked_name(side: str, given: str) -> str:
     """The URL in its usual form. Raises ValueError if it is no such URL; the message begins with
     `side`."""
     parts = urlsplit(given)
+    if stray := stray_character(given) or stray_character(unquote(given)):
+        raise ValueError(f"{side} {given!r}: must look like {FORMS[parts.scheme]}; {stray}")
     try:
         name: Name | None = parts_of(given)
     except ValueError:

@@ -127,7 +127,7 @@ OPTIONS = {
         (
             "drain-timeout-s",
             "SECONDS",
-            "time that an engine which refuses connections, or leaves, has to finish its requests",
+            "time that an engine which takes no new requests, or leaves, has for answers that show no progress",
         ),
         (
             "shutdown-timeout-s",

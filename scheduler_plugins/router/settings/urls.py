@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from pd_connector.hosts import is_loopback, server_url
+from pd_connector.hosts import is_loopback, server_url, stray_character
 from scheduler_plugins.qos.trust import KEY_VARIABLE
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
 
 def is_url(text: str) -> bool:
     """Whether the text is a URL of an HTTP server."""
+    if stray_character(text):
+        return False
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -22,6 +24,8 @@ def is_url(text: str) -> bool:
 
 def host_with_port(address: str) -> str:
     """The host of an address with a port; empty if the address has no port."""
+    if stray_character(address):
+        return ""
     try:
         parts = urlsplit(address)
         return parts.hostname or "" if parts.port else ""
@@ -97,7 +101,9 @@ def checked_events(
                 f"kv_events {engine}: no engine has this URL; write it as in --prefill, --decode or --engine"
             )
         for address in (endpoint, replay):
-            if address is not None and not address.startswith(("tcp://", "ipc://")):
+            if address is not None and (
+                stray_character(address) or not address.startswith(("tcp://", "ipc://"))
+            ):
                 raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
         found[url] = (endpoint, replay)
     return found

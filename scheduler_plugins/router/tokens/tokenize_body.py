@@ -8,6 +8,7 @@ MOST_CHARACTERS = 1 << 20
 """A longer prompt is not tokenized, because it would block the workers for seconds."""
 
 
+_BESIDE_TOKENS = ("prompt_embeds", "features", "content_parts")
 _CHAT_FIELDS = (
     "messages",
     "tools",
@@ -20,7 +21,7 @@ _CHAT_FIELDS = (
 
 
 def tokenize_body(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The body for `/tokenize`; None for several prompts, images, or too much text."""
+    """The body for `/tokenize` of a request `as_completion`; None for several prompts, images, or too much text."""
     if "messages" in body:
         messages = body["messages"]
         if not all(_plain(message) for message in messages):
@@ -31,7 +32,7 @@ def tokenize_body(body: Mapping[str, Any]) -> dict[str, Any] | None:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and (not prompt or type(prompt[0]) is not int):
         return None
-    if not isinstance(prompt, str | list) or body.get("prompt_embeds") is not None:
+    if not isinstance(prompt, str | list) or any(body.get(name) for name in _BESIDE_TOKENS):
         return None
     if len(prompt) > MOST_CHARACTERS:
         return None

@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scheduler_plugins.admission.endpoints import GENERATE as GENERATE
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -25,7 +27,11 @@ def answer(
 ) -> dict[str, Any]:
     """A whole answer of `tokens` tokens. `params`: its `kv_transfer_params`."""
     text, choice = " word" * tokens, {"index": 0, "finish_reason": "length"}
-    said = {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
+    said: dict[str, Any] = {"text": text}
+    if path == CHAT:
+        said = {"message": {"role": "assistant", "content": text}}
+    elif path == GENERATE:
+        said = {"token_ids": [WORD] * tokens}
     return {
         **_head(body, path, f"cmpl-{uuid.uuid4().hex}"),
         "choices": [{**choice, **said}],
@@ -39,6 +45,8 @@ def event(
 ) -> bytes:
     """One token of a stream. `prompt`: its ids, for the first one."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
+    if path == GENERATE:
+        return _sent({**_head(body, path, name), "choices": [{**choice, "token_ids": [WORD]}]})
     choice |= {"delta": {"content": " word"}} if path == CHAT else {"text": " word"}
     content = {**_head(body, path, name), "choices": [choice]}
     if body.get("return_token_ids"):
@@ -64,6 +72,8 @@ def usage_of(prompt_tokens: int, tokens: int, cached: int) -> dict[str, Any]:
 
 
 def _head(body: Mapping[str, Any], path: str, name: str) -> dict[str, Any]:
+    if path == GENERATE:
+        return {"request_id": name, "model": body.get("model")}
     kind = "chat.completion" if path == CHAT else "text_completion"
     kind += ".chunk" if path == CHAT and body.get("stream") else ""
     return {"id": name, "object": kind, "created": int(time.time()), "model": body.get("model")}

@@ -31,6 +31,7 @@ from scheduler_plugins.sim.mock.answers import (
     CHAT,
     COMPLETIONS,
     DONE,
+    GENERATE,
     answer,
     event,
     usage_event,
@@ -46,6 +47,13 @@ _DEFAULT_MAX_TOKENS = 16
 _CONTEXT_TOKENS = 1 << 20
 _SHUTDOWN_S = 0.5
 """Time after which streams still open at the end are cut off."""
+
+
+def _most_tokens(body: Mapping[str, Any]) -> int:
+    """Tokens of an answer."""
+    fields = {**body, **(body.get("sampling_params") or {})}
+    most = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    return int(most or _DEFAULT_MAX_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,7 @@ class MockEngine:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post(COMPLETIONS, self._complete)
         app.router.add_post(CHAT, self._complete)
+        app.router.add_post(GENERATE, self._complete)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
         )
@@ -188,7 +197,6 @@ class MockEngine:
             told = answer(body, request.path, 1, usage_of(1, 1, 0), description(self._address))
             return web.json_response(told)
         ids = token_ids(body)
-        most = body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS
         hashes = block_hashes(ids, self.settings.block_tokens)
         self.cache.know(hashes, ids)
         waiting = Waiting(
@@ -196,7 +204,7 @@ class MockEngine:
             tokens=len(ids),
             block_hashes=hashes,
             arrival_s=self.clock.now_s,
-            max_tokens=int(most),
+            max_tokens=_most_tokens(body),
         )
         generation = None
         room = body.get("bootstrap_room")

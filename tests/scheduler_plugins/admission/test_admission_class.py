@@ -12,6 +12,7 @@ from admission_fakes import Bench
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.middleware import middleware
 from scheduler_plugins.middleware.engine_config import is_half_of_a_pair
 from scheduler_plugins.qos.trust import HEADER, KEY_VARIABLE, class_key, signed
@@ -31,6 +32,25 @@ def bench(tmp_path: Path) -> Bench:
 def test_a_header_becomes_the_class_in_the_body(bench: Bench, path: str) -> None:
     assert bench.post({"prompt": "a"}, path, PREMIUM).status == 200
     assert bench.server.last_body == {"prompt": "a", "vllm_xargs": {"qos": "premium"}}
+
+
+def test_a_request_of_token_ids_has_its_class_among_its_sampling_parameters(bench: Bench) -> None:
+    extra = {"qos": "premium", "other": 3}
+    sent = {"token_ids": [1], "sampling_params": {"max_tokens": 4, "extra_args": extra}}
+    assert bench.post(sent, GENERATE).status == 200
+    told = bench.server.last_body["sampling_params"]
+    assert told == {"max_tokens": 4, "extra_args": {"qos": "free", "other": 3}}
+    # The engine refuses what has no place for a class.
+    for odd in (None, [], {"extra_args": "premium"}):
+        raw = json.dumps({"token_ids": [1], "sampling_params": odd}).encode()
+        bench.post(raw, GENERATE, PREMIUM)
+        assert bench.server.bodies[-1] == raw
+
+
+def test_a_request_of_token_ids_that_would_be_late_is_refused(bench: Bench) -> None:
+    bench.board.write(waiting_s=4.0)
+    sent = {"token_ids": LATE["prompt"], "sampling_params": {"max_tokens": 4}}
+    assert bench.post(sent, GENERATE, PREMIUM).status == 429
 
 
 def test_without_the_header_the_last_route_counts(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from measure.scheduler.overload import PromisedLoad, attainment, goodput, serve
+from pd_bench.scheduler.overload import PromisedLoad, attainment, goodput, serve
 from scheduler_plugins.admission.control import AdmissionControl
 from scheduler_plugins.admission.load import ClassLoad, Decoding, LoadReport
 from scheduler_plugins.admission.predict import Prediction, Predictor

@@ -17,8 +17,10 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_connector.tools.launch.ports import Port
+from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.loop import AsyncioLoop
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -44,8 +46,13 @@ FAST = {
 }
 
 
+def choices(text: str) -> dict[str, Any]:
+    """What one event says."""
+    return {"choices": [{"index": 0, "text": text}]}
+
+
 def event(text: str) -> bytes:
-    return f"data: {json.dumps({'text': text})}\n\n".encode()
+    return f"data: {json.dumps(choices(text))}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"
@@ -57,7 +64,7 @@ async def answer(
     """What a healthy engine does: four events, or one object; who answered is in it."""
     if body.get("stream"):
         return await stream(4)(engine, request, body)
-    content = {"id": "cmpl-1", "served_by": engine.name}
+    content = {"id": "cmpl-1", **choices("said"), "served_by": engine.name}
     return web.json_response(content, headers={"X-Engine": engine.name})
 
 
@@ -73,7 +80,7 @@ def stream(events: int, then: str = "end", gap_s: float = 0.0) -> Behaviour:
             await response.write(event(f"{engine.name}{number}"))
             await asyncio.sleep(gap_s)
         if then == "half":
-            await response.write(b'data: {"text": "hal')
+            await response.write(b'data: {"choices": [{"text": "hal')
             await asyncio.sleep(0.02)
         if then in ("die", "half"):
             drop(request)
@@ -194,6 +201,7 @@ class FakeEngine:
         self.api_key = ""
         self.healthy = True
         self.hung = False
+        self._unhung = asyncio.Event()
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[CIMultiDictProxy[str]] = []
         self.pool_asked: list[str | None] = []
@@ -253,11 +261,18 @@ class FakeEngine:
         app.router.add_get("/version", self._version)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post(GENERATE, self._complete)
         app.router.add_get("/pd/load", self._load)
         app.router.add_get("/pd/pool", self._pool)
         app.router.add_get("/is_paused", self._is_paused)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
+
+    def unhang(self) -> None:
+        """Answer the health checks that wait, and later ones."""
+        self.hung = False
+        self._unhung.set()
+        self._unhung = asyncio.Event()
 
     async def refuse(self) -> None:
         """Stop listening and keep the open connections, as a draining engine does."""
@@ -286,7 +301,7 @@ class FakeEngine:
     async def _health(self, request: web.Request) -> web.StreamResponse:
         self.health_checks += 1
         if self.hung:
-            await forever()
+            await self._unhung.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
@@ -366,7 +381,7 @@ class FakeEngine:
                 "remote_port": 7000,
                 "describe": True,
             }
-        return web.json_response({"id": "cmpl-0", "kv_transfer_params": params})
+        return web.json_response({"id": "cmpl-0", **choices("a"), "kv_transfer_params": params})
 
 
 class World:
@@ -497,14 +512,18 @@ class Reply:
         return [text if text == "[DONE]" else json.loads(text) for text in data]
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
+def run(
+    scenario: Coroutine[Any, Any, None],
+    loop: Callable[[], asyncio.AbstractEventLoop] = AsyncioLoop,
+) -> None:
     """Run one scenario under a deadline."""
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await scenario
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(bounded())
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -143,6 +143,8 @@ def test_vllm_prefills_what_sglang_has_read() -> None:
                 "bootstrap_host": "127.0.0.1",
                 "bootstrap_port": 7000,  # no registry: a rank's control port
                 "bootstrap_room": room,
+                # for a prompt that must be computed again
+                "custom_params": {"pd_prefill_server": {"url": w.p[0].url, "rank": None}},
             }
             assert prefill == {
                 "model": "m",
@@ -160,6 +162,20 @@ def test_vllm_prefills_what_sglang_has_read() -> None:
                     "transfer_id": str(room),
                 },
             }
+
+    run(scenario())
+
+
+def test_no_client_names_the_server_that_a_decode_engine_asks() -> None:
+    async def scenario() -> None:
+        async with world("s", "s") as w:
+            server = {"pd_prefill_server": {"url": "http://10.0.0.1:22", "rank": None}}
+            assert (await w.complete(custom_params={"qos": "a", **server})).status == 200
+            assert [each.bodies[0]["custom_params"] for each in (*w.p, *w.d)] == [{"qos": "a"}] * 2
+            header = {"X-Override-Bootstrap-Host": "2.2.2.2", "x-override-bootstrap-room": "5"}
+            await w.post("/v1/chat/completions", CHAT, **header)
+            for engine in (*w.p, *w.d):
+                assert not [name for name in engine.headers[-1] if "override" in name.lower()]
 
     run(scenario())
 

@@ -13,24 +13,27 @@ import pytest
 from router_fakes import World, hang, run, until
 
 from scheduler_plugins.router.client import connections
-from scheduler_plugins.router.endpoints.app_keys import BODIES, CONNECTIONS
+from scheduler_plugins.router.endpoints import admin
+from scheduler_plugins.router.endpoints.admin import MOST_CONNECTIONS
+from scheduler_plugins.router.endpoints.app_keys import BODIES, CONNECTIONS, OPERATOR
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.prompt.pieces import PIECE_BYTES
+from scheduler_plugins.router.server import AdminServer
 from scheduler_plugins.router.settings.config import RouterConfig
 
 HALF_OPEN = 600
 
 
 async def half_open(
-    world: World, count: int, begin: bytes = b"POST /v1/comp"
+    world: World, count: int, begin: bytes = b"POST /v1/comp", port: int = 0
 ) -> list[socket.socket]:
-    """Connections whose request never comes."""
+    """Connections whose request never comes. `port`: another one than that of clients."""
     loop = asyncio.get_running_loop()
     found = []
     for _ in range(count):
         one = socket.socket()
         one.setblocking(False)
-        await loop.sock_connect(one, ("127.0.0.1", world.port))
+        await loop.sock_connect(one, ("127.0.0.1", port or world.port))
         await loop.sock_sendall(one, begin)
         found.append(one)
     return found
@@ -68,6 +71,102 @@ def test_what_is_no_http_is_refused_without_a_word_in_the_log(
     with caplog.at_level(logging.INFO):
         run(scenario())
     assert not [one for one in caplog.records if one.name == "aiohttp.server"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *(one.replace(b"POST /v1/completions", b"POST /engines") for one in MALFORMED),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /engines HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_nobody_without_the_token_fills_the_log_by_the_admin_port(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with World(admin_port=0) as world:
+            (client,) = await half_open(world, 1, sent, world.server.admin_port)
+            assert (await loop.sock_recv(client, 1000)).split(b" ")[1] in (b"400", b"401")
+            await until(lambda: len(admin_of(world).connections) == 0, "the connection is closed")
+            client.close()
+
+    with caplog.at_level(logging.INFO):
+        run(scenario())
+    assert not [one for one in caplog.records if one.name == "aiohttp.server"]
+
+
+def admin_of(world: World) -> AdminServer:
+    assert world.server._admin is not None
+    return world.server._admin
+
+
+def test_half_open_connections_to_the_admin_port_keep_out_neither_clients_nor_the_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 3600)
+
+    async def scenario() -> None:
+        async with World(admin_port=0) as world:
+            port = world.server.admin_port
+            opened = await half_open(world, 3 * MOST_CONNECTIONS, b"G", port)
+            assert all([await closed(one) for one in opened[: 2 * MOST_CONNECTIONS]])
+            assert len(admin_of(world).connections) == MOST_CONNECTIONS
+            assert (await world.complete()).status == 200
+            token = {"Authorization": f"Bearer {world.app[OPERATOR].token}"}
+            url = f"http://127.0.0.1:{port}/engines"
+            async with world.client.get(url, headers=token) as told:
+                assert told.status == 200
+            for one in opened:
+                one.close()
+
+    run(scenario())
+
+
+def test_connections_to_the_admin_port_that_never_send_a_request_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 1.5)
+
+    async def scenario() -> None:
+        async with World(admin_port=0) as world:
+            opened = await half_open(
+                world, 20, b"GET /engines HTTP/1.1\r\nX-A: ", world.server.admin_port
+            )
+            await until(lambda: len(admin_of(world).connections) == 0, "they are closed")
+            assert all([await closed(one) for one in opened])
+            for one in opened:
+                one.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("sent", "length", "status", "said"),
+    [
+        (b"{", 1000, 400, "was not sent within 0.5 s"),
+        (b"x" * (2 << 20), 2 << 20, 413, "larger than 1048576 bytes"),
+        (b"[" * 100_000, 100_000, 400, ""),
+    ],
+)
+def test_the_operators_bodies_have_a_bound_and_a_time(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, length: int, status: int, said: str
+) -> None:
+    monkeypatch.setattr(admin, "BODY_S", 0.5)
+
+    async def scenario() -> None:
+        async with World(admin_port=0) as world:
+            token = f"Authorization: Bearer {world.app[OPERATOR].token}\r\n"
+            head = f"POST /engines HTTP/1.1\r\nHost: localhost\r\n{token}Content-Length: {length}"
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.server.admin_port)
+            writer.write(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + sent)
+            answer = await reader.readuntil(b"}}")
+            assert int(answer.split(b" ")[1]) == status
+            assert said.encode() in answer
+            writer.close()
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("begin", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nX-A: "])

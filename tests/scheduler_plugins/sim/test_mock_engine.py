@@ -20,6 +20,7 @@ from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.engines.traffic import read
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.sim.mock.answers import GENERATE, WORD
 from scheduler_plugins.sim.mock.events import (
     BlockRemoved,
     BlockStored,
@@ -96,6 +97,35 @@ def test_answers_have_as_many_tokens_as_asked_and_say_what_was_cached() -> None:
                 text = await answer.text()
             assert 'vllm:prefix_cache_hits_total{model_name="mock",engine="0"} 80' in text
             assert read(text, 0.0).totals, "or the router says that it has no PDConnector"
+
+    run(scenario())
+
+
+def test_token_ids_in_are_token_ids_out() -> None:
+    async def scenario() -> None:
+        async with engine() as p, engine() as d:
+            urls = {
+                side: (f"http://127.0.0.1:{one.port}",)
+                for side, one in (("prefill", p), ("decode", d))
+            }
+            sent = {"token_ids": list(range(100)), "sampling_params": {"max_tokens": 5}}
+            async with (
+                RouterServer(RouterConfig(**urls, port=0)) as router,
+                aiohttp.ClientSession() as session,
+            ):
+                url = f"http://127.0.0.1:{router.port}{GENERATE}"
+                async with session.post(url, json=sent) as answer:
+                    whole = await answer.json()
+                assert whole["choices"][0]["token_ids"] == [WORD] * 5
+                assert whole["usage"]["prompt_tokens"] == 100
+                async with session.post(url, json={**sent, "stream": True}) as answer:
+                    events = (await answer.text()).split("\n\n")
+                assert events[-2] == "data: [DONE]"
+                choices = [json.loads(one[6:])["choices"][0] for one in events[:-2]]
+                assert [one["token_ids"] for one in choices] == [[WORD]] * 5
+                assert choices[-1]["finish_reason"] == "length"
+                # The second prompt is cached, and both were computed by the prefill engine.
+                assert await cached(session, p.port) == (200, 96)
 
     run(scenario())
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from measure.scheduler.replay import Setup
+from pd_bench.scheduler.replay import Setup
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import POLICIES
 from scheduler_plugins.order.request import Waiting

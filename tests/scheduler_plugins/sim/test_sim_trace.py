@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from measure.scheduler.app import app
+from pd_bench.scheduler.app import app
 from scheduler_plugins.sim.trace import TraceError, at_rate, jittered, read
 from scheduler_plugins.sim.workload import shared_profiles
 

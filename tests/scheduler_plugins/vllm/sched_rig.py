@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from measure.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
+from pd_bench.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView

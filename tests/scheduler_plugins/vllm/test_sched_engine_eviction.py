@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from measure.scheduler import app as bench
-from measure.scheduler import eviction
+from pd_bench.scheduler import app as bench
+from pd_bench.scheduler import eviction
 from scheduler_plugins.sim.workload import conversations, shared_profiles
 from scheduler_plugins.vllm.discard import SuffixDiscard
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler

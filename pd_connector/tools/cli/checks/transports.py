@@ -77,7 +77,7 @@ def nixl(facts: Facts) -> Finding:
         "nixl",
         trial,
         "leave nixl out of `transports`, or reinstall it: pip install --force-reinstall --no-deps "
-        "nixl nixl-cu13 (nixl-cu12 beside a CUDA 12 torch)",
+        "nixl==1.5.1 nixl-cu13==1.5.1 (nixl-cu12 beside a CUDA 12 torch; 1.5.2 lacks these two on PyPI)",
     )
 
 

@@ -8,6 +8,8 @@ import datetime
 import ipaddress
 import socket
 import ssl
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ from router_fakes import FAST, FakeEngine, World, run, until
 from support.fake_kubernetes import FakeKubernetes
 
 from scheduler_plugins.router.__main__ import main
-from scheduler_plugins.router.client import tls
+from scheduler_plugins.router.client import listening, tls
 from scheduler_plugins.router.client.doors import MOST_ID_CHARACTERS
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.engines import named as named_module
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.engines.kubernetes import api as api_module
+from scheduler_plugins.router.loop import AsyncioLoop, new_loop
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
@@ -87,6 +90,30 @@ def test_clients_need_the_key_and_engines_get_their_own() -> None:
             assert "Authorization" not in world.d[0].headers[0], "engines do not learn our key"
 
     run(scenario())
+
+
+@pytest.mark.parametrize("loop", [AsyncioLoop, new_loop], ids=["asyncio", "installed"])
+def test_a_client_whose_tls_handshake_came_while_the_router_stood_still_is_answered(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    monkeypatch.setattr(listening, "HEADERS_S", 1.0)
+    cert, key = certificate(tmp_path)
+    sent, tls = ssl.MemoryBIO(), ssl.create_default_context()
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="127.0.0.1").do_handshake()
+
+    async def scenario() -> None:
+        async with World(tls_cert=cert, tls_key=key) as world:
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+            await asyncio.sleep(0.2)  # the router waits for the handshake
+            writer.write(sent.read())
+            time.sleep(3.0)  # noqa: ASYNC251 - the whole process stands still
+            assert (await reader.read(1)) == b"\x16", "its part of the handshake"
+            writer.close()
+
+    run(scenario(), loop)
 
 
 def test_clients_and_engines_may_speak_tls(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from aiohttp import web
-from router_fakes import FakeEngine, World, run, stream
+from router_fakes import FakeEngine, World, answer, run, stream
 
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -56,14 +56,34 @@ def test_the_routers_word_counts_and_not_the_engines() -> None:
     async def open_to_all(
         engine: FakeEngine, request: web.Request, body: dict[str, object]
     ) -> web.StreamResponse:
-        return web.json_response({}, headers={ALLOWED: "*"})
+        more = {
+            "Access-Control-Allow-Credentials": "true",
+            "access-control-expose-headers": "*",
+            "Access-Control-Allow-Private-Network": "true",
+            "Set-Cookie": "session=engine",
+            "Alt-Svc": 'h3="engine:443"',
+        }
+        answered = await answer(engine, request, dict(body))
+        answered.headers.update({ALLOWED: "*", **more})
+        return answered
 
     async def scenario() -> None:
         async with World(allowed_origins=(PAGE,)) as world:
             world.d[0].behave = open_to_all
             body = {"model": "m", "messages": []}
-            assert (await world.post(CHAT, body, Origin=PAGE)).headers.getall(ALLOWED) == [PAGE]
+            found = (await world.post(CHAT, body, Origin=PAGE)).headers
+            assert found.getall(ALLOWED) == [PAGE]
+            of_router = {ALLOWED, "Access-Control-Expose-Headers"}
+            assert {
+                name for name in found if name.lower().startswith("access-control")
+            } == of_router
+            assert found.getall("Access-Control-Expose-Headers") == ["X-Request-Id, Retry-After"]
+            assert not {"Set-Cookie", "Alt-Svc"} & set(found)
             assert ALLOWED not in (await world.post(CHAT, body, Origin=OTHER)).headers
+        async with World() as world:
+            world.d[0].behave = open_to_all
+            found = (await world.post(CHAT, body)).headers
+            assert not [name for name in found if name.lower().startswith("access-control")]
 
     run(scenario())
 

@@ -28,18 +28,52 @@ JSON = "application/json"
 
 async def ask(world: World, method: str, sent: str | None, **headers: str) -> int:
     """The admin API's status."""
+    return (await told(world, method, sent, **headers))[0]
+
+
+async def told(world: World, method: str, sent: str | None, **headers: str) -> tuple[int, str]:
+    """The admin API's status and answer."""
     url = f"http://127.0.0.1:{world.server.admin_port}/engines"
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     async with (
         aiohttp.ClientSession() as session,
         session.request(method, url, data=sent, headers=named) as answer,
     ):
-        return answer.status
+        return answer.status, await answer.text()
 
 
 def files(folder: Path) -> list[Path]:
     """All that is kept of tokens."""
     return list(folder.rglob("*.token*"))
+
+
+@pytest.mark.parametrize("stray", ["\r\n", "\n", "\t", "\0", " "])
+@pytest.mark.parametrize("at", [0, 11, -1])
+def test_a_url_with_a_character_that_none_has_is_refused_by_name(stray: str, at: int) -> None:
+    """Python's parser drops line breaks and tabs: another engine than the one that was named would join."""
+    url = (
+        f"http://127.0.0.1:8100{stray}"
+        if at < 0
+        else f"{stray}".join(split("http://127.0.0.1:8100", at))
+    )
+
+    async def scenario() -> None:
+        async with World(admin_port=0) as world:
+            count, token = len(world.engines), f"Bearer {world.app[OPERATOR].token}"
+            for base in (url, url.replace("http://127.0.0.1", "dns+http://engines.example")):
+                sent = json.dumps({"url": base, "role": "decode"})
+                status, said = await told(
+                    world, "POST", sent, Authorization=token, Content_Type=JSON
+                )
+                assert status == 400
+                assert repr(stray[0])[1:-1] in said.replace("\\\\", "\\")
+                assert len(world.engines) == count
+
+    run(scenario())
+
+
+def split(text: str, at: int) -> tuple[str, str]:
+    return text[:at], text[at:]
 
 
 def test_a_web_page_adds_no_engine() -> None:

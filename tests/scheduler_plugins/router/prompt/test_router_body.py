@@ -61,7 +61,7 @@ def test_the_decode_side_gets_the_request_unchanged_but_for_the_transfer(
 def test_the_prefill_side_gets_every_field_that_could_change_the_prompt(
     content: dict[str, Any],
 ) -> None:
-    sent = transfer.prefill_copy(content, "t")
+    sent = transfer.prefill_copy(content, body.COMPLETIONS, "t")
     touched = REWRITTEN | set(transfer.NOT_FOR_PREFILL)
     assert {k: v for k, v in sent.items() if k not in touched} == {
         k: v for k, v in content.items() if k not in touched
@@ -71,7 +71,7 @@ def test_the_prefill_side_gets_every_field_that_could_change_the_prompt(
 
 @given(bodies)
 def test_the_prefill_side_generates_one_token_and_keeps_its_kv(content: dict[str, Any]) -> None:
-    sent = transfer.prefill_copy(content, "t")
+    sent = transfer.prefill_copy(content, body.COMPLETIONS, "t")
     assert (sent["max_tokens"], sent["stream"]) == (1, False)
     assert ("max_completion_tokens" in sent) == ("max_completion_tokens" in content)
     assert sent.get("max_completion_tokens", 1) == 1
@@ -85,7 +85,7 @@ def test_the_prefill_side_generates_one_token_and_keeps_its_kv(content: dict[str
 @given(bodies)
 def test_rewriting_leaves_the_clients_body_alone(content: dict[str, Any]) -> None:
     before = json.dumps(content)
-    transfer.prefill_copy(content, "t")
+    transfer.prefill_copy(content, body.COMPLETIONS, "t")
     transfer.decode_copy(content, ADDRESS, "t")
     assert json.dumps(content) == before
 
@@ -258,7 +258,7 @@ def test_wishes_about_the_kv_pool_are_all_that_a_client_may_set_of_a_transfer() 
     for route in (body.COMPLETIONS, body.CHAT):
         found = body.parse(sent, route)
         assert found["kv_transfer_params"] == {"pool": wishes}
-        prefill = transfer.prefill_copy(found, "t")["kv_transfer_params"]
+        prefill = transfer.prefill_copy(found, route, "t")["kv_transfer_params"]
         assert prefill == {**params.prefill_params("t"), "pool": wishes}
         decode = transfer.decode_copy(found, ADDRESS, "t")["kv_transfer_params"]
         assert decode == {**params.decode_params(ADDRESS, "t"), "pool": wishes}

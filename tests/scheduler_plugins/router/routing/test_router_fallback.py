@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from random import Random
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,10 +164,37 @@ def test_a_policy_that_hangs_is_asked_again_after_pauses_that_double() -> None:
 
 
 def test_a_call_in_time_leaves_no_alarm_and_no_handler_behind() -> None:
-    import signal
-
     before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
     assert Limited().call(sys.getrecursionlimit, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before[0]
     left_s = signal.getitimer(signal.ITIMER_REAL)[0]
     assert left_s == 0.0 if before[1] == 0.0 else before[1] - LIMIT_S < left_s <= before[1]
+
+
+STANDS_STILL = """
+import sys
+from scheduler_plugins.router.limit import LIMIT_S, Limited
+
+
+def waits():
+    print(flush=True)
+    return sys.stdin.readline()
+
+limited = Limited()
+print(limited.call(waits, 0.0), limited.took_s < LIMIT_S, limited.is_paused(0.0))
+"""
+
+
+def test_a_process_that_stood_still_inside_a_call_was_not_late() -> None:
+    """The alarm of the whole limit came at once when the process ran again."""
+    command = [sys.executable, "-c", STANDS_STILL]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(2 * LIMIT_S)
+        child.stdin.write("7")
+        child.stdin.close()
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout.read().split() == ["7", "True", "False"]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector bench pool`: the KV pool beside what it replaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pd_bench.pool import disk as disk_reads
+from pd_bench.pool import lookups, rivals
+from pd_bench.pool import slow as slow_stores
+from pd_bench.pool import trace as hit_rates
+from pd_bench.pool.engines import need_vllm, running
+from pd_bench.pool.folders import own_folder
+from pd_bench.pool.measure import PROMPT_TOKENS, EngineMeasurement
+from pd_bench.pool.raw import RawBench
+from pd_connector.tools.bench.machine import Noise
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
+from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.output import Json
+
+
+def pool(
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Objects of another process, without engines.")
+    ] = False,
+    lookup: Annotated[
+        bool, typer.Option("--lookup", help="Look-ups, and starts of the store, without engines.")
+    ] = False,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="Four vLLM engines, one of them without a pool.")
+    ] = False,
+    slow: Annotated[
+        bool,
+        typer.Option(
+            "--slow", help="Five vLLM engines, three of them with a store that is slow or silent."
+        ),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hit rates of this trace (Mooncake's JSON lines), with four processes that save."
+        ),
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder on the disk whose reads are measured; the pool's files go into one below it."
+        ),
+    ] = None,
+    peer_env: Annotated[Path, typer.Option(help="Virtual environment that has Mooncake.")] = Path(
+        "mooncake-env"
+    ),
+    stores: Annotated[
+        Path | None,
+        typer.Option(
+            help="Virtual environment that has LMCache, Mooncake's store and your vLLM: six engines, two for each store."
+        ),
+    ] = None,
+    objects: Annotated[int, typer.Option(min=1, help="Objects of 8 MiB put and got at once.")] = 32,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=256, max=4000, help="Prompt length for the time to the first token.")
+    ] = PROMPT_TOKENS,
+    chunks: Annotated[
+        int, typer.Option(min=1, help="Chunks that are there when a store starts.")
+    ] = 100_000,
+    runs: Annotated[int, typer.Option(min=1, help="Measured runs of each side.")] = 5,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Runs before them, not counted.")] = 1,
+    json: Json = None,
+) -> None:
+    """The KV pool of a host, beside Mooncake's store, computing, and the engine's own prefix cache.
+
+    Everything but slow stores, a trace, a disk and other stores' engines, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    """
+    stderr = Console(stderr=True)
+
+    def say(line: str) -> None:
+        stderr.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    everything = not (raw or lookup or engines or trace or disk or slow or stores)
+    tables: list[tuple[str, list[Comparison]]] = []
+    notes: list[str] = []
+    others_cores = 0.0
+    with exit_codes(stderr), terminate_as_interrupt():
+        if engines or slow or everything:
+            need_vllm()  # before minutes are spent on the other parts
+        if raw or everything:
+            objects_found = RawBench(peer_env, objects, runs, warm_ups).measure(say)
+            tables += objects_found.tables
+            notes += objects_found.notes
+            others_cores = objects_found.others_cores
+        if lookup or everything:
+            noise = Noise([])
+            tables.append(("limit", lookups.measure(chunks, runs, warm_ups, say)))
+            others_cores = max(others_cores, noise.cores())
+        if trace:
+            noise = Noise([])
+            tables.append(("exact LRU", hit_rates.measure(trace, say)))
+            others_cores = max(others_cores, noise.cores())
+        if disk:
+            noise = Noise([])
+            with own_folder(disk) as folder:
+                rates = disk_reads.measure(folder, objects, runs, warm_ups, say)
+            tables.append(("raw reads", rates))
+            others_cores = max(others_cores, noise.cores())
+        if slow:
+            with slow_stores.running(stderr) as with_faults:
+                noise = Noise(with_faults.pids)
+                tables.append(("no pool", with_faults.measure(prompt_tokens, say)))
+                others_cores = max(others_cores, noise.cores())
+        if stores:
+            with rivals.running(stores, stderr) as beside:
+                noise = Noise(beside.pids)
+                tables += beside.measure(prompt_tokens, runs, warm_ups, say)
+                others_cores = max(others_cores, noise.cores())
+        if engines or everything:
+            with running(stderr) as started:
+                noise = Noise(started.pids)
+                measurement = EngineMeasurement(started, prompt_tokens, runs, warm_ups, say)
+                found = measurement.measure()
+                others_cores = max(others_cores, noise.cores())
+            tables += found.tables
+            notes += found.notes
+    report(tables, [*notes, noise_note(others_cores)], json)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine loses by a pool whose store is slow, or does not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+
+from pd_bench.handoff.pair import Prompts
+from pd_bench.pool.engines import (
+    MEMORY,
+    begun,
+    first_token,
+    pids_of,
+    until,
+    wait_for_pool,
+)
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
+from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
+from pd_connector.tools.launch import VllmEngine, wait_all
+
+BAR = 1.05
+"""Mean time to the first token, beside an engine without a pool."""
+LEARNT_FROM = 4
+"""Requests after which an engine knows what its store is like."""
+MEASURED = 8
+"""Requests that come then."""
+FAULTS: Mapping[str, Mapping[str, Any]] = {
+    "20 MB/s": {"bytes_per_s": 20e6},
+    "500 ms a call": {"call_s": 0.5},
+    "silent": {"silent": True},
+}
+VARIABLE = "PD_BENCH_SLOW_POOL"
+_MODULE = "pd_bench.pool.slow_connector"
+_STARTS_S = 240.0
+_SAVES_S = 60.0
+
+Say = Callable[[str], None]
+
+
+class SlowEngines:
+    """An engine that fills a pool, one with a slow store for each fault, and one without a pool. Made by `running`."""
+
+    def __init__(self, model: Path, shm: Path, logs: Path) -> None:
+        self._shm, self._model, self._logs = shm, model, logs
+        self.writer = self._engine("writer", pool={"memory": MEMORY})
+        self.plain = self._engine("plain")
+        self.slow = {
+            fault: self._engine(
+                f"slow {place}",
+                "SlowPoolConnector",
+                {"kv_connector_module_path": _MODULE},
+                {VARIABLE: json.dumps(told)},
+                pool={"memory": MEMORY},
+            )
+            for place, (fault, told) in enumerate(FAULTS.items())
+        }
+        self.all = (self.writer, self.plain, *self.slow.values())
+
+    def _engine(
+        self,
+        name: str,
+        connector: str = "PDConnector",
+        more: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        **config: Any,
+    ) -> VllmEngine:
+        return VllmEngine(
+            self._model,
+            "kv_both",
+            connector,
+            {"audit": "off", **config},
+            more,
+            name=name,
+            env={SHM_VARIABLE: str(self._shm), "VLLM_CPU_KVCACHE_SPACE": "1", **(env or {})},
+            log_path=self._logs / f"{name.replace(' ', '-')}.log",
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        return pids_of(self.all)
+
+    def measure(self, prompt_tokens: int, say: Say) -> list[Comparison]:
+        """Seconds until the first token of prompts that the pool has, from the fifth request on, one after another.
+
+        Raises:
+            BenchError: the pool does not have a prompt.
+        """
+        prompts = Prompts(self.writer.client)
+        times: dict[str, list[float]] = {name: [] for name in ("plain", *self.slow)}
+        with contextlib.closing(
+            LocalStore(Space(memory_folder({SHM_VARIABLE: str(self._shm)}), 0), visits=True)
+        ) as store:
+            for number in range(LEARNT_FROM + MEASURED):
+                prompt = prompts.make(prompt_tokens)
+                body = {"model": self.writer.client.model(), "prompt": prompt, "temperature": 0}
+                wanted = store.status().tiers[0].chunks + prompt_tokens // CHUNK_TOKENS
+                first_token(self.writer.client, body)
+                until(
+                    lambda wanted=wanted: store.status().tiers[0].chunks >= wanted,  # type: ignore[misc]
+                    _SAVES_S,
+                    "the writer has not saved its prompt",
+                )
+                engines = [("plain", self.plain), *self.slow.items()]
+                found = {
+                    name: first_token(engine.client, body)[0]
+                    for name, engine in (engines if number % 2 else reversed(engines))
+                }
+                told = ", ".join(f"{name} {took_s:.3f} s" for name, took_s in found.items())
+                say(f"{'learning' if number < LEARNT_FROM else 'run'}: {told}")
+                if number >= LEARNT_FROM:
+                    for name, took_s in found.items():
+                        times[name].append(took_s * 1e3)
+        plain = Sample((mean(times["plain"]),))
+        params = {"tokens": prompt_tokens, "requests": MEASURED}
+        return [
+            Comparison(
+                f"first token, {fault}", params, Sample((mean(times[fault]),)), plain, "ms", BAR
+            )
+            for fault in self.slow
+        ]
+
+
+@contextlib.contextmanager
+def running(console: Console) -> Iterator[SlowEngines]:
+    """Engines, ready, with a pool of their own.
+
+    Raises:
+        PDConnectorError: vLLM is missing, or an engine did not start.
+    """
+    with begun(SlowEngines, console) as engines:
+        wait_all(engines.all, console=console)
+        wait_for_pool((one for one in engines.all if one is not engines.plain), _STARTS_S)
+        yield engines

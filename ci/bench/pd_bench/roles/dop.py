@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`roles dop`: eight GPUs for prefill, as engines of equal or of unlike tensor parallelism."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pd_bench.roles.play import in_parallel
+from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.policies.registry import DEFAULT
+from scheduler_plugins.sim.simulate import COSTS, Scenario, Unlike
+
+UNIFORM = ((1,) * 8, (2,) * 4, (4,) * 2)
+MIXED = ((4, 2, 2), (4, 1, 1, 1, 1))
+EFFICIENCY = {1: 1.0, 2: 0.95, 4: 0.88}
+"""Part of the GPUs' speed that is left at this tensor parallelism. Assumed, not measured."""
+BAR = 1.0
+
+
+class Parallel(NamedTuple):
+    """One run. Times are in seconds."""
+
+    sizes: tuple[int, ...]
+    policy: str
+    ttft_s: float  # mean
+    per_token_s: float  # mean of TTFT / prompt length, LoongServe's measure
+
+    @property
+    def name(self) -> str:
+        return "+".join(f"TP{size}" for size in self.sizes) + f", {self.policy}"
+
+
+def compare(requests: Sequence[Waiting], speed: float, jobs: int) -> list[Parallel]:
+    """Uniform fleets with the default policy, mixed fleets with the default policy and with `dop`."""
+    runs = [(requests, speed, sizes, DEFAULT) for sizes in (*UNIFORM, *MIXED)]
+    runs += [(requests, speed, sizes, "dop") for sizes in MIXED]
+    return in_parallel(jobs, _run, runs, lambda given, result: None)
+
+
+def _run(
+    requests: Sequence[Waiting], speed: float, sizes: tuple[int, ...], policy: str
+) -> Parallel:
+    unlike = tuple(Unlike(_costs(size), size) for size in sizes)
+    scenario = Scenario(prefill=len(sizes), decode=4, unlike=unlike, speed=speed)
+    served = scenario.cluster(policy).run(scenario.arrivals(requests))
+    return Parallel(
+        sizes,
+        policy,
+        statistics.mean(one.ttft_s for one in served),
+        statistics.mean(one.ttft_s / one.request.tokens for one in served),
+    )
+
+
+def _costs(size: int) -> CostModel:
+    faster = size * EFFICIENCY[size]
+    return replace(COSTS, a=COSTS.a / faster, b=COSTS.b / faster)

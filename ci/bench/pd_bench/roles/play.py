@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated run of a fleet, and searches over runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple, TypeVar
+
+from pd_bench.roles.fleets import FleetKind
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.policies.registry import DEFAULT
+from scheduler_plugins.router.roles.controller import RoleController
+from scheduler_plugins.router.roles.registry import create
+from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.cluster import Change
+from scheduler_plugins.sim.served import Served
+
+UNGUARDED = ("arrow_paper",)
+"""Policies that are published without guards, and run without."""
+KEPT = 0.9
+"""A rate is sustained if this part of the requests is served in time."""
+_CLOSE = 0.03
+MOST_PER_S = 1000.0
+"""The search for a rate ends here. A few requests are in time at any rate."""
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+class Outcome(NamedTuple):
+    """Parts of the requests that were served within both promises, and the moves of the run."""
+
+    kept: float
+    first: float  # of the requests of the first trace
+    second: float  # of the second; 1 if there is none
+    moves: int
+
+    @property
+    def worst(self) -> float:
+        return min(self.first, self.second)
+
+
+def play(
+    fleet: FleetKind,
+    requests: Sequence[Waiting],
+    prefill: int,
+    roles: str = "",
+    *,
+    split: int | None = None,
+    changes: Iterable[Change] = (),
+) -> Outcome:
+    """Play requests on a fleet.
+
+    Args:
+        prefill: prefill engines at the start.
+        roles: a role policy; empty: no engine changes its role.
+        split: where the second trace begins.
+    """
+    served, moves = run(fleet, requests, prefill, roles, changes)
+    split = len(served) if split is None else split
+    return Outcome(
+        _kept(fleet, served),
+        _kept(fleet, served[:split]),
+        _kept(fleet, served[split:]) if split < len(served) else 1.0,
+        moves,
+    )
+
+
+def run(
+    fleet: FleetKind,
+    requests: Sequence[Waiting],
+    prefill: int,
+    roles: str = "",
+    changes: Iterable[Change] = (),
+) -> tuple[list[Served], int]:
+    """What became of each request, and the number of moves. Arguments as of `play`."""
+    controller, route = None, DEFAULT
+    if roles:
+        policy = create(roles)
+        controller, route = RoleController(policy), policy.route or DEFAULT
+        if roles in UNGUARDED:
+            controller = RoleController(policy, dwell_s=0.0, pause_s=0.0)
+    cluster = fleet.scenario(prefill).cluster(route)
+    served = cluster.run(requests, changes, controller)
+    return served, len(cluster.roles.moved)
+
+
+def _kept(fleet: FleetKind, served: Sequence[Served]) -> float:
+    kept = [
+        one.end_s is not None and one.ttft_s <= fleet.ttft_s and one.tpot_s <= fleet.tpot_s
+        for one in served
+    ]
+    return sum(kept) / len(kept)
+
+
+def largest(
+    keeps: Callable[[float], bool], low: float, high: float, close: float = _CLOSE
+) -> float:
+    """The largest value that `keeps`, found by halving; `low` if none above it does. `close`: relative error."""
+    while high - low > close * high:
+        middle = (low + high) / 2
+        if keeps(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class Sustained(NamedTuple):
+    """For each number of prefill engines from 1 on, the largest rate that is served in time; and the best."""
+
+    per_s: Sequence[float]
+
+    @property
+    def prefill(self) -> int:
+        """Prefill engines of the best ratio."""
+        return self.per_s.index(max(self.per_s)) + 1
+
+    @property
+    def most(self) -> float:
+        return max(self.per_s)
+
+
+def sustained(fleet: FleetKind, requests: Sequence[Waiting], prefill: int) -> float:
+    """The largest rate of these requests, a second, that `prefill` engines of the fleet serve in time."""
+
+    def keeps(per_s: float) -> bool:
+        return play(fleet, trace.at_rate(requests, per_s, 0), prefill).kept >= KEPT
+
+    high = 1.0
+    while high < MOST_PER_S and keeps(high):
+        high *= 2
+    return largest(keeps, high / 2 if high > 1 else 0.0, high, 0.06)
+
+
+def in_parallel(
+    jobs: int,
+    work: Callable[..., T],
+    arguments: Sequence[tuple[object, ...]],
+    done: Callable[[tuple[object, ...], T], None],
+) -> list[T]:
+    """Call `work` with each of the arguments in processes of their own. `done` is called with each result in order."""
+    found = list[T]()
+    with ProcessPoolExecutor(jobs) as pool:
+        for given, result in zip(
+            arguments, pool.map(work, *zip(*arguments, strict=True)), strict=True
+        ):
+            done(given, result)
+            found.append(result)
+    return found

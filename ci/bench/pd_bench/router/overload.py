@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load of twice the engines' capacity: promises kept with admission, beside admitting every request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pd_bench.router.contenders import Contender
+from pd_bench.router.mocks import MockProcess
+from pd_bench.router.rotations import Say, cluster
+from pd_bench.router.scaled import Sent
+from pd_bench.router.sending import Outcome, play
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
+from pd_connector.tools.launch import RouterProcess, Service
+
+TTFT_S = 8.0
+TPOT_S = 0.1
+"""The promises, in the trace's time."""
+KEPT_BAR = 0.95
+GOODPUT_BAR = 1.3
+REFUSED = 429
+
+
+@dataclass(frozen=True)
+class Promising(Contender):
+    """Our router with one class of users; the promise is in its file only if `promises`."""
+
+    promises: bool = True
+    speed: float = 1.0
+
+    def router(
+        self,
+        prefill: Sequence[MockProcess],
+        decode: Sequence[MockProcess],
+        profile: Path,
+        log: Path,
+    ) -> Service:
+        settings = log.with_name("router.yaml")
+        settings.write_text(json.dumps(self.settings(prefill, decode)))  # JSON is YAML too
+        urls = [[one.base_url for one in side] for side in (prefill, decode)]
+        args = ["--config", str(settings), "--profile", str(profile), "--log-level", "WARNING"]
+        return RouterProcess(*urls, name=self.name, args=args, log_path=log)
+
+    def settings(
+        self, prefill: Sequence[MockProcess], decode: Sequence[MockProcess]
+    ) -> dict[str, object]:
+        """The content of the router's file."""
+        engines = []
+        for role, side in (("prefill", prefill), ("decode", decode)):
+            for one in side:
+                events, replay = one.events.partition("=")[2].split(",")
+                engines.append(
+                    {"url": one.base_url, "role": role, "events": events, "replay": replay}
+                )
+        slo = {"ttft_ms": TTFT_S / self.speed * 1e3, "tpot_ms": TPOT_S / self.speed * 1e3}
+        users = {"name": "all", "reserved_fraction": 1.0, "slo": slo if self.promises else {}}
+        return {"engines": engines, "classes": [users]}
+
+
+def compare(requests: Sequence[Sent], rounds: int, speed: float, say: Say) -> list[Comparison]:
+    """Our router with promises beside our router without, with the same requests."""
+    runs: dict[bool, list[Sequence[Outcome]]] = {True: [], False: []}
+    for _ in range(rounds):
+        for promises in (True, False):
+            name = "promises" if promises else "lets everybody in"
+            with cluster([Promising(name, promises=promises, speed=speed)], speed) as running:
+                found = asyncio.run(play([running.router.base_url], requests, speed))
+            runs[promises].append(found)
+            refused = sum(one.status == REFUSED for one in found)
+            say(f"{name}: {refused} of {len(found)} refused, {_kept(found)} in time")
+    admitted = [
+        _kept(found) / max(1, sum(one.status != REFUSED for one in found)) for found in runs[True]
+    ]
+    ones = Sample((1.0,) * rounds)
+    goodput = [
+        Sample(tuple(float(max(1, _kept(one))) for one in runs[side])) for side in (True, False)
+    ]
+    return [
+        Comparison("admitted in time", {}, Sample(tuple(admitted)), ones, "", KEPT_BAR, True),
+        Comparison("served in time", {}, goodput[0], goodput[1], "", GOODPUT_BAR, True),
+    ]
+
+
+def _kept(found: Sequence[Outcome]) -> int:
+    return sum(one.served and one.ttft_s <= TTFT_S and one.tpot_s <= TPOT_S for one in found)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator beside a live run: the same requests, the same policy, engines with the same costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pd_bench.router import scaled
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.sim.simulate import Scenario
+
+TTFT_OFF = 15.0
+HIT_OFF = 2.0
+"""Allowed errors of the simulator: percent of the mean TTFT, percentage points of the hit rate."""
+
+
+class Seen(NamedTuple):
+    """The figures of a window of requests."""
+
+    ttft_s: float  # mean
+    hit: float  # part of the prompt tokens
+
+
+def simulated(requests: Sequence[Waiting], policy: str, windows: Sequence[range]) -> list[Seen]:
+    """The simulator's figures for these windows of requests. `requests`: see `scaled.read`."""
+    scenario = Scenario(
+        level=2,
+        costs=scaled.whole_costs(),
+        cache_blocks=scaled.CACHE_BLOCKS,
+        network=scaled.NETWORK,
+        kv_tokens=1e12,
+    )
+    served = scenario.cluster(policy).run(requests)
+    found = []
+    for window in windows:
+        chosen = [served[n] for n in window]
+        cached = sum(one.cached_tokens for one in chosen)
+        tokens = sum(one.request.tokens for one in chosen)
+        found.append(Seen(statistics.mean(one.ttft_s for one in chosen), cached / tokens))
+    return found
+
+
+def compared(name: str, live: Seen, simulated: Seen) -> list[Comparison]:
+    """The simulator's errors beside the allowed errors."""
+    ttft_off = abs(simulated.ttft_s / live.ttft_s - 1) * 100
+    hit_off = abs(simulated.hit - live.hit) * 100
+    params = {"requests": name}
+    return [
+        Comparison("mean TTFT off", params, _one(ttft_off), _one(TTFT_OFF), "%", 1.0),
+        Comparison("hit off", params, _one(hit_off), _one(HIT_OFF), "points", 1.0),
+    ]
+
+
+def _one(value: float) -> Sample:
+    return Sample((value,))

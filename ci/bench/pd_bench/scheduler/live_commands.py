@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands with `--engine`: they use real engines instead of simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from pd_bench.scheduler.live import Findings, Say, check_possible
+from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
+from pd_connector.tools.launch.service import log_folder
+from pd_connector.tools.launch.signals import terminate_as_interrupt
+
+Measure = Callable[[Path, Say], Awaitable[Findings]]
+
+
+def run(
+    baseline: str,
+    measure: Measure,
+    json: Path | None,
+    check: Callable[[], object] = check_possible,
+) -> None:
+    """Carry a comparison out and report it.
+
+    Args:
+        baseline: name of the baseline's column.
+        measure: gets a folder for logs, and a function that takes progress messages.
+        check: raises PDConnectorError if no such engine can be started.
+
+    Raises:
+        typer.Exit: with 1 when a bar was missed, with 2 when nothing was measured.
+    """
+    stderr = Console(stderr=True)
+
+    def say(line: str) -> None:
+        stderr.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    async def measured() -> Findings:
+        return await measure(log_folder(), say)
+
+    with exit_codes(stderr), terminate_as_interrupt():
+        check()
+        found = asyncio.run(measured())
+    notes = [*found.notes, noise_note(found.others_cores)]
+    report([(baseline, found.comparisons)], notes, json)

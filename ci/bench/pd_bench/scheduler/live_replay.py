@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends a recorded workload to running engines."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from rich.table import Table
+
+from pd_bench.scheduler.live import HITS, QUERIES, Say
+from pd_bench.scheduler.replay import p99
+from pd_bench.scheduler.sending import RequestRecord, send_all
+from pd_connector.tools.bench.report import BenchError
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.profile.client import EngineClient, connect
+from scheduler_plugins.sim import trace
+
+
+class Scale(NamedTuple):
+    """The fit of a trace to an engine."""
+
+    length: float  # factor of prompts and answers
+    rate: float | None  # requests per second; None: as recorded
+    priority: bool  # requests carry their length as vLLM's priority
+
+
+class Replayed(NamedTuple):
+    """The result of one engine; times in seconds."""
+
+    url: str
+    statuses: Counter[int]
+    mean_s: float  # TTFT
+    p99_s: float
+    tpot_s: float  # mean over answers with more than one token
+    hit: float  # part of the prompt tokens that came from the prefix cache
+
+
+def scaled(requests: Sequence[Waiting], scale: Scale, longest_tokens: int) -> list[Waiting]:
+    """The trace with scaled lengths and rate. No request is longer than the engine allows.
+
+    Raises:
+        BenchError: the longest request does not fit.
+    """
+    found = []
+    for one in requests:
+        tokens = max(1, round(one.tokens * scale.length))
+        answer = max(1, round(one.max_tokens * scale.length))
+        found.append(replace(one, tokens=tokens, max_tokens=answer))
+    worst = max(one.tokens + one.max_tokens for one in found)
+    if worst > longest_tokens:
+        fits = scale.length * longest_tokens / worst
+        raise BenchError(
+            f"the longest request has {worst:,} tokens, the engine takes {longest_tokens:,}: "
+            f"--scale {fits:.3g} fits, at most"
+        )
+    if scale.rate is None:
+        return found
+    return trace.at_rate(found, scale.rate, seed=0)
+
+
+async def replay(
+    urls: Sequence[str], requests: Sequence[Waiting], scale: Scale, api_key: str | None, say: Say
+) -> list[Replayed]:
+    """Send the same trace to each engine, one after the other."""
+    found = []
+    for url in urls:
+        async with connect(url, api_key) as client:
+            timed = scaled(requests, scale, client.longest_tokens)
+            say(
+                f"{url}: {len(timed)} requests in {timed[-1].arrival_s - timed[0].arrival_s:.0f} s, "
+                f"{sum(one.tokens for one in timed) / len(timed):,.0f} tokens on average"
+            )
+            found.append(await _one(client, timed, scale))
+    return found
+
+
+async def _one(client: EngineClient, requests: Sequence[Waiting], scale: Scale) -> Replayed:
+    pool = await client.pool()
+    before = await client.metrics()
+    begun_s = requests[0].arrival_s
+    records = await send_all(
+        client,
+        [replace(one, arrival_s=one.arrival_s - begun_s) for one in requests],
+        pool,
+        page_size=max(1, round(trace.PAGE_SIZE * scale.length)),
+        by_length=scale.priority,
+        # The engine may have seen this trace before, so its cache is reset.
+        salt=uuid.uuid4().hex,
+    )
+    await asyncio.sleep(0.2)
+    grown = (await client.metrics()).since(before)
+    return summary(client.url, records, grown.total(HITS) / max(1.0, grown.total(QUERIES)))
+
+
+def summary(url: str, records: Sequence[RequestRecord], hit: float) -> Replayed:
+    """Means over the requests answered with 200.
+
+    Raises:
+        BenchError: no request was.
+    """
+    statuses = Counter(one.answer.status for one in records if one.answer)
+    times = [one.ttft_s for one in records if one.answer and one.answer.status == 200]
+    if not times:
+        raise BenchError(f"{url}: no request was answered; statuses: {dict(statuses)}")
+    tpots = [one.tpot_s for one in records if one.tpot_s > 0]
+    tpot_s = sum(tpots) / len(tpots) if tpots else 0.0
+    return Replayed(url, statuses, sum(times) / len(times), p99(times), tpot_s, hit)
+
+
+def table(found: Sequence[Replayed]) -> Table:
+    """A line for each engine; ratios are to the last one."""
+    drawn = Table("engine", "answers", "mean TTFT s", "p99 s", "TPOT ms", "hit", "mean / last")
+    for one in found:
+        answers = ", ".join(f"{count} x {status}" for status, count in one.statuses.items())
+        drawn.add_row(
+            one.url,
+            answers,
+            f"{one.mean_s:.3f}",
+            f"{one.p99_s:.3f}",
+            f"{one.tpot_s * 1e3:.1f}",
+            f"{one.hit:.2f}",
+            f"{one.mean_s / found[-1].mean_s:.2f}",
+        )
+    return drawn

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rounds of `bench serve --pool`, and what they are compared with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pd_bench.serve.sending import Answer
+from pd_bench.serve.trace import TimedRequest
+from pd_connector.tools.bench.report import Comparison
+from pd_connector.tools.bench.sample import Sample
+
+POOL, PLAIN, AGAIN = "with the pool", "no pool", "after kill -9"
+BARS = {PLAIN: 1.1, POOL: 0.5}
+"""Most mean TTFT, as a multiple of that on the other side: with the pool beside no pool, and after the engines have died
+beside the time before."""
+
+
+class Round(NamedTuple):
+    """Requests of one load that are sent at their times."""
+
+    load: float
+    number: int
+    requests: Sequence[TimedRequest]
+
+
+@dataclass
+class Turns:
+    """The answers of one load, by whose turn it was. Each figure is of all of them: rounds have unlike requests, so a median
+    of rounds would be that of one round."""
+
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+
+    def add(self, name: str, answers: Sequence[Answer]) -> None:
+        """One round has been served."""
+        self.answers.setdefault(name, []).extend(answers)
+
+    def ttft_s(self, name: str) -> float:
+        """The mean of those that were served."""
+        return statistics.mean(one.ttft_s for one in self.answers[name] if not one.failure)
+
+    def tpot_ms(self, name: str) -> float:
+        """The mean of those that were served."""
+        return 1e3 * statistics.mean(one.tpot_s for one in self.answers[name] if not one.failure)
+
+    def equal(self, name: str) -> int:
+        """How many answers are those of the stack without a pool."""
+        both = zip(self.answers[name], self.answers[PLAIN], strict=True)
+        return sum(not mine.failure and mine.text == wanted.text for mine, wanted in both)
+
+
+def compared(turns: Mapping[float, Turns]) -> tuple[list[Comparison], list[Comparison]]:
+    """With the pool beside no pool, and after the engines' death beside the time before.
+
+    Args:
+        turns: by load.
+    """
+    first, again = list[Comparison](), list[Comparison]()
+    for load, one in turns.items():
+        for found, name, beside in ((first, POOL, PLAIN), (again, AGAIN, POOL)):
+            for figure, mine, other, *judged in (
+                ("TTFT mean", one.ttft_s(name), one.ttft_s(beside), "s", BARS[beside], False),
+                ("TPOT mean", one.tpot_ms(name), one.tpot_ms(beside), "ms", None, False),
+                ("answers equal", one.equal(name), len(one.answers[PLAIN]), "", 1.0, True),
+            ):
+                samples = Sample((float(mine),)), Sample((float(other),))
+                found.append(Comparison(figure, {"load": load}, *samples, *judged))
+    return first, again
