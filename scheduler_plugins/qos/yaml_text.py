@@ -38,13 +38,13 @@ class YamlText:
         """The settings, as this msgspec type.
 
         Raises:
-            ValueError: the text is not YAML, has an unknown key, or a value of another type. The message begins with the
-                file's name and the line.
+            ValueError: the text is not YAML, has unknown keys, or a value of another type. The message begins with the
+                file's name and the line, and names every unknown key before the first value of another type.
         """
         try:
             return msgspec.yaml.decode(self._text, type=wanted)
         except msgspec.ValidationError as error:
-            raise ValueError(self._validation(str(error), wanted)) from None
+            raise ValueError("; ".join(self._mistakes(str(error), wanted))) from None
         except msgspec.DecodeError as error:
             said = str(error).splitlines()
             line = re.search(r"line (\d+)", said[-1])
@@ -67,6 +67,24 @@ class YamlText:
             if quoted:
                 line = _line_of_text(root, quoted[1]) or line
         return self._message(said, line)
+
+    def _mistakes(self, said: str, wanted: type) -> Iterator[str]:
+        """The messages of this mistake, and of those that show once each unknown key is taken out."""
+        content = msgspec.yaml.decode(self._text)
+        while True:
+            yield self._validation(said, wanted)
+            if not _taken_out(content, said):
+                return
+            try:
+                msgspec.convert(content, wanted)
+            except msgspec.ValidationError as error:
+                said = str(error)
+            else:
+                return
+            if (
+                "missing required field" in said
+            ):  # it was probably there, under the key that is not known
+                return
 
     def _validation(self, said: str, wanted: type) -> str:
         unknown = _UNKNOWN.search(said)
@@ -97,6 +115,23 @@ def explained(said: str, wanted: Any) -> str:
         near = did_you_mean(choice[1], values)
         return f"{key or 'value'} {choice[1]!r}: must be one of {', '.join(values)}{'; ' + near if near else ''}"
     return f"{key}: {said}" if key else said
+
+
+def _taken_out(content: Any, said: str) -> bool:
+    """Take the unknown key of a message out of a file's content. Returns False if the message is about something else, or
+    its place is not clear."""
+    unknown = _UNKNOWN.search(said)
+    for step in _steps(said):
+        if isinstance(content, list) and step.isdigit() and int(step) < len(content):
+            content = content[int(step)]
+        elif isinstance(content, dict) and step in content:
+            content = content[step]
+        else:
+            return False
+    if unknown is None or not isinstance(content, dict) or unknown[1] not in content:
+        return False
+    del content[unknown[1]]
+    return True
 
 
 def _steps(said: str) -> list[str]:

@@ -25,6 +25,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.router.server import cannot_listen
 from scheduler_plugins.sim.engine import SimulatedEngine
 from scheduler_plugins.sim.mock.answers import (
     CHAT,
@@ -122,7 +123,11 @@ class MockEngine:
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, settings.host, settings.port, backlog=1024)
-        await site.start()
+        try:
+            await site.start()
+        except (OSError, UnicodeError) as error:
+            told = cannot_listen(settings.host, settings.port, error)
+            raise OSError(f"cannot listen on {told}") from None
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:

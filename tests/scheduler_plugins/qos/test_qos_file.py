@@ -27,6 +27,22 @@ request_router:
 """
 
 
+def test_every_key_that_is_not_known_is_named_at_once() -> None:
+    wrong = TEXT.replace(b"priority: 50", b"priorty: 50").replace(b"routes:", b"rutes:")
+    wrong = wrong.replace(b"{match: {}, qos: free}", b"{match: {}, qs: free}")
+    with pytest.raises(QosError) as caught:
+        parse(wrong, "nodes.yaml")
+    first, second = str(caught.value).split("; nodes.yaml")
+    assert first == "nodes.yaml:5: key 'priorty' is not known; did you mean 'priority'?"
+    assert second == ":8: key 'rutes' is not known; did you mean 'routes'?"
+
+
+def test_a_misspelt_key_is_not_told_as_missing_too() -> None:
+    with pytest.raises(QosError) as caught:
+        parse(TEXT.replace(b"qos: free", b"qs: free"), "nodes.yaml")
+    assert str(caught.value) == "nodes.yaml:11: key 'qs' is not known; did you mean 'qos'?"
+
+
 def test_the_file_of_the_documentation() -> None:
     found = parse(TEXT)
     premium, standard, free = found.scheduler.qos_classes

@@ -199,7 +199,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_simulated(
         ("--bytes-per-s 0", "bytes_per_s 0.0"),
         ("--order nope", "policy 'nope'"),
         ("--kv-events nowhere", "KV events at nowhere"),
-        ("--host x..y", "not started: "),
+        ("--host x..y", "not started: cannot listen on x..y:0: "),
+        ("--host 192.0.2.1", "this machine has no such address; name one of its own with --host"),
     ],
 )
 def test_a_mock_engine_that_makes_no_sense_does_not_start(options: str, said: str, capsys) -> None:
