@@ -6,12 +6,12 @@ Every error names the config key, the value found, and what to do.
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from pd_connector.config_rules import check_key, check_values, wrong
+from pd_connector.config_rules import key_problems, value_problems, wrong
 from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.extensions import load_entry_points, unknown_name
 from pd_connector.hosts import is_host, is_loopback, is_wildcard, matches
@@ -144,12 +144,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 names a host and the config permits other addresses than loopback.
 
         Raises:
-            ConfigError: an unknown key, a wrong type, or values that contradict each other.
+            ConfigError: unknown keys, wrong types, or values that contradict each other. It has all of them, but values
+                that can be read are not judged beside one that cannot.
         """
-        for name in extra:
-            if name not in cls.__struct_fields__:
-                raise ConfigError(_unknown_key(name, cls.__struct_fields__))
-        values = dict(extra)
+        unknown = [name for name in extra if name not in cls.__struct_fields__]
+        problems = [_unknown_key(name, cls.__struct_fields__) for name in unknown]
+        values = {name: value for name, value in extra.items() if name not in unknown}
         if values.get("transports") == AUTO:
             values["transports"] = (AUTO,)
         for name, variable in (("key", KEY_VARIABLE), ("host", HOST_VARIABLE)):
@@ -165,12 +165,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 values["host"] = engine_host
         if values.get("key"):
             values.setdefault("peers", ())
-        try:
-            config = msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(_ill_typed(values, str(error))) from None
-        config._check()
+        if ill_typed := list(cls._ill_typed_in(values)):
+            raise ConfigError(*problems, *ill_typed)
+        config = msgspec.convert(values, cls)
+        if problems := [*problems, *map(str, config._problems())]:
+            raise ConfigError(*problems)
         return config
+
+    @classmethod
+    def _ill_typed_in(cls, values: Mapping[str, Any]) -> Iterator[str]:
+        """What is wrong with each value of a wrong type."""
+        for name, value in values.items():
+            try:
+                msgspec.convert({name: value}, cls)
+            except msgspec.ValidationError as error:
+                yield _ill_typed(values, str(error))
 
     def __repr__(self) -> str:
         """All settings but the key, which must not reach logs and error texts."""
@@ -195,43 +204,43 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Whether `host` is within `peers`. Names are not looked up."""
         return any(matches(host, entry) for entry in self.peers)
 
-    def _check(self) -> None:
-        check_key(self.key, KEY_VARIABLE)
-        check_values({name: getattr(self, name) for name in self.__struct_fields__})
-        self._check_host()
-        self._check_transports()
+    def _problems(self) -> Iterator[ConfigError]:
+        yield from key_problems(self.key, KEY_VARIABLE)
+        yield from value_problems({name: getattr(self, name) for name in self.__struct_fields__})
+        yield from self._host_problems()
+        yield from self._transport_problems()
         if self.codec not in CODECS and self.codec not in load_entry_points(CODEC_GROUP):
-            raise unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
+            yield unknown_name("codec", self.codec, CODECS, CODEC_GROUP, "codec")
 
-    def _check_host(self) -> None:
+    def _host_problems(self) -> Iterator[ConfigError]:
         if is_wildcard(self.host):
             wanted = (
                 "must be the name or address under which peers reach this engine, not a wildcard"
             )
-            raise wrong("host", self.host, wanted)
-        if not is_host(self.host):
+            yield wrong("host", self.host, wanted)
+        elif not is_host(self.host):
             wanted = "must be a name or an address alone, without scheme and port"
-            raise wrong("host", self.host, wanted)
-        if not self.permits(self.host):
-            raise ConfigError(
+            yield wrong("host", self.host, wanted)
+        elif not self.permits(self.host):
+            yield ConfigError(
                 f"host {self.host!r} without a key: only loopback addresses are allowed then. "
                 f"Set {KEY_VARIABLE} to the same secret on every engine (`pd-connector key` makes "
                 "one), or set `insecure: true` if the network is trusted"
             )
 
-    def _check_transports(self) -> None:
+    def _transport_problems(self) -> Iterator[ConfigError]:
         names = list(self.transports)
         if not names:
-            raise wrong("transports", names, 'must name at least one, such as ["tcp"]')
+            yield wrong("transports", names, 'must name at least one, such as ["tcp"]')
         if AUTO in names and len(names) > 1:
-            raise wrong(
+            yield wrong(
                 "transports", names, f"`{AUTO}` must be the only item: it chooses all of them"
             )
         for name in names:
             if name not in (*TRANSPORTS, AUTO) and name not in load_entry_points(TRANSPORT_GROUP):
-                raise unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
+                yield unknown_name("transport", name, TRANSPORTS, TRANSPORT_GROUP, "transports")
         if len(set(names)) < len(names):
-            raise wrong("transports", names, "must name each one once")
+            yield wrong("transports", names, "must name each one once")
 
 
 def _unknown_key(name: str, known: tuple[str, ...]) -> str:

@@ -4,7 +4,7 @@
 Every error names the config key, the value found, and what to do.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pd_connector.errors import ConfigError
@@ -60,37 +60,37 @@ def wrong(name: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(f"{name} {value}: {wanted} (config key {name})")
 
 
-def check_values(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a number, text or port that cannot work, alone or beside the others."""
+def value_problems(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """An error for each number, text and port that cannot work, alone or beside the others."""
     seconds = [_within(name, _LEAST_S, _MOST_S, " seconds") for name in values if name[-2:] == "_s"]
     for name, holds, wanted in (*_RULES, *seconds):
         if not holds(values[name]):
-            raise wrong(name, values[name], wanted)
+            yield wrong(name, values[name], wanted)
     for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
         if values[name] < 2 * values["heartbeat_s"]:
             wanted = f"must be at least twice heartbeat_s ({values['heartbeat_s']})"
             reason = "or one late heartbeat ends a healthy session"
-            raise wrong(name, values[name], f"{wanted}, {reason}")
+            yield wrong(name, values[name], f"{wanted}, {reason}")
     for entry in values["peers"]:
         if not is_peer_entry(entry):
             wanted = f"{entry!r} must be a network such as 10.0.0.0/8, an address or a name"
-            raise wrong("peers", values["peers"], wanted)
-    _check_ports(values["control_port"], values["data_port"])
+            yield wrong("peers", values["peers"], wanted)
+    yield from _port_problems(values["control_port"], values["data_port"])
 
 
-def _check_ports(control: int | str, data: int | str) -> None:
+def _port_problems(control: int | str, data: int | str) -> Iterator[ConfigError]:
+    ports = list[range]()
     for name, value in (("control_port", control), ("data_port", data)):
         try:
-            port_range(value)
+            ports.append(port_range(value))
         except ValueError as error:
-            raise wrong(name, value, str(error)) from None
-    ports = port_range(control)
-    if ports != range(1) and set(ports) & set(port_range(data)):
-        raise wrong("data_port", data, f"must share no port with control_port ({control})")
+            yield wrong(name, value, str(error))
+    if len(ports) == 2 and ports[0] != range(1) and set(ports[0]) & set(ports[1]):
+        yield wrong("data_port", data, f"must share no port with control_port ({control})")
 
 
-def check_key(key: str, variable: str) -> None:
-    """Raises ConfigError for a key that cannot be used or could be guessed.
+def key_problems(key: str, variable: str) -> Iterator[ConfigError]:
+    """An error for a key that cannot be used or could be guessed.
 
     Args:
         variable: the environment variable that sets the key.
@@ -100,10 +100,11 @@ def check_key(key: str, variable: str) -> None:
         key.encode()
     except UnicodeEncodeError:
         text = "key has bytes that are not UTF-8 text: `pd-connector key` makes a usable key"
-        raise ConfigError(f"{text} {remedy}") from None
+        yield ConfigError(f"{text} {remedy}")
+        return
     if key and (weak := weakness(key)):
         text = f"key {weak}: it could be guessed. `pd-connector key` makes a strong key"
-        raise ConfigError(f"{text} {remedy}")
+        yield ConfigError(f"{text} {remedy}")
 
 
 def weakness(key: str) -> str:

@@ -11,7 +11,10 @@ class PDConnectorError(Exception):
 
 
 class ConfigError(PDConnectorError, ValueError):
-    """A config value is not usable. The message names the key, the value and what to do."""
+    """Config values are not usable. `args` has a text for each: it names the key, the value and what to do."""
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 class UnsupportedGeometryError(PDConnectorError, ValueError):
@@ -31,6 +34,7 @@ class Miss(StrEnum):
 
     CODEC = "codec"  # its KV has passed in a codec that this engine does not permit
     DAMAGED = "damaged"  # its bytes are not those that were written, or not of the pool
+    DRAFT = "draft"  # it has no KV of this engine's draft model
     EVICTED = "evicted"  # it was there, and made room for others
     LATE = "late"  # it was not found or read in time
     NEVER_STORED = "never_stored"  # no engine has stored it
@@ -61,12 +65,15 @@ class Cause(StrEnum):
     CODEC = (
         "codec"  # its KV depends on KV that has passed in a codec that this engine does not permit
     )
+    DRAFT = "draft"  # the producer does not have this engine's draft model
     DUPLICATE = "duplicate"  # the transfer id is already in use
     ENGINE_HUNG = "engine_hung"  # the producer's agent answers, but its engine computes no step
     GEOMETRY = "geometry"  # KV cannot pass between the two caches
     INSECURE_ADDRESS = "insecure_address"  # no key, and the address is not loopback
     INTERNAL = "internal"  # an unexpected exception on this side, logged with its traceback
-    LEASE_EVICTED = "lease_evicted"  # leases took more than lease_share of the producer's cache
+    LEASE_EVICTED = (
+        "lease_evicted"  # its pages were needed for others, while no consumer had room for it
+    )
     LEASE_EXPIRED = "lease_expired"  # no consumer fetched the pages before lease_s had passed
     MALFORMED_MESSAGE = "malformed_message"  # bytes that are not a message of the schema
     MALFORMED_PARAMS = "malformed_params"  # kv_transfer_params that cannot be read

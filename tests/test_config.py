@@ -39,6 +39,21 @@ def test_the_nearest_key_is_named_for_an_unknown_one(written: str, meant: str) -
         _load(**{written: "x"})
 
 
+def test_an_error_has_every_mistake() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(codc="int8", slots=0, host="10.0.0.1")
+    assert len(caught.value.args) == 3
+    for mistake in ("'codc'", "slots 0", "host '10.0.0.1' without a key"):
+        assert mistake in str(caught.value)
+
+
+def test_a_value_is_not_judged_beside_one_that_cannot_be_read() -> None:
+    """The host needs a key, and has one that is a number by mistake."""
+    with pytest.raises(ConfigError) as caught:
+        _load(key=12, host="10.0.0.1")
+    assert caught.value.args == ("key: Expected `str`, got `int` (config key key)",)
+
+
 def test_all_keys_are_named_for_one_that_is_like_none() -> None:
     with pytest.raises(ConfigError) as caught:
         _load(qqqqqqqq=1)

@@ -34,6 +34,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import model_root
+from pd_connector.pool.part_names import draft_mark
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import AuditBook
@@ -219,6 +220,11 @@ class Agent:
         """The loaded model as the pool knows it; empty without a pool, or while that is not known. It is what was submitted
         last: saves and loads that are submitted later are of this model."""
         return (model_root(self._facts) or b"") if self._loop.pool_side else b""
+
+    @property
+    def pool_draft(self) -> str:
+        """The draft model in names of this engine's parts in the pool; empty without one."""
+        return draft_mark(self._facts.draft)
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
         """Wait until there is an outcome, if transfers or loads from the pool are under way; at most `timeout_s` seconds.

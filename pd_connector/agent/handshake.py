@@ -12,8 +12,8 @@ from pd_connector.errors import (
     TransportError,
     UnsupportedGeometryError,
 )
-from pd_connector.kv.geometry import Geometry, without_drafts
-from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
+from pd_connector.kv.geometry import Geometry, has_drafts, without_drafts
+from pd_connector.kv.model import ModelFacts, draft_problem, drafts_alike, model_problem
 from pd_connector.plan.coverage import lacking
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.rules import RULES
@@ -97,7 +97,7 @@ def check_hello(
             "(restarted since?)",
         )
     mine, theirs = identity.facts, message.facts
-    _check_model(mine, theirs)
+    _check_model(mine, theirs, message.geometry)
     if missing := untold(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
@@ -125,7 +125,7 @@ def check_welcome(
         detail = f"the producer's slots have {message.slot_bytes} bytes, must have {least} at least"
         raise RefusedError(Cause.GEOMETRY, detail)  # a plan would have millions of chunks
     mine, theirs = identity.facts, message.facts
-    _check_model(theirs, mine)
+    _check_model(theirs, mine, geometry)
     source, destination = _shared(message.geometry, mine, theirs), _shared(geometry, mine, theirs)
     return _routes(source, destination, message.codecs, codecs, message.schema)
 
@@ -157,13 +157,16 @@ def _our_schemas() -> str:
     return f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
 
 
-def _check_model(producer: ModelFacts, consumer: ModelFacts) -> None:
+def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geometry) -> None:
+    """Raises RefusedError unless both serve the same model, and all layers of `destination` get their KV."""
     if problem := model_problem(producer, consumer):
         raise RefusedError(Cause.MODEL, problem)
+    if has_drafts(destination) and (problem := draft_problem(producer, consumer)):
+        raise RefusedError(Cause.DRAFT, problem)
 
 
 def _shared(geometry: Geometry, ours: ModelFacts, theirs: ModelFacts) -> Geometry:
-    """What may pass of a cache: not the draft model's layers, unless both have the same draft."""
+    """What passes of a cache: not the draft model's layers, unless both have the same draft."""
     return geometry if drafts_alike(ours, theirs) else without_drafts(geometry)
 
 

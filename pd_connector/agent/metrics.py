@@ -45,6 +45,9 @@ COUNTERS_BY_TRANSPORT = {
 COUNTERS_BY_CODEC = {
     "asked_transfers": "Transfers asked for, by the codec of their KV; each rank of a producer is asked apart (consumer).",
 }
+COUNTERS_BY_TIER = {
+    "pool_unwritten": "Chunks that a tier of the pool could not take, by `tier` (`memory`, `disk`) and cause: `no_room`, `no_inodes`, `quota`, `read_only`, `permission`, `failed`. The log names the folder and what to do.",
+}
 COUNTERS_OF_PAIRS = {
     "pair_bytes": "Bytes of verified chunks, by the prefill rank that sent them, and by codec (consumer).",
     "pair_chunks": "Verified chunks, by the prefill rank that sent them. `prompt` is `computing` if they came while it was (consumer).",
@@ -52,12 +55,19 @@ COUNTERS_OF_PAIRS = {
 }
 PRODUCER = "producer"
 """Label of a prefill rank: host and control port."""
-LABELLED = COUNTERS_BY_CAUSE | COUNTERS_BY_TRANSPORT | COUNTERS_BY_CODEC | COUNTERS_OF_PAIRS
+LABELLED = (
+    COUNTERS_BY_CAUSE
+    | COUNTERS_BY_TRANSPORT
+    | COUNTERS_BY_CODEC
+    | COUNTERS_BY_TIER
+    | COUNTERS_OF_PAIRS
+)
 """The counters with labels of their own."""
 LABELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(COUNTERS_BY_CAUSE, ("cause",)),
     **dict.fromkeys(COUNTERS_BY_TRANSPORT, ("transport",)),
     **dict.fromkeys(COUNTERS_BY_CODEC, ("codec",)),
+    **dict.fromkeys(COUNTERS_BY_TIER, ("tier", "cause")),
     "pair_bytes": (PRODUCER, "codec"),
     "pair_chunks": (PRODUCER, "prompt"),
     "pair_transfers": (PRODUCER, "result"),

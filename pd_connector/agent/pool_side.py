@@ -52,7 +52,7 @@ class PoolSide:
         report: Callable[[Outcome], None],
     ) -> None:
         cache, telemetry = resources.cache, resources.telemetry
-        self._wake = resources.wake
+        self._wake, self._store, self._telemetry = resources.wake, store, telemetry
         self._facts = resources.identity.facts
         self._trust = trust
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -102,6 +102,8 @@ class PoolSide:
         """Go on with what threads have done, or the device."""
         while not self._done.empty():
             self._done.get()()
+        for (tier, cause), number in self._store.take_failures().items():
+            self._telemetry.count("pool_unwritten", number, tier=tier, cause=cause)
         self._saves.begin(self._facts)
         if time.monotonic() >= self._loads.due_s:
             self._loads.tick()

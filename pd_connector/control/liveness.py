@@ -4,6 +4,7 @@ which packets were never acknowledged."""
 
 import socket
 import struct
+from typing import Any
 
 import zmq
 
@@ -12,7 +13,7 @@ IDLE_S, INTERVAL_S, PROBES = 5, 2, 3
 it ends the connection."""
 
 
-def keep_alive(control: "zmq.Socket[bytes]") -> None:
+def keep_alive(control: "zmq.Socket[Any]") -> None:
     """Let the system ask so for every connection that this socket will have."""
     control.setsockopt(zmq.TCP_KEEPALIVE, 1)
     control.setsockopt(zmq.TCP_KEEPALIVE_IDLE, IDLE_S)

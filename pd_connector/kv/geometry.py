@@ -12,7 +12,7 @@ import msgspec
 MAX_LAYERS = 4096
 DRAFT_LAYERS = 2048
 """Number of the first layer of a draft model (speculative decoding). Layers of the model itself have
-numbers below it. KV of a draft is optional: a consumer without it drafts worse, and answers the same."""
+numbers below it. Without their KV of a prompt, answers are the same, and nearly no draft is accepted."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
@@ -101,6 +101,11 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def heads(self, group: Group) -> range:
         """The KV heads of `group` that this rank holds."""
         return self.shard.heads(group.heads)
+
+
+def has_drafts(geometry: Geometry) -> bool:
+    """Whether a rank has layers of a draft model."""
+    return any(layer >= DRAFT_LAYERS for group in geometry.groups for layer in group.layers)
 
 
 def without_drafts(geometry: Geometry) -> Geometry:

@@ -164,8 +164,25 @@ def _both(producer: ModelFacts, consumer: ModelFacts, kind: str) -> bool:
 
 
 def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
-    """Whether KV of the draft model may pass, too. If not, the consumer drafts without it."""
+    """Whether KV of the draft model may pass, too."""
     return bool(producer.draft) and producer.draft == consumer.draft
+
+
+def draft_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
+    """Why a consumer that drafts (speculative decoding) does not take this producer's KV; empty if it does. It would
+    draft on without its draft model's KV of the prompt, and nearly no draft would be accepted, in later turns either."""
+    if drafts_alike(producer, consumer):
+        return ""
+    if not consumer.draft:
+        return (
+            "the weights of the consumer's draft model were not found on its disk, so that nothing shows whose drafts are "
+            "alike: give both engines the same name of the model (config key model_id)"
+        )
+    has = "another draft model" if producer.draft else "no draft model"
+    return (
+        f"the consumer drafts (--speculative-config) and the producer has {has}: its KV would end the acceptance of drafts; "
+        "start both engines with the same --speculative-config"
+    )
 
 
 def model_digest(facts: ModelFacts) -> bytes:

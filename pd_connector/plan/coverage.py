@@ -39,8 +39,6 @@ def uncovered(known: tuple[tuple[Route, ...], ...], destination: Geometry) -> st
     }
     for group in destination.groups:
         for layer in group.layers:
-            if layer >= DRAFT_LAYERS:
-                continue  # a draft may do without
             for head in destination.heads(group):
                 if (layer, head) not in brought:
                     return f"layer {layer} head {head}"

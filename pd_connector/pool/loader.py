@@ -5,8 +5,8 @@ import mmap
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.kv.geometry import Geometry
-from pd_connector.kv.model import ModelFacts
+from pd_connector.kv.geometry import Geometry, has_drafts
+from pd_connector.kv.model import ModelFacts, drafts_alike
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.needs import Need, need, needed_parts
 from pd_connector.pool.record import (
@@ -16,7 +16,6 @@ from pd_connector.pool.record import (
     decode,
     payload_problem,
     read_header,
-    readable,
     record_problem,
 )
 from pd_connector.pool.store.base import Reading, Store
@@ -47,7 +46,7 @@ class ReadChunk(NamedTuple):
     """All that a rank needs of a chunk.
 
     Attributes:
-        own: the part of the rank's cache that the writer can fill.
+        own: the rank's cache.
         nbytes: read.
     """
 
@@ -81,6 +80,7 @@ class Loader:
     def __init__(self, store: Store, geometry: Geometry, codecs: tuple[str, ...]) -> None:
         self._store = store
         self._geometry = geometry
+        self._drafts = has_drafts(geometry)
         self._codecs = codecs
 
     def read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
@@ -111,7 +111,9 @@ class Loader:
                 header, record = read_head(reading)
                 if problem := record_problem(record, chunk, facts, self._codecs):
                     raise PoolError(*problem)
-                own = readable(record, own, facts)
+                if self._drafts and not drafts_alike(record.facts, facts):
+                    detail = f"chunk {chunk.number} has no KV of this engine's draft model"
+                    raise PoolError(Miss.DRAFT, detail)
                 needed = need(record.form, record.geometry, own)
                 if needed is None:
                     continue

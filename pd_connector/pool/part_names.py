@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of parts: which rank wrote a part, and in which codec its KV may have passed. Look-ups know no more of a part."""
+"""Names of parts: which rank wrote a part, in which codec its KV may have passed, and for which draft model. Look-ups know
+no more of a part."""
 
 import functools
 import re
@@ -7,20 +8,34 @@ import re
 from pd_connector.kv.coding import RAW
 from pd_connector.kv.geometry import Shard
 
-_PART = re.compile(r"(\d{1,10})-(\d{1,10})\.(\d{1,10})of(\d{1,10})(?:\.([a-z0-9_]+))?")
+_PART = re.compile(
+    r"(\d{1,10})-(\d{1,10})\.(\d{1,10})of(\d{1,10})(?:\.([a-z0-9_]+))?(?:-d([0-9a-f]{8}))?"
+)
+_MARK_BYTES = 4
 
 
-def part_name(shard: Shard, codec: str = RAW.name) -> str:
+def draft_mark(draft: bytes) -> str:
+    """A draft model in names of parts; empty for none.
+
+    Args:
+        draft: its fingerprint (`ModelFacts.draft`).
+    """
+    return draft[:_MARK_BYTES].hex()
+
+
+def part_name(shard: Shard, codec: str = RAW.name, draft: bytes = b"") -> str:
     """The name of what this rank writes of each chunk.
 
     Args:
         codec: the coarsest one in which its KV may have passed. A look-up reads it here, and opens no file.
+        draft: fingerprint of the draft model whose layers are in the chunk, too; empty for none.
 
     >>> part_name(Shard(first_layer=0, stop_layer=32, tp_rank=1, tp_size=2), "int8")
     '0-32.1of2.int8'
     """
     name = f"{shard.first_layer}-{shard.stop_layer}.{shard.tp_rank}of{shard.tp_size}"
-    return name if codec == RAW.name else f"{name}.{codec}"
+    name = name if codec == RAW.name else f"{name}.{codec}"
+    return f"{name}-d{draft_mark(draft)}" if draft else name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -28,6 +43,13 @@ def part_codec(name: str) -> str:
     """The codec in the name of a part."""
     match = _PART.fullmatch(name)
     return (match[5] if match else None) or RAW.name
+
+
+@functools.lru_cache(maxsize=4096)
+def part_draft(name: str) -> str:
+    """The `draft_mark` in the name of a part; empty without a draft model."""
+    match = _PART.fullmatch(name)
+    return (match[6] if match else None) or ""
 
 
 def part_shard(name: str) -> Shard | None:

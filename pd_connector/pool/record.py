@@ -15,8 +15,8 @@ import msgspec
 import xxhash
 
 from pd_connector.errors import MalformedMessageError, Miss, PoolError
-from pd_connector.kv.geometry import MAX_LAYERS, Geometry, without_drafts
-from pd_connector.kv.model import ModelFacts, drafts_alike, model_problem
+from pd_connector.kv.geometry import MAX_LAYERS, Geometry
+from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.pool.codecs import AT_REST
 from pd_connector.pool.form import Form, Place, form_problem, places
 from pd_connector.pool.jobs import PromptChunk
@@ -98,7 +98,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def part(self) -> str:
         """The name of this part."""
-        return part_name(self.geometry.shard, self.writer.codec)
+        return part_name(self.geometry.shard, self.writer.codec, self.facts.draft)
 
     @property
     def payload_bytes(self) -> int:
@@ -247,12 +247,6 @@ def record_problem(
             "the writer's weights are not known to be, byte by byte, those of this engine",
         )
     return None
-
-
-def readable(record: Record, own: Geometry, facts: ModelFacts) -> Geometry:
-    """The part of a reader's cache that the record's writer can fill: without layers of a draft model if that is
-    another one."""
-    return own if drafts_alike(record.facts, facts) else without_drafts(own)
 
 
 def _problem(record: Record, header: Header) -> str:

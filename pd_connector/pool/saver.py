@@ -7,6 +7,7 @@ from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts, spoken
 from pd_connector.pool.form import Form, places
 from pd_connector.pool.jobs import PromptChunk
+from pd_connector.pool.part_names import draft_mark, part_draft
 from pd_connector.pool.record import SUM_BYTES, LayerBytes, Record, Writer, encode, layer_sum
 from pd_connector.pool.store.base import Refusal, Store, Why, Writing
 
@@ -43,7 +44,8 @@ class WantedPart:
 
 
 class Saver:
-    """May be used by several threads.
+    """May be used by several threads. A chunk that lacks the writer's draft model is replaced: engines that draft do not
+    read it, and the others read its successor as well.
 
     Args:
         geometry: of the rank's cache.
@@ -88,13 +90,26 @@ class Saver:
             writer=self._writer,
             parts=self._parts,
         )
+        writing = self._begin(record, tenant)
+        if writing is Why.EXISTS and self._lacks_draft(record):
+            self._store.remove([record.key])
+            writing = self._begin(record, tenant)
+        return writing if isinstance(writing, Why) else WantedPart(record, writing)
+
+    def _begin(self, record: Record, tenant: str) -> Writing | Why:
         writing = self._store.begin(
-            chunk.key,
-            parent=chunk.parent,
+            record.key,
+            parent=record.parent,
             part=record.part,
             parts=self._parts,
             nbytes=len(encode(record)) + record.payload_bytes,
             tenant=tenant,
             writer=self._writer.engine_id,
         )
-        return writing.why if isinstance(writing, Refusal) else WantedPart(record, writing)
+        return writing.why if isinstance(writing, Refusal) else writing
+
+    def _lacks_draft(self, record: Record) -> bool:
+        """Whether the chunk that is there has no KV of this record's draft model."""
+        own = draft_mark(record.facts.draft)
+        (found,) = self._store.find([record.key]) if own else (None,)
+        return found is not None and any(part_draft(name) != own for name in found.parts)

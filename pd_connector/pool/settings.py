@@ -6,7 +6,8 @@ Every error names the key, the value found, and what to do.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,29 +98,37 @@ def check(value: object) -> Mapping[str, object] | None:
             f'pool {value!r}: must be true, or an object such as {{"memory": "16GiB"}} (config key pool)'
         )
     given: Mapping[str, object] = {} if value is True else value
+    if problems := list(_problems(given)):
+        raise ConfigError(*problems)
+    return given
+
+
+def _problems(given: Mapping[str, object]) -> Iterator[str]:
     for name in given:
         if name not in KEYS:
             hint = did_you_mean(name, KEYS) or f"known keys: {', '.join(KEYS)}"
-            raise ConfigError(f"unknown config key 'pool.{name}': {hint}")
-    read, write = (_switch(name, given.get(name, True)) for name in ("read", "write"))
-    if not read and not write:
-        raise ConfigError(
-            "pool.read false and pool.write false: the pool would not be used; leave out the config key pool"
-        )
-    for name in ("memory", "disk"):
+            yield f"unknown config key 'pool.{name}': {hint}"
+    readers: dict[str, Callable[[object], object]] = {
+        "read": partial(_switch, "read"),
+        "write": partial(_switch, "write"),
+        "memory": partial(_size, "memory"),
+        "disk": partial(_size, "disk"),
+        "dir": _folder,
+        "tenants": _tenants,
+    }
+    for name, read in readers.items():
         if name in given:
-            _size(name, given[name])
-    if "dir" in given:
-        _folder(given["dir"])
-    elif "disk" in given:
-        raise ConfigError(f"pool.disk {given['disk']!r}: needs the folder too: set pool.dir")
-    _tenants(given.get("tenants", []))
+            try:
+                read(given[name])
+            except ConfigError as error:
+                yield str(error)
+    if given.get("read") is False and given.get("write") is False:
+        yield "pool.read false and pool.write false: the pool would not be used; leave out the config key pool"
+    if "disk" in given and "dir" not in given:
+        yield f"pool.disk {given['disk']!r}: needs the folder too: set pool.dir"
     if (codec := given.get("codec", AT_REST[0])) not in AT_REST:
         hint = did_you_mean(str(codec), AT_REST) or f"must be {' or '.join(AT_REST)}"
-        raise ConfigError(
-            f"pool.codec {codec!r}: {hint}. The error of other codecs is too large to keep KV in them (config key pool.codec)"
-        )
-    return given
+        yield f"pool.codec {codec!r}: {hint}. The error of other codecs is too large to keep KV in them (config key pool.codec)"
 
 
 def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Space:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.coding import ELEMENT_BYTES
-from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Group, page_span
+from pd_connector.kv.geometry import Geometry, Group, page_span
 from pd_connector.plan.route import Route
 from pd_connector.pool.keys import CHUNK_TOKENS
 
@@ -88,13 +88,13 @@ def _runs_of_pages(
 def check_covered(
     covered: Mapping[tuple[int, int], int], own: Geometry, tables: Tables, span: LoadSpan
 ) -> None:
-    """Raises PoolError if a token that is wanted is in no part. Layers of a draft model can do without."""
+    """Raises PoolError if a token that is wanted is in no part."""
     for group in own.groups:
         wanted = span.first_wanted(group, tables)
         if wanted is None:
             continue
         for layer in group.layers:
-            for head in own.heads(group) if layer < DRAFT_LAYERS else ():
+            for head in own.heads(group):
                 if covered.get((layer, head), span.stop) > wanted:
                     raise PoolError(
                         Miss.UNLIKE,

@@ -122,18 +122,16 @@ class Adapters:
                 known = self._refresh(number, known, in_place=loads_in_place(lora))
         return known.reading != use.reading
 
-    def finished(self, request: "Request") -> bool:
-        """A request has ended: no step loads its adapter any more. Returns as `unchanged`."""
+    def finished(self, request: "Request") -> None:
+        """A request has ended: no step loads its adapter any more."""
         if not request.lora_request:
-            return True
-        unchanged = self.unchanged(request)
+            return
         use, (number, path) = self._use(request), number_and_path(request.lora_request)
         with self._lock:
             live = self._live.get(number, {})
             live.get(path, weakref.WeakSet()).discard(use)
             if not any(live.values()):
                 self._live.pop(number, None)
-        return unchanged
 
     def before_load(self, lora: Any) -> AdapterFiles | None:
         """vLLM is about to load an adapter. Returns its files for `load`; None if they are not on this disk."""

@@ -72,6 +72,10 @@ class Audits:
         self._audits: dict[str, _Audit] = {}
         self._over: list[str] = []  # requests that have ended; their pages may be freed now
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether this request is computed here to compare it."""
+        return request_id in self._audits
+
     @property
     def pending(self) -> bool:
         """Whether pages are kept for a comparison, so that steps are needed even without a request."""

@@ -331,8 +331,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._scheduler is not None and self._scheduler.pool:
-            self._scheduler.pool.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     def reset_cache(self) -> bool:
         """Called by `/reset_prefix_cache?reset_external=true`, and when vLLM pauses, for new weights mostly. Only the pool

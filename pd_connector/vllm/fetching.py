@@ -4,6 +4,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.errors import Cause
@@ -13,8 +15,10 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.audits import Audits
 from pd_connector.vllm.fetch import Fetch, Stage
-from pd_connector.vllm.messages import WorkerActivity
+from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.outdated import OutdatedKV
+from pd_connector.vllm.page_status import PageRule, PageStatus, Use
+from pd_connector.vllm.part import Ended, Part
 from pd_connector.vllm.recomputed import Recomputed
 from pd_connector.vllm.streaming import kept_pages
 from pd_connector.vllm.uncomputable import Uncomputable
@@ -27,16 +31,38 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Fetching:
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class FetchGoesFirst(PageRule):
+    """The pool loads nothing for a request that waits for a handoff, or is computed to compare it.
+
+    Args:
+        computes: whether that is so, by request id.
+    """
+
+    cause = "handoff"
+    forbids = (Use.LOAD,)
+
+    def __init__(self, computes: Callable[[str], bool]) -> None:
+        self._computes = computes
+
+    def holds(self, request: "Request") -> bool:
+        return self._computes(request.request_id)
+
+
+class Fetching(Part):
     """Used by the scheduler's thread only.
 
     Attributes:
         audits: the prompts that are computed here to compare them.
-        unfilled: pages that other requests must not find in vLLM's prefix cache.
+        rules: what it knows of pages.
 
     Args:
         windows: page sizes and windows of the engine's page tables.
         ranks: number of ranks of this engine.
+        status: says whether a request's KV may be compared.
+        unfilled: told of loads.
         uncomputable: requests that only a fetch can serve.
         adapters: what is known of the engine's adapters.
     """
@@ -47,27 +73,31 @@ class Fetching:
         windows: Windows,
         ranks: int,
         telemetry: Telemetry,
+        status: PageStatus,
+        unfilled: UnfilledPages,
         uncomputable: Uncomputable,
         adapters: Adapters,
     ) -> None:
-        self._windows = windows
+        self._status = status
+        self._unfilled = unfilled
         self._telemetry = telemetry
         self._uncomputable = uncomputable
         self._fetches: dict[str, Fetch] = {}
         self._adapters = adapters
-        self._outdated = OutdatedKV(adapters, uncomputable, self._given_up)
+        outdated = OutdatedKV(adapters, uncomputable, self._given_up)
+        self.rules: tuple[PageRule, ...] = (outdated, FetchGoesFirst(self._computes))
         self._recomputed = Recomputed(windows.page_sizes)
         self.audits = Audits(config, windows, ranks)
-        self.unfilled = UnfilledPages()
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Attach vLLM's pages."""
-        self._outdated.bind(manager)
-        self.unfilled.evict = manager.block_pool.evict_blocks
         self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
 
     @property
     def pending(self) -> bool:
+        return self.audits.pending
+
+    @property
+    def expected(self) -> bool:
         """Whether a request waits for its KV, or compares it."""
         return any(fetch.stage is not Stage.OVER for fetch in self._fetches.values())
 
@@ -97,8 +127,10 @@ class Fetching:
             params.remote_request_id, *identity, peers, params.wait, tokens, stage
         )
 
+    def queued(self, request: "Request") -> None:
+        self._uncomputable.add(request)
+
     def matched(self, request: "Request", computed: int) -> int | None:
-        """Tokens to fetch beyond the `computed` ones that are here; None: ask again."""
         request_id = request.request_id
         fetch = self._fetches.get(request_id)
         if fetch is not None:
@@ -125,29 +157,26 @@ class Fetching:
         request: "Request",
         blocks: "KVCacheBlocks",
         external_tokens: int,
-        unchanged: Callable[[], bool],
-    ) -> list[Command]:
-        """Pages have been allocated. Returns commands: fetch into them, or tell the producer that no KV is wanted.
-
-        Args:
-            unchanged: asked later: whether its KV was computed here, with the adapter with which it came.
-        """
+    ) -> list[Command] | None:
         fetch = self._fetches.get(request.request_id)
         if fetch is None:
-            return []
+            return None
         if not fetch.waiting:
             fetch.had_room = False
-            self.unfilled.settle(request.request_id)
-            return []
+            return None
         if external_tokens:
             fetch.stage = Stage.LOADING
             first, stop = fetch.computed_tokens, fetch.computed_tokens + external_tokens
-            self.fills(request.request_id, blocks, first, stop)
+            self._unfilled.load(request.request_id, blocks, first, stop)
             return [fetch.load(request.request_id, stop, kept_pages(blocks.get_block_ids()))]
         if fetch.outdated:
             fetch.stage, fetch.outcome = Stage.OVER, Cause.MODEL
             return [Drop(request.request_id, Cause.MODEL)]
-        if self.audits.begin(request.request_id, fetch, unchanged):
+
+        def comparable() -> bool:
+            return not self._status.problem(request, Use.COMPARE)
+
+        if self.audits.begin(request.request_id, fetch, comparable):
             fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
             held = Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
             return [held]
@@ -156,39 +185,29 @@ class Fetching:
         fetch.stage = Stage.OVER
         return [Drop(request.request_id, Cause.NOT_NEEDED)]
 
-    def computes(self, request_id: str) -> bool:
-        """Whether a request is computed here to compare its KV, or before its producer may be trusted."""
+    def _computes(self, request_id: str) -> bool:
+        """Whether a request waits for its KV, or is computed here to compare it, or before its producer may be trusted."""
         fetch = self._fetches.get(request_id)
         return fetch is not None and fetch.stage is not Stage.OVER
 
-    def fills(
-        self, request_id: str, blocks: "KVCacheBlocks", first_token: int, stop_token: int
-    ) -> None:
-        """Tokens of a request are loaded, by a fetch or from elsewhere: some pages may be filled only in part."""
-        tables = blocks.get_block_ids()
-        unfilled = self._windows.unfilled(tables, first_token, stop_token)
-        self.unfilled.load(request_id, unfilled)
-
     def weights_changed(self) -> list[Command]:
-        """As `Audits.weights_changed`."""
         return self.audits.weights_changed()
 
-    def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[str]]:
-        """A step was scheduled. As `Audits.step`."""
-        self.unfilled.scheduled()
-        return self.audits.step(output)
+    def step(self, output: "SchedulerOutput", commands: StepCommands) -> None:
+        compared, over = self.audits.step(output)
+        commands.commands += compared
+        commands.over += over
 
-    def load_ended(self, request_id: str, *, failed: bool) -> None:
-        """The workers reported the end of a load."""
+    def load_ended(self, request_id: str, *, failed: bool) -> bool:
         fetch = self._fetches.get(request_id)
-        if fetch is not None:
-            fetch.stage = Stage.OVER
-            fetch.failed = failed
-            fetch.outcome = fetch.outcome or ("recomputed" if failed else "handed_over")
-            self.unfilled.load_ended(request_id, failed=failed)
+        if fetch is None:
+            return False
+        fetch.stage = Stage.OVER
+        fetch.failed = failed
+        fetch.outcome = fetch.outcome or ("recomputed" if failed else "handed_over")
+        return True
 
     def reported(self, activity: WorkerActivity) -> list[Command]:
-        """What the workers did since the last step. Returns commands for them."""
         commands: list[Command] = []
         for request_id, cause in activity.causes.items():
             if fetch := self._fetches.get(request_id):
@@ -208,28 +227,23 @@ class Fetching:
                 self.audits.refused(fetch.pair)
         return [*commands, *self.audits.reported(activity.audits)]
 
-    def finished(self, request: "Request", *, complete: bool) -> tuple[bool, list[Command]]:
-        """A request has ended; it may be one without a fetch.
-
-        Args:
-            complete: it has come to its own end, with the adapter with which it began.
-
-        Returns:
-            Whether its pages stay for a comparison, and commands for the workers.
-        """
+    def finished(self, request: "Request", pages: tuple[list[int], ...]) -> Ended:
         request_id = request.request_id
         fetch = self._fetches.pop(request_id, None)
         if fetch is not None:
             self._telemetry.count("handoffs", cause=fetch.outcome or Cause.ABORTED)
-        self._outdated.finished(request_id)
-        self.unfilled.finished(request_id)
         self._uncomputable.discard(request_id)
+        complete = (
+            request.status in _COMPLETE
+            and request_id in self.audits
+            and not self._status.problem(request, Use.COMPARE)
+        )
         compared, commands = self.audits.finished(
             request_id, request.num_computed_tokens, complete=complete
         )
         if not compared and fetch is not None and fetch.stage not in (Stage.AUDITED, Stage.OVER):
             commands = [*commands, Drop(request_id, Cause.ABORTED)]
-        return compared, commands
+        return Ended(compared, None, commands)
 
     def _given_up(self, request_id: str) -> None:
         """KV that was loaded for a request is not used: its adapter was replaced before its first step."""

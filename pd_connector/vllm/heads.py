@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.heads import named_heads, total_heads
 from pd_connector.vllm.owners import owners
 
@@ -26,7 +27,14 @@ def layer_heads(vllm_config: "VllmConfig", layer: str, own: int) -> int:
     """
     attention = vllm_config.compilation_config.static_forward_context.get(layer)
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-    return total_heads(layer, own, ranks, _named(attention, own))
+    try:
+        return total_heads(layer, own, ranks, _named(attention, own))
+    except UnsupportedGeometryError as error:
+        if not isinstance(attention, torch.nn.Module) or next(owners(attention), None) is not None:
+            raise
+        raise UnsupportedGeometryError(
+            f"{error}. The modules around it are not known: does VLLM_PLUGINS leave out pd_connector?"
+        ) from None
 
 
 def _named(attention: Any, own: int) -> frozenset[int]:

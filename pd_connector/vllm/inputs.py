@@ -17,6 +17,7 @@ from pd_connector.kv.identity import token_fingerprint
 from pd_connector.pool.keys import Input
 from pd_connector.vllm.adapters import Adapters
 from pd_connector.vllm.checkpoint import read_processor_files
+from pd_connector.vllm.page_status import PageRule, Use
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,14 +117,6 @@ class RequestIdentity:
         """
         return all(str(one.identifier) not in self._ambiguous for one in request.mm_features or ())
 
-    def unchanged(self, request: "Request") -> bool:
-        """Whether everything computed for a request is KV of its own inputs, and of the adapter with which it came."""
-        return self.exact(request) and self.adapters.unchanged(request)
-
-    def finished(self, request: "Request") -> bool:
-        """A request has ended. Returns as `unchanged`."""
-        return self.adapters.finished(request) and self.exact(request)
-
     def of(self, request: "Request", tokens: int | None = None) -> bytes:
         """Fingerprint of everything that the KV of a request's prompt depends on.
 
@@ -175,6 +168,26 @@ class RequestIdentity:
             _remember(self._ambiguous, known, None)
         _remember(self._inputs, known, _Known(content, _reference(data)))
         return content
+
+
+class AmbiguousInputs(PageRule):
+    """KV of a request with an image or other input whose identifier came with unlike inputs stays with its request.
+
+    Args:
+        identity: remembers all inputs.
+    """
+
+    cause = "ambiguous"
+    forbids = (Use.OFFER, Use.COMPARE, Use.SAVE)
+
+    def __init__(self, identity: RequestIdentity) -> None:
+        self._identity = identity
+
+    def queued(self, request: "Request") -> None:
+        self._identity.note(request)
+
+    def holds(self, request: "Request") -> bool:
+        return not self._identity.exact(request)
 
 
 def is_elsewhere(data: Mapping[str, Any] | None) -> bool:

@@ -95,7 +95,8 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     `unaudited`: requests whose KV was refused because its producer has not passed an audit. Also: audits that
     have ended, the gauges of ranks with a changed gauge, how often ranks' weights have changed (if they have),
     why KV of requests has not come, how far loads from the pool came that broke off, and which model ranks have
-    loaded as the pool knows it, if that has changed: empty if not known, None while its weights are read.
+    loaded as the pool knows it, if that has changed: empty if not known, None while its weights are read. With it comes
+    their draft model, as names of parts have it.
     """
 
     ready: frozenset[str] = frozenset()
@@ -108,6 +109,7 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     saved: Mapping[str, int] = field(default_factory=dict)
     models: Mapping[int, bytes | None] = field(default_factory=dict)
+    draft: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
@@ -122,4 +124,5 @@ class WorkerActivity(KVConnectorWorkerMetadata):
             earliest(self.cuts, other.cuts),
             Counter(self.saved) + Counter(other.saved),
             {**self.models, **other.models},
+            self.draft or other.draft,
         )

@@ -11,7 +11,7 @@ import torch
 
 from pd_connector.config import Config
 from pd_connector.kv.checkpoint_files import CheckpointFiles, Weights
-from pd_connector.kv.geometry import Shard
+from pd_connector.kv.geometry import DRAFT_LAYERS, Shard
 from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
@@ -92,7 +92,7 @@ def model_facts(
         loaded_full=b"" if module is None else loaded_full_fingerprint(module),
         held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
-        draft=_draft(vllm_config, files or ()),
+        draft=_draft(vllm_config, config, files or ()) if _may_draft(vllm_config, caches) else b"",
         layers=_layer_facts(vllm_config, caches, served),
         source=printable(str(model.model)[-_MOST_TEXT:]),
         fields=compared.fields,
@@ -181,10 +181,18 @@ def _encoder(model: "ModelConfig") -> dict[str, str | None]:
     }
 
 
-def _draft(vllm_config: "VllmConfig", own: Sequence[CheckpointFiles]) -> bytes:
-    """Fingerprint of the draft model; empty where there is none, or it is not on this disk.
+def _may_draft(vllm_config: "VllmConfig", caches: Mapping[str, CacheId]) -> bool:
+    """Whether a rank of this engine has layers of a draft model. Some drafts keep no KV (Medusa), or read the model's own
+    (Gemma 4). With a pipeline, another rank may have the layers."""
+    staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    return staged or any(cache.number >= DRAFT_LAYERS for cache in caches.values())
+
+
+def _draft(vllm_config: "VllmConfig", settings: Config, own: Sequence[CheckpointFiles]) -> bytes:
+    """Fingerprint of the draft model; empty where there is none, or nothing is known of its weights.
 
     Args:
+        settings: of this engine.
         own: files of the model itself, which are still to be read. Drafts by n-grams or by layers of the model (MTP) come
             from them.
     """
@@ -202,11 +210,18 @@ def _draft(vllm_config: "VllmConfig", own: Sequence[CheckpointFiles]) -> bytes:
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
         config = served_config(read_config(draft), **told).fingerprint
     except Exception as error:  # a draft model is optional: no error of it stops the engine
-        logger.warning("KV of the draft model is not moved: %r", error)
+        logger.warning("the draft model is not known, so this engine takes no KV: %r", error)
         return b""
-    if weights is None:
-        return b""
-    return hashlib.blake2b(config + weights.sampled, digest_size=16).digest()
+    known = weights.sampled if weights else settings.model_id.encode()
+    if vllm_config.load_config.load_format == "dummy":
+        known = _made_up(vllm_config.model_config.seed)
+    if known:
+        return hashlib.blake2b(config + known, digest_size=16).digest()
+    logger.warning(
+        "weights of the draft model are not files on this disk: this engine takes no KV from others, whose drafts may be "
+        "other ones; set model_id (config key) on all engines that serve both models"
+    )
+    return b""
 
 
 def _layer_facts(

@@ -3,7 +3,9 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
 
 from pd_connector.agent.commands import Command, Expect, Withdraw
 from pd_connector.errors import ConfigError
@@ -13,7 +15,9 @@ from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.last_words import LastWords
-from pd_connector.vllm.messages import Prefill
+from pd_connector.vllm.messages import StepCommands
+from pd_connector.vllm.page_status import PageStatus, Use
+from pd_connector.vllm.part import Ended, Part
 from pd_connector.vllm.streaming import Streaming, kept_pages
 from pd_connector.vllm.windows import Windows
 
@@ -22,26 +26,28 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Ended(NamedTuple):
-    """What follows from the end of a request."""
-
-    keeps_pages: bool
-    answer: dict[str, Any] | None  # for the proxy
-    commands: tuple[Command, ...] = ()
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
-class Offers:
+class Offers(Part):
     """Used by the scheduler's thread only.
 
     Args:
         windows: page sizes and windows of the engine's page tables.
+        status: says whether a request's KV may be handed over.
         address: this engine's address, as proxies are told it.
         streams: whether KV is sent while its prompt is computed.
     """
 
     def __init__(
-        self, windows: Windows, address: transfer_params.ProducerAddress, *, streams: bool
+        self,
+        windows: Windows,
+        status: PageStatus,
+        address: transfer_params.ProducerAddress,
+        *,
+        streams: bool,
     ) -> None:
+        self._status = status
         self.address = address
         self.model: ModelFacts | None = None  # of the first rank, as it was at the start
         self._windows = windows
@@ -50,7 +56,7 @@ class Offers:
         self._streaming = Streaming(windows) if streams else None
 
     @property
-    def pending(self) -> bool:
+    def expected(self) -> bool:
         """Whether a request that has not ended is to be offered."""
         return bool(self._known)
 
@@ -80,25 +86,18 @@ class Offers:
         return Expect(transfer)
 
     def weights_changed(self) -> list[Command]:
-        """The weights have changed: KV of all known prompts is of the old weights, or of both."""
         known, self._known = self._known, {}
         for request_id in known if self._streaming else ():
             self._streaming.discard(request_id)  # type: ignore[union-attr]
         return [Withdraw(transfer, request) for request, (transfer, _) in known.items()]
 
-    def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[Prefill]]:
-        """Commands for the agents, and this step's part of the prompts that stream."""
-        return self._streaming.step(output) if self._streaming else ([], [])
+    def step(self, output: "SchedulerOutput", commands: StepCommands) -> None:
+        if self._streaming:
+            offers, prefills = self._streaming.step(output)
+            commands.commands += offers
+            commands.prefills += prefills
 
-    def finished(
-        self, request: "Request", pages: tuple[list[int], ...], *, complete: bool
-    ) -> Ended:
-        """A request has ended; it may be a request without an offer.
-
-        Args:
-            pages: its page ids by table.
-            complete: it has come to its own end.
-        """
+    def finished(self, request: "Request", pages: tuple[list[int], ...]) -> Ended:
         request_id = request.request_id
         if request_id in self._describes:
             self._describes.discard(request_id)
@@ -111,8 +110,12 @@ class Offers:
             self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
         wanted = [pages_for(tokens, size) for size in self._windows.page_sizes]
-        complete = complete and request.num_computed_tokens >= tokens
-        if not complete or any(len(a) < b for a, b in zip(pages, wanted, strict=True)):
+        complete = request.status in _COMPLETE and request.num_computed_tokens >= tokens
+        if (
+            self._status.problem(request, Use.OFFER)
+            or not complete
+            or any(len(a) < b for a, b in zip(pages, wanted, strict=True))
+        ):
             return Ended(False, None, (Withdraw(transfer, request_id),))
         kept = [table[:count] for table, count in zip(pages, wanted, strict=True)]
         offer = Offer(

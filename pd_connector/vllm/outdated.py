@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.adapters import Adapters
+from pd_connector.vllm.page_status import PageRule, Use
 from pd_connector.vllm.uncomputable import Uncomputable
 
 if TYPE_CHECKING:
@@ -17,14 +18,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class OutdatedKV:
-    """Used by the scheduler's thread only.
+class OutdatedKV(PageRule):
+    """KV of a request whose adapter was replaced since it came is used for nothing else, and before its first step not at all.
 
     Args:
         adapters: what is known of the engine's adapters.
         uncomputable: requests that cannot be computed here. They wait.
         given_up: told of each request whose loaded KV is not used.
     """
+
+    cause = "adapter"
+    forbids = tuple(Use)
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class OutdatedKV:
             begins = not told.get("delay_cache_blocks")  # otherwise pages for a load
             loaded = request.num_computed_tokens and request.request_id in self._loaded
             if begins and loaded and self._adapters.replaced(request):
-                self.finished(request.request_id)
+                self._loaded.discard(request.request_id)
                 self._given_up(request.request_id)
                 manager.free(request)
                 request.num_computed_tokens = 0
@@ -67,6 +71,9 @@ class OutdatedKV:
         manager.prefix_cache_lookup_enabled = prefix_cache_lookup_enabled
         manager.allocate_slots = allocate_slots
 
-    def finished(self, request_id: str) -> None:
-        """The request has begun, or has ended."""
-        self._loaded.discard(request_id)
+    def holds(self, request: "Request") -> bool:
+        return not self._adapters.unchanged(request)
+
+    def finished(self, request: "Request") -> None:
+        self._loaded.discard(request.request_id)
+        self._adapters.finished(request)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pd_connector.agent.commands import Command
 from pd_connector.errors import Cause
 from pd_connector.pool.codecs import AT_REST, PoolCodecs
 from pd_connector.pool.jobs import Fill, Save
@@ -21,7 +22,9 @@ from pd_connector.pool.worth import Worth
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.ignored import IgnoredParams
 from pd_connector.vllm.inputs import RequestIdentity
-from pd_connector.vllm.messages import Cut, WorkerActivity
+from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
+from pd_connector.vllm.page_status import PageStatus, Use
+from pd_connector.vllm.part import Ended, Part
 from pd_connector.vllm.pool_audit import PoolAudit
 from pd_connector.vllm.pool_events import PoolEvents
 from pd_connector.vllm.pool_loads import PoolLoads
@@ -35,15 +38,14 @@ from pd_connector.vllm.windows import Windows
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("pd_connector.vllm")
 
 
-class PoolSide:
+class PoolSide(Part):
     """Called by vLLM's scheduler only.
 
     Attributes:
@@ -57,7 +59,8 @@ class PoolSide:
         windows: page sizes and windows of the engine's page tables.
         identity: of requests' prompts.
         ignored: told of requests whose wishes cannot be followed.
-        unfilled: pages that loads have filled in part.
+        status: says what may be done with a request's KV.
+        unfilled: told of loads.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
     """
@@ -71,6 +74,7 @@ class PoolSide:
         identity: RequestIdentity,
         telemetry: Telemetry,
         ignored: IgnoredParams,
+        status: PageStatus,
         unfilled: UnfilledPages,
         ranks: int,
         engine_id: str = "",
@@ -91,7 +95,8 @@ class PoolSide:
         self._telemetry = telemetry
         self._settings = settings
         self._worth = Worth()
-        self._saves = PoolSaves(windows, ranks, unfilled)
+        self._status, self._unfilled = status, unfilled
+        self._saves = PoolSaves(windows, ranks, status)
         self._audit = PoolAudit(windows, self._saves)
         self._stepped: tuple[float, int] = (0.0, 0)  # when the last step was scheduled, its tokens
         self._model = LoadedModel(ranks)
@@ -101,10 +106,9 @@ class PoolSide:
         self.loads = PoolLoads(self._looks, self._audit, self._worth, telemetry)
         self._tell()
 
-    def bind(self, blocks: "BlockPool") -> None:
-        """Attach vLLM's pages."""
-        self._saves.bind(blocks)
-        self._looks.shared.caching = blocks.enable_caching
+    def bind(self, manager: "KVCacheManager") -> None:
+        self._saves.bind(manager.block_pool)
+        self._looks.shared.caching = manager.block_pool.enable_caching
 
     def publish_events(self) -> None:
         """vLLM publishes KV events. They name blocks of caches with one page table only."""
@@ -117,7 +121,6 @@ class PoolSide:
         return self.events.take() if self.events else ()
 
     def close(self) -> None:
-        """The engine ends."""
         if self.events:
             self.events.close()
 
@@ -136,16 +139,16 @@ class PoolSide:
         """Whether a step is needed: ranks tell of saves, or their model, with it, and vLLM takes KV events."""
         return self.saving or self._model.due or bool(self.events and self.events.pending)
 
-    def reported(self, activity: WorkerActivity) -> None:
-        """What the ranks did since the last step, which has ended."""
+    def reported(self, activity: WorkerActivity) -> list[Command]:
         began, tokens = self._stepped
         if tokens >= CHUNK_TOKENS:  # a part of a prefill
             self._worth.computed(tokens, time.monotonic() - began)
         self._stepped = 0.0, 0
+        self._looks.draft = activity.draft or self._looks.draft
         before = self.model
         if self._model.reported(activity.models):
             if before:
-                self.forget_all()
+                self.weights_changed()
             self._tell()
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
@@ -153,6 +156,7 @@ class PoolSide:
         self._saves.answered(activity.saved)
         self._saves.answered(Counter(report.request for report in activity.audits))
         self._audit.reported(activity.audits)
+        return []
 
     def _tell(self, chunk_bytes: int = 0) -> None:
         """Let the engine's API server know what a router wants to know."""
@@ -164,19 +168,21 @@ class PoolSide:
         )
         self._store.tell(told.encode())
 
-    def forget_all(self) -> None:
-        """KV of the requests that run now must be neither saved nor compared."""
+    def weights_changed(self) -> list[Command]:
+        """KV of the requests that run now must be neither saved nor compared. From now on the identity of the weights
+        says which chunks may be used: vLLM resets its caches before weights change, and before it sleeps."""
+        self._looks.forget_reset()
         for request_id in self._prompts:
             self._looks.shared.forget(request_id)
         self._prompts.clear()
         self._audit.forget()
+        return []
 
     def reset(self) -> None:
         """vLLM's caches were reset, and a client expects that nothing from before is used."""
         self._looks.reset(self._prompts.values(), self._saves.keys)
 
-    def add(self, request: "Request") -> None:
-        """A request has been queued: begin to look for its chunks."""
+    def queued(self, request: "Request") -> None:
         tokens_only = request.prompt_token_ids is not None and request.prompt_embeds is None
         if not tokens_only or getattr(request, "resumable", False):
             return
@@ -201,9 +207,8 @@ class PoolSide:
         self._looks.begin(prompt, self.model)
 
     def matched(self, request: "Request", computed: int) -> int | None:
-        """Tokens to load beyond the `computed` ones that are here; None: ask again."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is None or not self._identity.adapters.unchanged(request):
+        if prompt is None or self._status.problem(request, Use.LOAD):
             return 0
         if self._model.awaited_by(prompt):
             return None
@@ -211,14 +216,12 @@ class PoolSide:
         return self._looks.matched(prompt, computed)
 
     def allocated(
-        self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int, *, verified: bool
-    ) -> Fill | None:
-        """Pages have been allocated. Returns the command that fills them, if there is something to load. KV that is not
-        `verified` (from another connector, or computed on such KV) is neither saved nor compared."""
+        self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
+    ) -> list[Command] | None:
         prompt = self._prompts.get(request.request_id)
-        if prompt and not verified:
+        if prompt and (cause := self._status.problem(request, Use.SAVE)):
             if prompt.writes:
-                self._telemetry.count("pool_misses", cause="unverified")
+                self._telemetry.count("pool_misses", cause=cause)
             prompt.writes = False
             self._audit.give_up(prompt)
         self._looks.shared.forget(request.request_id)
@@ -238,7 +241,8 @@ class PoolSide:
         fill = Fill(request.request_id, self.model, wanted, first, stop, tables)
         loading = Loading(keys, found, range(first, stop), time.monotonic(), look)
         self.loads.begin(prompt, loading, fill)
-        return fill
+        self._unfilled.load(request.request_id, blocks, first, stop)
+        return [fill]
 
     def tiers(self, request_id: str) -> dict[str, int]:
         """Tokens of the load of this request by the tier that they come from; empty if it loads nothing from the pool."""
@@ -254,17 +258,12 @@ class PoolSide:
         return dict(tiers)
 
     def broke_off(self, cuts: Mapping[str, Cut]) -> None:
-        """Ranks could not load all chunks. The end of these loads is told next, or later if other ranks go on."""
         for request_id, cut in cuts.items():
             if prompt := self._prompts.get(request_id):
                 self.loads.broke_off(prompt, cut)
 
     def load_ended(self, request_id: str, *, failed: bool) -> bool:
-        """The ranks have ended a load. Returns whether it was one from the pool.
-
-        Args:
-            failed: vLLM keeps none of its pages, otherwise those up to the load's cut.
-        """
+        """Unless it has `failed`, vLLM keeps its pages up to the load's cut."""
         self.loads.over(request_id)
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.loading is None:
@@ -273,16 +272,17 @@ class PoolSide:
             self._tell(chunk_bytes)
         return True
 
-    def step(self, output: "SchedulerOutput") -> list[Save | Fill]:
-        """A step was scheduled. Returns saves of chunks that earlier steps have computed, and comparisons."""
+    def step(self, output: "SchedulerOutput", commands: StepCommands) -> None:
+        """Adds saves of chunks that earlier steps have computed, and comparisons."""
         self._stepped = time.monotonic(), output.total_num_scheduled_tokens
         self._looks.next_step()
+        for (tier, cause), number in self._store.take_failures().items():
+            self._telemetry.count("pool_unwritten", number, tier=tier, cause=cause)
         if not self._prompts:
-            return []
+            return
         for request_id in output.preempted_req_ids or ():
             if prompt := self._prompts.get(request_id):
                 prompt.stepped = False
-        saves: list[Save | Fill] = []
         for request_id, computed in scheduled(output, self._prompts):
             prompt = self._prompts[request_id]
             resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
@@ -291,43 +291,36 @@ class PoolSide:
                 prompt.stepped = True
                 continue
             saved = self.model and prompt.writes and not prompt.adapter
-            exact = saved and self._identity.exact(prompt.request)
-            new = prompt.new_chunks(computed if exact else 0)
+            saved = saved and not self._status.problem(prompt.request, Use.SAVE)
+            new = prompt.new_chunks(computed if saved else 0)
             pages = self._saves.present(prompt) if new or prompt.audited else ()
-            saves += self._audit.compare(prompt, computed, pages, self.model)
-            saves += self._saves_of(prompt, new, pages)
-        return saves
+            commands.commands += self._audit.compare(prompt, computed, pages, self.model)
+            commands.commands += self._saves_of(prompt, new, pages)
 
-    def finished(
-        self, request: "Request", pages: Sequence[Sequence[int]], *, unchanged: bool
-    ) -> list[Save | Fill]:
-        """A request has ended. Returns saves of the chunks that it has computed last, and comparisons.
-
-        Args:
-            unchanged: whether its adapter is still the one that it began with.
-        """
+    def finished(self, request: "Request", pages: tuple[list[int], ...]) -> Ended:
+        """Saves the chunks that a request has computed last, or compares them."""
         prompt = self._prompts.pop(request.request_id, None)
         self.loads.over(request.request_id)
         self._looks.shared.forget(request.request_id)
         if prompt is None:
-            return []
+            return Ended()
         if prompt.loading:
             self._looks.unpin(prompt.loading.keys)
-            return []
-        commands: list[Save | Fill] = []
-        if prompt.stepped and unchanged:
-            computed, pages = request.num_computed_tokens, self._saves.present(prompt, pages)
-            commands += self._audit.compare(prompt, computed, pages, self.model)
+            return Ended()
+        commands: list[Command] = []
+        if prompt.stepped and not self._status.problem(request, Use.SAVE):
+            computed, present = request.num_computed_tokens, self._saves.present(prompt, pages)
+            commands += self._audit.compare(prompt, computed, present, self.model)
             self._looks.computed(prompt, computed, self.model)
             if prompt.writes and self.model:
                 new = prompt.new_chunks(computed, ended=True)
-                commands += self._saves_of(prompt, new, pages)
+                commands += self._saves_of(prompt, new, present)
                 if prompt.kept < new.stop:
                     self._telemetry.count("pool_misses", cause="busy")
         self._audit.give_up(prompt)
         if prompt.ask.pin_s:
             self._looks.pin_for_client(prompt, tenants=1 + len(self._settings.tenants))
-        return commands
+        return Ended(commands=commands)
 
     def _saves_of(
         self, prompt: PoolPrompt, new: range, pages: Sequence[Sequence[int]]

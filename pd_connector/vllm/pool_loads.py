@@ -90,7 +90,11 @@ class PoolLoads:
         prompt.failed, prompt.there = loading, None
         bad = loading.loaded
         prompt.kept = cut.stop_token // CHUNK_TOKENS  # what is damaged was removed: save it again
-        if cut.miss in (Miss.UNLIKE, Miss.CODEC):  # what is damaged or gone is found no more
+        if cut.miss in (
+            Miss.UNLIKE,
+            Miss.CODEC,
+            Miss.DRAFT,
+        ):  # what is damaged or gone is found no more
             self._audit.refuse(loading.keys[bad : bad + 1])
         if not failed:
             self._telemetry.count("pool_hits", bad)

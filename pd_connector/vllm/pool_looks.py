@@ -15,7 +15,7 @@ from typing import Any
 
 from pd_connector.errors import Cause, Miss, PoolError
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.part_names import part_codec
+from pd_connector.pool.part_names import part_codec, part_draft
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.pool.worth import Answers, Worth
 from pd_connector.telemetry import Telemetry
@@ -43,6 +43,7 @@ class PoolLooks:
 
     Attributes:
         shared: loads under way, for which requests wait that want the same chunks.
+        draft: the engine's draft model, as names of parts have it; empty without one.
 
     Args:
         audit: says which chunks are not believed, and when a writer is being compared.
@@ -76,6 +77,7 @@ class PoolLooks:
             set()
         )  # chunks from before the last reset, not computed here since
         self.shared = SharedLoads()
+        self.draft = ""
 
     def begin(self, prompt: PoolPrompt, model: bytes) -> None:
         """Begin a prompt's look-up, unless it has begun, or the store is left alone.
@@ -140,6 +142,13 @@ class PoolLooks:
             "computed them itself. Other engines go on to use them; `pd-connector pool clear` removes them for all",
             len(self._reset),
         )
+
+    def forget_reset(self) -> None:
+        """What is known of the last reset does not hold any more."""
+        self._thread.submit(self._reset_ends)
+
+    def _reset_ends(self) -> None:
+        self._reset = set()
 
     def computed(self, prompt: PoolPrompt, tokens: int, model: bytes) -> None:
         """A request has ended, and this engine has had KV of its first `tokens` tokens since the reset."""
@@ -215,6 +224,9 @@ class PoolLooks:
                 break
             if not self._codecs.issuperset(map(part_codec, one.parts)):
                 self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.CODEC)
+                break
+            if self.draft and any(part_draft(name) != self.draft for name in one.parts):
+                self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.DRAFT)
                 break
             if self._audit.refused(key):
                 break

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pd_connector.kv.geometry import page_span
 from pd_connector.pool.jobs import Save
+from pd_connector.vllm.page_status import PageStatus
 from pd_connector.vllm.pool_prompt import PoolPrompt
 from pd_connector.vllm.streaming import kept_pages
-from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.windows import NULL_PAGE, Windows
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ class PoolSaves:
     Args:
         windows: page sizes of the engine's page tables.
         ranks: number of ranks of this engine.
-        unfilled: pages that loads have filled in part.
+        status: says which pages hold only a part of a request's KV.
     """
 
-    def __init__(self, windows: Windows, ranks: int, unfilled: UnfilledPages) -> None:
+    def __init__(self, windows: Windows, ranks: int, status: PageStatus) -> None:
         self._windows = windows
-        self._unfilled = unfilled
+        self._status = status
         self._ranks = ranks
         self._blocks: BlockPool | None = None
         self._kept: dict[str, tuple[list[KVCacheBlock], int]] = {}  # with the ranks to answer
@@ -109,7 +109,7 @@ class PoolSaves:
         """
         if not self._slides:
             return told or prompt.pages
-        partly = self._unfilled.of(prompt.request.request_id)
+        partly = self._status.partial_pages(prompt.request.request_id)
         times = self._handed_out
         tables = told or [
             [page if times[page] == count else NULL_PAGE for page, count in zip(*both, strict=True)]

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.control.seal import UntrustedAddressError, sealed, trusted_peers
@@ -23,14 +21,17 @@ from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.fetching import Fetching, fetched_tokens
 from pd_connector.vllm.ignored import IgnoredParams
-from pd_connector.vllm.inputs import RequestIdentity
+from pd_connector.vllm.inputs import AmbiguousInputs, RequestIdentity
 from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.movable import check_movable
 from pd_connector.vllm.offers import Offers
+from pd_connector.vllm.page_status import PageStatus
+from pd_connector.vllm.part import Part
 from pd_connector.vllm.pool import PoolSide
 from pd_connector.vllm.stale import StalePages
 from pd_connector.vllm.uncomputable import Uncomputable
+from pd_connector.vllm.unfilled import UnfilledPages
 from pd_connector.vllm.unmoved import UnmovedPrompts
 from pd_connector.vllm.unverified import UnverifiedPages
 from pd_connector.vllm.windows import Windows
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class SchedulerSide:
@@ -82,33 +81,50 @@ class SchedulerSide:
         self._unmoved = UnmovedPrompts(self.telemetry, max(windows.page_sizes, default=0))
         self._config = config
         self._produces, self._consumes, self._whole = produces, consumes, whole
-        address = transfer_params.ProducerAddress(engine_id, consumes=consumes)
-        self.offers = Offers(windows, address, streams=config.overlap != "off")
         self.identity = RequestIdentity(adapters, processor)
-        self._uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
-        known = self._uncomputable, self.identity.adapters
+        self._stale, unfilled = StalePages(), UnfilledPages(windows)
+        self._status = PageStatus(
+            AmbiguousInputs(self.identity),
+            UnverifiedPages(windows.page_sizes),
+            unfilled,
+            self._stale,
+        )
+        uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
+        known = self._status, unfilled, uncomputable, self.identity.adapters
         self._fetching = Fetching(config, windows, ranks, self.telemetry, *known)
+        self._status.add(*self._fetching.rules)
+        address = transfer_params.ProducerAddress(engine_id, consumes=consumes)
+        self.offers = Offers(windows, self._status, address, streams=config.overlap != "off")
+        self._parts: list[Part] = [self._fetching, self.offers]
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
             codecs = pool_codecs(config, consumes=consumes)
-            told, unfilled = (self.telemetry, self._ignored), self._fetching.unfilled
+            store, settings = opened
             self.pool = PoolSide(
-                *opened, codecs, windows, self.identity, *told, unfilled, ranks, engine_id
+                store,
+                settings,
+                codecs,
+                windows,
+                self.identity,
+                self.telemetry,
+                self._ignored,
+                self._status,
+                unfilled,
+                ranks,
+                engine_id,
             )
+            # It saves a request's pages before another part keeps them.
+            self._parts.insert(0, self.pool)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
-        self._stale = StalePages()
-        self._unverified = UnverifiedPages(windows.page_sizes)
         self._weights_may_change = False
         self._workers_called = False
 
     def bind(self, manager: "KVCacheManager") -> None:
         """Attach vLLM's pages."""
-        self._unverified.bind(manager)
-        self._fetching.bind(manager)
-        self._stale.bind(manager)
-        if self.pool:
-            self.pool.bind(manager.block_pool)
+        self._status.bind(manager)
+        for part in self._parts:
+            part.bind(manager)
 
     def set_peers(
         self, peers: tuple[Peer, ...], ports: tuple[int, ...] = (), model: ModelFacts | None = None
@@ -121,10 +137,9 @@ class SchedulerSide:
 
     def on_new_request(self, request: "Request") -> None:
         """A request enters the queue: announce KV that it will fetch, or that it will offer."""
-        self.identity.note(request)
-        self._uncomputable.add(request)
-        if self.pool:
-            self.pool.add(request)
+        self._status.queued(request)
+        for part in self._parts:
+            part.queued(request)
         try:
             parsed = transfer_params.parse(request.kv_transfer_params)
             if parsed is None:
@@ -154,49 +169,42 @@ class SchedulerSide:
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to fetch or to load beyond those cached here; None: ask again. May be asked often."""
-        found = self._fetching.matched(request, num_computed_tokens)
-        if found == 0 and self.pool is not None and not self._fetching.computes(request.request_id):
-            found = self.pool.matched(request, num_computed_tokens)
-        return found, bool(found)
+        for part in reversed(self._parts):  # a handoff goes before the pool
+            tokens = part.matched(request, num_computed_tokens)
+            if tokens != 0:
+                return tokens, bool(tokens)
+        return 0, False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Pages have been allocated: fill them, or tell the producer that no KV is wanted."""
-        self._stale.admitted(request.request_id)
-        own, exact = num_external_tokens, self.identity.exact(request)
-        verified = self._unverified.allocated(request.request_id, blocks, own) and exact
-        if self.pool and (fill := self.pool.allocated(request, blocks, own, verified=verified)):
-            self._fetching.fills(request.request_id, blocks, fill.first_token, fill.stop_token)
-            self._commands.append(fill)
-            return
-
-        def alike() -> bool:
-            known = request.request_id not in self._unverified
-            return known and self.identity.unchanged(request)
-
-        self._commands += self._fetching.allocated(request, blocks, own, alike)
+        self._status.admitted(request, blocks, num_external_tokens)
+        for part in self._parts:
+            commands = part.allocated(request, blocks, num_external_tokens)
+            if commands is not None:
+                self._commands += commands
+                return
 
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
-        commands, prefills = self.offers.step(output)
-        compared, over = self._fetching.step(output)
-        self._commands += [*commands, *compared]
-        if self.pool:
-            self._commands += self.pool.step(output)
-        commands, self._commands = self._commands, []
-        idle = output.total_num_scheduled_tokens == 0
+        step = StepCommands(self._commands, weight_changes=dict(self._stale.changes))
+        self._commands = []
+        self._status.stepped()
+        for part in self._parts:
+            part.step(output, step)
+        step.idle = output.total_num_scheduled_tokens == 0
         # An engine that is paused for new weights computes nothing until the weights have changed.
-        compare = self._workers_called or (self._weights_may_change and not idle)
+        step.compare_weights = self._workers_called or (self._weights_may_change and not step.idle)
         self._workers_called = False
-        self._weights_may_change &= idle
-        return StepCommands(commands, prefills, idle, compare, over, dict(self._stale.changes))
+        self._weights_may_change &= step.idle
+        return step
 
     def reset(self) -> None:
         """vLLM's caches were reset, as they are before weights change."""
         self._weights_may_change = True
-        if self.pool:
-            self.pool.reset()
+        for part in self._parts:
+            part.reset()
 
     def workers_called(self) -> None:
         """An operator has called a method of the workers. It may have changed the weights."""
@@ -204,27 +212,25 @@ class SchedulerSide:
 
     def loads_broke_off(self, cuts: Mapping[str, Cut]) -> None:
         """Ranks could not load all chunks of requests. The end of these loads is told with it, or later."""
-        if self.pool:
-            self.pool.broke_off(cuts)
+        for part in self._parts:
+            part.broke_off(cuts)
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """The workers reported the end of a load."""
-        if self.pool and self.pool.load_ended(request_id, failed=failed):
-            self._fetching.unfilled.load_ended(request_id, failed=failed)
-        else:
-            self._fetching.load_ended(request_id, failed=failed)
+        self._status.load_ended(request_id, failed=failed)
+        for part in self._parts:
+            if part.load_ended(request_id, failed=failed):
+                return
 
     def workers_reported(self, activity: WorkerActivity) -> None:
         """What the workers did since the last step."""
         self._gauges.update(activity.gauges)
         self._stale.distrusted(activity.gauges)
         if self._stale.changed(activity.weight_changes):
-            self._commands += [*self.offers.weights_changed(), *self._fetching.weights_changed()]
-            if self.pool:
-                self.pool.forget_all()
-        self._commands += self._fetching.reported(activity)
-        if self.pool:
-            self.pool.reported(activity)
+            for part in self._parts:
+                self._commands += part.weights_changed()
+        for part in self._parts:
+            self._commands += part.reported(activity)
 
     def stats(self) -> PDStats | None:
         """What was counted here since the last call, and the ranks' gauges if one has changed."""
@@ -234,9 +240,10 @@ class SchedulerSide:
     def pending_work(self) -> bool:
         """Whether steps are needed even without a request: for commands, audits, weights that may have changed, or
         ranks that have not yet reported the end of their transfers. vLLM reports metrics only with steps."""
-        moves = self._gauges.under_way(queued=self.offers.pending or self._fetching.pending)
-        waits = moves or self._fetching.audits.pending or self._workers_called
-        return bool(self._commands or waits or (self.pool and self.pool.pending))
+        expected = self.offers.expected or self._fetching.expected
+        moves = self._gauges.under_way(queued=expected)
+        waits = moves or self._workers_called or bool(self._commands)
+        return waits or any(part.pending for part in self._parts)
 
     @property
     def saving(self) -> bool:
@@ -247,20 +254,18 @@ class SchedulerSide:
         self, request: "Request", pages: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request with these pages has ended in some way. Returns whether they stay, and the answer for the proxy."""
-        request_id = request.request_id
-        self._stale.finished(request_id)
-        verified = not self._unverified.finished(request_id)
-        unchanged = self.identity.finished(request)
-        complete = request.status in _COMPLETE and unchanged
-        if self.pool:
-            self._commands += self.pool.finished(request, pages, unchanged=unchanged)
-        compared, commands = self._fetching.finished(request, complete=complete and verified)
-        self._commands += commands
-        if compared:
-            return True, None
-        ended = self.offers.finished(request, pages, complete=complete)
-        self._commands += ended.commands
+        for part in self._parts:
+            ended = part.finished(request, pages)
+            self._commands += ended.commands
+            if ended.keeps_pages or ended.answer:
+                break
+        self._status.finished(request)
         return ended.keeps_pages, ended.answer
+
+    def close(self) -> None:
+        """The engine ends."""
+        for part in self._parts:
+            part.close()
 
     def _announce_fetch(self, request: "Request", parsed: transfer_params.TransferParams) -> None:
         transfer = str(parsed.remote_request_id)  # `parse` has seen that it is there

@@ -10,17 +10,22 @@ another request.
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.page_status import PageRule, Use
+
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
 
 
-class StalePages:
-    """Called by vLLM's scheduler only.
+class StalePages(PageRule):
+    """KV of requests that had pages while weights changed, or while a producer was found wrong, is used for nothing else.
 
     Attributes:
         changes: how often each rank's weights have changed, as far as reported.
     """
+
+    cause = "stale"
+    forbids = tuple(Use)
 
     def __init__(self) -> None:
         self.changes: dict[int, int] = {}
@@ -64,11 +69,12 @@ class StalePages:
         self._evict(set(range(self._pages)))
         self._mixed |= self._admitted
 
-    def admitted(self, request: str) -> None:
-        """vLLM has given pages to a request, to compute or to load KV."""
-        self._admitted.add(request)
+    def admitted(self, request: "Request", blocks: "KVCacheBlocks", own_tokens: int) -> None:
+        self._admitted.add(request.request_id)
 
-    def finished(self, request: str) -> None:
-        """A request has ended."""
-        self._admitted.discard(request)
-        self._mixed.discard(request)
+    def finished(self, request: "Request") -> None:
+        self._admitted.discard(request.request_id)
+        self._mixed.discard(request.request_id)
+
+    def holds(self, request: "Request") -> bool:
+        return request.request_id in self._mixed

@@ -6,54 +6,69 @@ must not find such a page in the prefix cache. vLLM caches while it schedules, a
 If the request finds no room, vLLM calls only after the scheduling.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from pd_connector.vllm.page_status import PageRule
+from pd_connector.vllm.windows import Windows
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.request import Request
 
 
-def _nothing_cached(pages: set[int]) -> None:
-    """Placeholder until vLLM hands over its prefix cache."""
+class UnfilledPages(PageRule):
+    """The partly filled pages of all requests. A chunk with such a page is not saved.
 
-
-class UnfilledPages:
-    """The partly filled pages of all requests. Called only by vLLM's scheduler.
-
-    Attributes:
-        evict: removes pages from vLLM's prefix cache; ignores pages that are not in it.
+    Args:
+        windows: page sizes and windows of the engine's page tables.
     """
 
-    def __init__(self) -> None:
-        self.evict: Callable[[set[int]], None] = _nothing_cached
+    cause = "unfilled"
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        # Removes pages from vLLM's prefix cache; ignores pages that are not in it.
+        self._evict: Callable[[set[int]], None] = lambda _: None
         self._loading: dict[str, set[int]] = {}
         self._by_request: dict[str, set[int]] = {}  # of requests that have not ended
         self._loaded: dict[str, set[int]] = {}
 
-    def load(self, request: str, pages: Iterable[int]) -> None:
-        """A load begins that fills only a part of these pages."""
-        self._by_request.pop(request, None)
-        if found := set(pages):
-            self._loading[request] = self._by_request[request] = found
+    def bind(self, manager: "KVCacheManager") -> None:
+        self._evict = manager.block_pool.evict_blocks
 
-    def of(self, request: str) -> Collection[int]:
-        """Pages of a request that its load has filled only in part."""
-        return self._by_request.get(request, ())
+    def load(
+        self, request_id: str, blocks: "KVCacheBlocks", first_token: int, stop_token: int
+    ) -> None:
+        """A load of tokens [first_token, stop_token) begins."""
+        self._by_request.pop(request_id, None)
+        tables = blocks.get_block_ids()
+        if pages := set(self._windows.unfilled(tables, first_token, stop_token)):
+            self._loading[request_id] = self._by_request[request_id] = pages
 
-    def finished(self, request: str) -> None:
-        """The request has ended."""
-        self.settle(request)
-        self._by_request.pop(request, None)
+    def partial_pages(self, request_id: str) -> Collection[int]:
+        return self._by_request.get(request_id, ())
 
-    def load_ended(self, request: str, *, failed: bool) -> None:
-        """The load has ended. vLLM caches no page of a failed load."""
-        pages = self._loading.pop(request, None)
-        if pages and not failed:
-            self._loaded[request] = pages
+    def admitted(self, request: "Request", blocks: "KVCacheBlocks", own_tokens: int) -> None:
+        if not own_tokens:
+            self._settle(request.request_id)
 
-    def scheduled(self) -> None:
-        """A step has been scheduled: vLLM may have cached pages of requests that found no room."""
+    def finished(self, request: "Request") -> None:
+        self._settle(request.request_id)
+        self._by_request.pop(request.request_id, None)
+
+    def load_ended(self, request_id: str, *, failed: bool) -> None:
+        pages = self._loading.pop(request_id, None)
+        if pages and not failed:  # vLLM caches no page of a failed load
+            self._loaded[request_id] = pages
+
+    def stepped(self) -> None:
+        """vLLM may have cached pages of requests that found no room."""
         for pages in self._loaded.values():
-            self.evict(pages)
+            self._evict(pages)
 
-    def settle(self, request: str) -> None:
+    def _settle(self, request_id: str) -> None:
         """vLLM has cached this request's pages, or never will."""
-        self._loading.pop(request, None)
-        if pages := self._loaded.pop(request, None):
-            self.evict(pages)
+        self._loading.pop(request_id, None)
+        if pages := self._loaded.pop(request_id, None):
+            self._evict(pages)

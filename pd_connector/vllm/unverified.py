@@ -9,6 +9,7 @@ theirs. vLLM tells a connector only of its own loads, so this looks at what vLLM
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.page_status import PageRule, Use
 from pd_connector.vllm.windows import NULL_PAGE
 
 if TYPE_CHECKING:
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class UnverifiedPages:
-    """Used by the scheduler's thread only.
+class UnverifiedPages(PageRule):
+    """KV that another connector has loaded, and what was computed on it, is neither saved nor compared.
 
     Args:
         page_sizes: tokens of a page, by table.
     """
+
+    cause = "unverified"
+    forbids = (Use.COMPARE, Use.SAVE)
 
     def __init__(self, page_sizes: Sequence[int]) -> None:
         self._page_sizes = page_sizes
@@ -31,9 +35,8 @@ class UnverifiedPages:
         # The request that vLLM has just admitted: tokens that some connector loads, tokens before them, pages found.
         self._admitted: tuple[int, int, KVCacheBlocks | None] = 0, 0, None
 
-    def __contains__(self, request_id: str) -> bool:
-        """Whether KV of this request is unverified."""
-        return request_id in self._requests
+    def holds(self, request: "Request") -> bool:
+        return request.request_id in self._requests
 
     def bind(self, manager: "KVCacheManager") -> None:
         """Watch what vLLM allocates. A page that is handed out again is another one."""
@@ -58,30 +61,20 @@ class UnverifiedPages:
         blocks.get_new_blocks = get_new_blocks
         manager.allocate_slots = allocate_slots
 
-    def allocated(self, request_id: str, blocks: "KVCacheBlocks", own_tokens: int) -> bool:
-        """vLLM has admitted a request. Returns whether its KV is verified.
-
-        Args:
-            blocks: all its pages.
-            own_tokens: tokens that PDConnector loads.
-        """
+    def admitted(self, request: "Request", blocks: "KVCacheBlocks", own_tokens: int) -> None:
         (external, before, found), self._admitted = self._admitted, (0, 0, None)
         firsts = [before] if external and not own_tokens else []
         if self._pages:
             firsts += self._firsts(blocks.get_block_ids())
             firsts += self._firsts(found.get_block_ids()) if found else []
         if not firsts:
-            self._requests.discard(request_id)
-            return True
-        self._requests.add(request_id)
+            self._requests.discard(request.request_id)
+            return
+        self._requests.add(request.request_id)
         self._add(blocks.get_block_ids(), min(firsts))
-        return False
 
-    def finished(self, request_id: str) -> bool:
-        """The request has ended; vLLM may keep its pages for other requests. Returns whether its KV is unverified."""
-        unverified = request_id in self._requests
-        self._requests.discard(request_id)
-        return unverified
+    def finished(self, request: "Request") -> None:
+        self._requests.discard(request.request_id)  # vLLM may keep its pages for other requests
 
     def _firsts(self, tables: Sequence[Sequence[int]]) -> list[int]:
         """The first token of the first unverified page, of each table that has one."""

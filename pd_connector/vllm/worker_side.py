@@ -229,6 +229,7 @@ class WorkerSide:
             self.fills.take_cuts(),
             Counter(self._saved),
             self._model_changed(),
+            self._agent.pool_draft if self._agent else "",
         )
         self._saved.clear()
         for told in (self._ready, self._unavailable, self._audits, self._unaudited, self._causes):

@@ -164,6 +164,12 @@ class Metrics:
             ["engine"],
             registry=self.registry,
         )
+        self.events_connected = Gauge(
+            "pd_router:kv_events_connected",
+            "1 while the KV events of an engine can be received, 0 while their port cannot be reached.",
+            ["engine"],
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "pd_router:requests_in_flight",
             "Client requests being served.",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import threading
@@ -23,10 +24,11 @@ from pd_bench.pool.faulty_store import FaultyStore
 from pd_connector.agent import pool_loads, pool_saves
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.errors import Cause, Miss
-from pd_connector.kv.geometry import Shard, page_span
+from pd_connector.kv.geometry import DRAFT_LAYERS, Shard, page_span
 from pd_connector.pool import record, saver
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
+from pd_connector.pool.part_names import draft_mark, part_draft
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
@@ -34,6 +36,7 @@ from pd_connector.protocol.consuming.incoming import Finished
 __all__ = ["patient", "ranks", "store"]
 
 FACTS = msgspec.structs.replace(MODEL, weights_full=b"all bytes")
+DRAFTING = msgspec.structs.replace(FACTS, draft=b"d" * 16)
 ROOT = model_root(FACTS)
 PATIENT = SHORT | {"connect_timeout_s": 20.0, "session_timeout_s": 10.0, "stall_timeout_s": 20.0}
 LATE = (Cause.SESSION_LOST, Cause.UNREACHABLE, Cause.UNKNOWN_TRANSFER, Cause.LEASE_EXPIRED)
@@ -53,7 +56,8 @@ def rank(ranks: Ranks, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Ma
     def make(
         page_size: int, name: str, codec: str = "raw", at_rest: str = "raw", **options: Any
     ) -> Rank:
-        geometry = geometry_of(Shard(0, 2, 0, 1), page_size=page_size)
+        drafts = (DRAFT_LAYERS,) if options.get("facts") is DRAFTING else ()
+        geometry = geometry_of(Shard(0, 2, 0, 1), page_size=page_size, layers=(0, 1, *drafts))
         told = {"facts": FACTS, "seed": len(name), "engine_id": name, "store": store, **options}
         config = PATIENT | {"codec": codec, "pool": {"codec": at_rest}}
         return ranks(config, geometry=geometry, **told)
@@ -133,6 +137,33 @@ def test_another_engine_with_other_pages_loads_what_one_has_saved(
     assert fill(reader).cause is None
     loaded = list(range(len(TOKENS) // OTHER_PAGE))
     assert torch.equal(kv(reader, loaded, OTHER_PAGE), kv(writer, saved, PAGE))
+
+
+def drafts_of(store: LocalStore) -> set[str]:
+    """The draft models in the names of all parts."""
+    found = store.find([chunk.key for chunk in chunks()])
+    return {part_draft(name) for one in found if one for name in one.parts}
+
+
+def test_an_engine_that_drafts_replaces_chunks_without_its_draft_model(
+    store: LocalStore, rank: Make
+) -> None:
+    plain, drafting = rank(PAGE, "a"), rank(PAGE, "ab", facts=DRAFTING)
+    reader = rank(OTHER_PAGE, "reader", facts=DRAFTING)
+    save(plain, store)
+    refused = fill(reader)
+    assert (refused.cause, refused.miss, refused.stop_token) == (Cause.POOL, Miss.DRAFT, 0)
+    saved = save(drafting, store)
+    own = {draft_mark(DRAFTING.draft)}
+    until(lambda: drafts_of(store) == own, "chunks with the draft model in their place")
+    save(rank(PAGE, "another"), store)
+    assert drafts_of(store) == own, "an engine without a draft replaces nothing"
+    loaded = list(range(len(TOKENS) // OTHER_PAGE))
+    assert fill(reader, "again").cause is None
+    assert torch.equal(kv(reader, loaded, OTHER_PAGE), kv(drafting, saved, PAGE))
+    other = rank(OTHER_PAGE, "plain reader")
+    assert fill(other).cause is None
+    assert torch.equal(kv(other, loaded, OTHER_PAGE), kv(drafting, saved, PAGE)[:2])
 
 
 def test_a_flipped_byte_ends_the_load_and_the_chunk(store: LocalStore, rank: Make) -> None:
@@ -575,3 +606,11 @@ def test_what_came_in_a_lossy_codec_is_not_handed_on_as_exact(ranks: Ranks) -> N
     assert handed_over(first, both, "int8").cause is None
     assert handed_over(both, exact, "after").cause is Cause.CODEC
     assert handed_over(first, exact, "raw").cause is None
+
+
+def test_what_a_tier_could_not_take_is_counted(rank: Make, store: LocalStore) -> None:
+    writer = rank(PAGE, "writer")
+    folder = store._folders[0]
+    for _ in range(2):
+        store._holdings.troubles.failed(folder, OSError(errno.EROFS, "Read-only file system"))
+    until(lambda: writer.count("pool_unwritten", tier="memory", cause="read_only") == 2)

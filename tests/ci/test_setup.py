@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = (
     "Makefile",
     "pyproject.toml",
+    "ci/bench/pyproject.toml",
     "ci/constraints.txt",
     "ci/setup",
     "ci/setup_common.sh",

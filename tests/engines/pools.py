@@ -138,9 +138,10 @@ def hits(engine: VllmEngine) -> float:
     return counted(engine, "pool_hits")
 
 
-def forget(engine: VllmEngine) -> bool:
-    """Have an engine empty its own prefix cache. Returns whether it did."""
-    url = f"{engine.base_url}/reset_prefix_cache?reset_external=true"
+def forget(engine: VllmEngine, *, pool: bool = False) -> bool:
+    """Have an engine empty its own prefix cache, and with `pool` not use what the pool has. Returns whether it did."""
+    external = "?reset_external=true" if pool else ""
+    url = f"{engine.base_url}/reset_prefix_cache{external}"
     with urlopen(Request(url, method="POST"), timeout=60) as answer:
         assert answer.status == 200
         return bool(json.loads(answer.read())["success"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 from harness import (
+    Answer,
     assert_same_logprobs,
     completion,
     fresh_salt,
@@ -24,6 +26,8 @@ from safetensors.torch import load_file, save_file
 from test_handoff import prompt_of
 from tiny_models import LONG_FROM, build
 from tools import TOLERANCE, delta, probe_all
+
+from pd_connector.tools.launch import VllmEngine
 
 DRAFTS = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
 
@@ -144,16 +148,39 @@ def test_kv_that_came_before_weights_changed_is_found_by_no_other_request(
     pair.assert_idle()
 
 
-def test_a_draft_model_on_one_side_moves_no_layer(engines: EnginePool, reference) -> None:
-    """Its own decode engine, which has layers that the prefill engine has not."""
-    pair: Pair = engines.pair(Setup.of(decode_args=["--speculative-config", json.dumps(DRAFTS)]))
+SPECULATES = ["--speculative-config", json.dumps(DRAFTS)]
+ANSWER = 60
+
+
+def accepted(engine: VllmEngine, ask: Callable[[], Answer]) -> tuple[Answer, float]:
+    """An answer, and the part of its drafted tokens that was accepted."""
+    with (
+        delta(engine, "vllm:spec_decode_num_draft_tokens_total") as drafted,
+        delta(engine, "vllm:spec_decode_num_accepted_tokens_total") as kept,
+    ):
+        answer = ask()
+        wait_until(lambda: drafted.so_far() > 0, "drafts are counted")
+    return answer, kept.amount / drafted.amount
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["decode engine drafts", "both draft"])
+def test_as_many_drafts_are_accepted_after_a_handoff_as_in_one_engine(
+    engines: EnginePool, reference, both: bool
+) -> None:
+    """An engine without the draft model hands nothing over to one that drafts. Here the draft is the model itself: KV
+    without its layers would leave nearly nothing accepted."""
+    setup = Setup.of(args=SPECULATES) if both else Setup.of(decode_args=SPECULATES)
+    pair: Pair = engines.pair(setup)
     prompt = prompt_of(200)
+    _, alone = accepted(pair.d, lambda: completion(pair.d, prompt_of(200, start=7), ANSWER))
+    assert alone > 0.8
+    moved = 1 if both else 0
     with (
         delta(pair.d, "pd_connector:received_transfers_total") as received,
-        delta(pair.d, "pd_connector:received_bytes_total") as moved,
+        delta(pair.d, "pd_connector:failed_transfers_total", cause="draft") as refused,
     ):
-        answer = two_step(pair.p, pair.d, prompt)
-    assert received.amount == 1
-    assert moved.amount > 0
-    assert_same_logprobs(answer, reference(prompt), TOLERANCE)
+        answer, handed_over = accepted(pair.d, lambda: two_step(pair.p, pair.d, prompt, ANSWER))
+    assert (received.amount, refused.amount) == (moved, 1 - moved)
+    assert handed_over >= 0.95 * alone
+    assert_same_logprobs(answer, reference(prompt, ANSWER), TOLERANCE)
     pair.assert_idle()

@@ -126,6 +126,22 @@ def test_the_prefix_cache_can_be_reset_while_and_after_chunks_are_saved(
     assert loaded(engine, salts[-1], completion(engine, PROMPT, 32, cache_salt=salts[-1])) == CHUNKS
 
 
+def test_an_engine_that_was_reset_uses_the_pool_only_for_what_it_has_computed_since(
+    pool: PooledEngines, engine: VllmEngine, other: VllmEngine
+) -> None:
+    salt = fresh_salt()
+    wanted = pool.computed(engine, salt)
+    assert loaded(engine, salt, wanted) == CHUNKS
+    assert forget(engine, pool=True)
+    before, reset = hits(engine), counted(engine, "pool_misses", cause="reset")
+    assert_same_logprobs(completion(engine, PROMPT, 32, cache_salt=salt), wanted, TOLERANCE)
+    assert hits(engine) == before
+    assert counted(engine, "pool_misses", cause="reset") == reset + CHUNKS
+    assert "caches were reset" in engine.log_path.read_text()
+    assert loaded(other, salt, wanted) == CHUNKS, "other engines use it"
+    assert loaded(engine, salt, wanted) == CHUNKS, "it has computed it since"
+
+
 def test_two_engines_that_save_one_prompt_at_once_save_it_once(
     pool: PooledEngines, engine: VllmEngine, other: VllmEngine
 ) -> None:

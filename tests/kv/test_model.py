@@ -12,6 +12,7 @@ from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
     described,
+    draft_problem,
     drafts_alike,
     model_digest,
     model_problem,
@@ -207,3 +208,12 @@ def test_the_dtype_of_quantised_numbers_is_part_of_a_config(key: str, part: str)
 
     assert quantised("int8") != quantised("fp8_e4m3")
     assert quantised("int8", observer=None) == quantised("int8"), "engines write nulls"
+
+
+def test_why_an_engine_that_drafts_takes_no_kv_says_what_to_set():
+    drafting, plain = other(draft=b"eagle"), other()
+    assert draft_problem(drafting, drafting) == ""
+    assert "no draft model" in draft_problem(plain, drafting)
+    assert "another draft model" in draft_problem(other(draft=b"medusa"), drafting)
+    assert "--speculative-config" in draft_problem(plain, drafting)
+    assert "model_id" in draft_problem(drafting, plain), "its own draft is not known"

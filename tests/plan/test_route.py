@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.setups import LATENT, Layer, Model, Setup, pairs
 
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.geometry import Geometry, Shard
+from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Shard
 from pd_connector.plan.coverage import uncovered
 from pd_connector.plan.route import Route, meet, routes, served, shared_layers
 
@@ -103,6 +103,18 @@ def test_what_a_missing_rank_would_have_brought_is_found(pair: tuple[Model, Setu
                 for head in route.heads
             }
             assert told in gone if gone else told == ""
+
+
+def test_layers_of_a_draft_that_nobody_brings_are_found() -> None:
+    (plain,) = Setup().geometries(MODEL)
+    groups = [
+        msgspec.structs.replace(group, layers=(*group.layers, DRAFT_LAYERS))
+        for group in plain.groups
+    ]
+    drafting = msgspec.structs.replace(plain, groups=tuple(groups))
+    found = routes(plain, drafting, CODECS, CODECS)
+    assert uncovered((found,), drafting) == f"layer {DRAFT_LAYERS} head 0"
+    assert uncovered((found,), plain) == ""
 
 
 def test_ranks_of_another_stage_or_of_other_heads_need_not_be_asked() -> None:

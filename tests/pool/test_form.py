@@ -20,7 +20,7 @@ from pd_connector.pool.form import (
     places,
     wire_run,
 )
-from pd_connector.pool.part_names import part_name, part_shard
+from pd_connector.pool.part_names import draft_mark, part_codec, part_draft, part_name, part_shard
 
 RUN = pages_run()
 BYTES = RUN.planes[0].nbytes
@@ -108,6 +108,12 @@ def test_planes_of_half_elements_are_named_even_if_all_bytes_are_right() -> None
 def test_the_name_of_a_part_is_read_as_it_is_written_and_no_other_is_one() -> None:
     shard = Shard(0, 32, 1, 2)
     assert part_shard(part_name(shard)) == shard
+    for codec, draft in (("raw", b"d" * 16), ("int8", b""), ("int8", b"d" * 16)):
+        name = part_name(shard, codec, draft)
+        assert part_shard(name) == shard
+        assert part_codec(name) == codec
+        assert part_draft(name) == draft_mark(draft)
+        assert len(name) <= 32
     for name in ("0-32.1of2x", "x0-32.1of2", "32-32.1of2", "33-32.1of2", "0-32.2of2", "0-32.1of"):
         assert part_shard(name) is None, name
 

@@ -175,17 +175,24 @@ def test_a_chunk_that_is_gone_is_told_as_evicted(store: LocalStore) -> None:
     assert cause(store) is Miss.EVICTED
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_layers_of_a_draft_model_are_wanted_only_of_a_writer_that_has_the_same(
-    store: LocalStore, alike: bool
+@pytest.mark.parametrize("writer", [b"", b"e" * 16, b"d" * 16])
+def test_an_engine_that_drafts_reads_chunks_with_its_own_draft_model_only(
+    store: LocalStore, writer: bytes
 ) -> None:
     facts = msgspec.structs.replace(FACTS, draft=b"d" * 16)
-    written = facts if alike else FACTS
+    written = msgspec.structs.replace(FACTS, draft=writer)
     put(store, *(msgspec.structs.replace(part, facts=written) for part in (FIRST, SECOND)))
     layers = (*GEOMETRY.groups[0].layers, DRAFT_LAYERS)
     groups = (msgspec.structs.replace(GEOMETRY.groups[0], layers=layers), GEOMETRY.groups[1])
     drafting = msgspec.structs.replace(WHOLE, groups=groups)
-    assert read(store, drafting, facts=facts).own == (drafting if alike else WHOLE)
+    if writer == facts.draft:
+        assert len(read(store, drafting, facts=facts).parts) == 2
+    else:
+        with pytest.raises(PoolError, match="draft model") as caught:
+            read(store, drafting, facts=facts)
+        assert caught.value.cause is Miss.DRAFT
+        assert is_there(store), "others use it"
+    assert len(read(store, WHOLE).parts) == 2, "an engine without a draft reads all of them"
 
 
 def test_memory_of_a_chunk_grows_to_the_largest_one(store: LocalStore) -> None:

@@ -20,7 +20,6 @@ from support.pool_records import (
 )
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.kv.geometry import Shard
 from pd_connector.pool.form import form_problem, places
 from pd_connector.pool.keys import CHUNK_TOKENS, Input, inputs_digest
 from pd_connector.pool.record import (
@@ -35,7 +34,6 @@ from pd_connector.pool.record import (
     layer_sum,
     payload_problem,
     read_header,
-    readable,
 )
 
 RECORD = record()
@@ -322,11 +320,3 @@ def test_a_file_under_the_name_of_another_is_damaged() -> None:
     problem = problem_of(record(range(1, 129)), wanted=wanted(RECORD))
     assert problem is not None
     assert problem[0] is Miss.DAMAGED
-
-
-def test_layers_of_another_draft_are_not_read() -> None:
-    group = msgspec.structs.replace(GEOMETRY.groups[0], layers=(0, 2, 2048))
-    own = msgspec.structs.replace(GEOMETRY, shard=Shard(0, 3, 0, 2), groups=(group,))
-    drafting = msgspec.structs.replace(FACTS, draft=b"d" * 16)
-    assert readable(record(facts=drafting), own, drafting).groups[0].layers == (0, 2, 2048)
-    assert readable(RECORD, own, drafting).groups[0].layers == (0, 2)

@@ -230,25 +230,28 @@ def test_a_part_that_is_missing_is_noticed_before_a_page_is_written() -> None:
     assert all(torch.equal(bits(now), bits(before[layer])) for layer, now in rank.storage.items())
 
 
-def with_draft(page_size: int) -> Rank:
+def with_draft(page_size: int, layers: tuple[int, ...] = (0, 1, 2048)) -> Rank:
     """One rank with two layers and one of a draft model."""
-    group = Group(
-        "attention", (0, 1, 2048), 2, 4, 4, page_size, 0, "bfloat16", "HND", heads_apart=True
-    )
+    group = Group("attention", layers, 2, 4, 4, page_size, 0, "bfloat16", "HND", heads_apart=True)
     return Rank(Geometry(Shard(0, 2, 0, 1), (group,)), TOKENS, random.Random(page_size))
 
 
-def test_layers_of_a_draft_model_pass_only_between_engines_with_the_same_one() -> None:
+def test_layers_of_a_draft_model_pass_and_engines_without_one_leave_them() -> None:
     source = with_draft(32)
     dense = fill_all([source], TOKENS, 2)
     drafting = msgspec.structs.replace(FACTS, draft=b"d" * 16)
     chunk = slice(0, CHUNK_TOKENS)
-    for theirs, page_size in ((drafting, 32), (drafting, 64), (FACTS, 32)):
-        rank, files = with_draft(page_size), write([source], 0, facts=drafting)
+    for rank in (with_draft(32), with_draft(64), with_draft(32, (0, 1))):
         before = snapshot(rank)
-        read(rank, files, 0, (0, TOKENS), facts=theirs)
-        draft = chunk if theirs is drafting else slice(0, 0)
-        assert_loaded(rank, before, dense, {0: chunk, 1: chunk, 2048: draft})
+        read(rank, write([source], 0, facts=drafting), 0, (0, TOKENS))
+        assert_loaded(rank, before, dense, dict.fromkeys(rank.storage, chunk))
+
+
+def test_a_chunk_without_the_drafts_layers_does_not_pass_for_one_with_them() -> None:
+    source = with_draft(32, (0, 1))
+    fill_all([source], TOKENS, 2)
+    with pytest.raises(PoolError, match="layer 2048"):
+        read(with_draft(32), write([source], 0), 0, (0, TOKENS))
 
 
 def test_pages_that_nobody_can_read_pass_between_alike_caches_only() -> None:

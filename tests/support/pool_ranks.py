@@ -20,7 +20,6 @@ from pd_connector.pool.record import (
     encode,
     payload_problem,
     read_header,
-    readable,
 )
 from pd_connector.pool.stored import describe, gather_piece, gathered_bytes, payloads
 from support.caches import LAYOUTS, ON_THE_HOST, Rank
@@ -128,17 +127,16 @@ def read(
     number: int,
     span: tuple[int, int],
     tables: Sequence[Sequence[int]] | None = None,
-    facts: ModelFacts = FACTS,
 ) -> int:
     """Load tokens [span) of a chunk into a rank's pages; returns the bytes that were read.
 
     Raises:
         PoolError: as `decode` and `plan_load`.
     """
-    parts, own = [], rank.geometry
+    parts = []
     for name in needed_parts(files, rank.geometry):
         found = decode(files[name])
-        needed = need(found.form, found.geometry, readable(found, rank.geometry, facts))
+        needed = need(found.form, found.geometry, rank.geometry)
         if needed is None:
             continue
         payload = memoryview(files[name])[read_header(files[name]).payload_offset :]
@@ -149,10 +147,8 @@ def read(
         problem = payload_problem(found, needed.places, buffer, needed.start)
         assert not problem, problem
         parts.append((found.geometry, needed, buffer))
-        own = readable(found, rank.geometry, facts)
-    pieces = plan_load(
-        [part[:2] for part in parts], own, rank.tables if tables is None else tables, number, *span
-    )
+    tables = rank.tables if tables is None else tables
+    pieces = plan_load([part[:2] for part in parts], rank.geometry, tables, number, *span)
     room = memoryview(bytearray(gathered_bytes(pieces)))
     for piece, payload in zip(pieces, payloads(pieces, parts, room), strict=True):
         rank.cache.scatter(piece.route, piece.chunk, piece.pages, payload, rank.cache.fence())

@@ -22,6 +22,7 @@ from pd_connector.plan.coverage import uncovered  # noqa: E402
 from pd_connector.plan.route import routes  # noqa: E402
 from pd_connector.vllm import owners  # noqa: E402
 from pd_connector.vllm.cache import describe_cache  # noqa: E402
+from pd_connector.vllm.heads import layer_heads  # noqa: E402
 
 PAGE, DIM, PAGES, TOKENS, WINDOW = 32, 32, 4, 70, 1000
 MODEL_SAYS = 4  # the one number of the model's config
@@ -195,6 +196,19 @@ def test_heads_that_no_module_names_are_refused_where_ranks_may_share_them() -> 
         rank_of((4,), 0, 4, [unknown])
     assert geometry_heads(rank_of((4,), 0, 2, [Block(torch.nn.Identity())])) == [4]
     assert geometry_heads(rank_of((4,), 0, 1, [Block(torch.nn.Identity())])) == [4]
+
+
+def test_without_the_plug_in_the_refusal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "_owners", {})
+    with pytest.raises(UnsupportedGeometryError, match="does VLLM_PLUGINS leave out pd_connector"):
+        layer_heads(
+            SimpleNamespace(
+                compilation_config=SimpleNamespace(static_forward_context={name(0): Attention()}),
+                parallel_config=SimpleNamespace(tensor_parallel_size=4),
+            ),
+            name(0),
+            1,
+        )
 
 
 def test_heads_that_contradict_the_projection_are_refused_with_both_numbers() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from pd_connector.vllm import inputs
-from pd_connector.vllm.inputs import RequestIdentity, processor_settings
+from pd_connector.vllm.inputs import AmbiguousInputs, RequestIdentity, processor_settings
 
 
 def image(content, identifier, modality="image", offset=3):
@@ -71,13 +71,12 @@ def test_kv_is_not_exact_if_its_image_has_an_identifier_under_which_another_one_
     same = request([image(theirs.clone(), "hash of ours")])
     identity.note(same)
     assert identity.exact(first)
-    assert identity.unchanged(same)
+    assert not AmbiguousInputs(identity).holds(same)
     second = request([image(ours, "hash of ours")])
     assert identity.of(second) == RequestIdentity().of(second), "counts by its own content"
     for each in (first, same, second):
         assert not identity.exact(each)
-        assert not identity.unchanged(each)
-        assert not identity.finished(each)
+        assert AmbiguousInputs(identity).holds(each)
     assert identity.exact(request([image(theirs, "theirs")]))
 
 

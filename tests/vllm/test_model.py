@@ -10,10 +10,12 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from pd_connector import tools
+from pd_connector.config import Config
 from pd_connector.kv.checkpoint_files import CheckpointFiles
+from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.vllm import model, owners
 from pd_connector.vllm.layers import CacheId
-from pd_connector.vllm.model import _draft, _encoder, _layer_facts
+from pd_connector.vllm.model import _draft, _encoder, _layer_facts, _may_draft
 
 ROTARY = {"rope_theta": 10000.0}
 """What the config says of rotation."""
@@ -101,9 +103,44 @@ def test_a_draft_that_comes_from_the_models_own_files_leaves_them_open(monkeypat
     monkeypatch.setattr(model, "model_files", lambda *_, **__: (own, others))
     monkeypatch.setattr(model, "read_config", lambda _: {})
     told = SimpleNamespace(method="mtp", draft_model_config=SimpleNamespace(dtype="bfloat16"))
-    config = SimpleNamespace(speculative_config=told, load_config=None)
-    assert _draft(config, (own,))
+    config = SimpleNamespace(
+        speculative_config=told, load_config=SimpleNamespace(load_format="auto")
+    )
+    assert _draft(config, Config(), (own,))
     assert own.files[0].read(1, 0)
     with pytest.raises(ValueError, match="closed"):
         others.files[0].read(1, 0)
     own.close()
+
+
+@pytest.mark.parametrize(
+    ("load_format", "model_id", "known"),
+    [("dummy", "", True), ("runai_streamer", "a model", True), ("runai_streamer", "", False)],
+)
+def test_a_draft_whose_files_are_not_here_is_known_by_its_seed_or_by_the_operators_name(
+    monkeypatch, load_format, model_id, known
+):
+    monkeypatch.setattr(model, "model_files", lambda *_, **__: None)
+    monkeypatch.setattr(model, "read_config", lambda _: {})
+    told = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(dtype="bfloat16"))
+
+    def drafted(seed: int) -> bytes:
+        config = SimpleNamespace(
+            speculative_config=told,
+            load_config=SimpleNamespace(load_format=load_format),
+            model_config=SimpleNamespace(seed=seed),
+        )
+        return _draft(config, Config(model_id=model_id), ())
+
+    assert bool(drafted(0)) is known
+    assert (drafted(0) == drafted(1)) is (load_format != "dummy")
+
+
+def test_a_draft_counts_only_where_an_engine_may_have_its_layers():
+    def counts(numbers: list[int], stages: int) -> bool:
+        config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
+        return _may_draft(config, {str(n): CacheId(n, "") for n in numbers})
+
+    assert counts([0, 1, DRAFT_LAYERS], 1)
+    assert not counts([0, 1], 1), "Medusa, for example: nothing of the draft is kept"
+    assert counts([0, 1], 2), "another rank may have them"

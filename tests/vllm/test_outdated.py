@@ -227,7 +227,9 @@ def test_kv_of_another_part_is_not_loaded_either(engine: Engine) -> None:
 def test_a_request_that_cannot_be_computed_waits(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.side._uncomputable, "_needed", dict.fromkeys(["a"], PROMPT - 1))
+    monkeypatch.setattr(
+        engine.side._fetching._uncomputable, "_needed", dict.fromkeys(["a"], PROMPT - 1)
+    )
     request = engine.fetch("a")
     engine.step()
     engine.step(finished_recving={"a"})

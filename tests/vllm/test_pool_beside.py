@@ -34,7 +34,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard is off."""
-    monkeypatch.setattr(UnverifiedPages, "allocated", lambda *_: True)
+    monkeypatch.setattr(UnverifiedPages, "holds", lambda *_: False)
 
 
 def engine(make: Make, name: str, kind: type[ComputingEngine], **more: Any) -> ComputingEngine:

@@ -84,6 +84,19 @@ def test_a_request_that_had_found_chunks_looks_again(make: Make) -> None:
     assert [one for one in engine.commands if getattr(one, "stop_token", 0)] == []
 
 
+def test_an_engine_that_has_slept_uses_the_pool(make: Make) -> None:
+    """vLLM resets all caches before it sleeps. The weights are those of before, and so is what the pool has of them."""
+    engine = make("engine")
+    run(engine, "a")
+    keys_of(engine)
+    until_over([engine], lambda: not engine.scheduler.has_unfinished_requests())
+    assert engine.sleep()
+    for _ in range(3):
+        engine.step()  # its workers say that pages are empty
+    (load,) = run(engine, "b")
+    assert load.stop_token == CHUNKS * CHUNK_TOKENS
+
+
 def test_chunks_that_were_being_saved_are_from_before(make: Make) -> None:
     engine = make("engine")
     saves = engine.side.pool._saves

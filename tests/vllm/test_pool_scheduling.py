@@ -250,6 +250,37 @@ def test_a_look_up_passes_over_chunks_of_a_codec_that_is_not_permitted(
     assert missed["codec"] == (0 if loads else 2)
 
 
+@pytest.mark.parametrize(
+    ("draft", "part", "loads"),
+    [
+        ("", "0-1.0of1", 1),
+        ("", "0-1.0of1-d00c0ffee", 1),
+        ("00c0ffee", "0-1.0of1", 0),
+        ("00c0ffee", "0-1.0of1-dffffffff", 0),
+        ("00c0ffee", "0-1.0of1.int8-d00c0ffee", 1),
+    ],
+)
+def test_an_engine_that_drafts_passes_over_chunks_without_its_draft_model_and_saves_them_anew(
+    monkeypatch: pytest.MonkeyPatch, draft: str, part: str, loads: int
+) -> None:
+    of = SteppedEngine(
+        budget=CHUNK_TOKENS, audit="off", codec="int8", pool={"memory": "64MiB", "codec": "int8"}
+    )
+    of.step(WorkerActivity(models={0: MODEL}, draft=draft))
+    missed: Counter[str] = Counter()
+    monkeypatch.setattr(
+        of.side.telemetry, "count", lambda _, n=1, cause="": missed.update({str(cause): n})
+    )
+    stored(of, 2, part=part)
+    add(of, "a", 2 * CHUNK_TOKENS + 50, max_tokens=1)
+    of.step()
+    assert len(fills(of)) == loads
+    assert missed["draft"] == (0 if loads else 2)
+    if not loads:
+        run(of)
+        assert [save.chunk.number for save in saves(of)] == [0, 1]
+
+
 def test_a_load_that_fails_is_computed_and_not_tried_again() -> None:
     of = engine()
     stored(of, 2)

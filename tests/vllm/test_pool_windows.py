@@ -113,5 +113,5 @@ def test_a_page_that_a_handoff_has_filled_in_part_is_not_saved(make: Make) -> No
 
 
 def test_it_would_be_saved_as_a_whole_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UnfilledPages, "of", lambda *_: ())
+    monkeypatch.setattr(UnfilledPages, "partial_pages", lambda *_: ())
     assert handed_over_and_read(make)

@@ -89,7 +89,7 @@ def test_after_its_load_has_failed_it_waits_and_says_so_once(
     assert asked(side, bare, end - 1) == (None, False)
     assert asked(side, bare, end) == (0, False), "another has brought its KV meanwhile"
     side.request_finished(bare, ([],))
-    assert "r" not in side._uncomputable
+    assert "r" not in side._fetching._uncomputable
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_also_while_the_first_one_finds_no_room(
     with monkeypatch.context() as full_cache:
         full_cache.setattr(manager, "allocate_slots", lambda *_, **__: None)
         decode.step()
-    (page,) = decode.side._fetching.unfilled._loaded["a"]
+    (page,) = decode.side._fetching._unfilled._loaded["a"]
     cached = [manager.block_pool.blocks[page + more].block_hash for more in (0, 1)]
     assert cached[0] is None
     assert cached[1] is not None, "the step has cached what was loaded"

@@ -173,14 +173,14 @@ def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
         coordinator=SimpleNamespace(cache_blocks=None),
     )
     side.bind(manager)
-    old = SimpleNamespace(request_id="old", num_prompt_tokens=32)
+    old = SimpleNamespace(request_id="old", num_prompt_tokens=32, mm_features=(), lora_request=None)
     side.offers.add(old, "t", b"identity")
     side.workers_reported(WorkerActivity(weight_changes={0: 1}))
     assert evicted == [{0, 1, 2, 3}]
     told = step(5, side)
     assert told.commands == [Withdraw("t", "old")]
     assert told.weight_changes == {0: 1}
-    assert not side.offers.finished(old, ([1, 2],), complete=True).keeps_pages
+    assert not side.offers.finished(old, ([1, 2],)).keeps_pages
 
 
 def test_a_call_of_workers_has_the_weights_looked_at_in_the_next_step_even_an_idle_one():

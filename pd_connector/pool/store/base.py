@@ -7,7 +7,7 @@ names and lengths, and neither header nor record. A chunk exists when all its pa
 Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
 Loading     `read` -> `Reading`: `take`, `into`, `close`
-Keeping     `remove`, `journal`, `status`, `close`
+Keeping     `remove`, `journal`, `status`, `take_failures`, `close`
 Knowing     `keys`, `id`, `tell`, `told`
 
 Every method may be called from any thread. Those of `Store` block for milliseconds at most, `status` for a second, those of
@@ -16,7 +16,7 @@ instruction, costs others saves, never look-ups or loads.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -44,7 +44,8 @@ class Why(StrEnum):
     )
     FULL = "full"  # nothing can be evicted, or the file system has no room
     QUOTA = "quota"  # room could only come from tenants within their quota
-    UNWELL = "unwell"  # the books are held by a stopped process, are being rebuilt, or are gone
+    # The books are held by a stopped process, are being rebuilt, or are gone; or no file can be made.
+    UNWELL = "unwell"
 
 
 class Refusal(NamedTuple):
@@ -88,6 +89,16 @@ class TierStatus(NamedTuple):
     """Bytes by tenant."""
 
 
+class Unwritable(NamedTuple):
+    """A tier to which an engine could not write a chunk."""
+
+    tier: str
+    why: str
+    """The folder, what is wrong, and what to do."""
+    age_s: float
+    """How long ago an engine has said so."""
+
+
 class StoreStatus(NamedTuple):
     """What a store holds."""
 
@@ -100,6 +111,8 @@ class StoreStatus(NamedTuple):
     """Processes that use the store, this one included."""
     problem: str
     """Why nothing is saved at the moment; empty if all is well."""
+    unwritable: list[Unwritable]
+    """Tiers to which nothing was written since."""
 
 
 class Writing(ABC):
@@ -283,6 +296,10 @@ class Store(ABC):
     @abstractmethod
     def told(self) -> list[bytes]:
         """What living processes tell of themselves."""
+
+    @abstractmethod
+    def take_failures(self) -> Mapping[tuple[str, str], int]:
+        """How often this process could not write to a tier since the last call, by tier and cause."""
 
     @abstractmethod
     def status(self) -> StoreStatus:

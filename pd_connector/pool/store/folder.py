@@ -62,6 +62,11 @@ def private_folder(path: Path, key: str) -> int:
         what = "a symbolic link: name the folder itself" if path.is_symlink() else "not a folder"
         raise ConfigError(f"{path}: is {what} ({_setting(key)})") from None
     except FileNotFoundError:
+        if path.parent.is_dir():
+            raise ConfigError(
+                f"{path}: no folder can be made in {path.parent} (its file system keeps no files): name a folder of a "
+                f"disk ({_setting(key)})"
+            ) from None
         raise ConfigError(
             f"{path}: there is no folder {path.parent}: create it, or mount it ({_setting(key)})"
         ) from None

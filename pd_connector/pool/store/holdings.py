@@ -6,6 +6,7 @@ the whole ones, the chunk's row, its entry. Going: the row, the entry, the files
 """
 
 import contextlib
+import errno
 import itertools
 import threading
 from collections import deque
@@ -33,9 +34,12 @@ from pd_connector.pool.store.ledger import (
     write_leaving,
 )
 from pd_connector.pool.store.parts import LocalWriting
+from pd_connector.pool.store.troubles import Troubles
 
 _PUBLISHES_S = 0.5
 """How long a part that is whole waits for the books."""
+_ROOM_HELPS = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a file system that go away when older chunks are removed."""
 _TOUCHED_AT_ONCE = 256
 """Chunks whose use is written down in one transaction, which takes 4 us for each."""
 _MOST_UNTOLD = 4096
@@ -58,6 +62,7 @@ class Holdings:
     Attributes:
         spaces: the tiers, the fastest first.
         folders: of the tiers.
+        troubles: told of tiers that cannot be written.
         used: keys of look-ups whose use is still to be written down.
         wake: set when there may be something to copy to another tier.
 
@@ -75,6 +80,7 @@ class Holdings:
                 undo.callback(self.folders[1].close)
                 self._claims = Claims(*self.folders)
                 undo.callback(self._claims.close)
+            self.troubles = Troubles(self.folders)
             self.alive = Alive(self.folders[0])
             undo.callback(self.alive.close)
             self.books = Books(self.folders[0])
@@ -123,7 +129,8 @@ class Holdings:
         try:
             self._reserve(what)
             descriptor = self._created(what)
-        except (BooksError, OSError) as error:  # a folder was removed
+        except (BooksError, OSError) as error:  # a folder was removed, or is full
+            self.troubles.look_at(self.folders[MEMORY_TIER])
             return Refusal(Why.UNWELL, str(error))
         except RefusedError as refused:
             return refused.refusal
@@ -154,22 +161,29 @@ class Holdings:
         folder = self.folders[part.tier]
         try:
             return folder.create(part.name, part.nbytes)
-        except OSError:
-            pass
+        except OSError as error:
+            first = error
         try:
-            with self.books.transaction() as books:
-                need = part.nbytes + RESERVE_BYTES // 8  # the books have grown as well
-                evicted = make_room(books, part.tier, need, part.tenant, full=True)
-                write_leaving(books, evicted, part.owner)
-            self.erase(evicted)
+            if first.errno not in _ROOM_HELPS:
+                raise first
+            self._make_room(part)
             return folder.create(part.name, part.nbytes)
         except OSError as error:
             self._cancel(part)
-            text = f"{folder.path}: {error.strerror}"
-            raise RefusedError(Refusal(Why.FULL, text)) from error
+            why = Why.FULL if error.errno in _ROOM_HELPS else Why.UNWELL
+            raise RefusedError(Refusal(why, self.troubles.failed(folder, error))) from error
         except BaseException:
             self._cancel(part)
+            self.troubles.failed(folder, first)
             raise
+
+    def _make_room(self, part: Part) -> None:
+        """Remove older chunks from a file system that is full. Raises BooksError or RefusedError."""
+        with self.books.transaction() as books:
+            need = part.nbytes + RESERVE_BYTES // 8  # the books have grown as well
+            evicted = make_room(books, part.tier, need, part.tenant, full=True)
+            write_leaving(books, evicted, part.owner)
+        self.erase(evicted)
 
     def mend(self, tier: int, key: bytes) -> bool:
         """Whether a chunk of the books is there. A process may have ended between writing it down and making its entry, or
@@ -208,8 +222,12 @@ class Holdings:
                     self._adopt_or_forget(part.tier, part.key)
                 if len(self.folders) > 1:
                     self.wake.set()
-        except (OSError, BooksError):
+        except OSError as error:
+            self.troubles.failed(folder, error)
             return False
+        except BooksError:
+            return False
+        self.troubles.well(folder)
         return bool(entry)
 
     def _adopt_or_forget(self, tier: int, key: bytes) -> None:

@@ -284,6 +284,9 @@ class Keeper:
                 descriptor = source.open_part(key, entry, part)
                 try:
                     writing.copy(descriptor)
+                except OSError as error:
+                    store.troubles.failed(store.folders[tier], error)
+                    return False
                 finally:
                     os.close(descriptor)
                 if not writing.publish():

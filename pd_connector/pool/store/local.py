@@ -8,7 +8,7 @@ tiers and removes what dead processes left (`keeper.py`).
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -201,6 +201,9 @@ class LocalStore(Store):
 
     def told(self) -> list[bytes]:
         return self._holdings.alive.told()
+
+    def take_failures(self) -> Mapping[tuple[str, str], int]:
+        return self._holdings.troubles.take()
 
     def status(self) -> StoreStatus:
         alive = self._holdings.alive

@@ -4,10 +4,19 @@
 import sqlite3
 from collections.abc import Sequence
 
-from pd_connector.pool.store.base import DISK, MEMORY, Event, Journal, StoreStatus, TierStatus
+from pd_connector.pool.store.base import (
+    DISK,
+    MEMORY,
+    Event,
+    Journal,
+    StoreStatus,
+    TierStatus,
+    Unwritable,
+)
 from pd_connector.pool.store.books import Books, BooksError
 from pd_connector.pool.store.folder import Folder
 from pd_connector.pool.store.ledger import now_s
+from pd_connector.pool.store.troubles import unwritable
 
 PAGE_EVENTS = 8192
 MOST_GONE = 1 << 16
@@ -55,7 +64,7 @@ def status_of(
     """What is held: by the books, or without the tenants by the folders alone, if the books cannot be read."""
     try:
         with books.transaction(reading=True, wait_s=_WAIT_S) as connection:
-            return _told(connection, engines, books.problem)
+            return _told(connection, engines, books.problem, unwritable(folders[0]))
     except BooksError as error:
         tiers = []
         for folder, budget in zip(folders, budgets, strict=True):
@@ -64,10 +73,12 @@ def status_of(
             tiers.append(
                 TierStatus(folder.name, str(folder.path.parent), budget, held, len(entries), {})
             )
-        return StoreStatus(tiers, 0, 0, engines, str(error))
+        return StoreStatus(tiers, 0, 0, engines, str(error), unwritable(folders[0]))
 
 
-def _told(books: sqlite3.Connection, engines: int, problem: str) -> StoreStatus:
+def _told(
+    books: sqlite3.Connection, engines: int, problem: str, told: list[Unwritable]
+) -> StoreStatus:
     tiers = [
         TierStatus(_NAMES[tier], path, budget, nbytes, chunks, dict(
             books.execute("SELECT tenant, bytes FROM usage WHERE tier = ? ORDER BY bytes DESC", (tier,))
@@ -80,4 +91,4 @@ def _told(books: sqlite3.Connection, engines: int, problem: str) -> StoreStatus:
     (pinned,) = books.execute(
         "SELECT count(DISTINCT key) FROM pins WHERE until > ?", (now_s(),)
     ).fetchone()
-    return StoreStatus(tiers, writing, pinned, engines, problem)
+    return StoreStatus(tiers, writing, pinned, engines, problem, told)

@@ -102,7 +102,7 @@ class OutgoingTransfers:
         self._leases[outgoing.transfer] = pages
         self.leased_pages += pages
 
-    def oldest_waiting(self, but: OutgoingTransfer) -> OutgoingTransfer | None:
+    def oldest_waiting(self, but: OutgoingTransfer | None = None) -> OutgoingTransfer | None:
         """The oldest lease whose fetch has not begun, other than `but` and those that are kept."""
         kept = set(self._kept.values())
         for transfer in self._leases:

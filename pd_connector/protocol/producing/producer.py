@@ -26,6 +26,11 @@ LAYERS_PAY_S = 0.005
 layer while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
 
 
+STARVED_S = 5.0
+"""If a consumer has pages for a prompt, and this engine computes nothing for this time, the oldest waiting lease ends.
+Otherwise the two can wait for each other's pages: the lease for room at the consumer, and the prompt for room here."""
+
+
 class Producer:
     """All transfers of one rank that produces. Used by one thread.
 
@@ -40,6 +45,7 @@ class Producer:
     ) -> None:
         self._config = config
         self._most_leased = float("inf") if pages is None else config.lease_share * pages
+        self._offered = 0.0  # when this engine last computed, or its leases were looked at
         self._transfers = OutgoingTransfers()
         self._past = PastTransfers()
         self._queue = SendQueue(self._transfers)
@@ -70,6 +76,7 @@ class Producer:
 
     def offer(self, offer: Offer, now: float) -> list[Action]:
         """KV has been computed. The last offer of a prefill leases its pages to the consumer."""
+        self._offered = now
         if self._past.is_unwanted(offer.transfer):
             if not offer.final:
                 return []
@@ -259,7 +266,7 @@ class Producer:
             else:
                 self._transfers.schedule(outgoing)
         self._past.tick(now)
-        return actions
+        return actions + self._make_room(now)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if a transfer is in no legal state, or counts disagree."""
@@ -290,3 +297,16 @@ class Producer:
             detail = "more than lease_share of the cache was leased"
             actions += self._openings.end_transfer(oldest, Cause.LEASE_EVICTED, detail)
         return actions
+
+    def _make_room(self, now: float) -> list[Action]:
+        """End the oldest waiting lease, if this engine cannot compute what a consumer has pages for (`STARVED_S`)."""
+        if not self.leased_pages or now < self._offered + STARVED_S:
+            return []
+        self._offered = now
+        if not any(one.expected and one.streams and not one.final for one in self._transfers):
+            return []
+        oldest = self._transfers.oldest_waiting()
+        if oldest is None:
+            return []
+        detail = "a consumer has pages for another prompt, which this engine has no room to compute"
+        return self._openings.end_transfer(oldest, Cause.LEASE_EVICTED, detail)

@@ -15,7 +15,7 @@ from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import describe_params, prefill_params
 from pd_connector.remedies import remedy_of
 from pd_connector.tools.cli.app import fail
-from pd_connector.tools.cli.checks.asking import Ask, PeerError, asker, url_of
+from pd_connector.tools.cli.checks.asking import Ask, PeerError, SilentPeerError, asker, url_of
 
 VERDICT_S = 20.0
 """Longest wait for the end of an audit, in seconds."""
@@ -58,11 +58,16 @@ def audit(
 
     Ends with status 1 if a pair does not pass.
     """
-    try:
-        engines = [look(url, named(url, asker(url, api_key))) for url in map(url_of, peers)]
-        pairs = list(pairs_of(engines))
-    except PeerError as error:
-        fail(str(error))
+    engines, silent = list[Engine](), list[str]()
+    for peer in peers:
+        try:
+            url = url_of(peer)
+            engines.append(look(url, named(url, asker(url, api_key))))
+        except PeerError as error:
+            silent.append(str(error))
+    if silent:
+        fail("\n        ".join(silent))
+    pairs = list(pairs_of(engines))
     if not pairs:
         fail("no pair among these engines: name one that prefills and one that decodes (--peer)")
     console, good = Console(soft_wrap=True), True
@@ -83,6 +88,9 @@ def named(url: str, ask: Ask) -> Ask:
     def asked(path: str, body: Mapping[str, Any] | None) -> str:
         try:
             return ask(path, body)
+        except SilentPeerError as error:
+            remedy = "is the engine up, and is this the URL of its HTTP server (--peer)?"
+            raise PeerError(f"{url}{error}: {remedy}") from None
         except PeerError as error:
             raise PeerError(f"{url}: {error}") from None
 

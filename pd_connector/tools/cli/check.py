@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -13,7 +13,8 @@ from rich.console import Console
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
-from pd_connector.tools.cli.checks import transfer_config, written_configs
+from pd_connector.tools.cli.checks import drafts_together, transfer_config, written_configs
+from pd_connector.tools.cli.checks.drafts_together import Drafting
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.cli.doctor import show
 
@@ -32,14 +33,27 @@ def check(
 
     Ends with status 1 if an engine would not start, or no KV could move.
     """
-    findings = [finding for config in configs for finding in examine(config, os.environ)]
+    examined = [examine(config, os.environ) for config in configs]
+    findings = [finding for one in examined for finding in one.findings]
+    findings += drafts_together.together([engine for one in examined for engine in one.engines])
     show(findings, Console())
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(1)
 
 
-def examine(config: str, environment: Mapping[str, str]) -> list[Finding]:
-    """All findings about a JSON text or a file.
+class Examined(NamedTuple):
+    """A JSON text or a file.
+
+    Attributes:
+        engines: those that it starts.
+    """
+
+    findings: list[Finding]
+    engines: list[Drafting]
+
+
+def examine(config: str, environment: Mapping[str, str]) -> Examined:
+    """All findings about a JSON text or a file, without those about its engines' drafts.
 
     Args:
         environment: variables of the engine's process. A file that names PD_CONNECTOR_KEY or PD_CONNECTOR_HOST is taken to set them well.
@@ -50,11 +64,12 @@ def examine(config: str, environment: Mapping[str, str]) -> list[Finding]:
         text = config if inline else _read(config)
         found = written_configs.in_text(text, place)
     except ConfigError as error:
-        return [Finding(place, "file", Status.FAIL, str(error))]
+        return Examined([Finding(place, "file", Status.FAIL, str(error))], [])
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
         advice = "give the JSON of --kv-transfer-config in single quotes, or the path of a file that has it"
-        return [Finding(place, "file", Status.FAIL, f"cannot be read: {why}", advice)]
+        finding = Finding(place, "file", Status.FAIL, f"cannot be read: {why}", advice)
+        return Examined([finding], [])
     if not inline:
         set_there = {KEY_VARIABLE: new_key(), HOST_VARIABLE: f"value-of-{HOST_VARIABLE}"}
         environment = {name: value for name, value in set_there.items() if name in text}
@@ -63,12 +78,13 @@ def examine(config: str, environment: Mapping[str, str]) -> list[Finding]:
             'engines need --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'. '
             "If a chart's templates write it, check what `helm template` prints; `pd_connector.ray:build_pd_app` writes it itself"
         )
-        return [Finding(place, "connector", Status.FAIL, "no kv_connector in it", advice)]
+        finding = Finding(place, "connector", Status.FAIL, "no kv_connector in it", advice)
+        return Examined([finding], [])
     findings = [one for written in found for one in transfer_config.check(written, environment)]
     findings += transfer_config.together(found)
     if not inline and not text.lstrip().startswith("{"):
         findings += transfer_config.reaches_others(text, found)
-    return findings
+    return Examined(findings, [engine for written in found for engine in written.engines])
 
 
 def _read(file: str) -> str:

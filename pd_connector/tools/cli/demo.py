@@ -106,7 +106,10 @@ def _print_model(wanted: bool) -> None:
 def demo(
     engine: Annotated[EngineName, typer.Option(help="Which engines.")] = EngineName.VLLM,
     model: Annotated[
-        Path, typer.Option(help="Folder of the model.", callback=_has_config)
+        Path,
+        typer.Option(
+            help="Folder of the model.", callback=_has_config, show_default="a small one, shipped"
+        ),
     ] = MODEL_DIR,
     transport: Annotated[
         TransportName | None, typer.Option(help="How KV travels.  [default: the connector's own]")

@@ -78,9 +78,13 @@ def status(folder: Folder = None, as_json: AsJson = False) -> None:
             codecs[chunk.tier][codec_of(chunk)] += chunk.nbytes
     if as_json:
         tiers = [{**tier._asdict(), "codecs": codecs[tier.name]} for tier in found.tiers]
-        print(
-            json.dumps({**found._asdict(), "tiers": tiers, "engines": found.engines - 1}, indent=2)
-        )
+        told = {
+            **found._asdict(),
+            "tiers": tiers,
+            "engines": found.engines - 1,
+            "unwritable": [each._asdict() for each in found.unwritable],
+        }
+        print(json.dumps(told, indent=2))
     else:
         show(found, codecs, Console())
 
@@ -119,6 +123,12 @@ def show(found: StoreStatus, codecs: Mapping[str, Counter[str]], console: Consol
     console.print(
         f"{found.engines - 1} engine processes use it; {found.writing} parts are being written; {found.pinned} pins"
     )
+    for told in found.unwritable:
+        console.print(
+            f"Nothing is written to the tier {told.tier} (an engine said so {told.age_s:.0f} s ago): {told.why}",
+            style="yellow",
+            markup=False,
+        )
     if found.problem:
         console.print(
             f"Nothing is saved at the moment: {found.problem}. Engines repair that by themselves; look-ups go on.",

@@ -38,6 +38,11 @@ class FollowedRanks:
             (one.lag_s for one in self.by_rank.values() if one.lag_s is not None), default=None
         )
 
+    @property
+    def reached(self) -> bool:
+        """Whether the publishers of all ranks are connected, as far as is known."""
+        return all(one.reached is not False for one in self.by_rank.values())
+
     def describe(self) -> dict[str, Any]:
         """The state of the engine's cache, for `/health`; one entry a rank if there are several."""
         told = {rank: one.describe() for rank, one in sorted(self.by_rank.items())}
@@ -145,6 +150,11 @@ class EngineCaches:
         """Age of the engine's last batch of events when it was applied; None: no batch came."""
         followed = self._followed.get(engine.name)
         return None if followed is None else followed.lag_s
+
+    def reached(self, engine: BackendEngine) -> bool | None:
+        """Whether the publisher of the engine's events is connected; None: its events are not followed."""
+        followed = self._followed.get(engine.name)
+        return None if followed is None else followed.reached
 
     async def close(self) -> None:
         """Stop following all engines."""

@@ -18,6 +18,7 @@ from scheduler_plugins.router.engines.about import About
 from scheduler_plugins.router.engines.circuit import Circuit
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.progress import Signs
 from scheduler_plugins.router.engines.standing import Standing
 from scheduler_plugins.router.engines.traffic import Traffic
 from scheduler_plugins.router.index.stored import StorePlace
@@ -87,6 +88,12 @@ class BackendEngine(Loaded):
     """How often the engine came up. Each start may bring a new tokenizer, for example."""
     refusing: bool = False
     """Down because the engine takes no new connections. It may be draining."""
+    answers: bool = False
+    """Down although it answers: `/health` says that it takes no requests, as SGLang's does while it drains."""
+    ended: int = 0
+    """How often it began to refuse connections: its process may have ended each time."""
+    signs: Signs = field(default_factory=Signs, repr=False)
+    """What still moves, since it came up."""
     load: EngineLoad = field(default_factory=EngineLoad, repr=False)
     """Load that this router has sent to the engine."""
     costs: CostModel = field(default_factory=CostModel.token_count, repr=False)
@@ -113,6 +120,7 @@ class BackendEngine(Loaded):
     follower: Follower | None = field(default=None, repr=False)
     """Receives the engine's KV events; None: no events are known."""
     _gauge: Gauge | None = field(default=None, repr=False)
+    _refuses: bool = field(default=False, repr=False)
     store: StorePlace | None = None
     """Its place in the KV pool of its host, by its last report; None: it uses none, or does not tell."""
 
@@ -210,27 +218,35 @@ class BackendEngine(Loaded):
             return urlsplit(self.url).hostname or "", self.bootstrap_port
         return self.addresses[rank].host, self.addresses[rank].port
 
-    def lost(self, now: float, drain_timeout_s: float) -> bool:
-        """Whether the engine's open requests count as lost: it is down, and does not drain within the limit."""
-        if self.up or self.down_since is None:
-            return False
-        return not self.refusing or now - self.down_since >= drain_timeout_s
+    @property
+    def gone(self) -> bool:
+        """Whether the engine is down in a way in which none drains: it hangs, cannot be reached, or was removed."""
+        return self.down_since is not None and not (self.refusing or self.answers)
 
     def set_up(self) -> None:
-        self.starts += not self.up
-        self.up, self.refusing, self.down_since = True, False, None
+        self.begin_life(up=True)
+        self.up, self.refusing, self.answers, self.down_since = True, False, False, None
         if self.address is not None or not self.hands_over:
             self.reason = ""
         self._report()
 
-    def set_down(self, now: float, reason: str, *, refusing: bool) -> bool:
+    def begin_life(self, *, up: bool) -> None:
+        """Note a start, if the engine comes up now."""
+        if up and not self.up:
+            self.starts += 1
+            self.signs, self._refuses = Signs(), False
+
+    def set_down(self, now: float, reason: str, *, refusing: bool, answers: bool = False) -> bool:
         """Take the engine out of service. Its address is void, because a restart changes it.
 
         Returns whether the engine was up.
         """
         was_up = self.up
+        self.ended += refusing and not self._refuses
+        self._refuses = refusing
         # A hung engine counts as hung until it answers, even if it refuses connections later.
-        self.refusing = refusing and (was_up or self.refusing or self.down_since is None)
+        hung = not (was_up or self.refusing or self.answers or self.down_since is None)
+        self.refusing, self.answers = refusing and not hung, answers
         if was_up or self.down_since is None:
             self.down_since = now
         self.up, self.reason, self.addresses = False, reason, ()
@@ -284,10 +300,9 @@ class BackendEngine(Loaded):
         for gauge in (known.engine_up, known.engine_in_flight):
             with suppress(KeyError):
                 gauge.remove(self.url, str(self.role))
-        with suppress(KeyError):
-            known.event_lag_s.remove(self.url)
-        with suppress(KeyError):
-            known.prefill_addressable.remove(self.url)
+        for series in (known.event_lag_s, known.events_connected, known.prefill_addressable):
+            with suppress(KeyError):
+                series.remove(self.url)
         for cause in self.paused_for:
             with suppress(KeyError):
                 known.circuit_opened.remove(self.url, cause)

@@ -95,6 +95,8 @@ class Pool(ABC):
 
 def note_circuit(engine: BackendEngine, failure: EngineFailedError, metrics: Metrics) -> None:
     """Note that an engine which answers failed a request. After several failures in a row it gets a pause."""
+    if failure.cause == "unhealthy":
+        return  # it is down already, and its next process has failed nothing
     if engine.circuit.failed(failure.cause, asyncio.get_running_loop().time()):
         metrics.circuit_opened.labels(engine.url, failure.cause).inc()
         engine.paused_for.add(failure.cause)

@@ -17,8 +17,10 @@ from scheduler_plugins.router.engines.failures import (
     EngineFailedError,
     OverloadedError,
     RefusedError,
+    StoppedError,
     failure_of,
 )
+from scheduler_plugins.router.engines.progress import Progress
 from scheduler_plugins.router.loop import is_behind, ran_s
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -60,7 +62,12 @@ class Exchange:
     """An engine's answer, read chunk by chunk."""
 
     def __init__(
-        self, engine: BackendEngine, timeouts: ResponseTimeouts, config: RouterConfig
+        self,
+        engine: BackendEngine,
+        timeouts: ResponseTimeouts,
+        config: RouterConfig,
+        elsewhere: Callable[[], bool],
+        expected_s: float,
     ) -> None:
         self.engine = engine
         self.begun = False
@@ -71,6 +78,9 @@ class Exchange:
         self._complete = False
         self._scope: asyncio.Timeout | None = None
         self._waiting_since: float | None = ran_s()
+        self._progress = Progress(engine.signs, expected_s)
+        self._ended_before = engine.ended
+        self._elsewhere = elsewhere
 
     @property
     def status(self) -> int:
@@ -93,7 +103,7 @@ class Exchange:
             chunk = await self._answer.read()
         except OSError as error:
             raise failure_of(error) from error
-        self.begun = True
+        self._came()
         self._waiting_since = None
         return chunk
 
@@ -107,7 +117,7 @@ class Exchange:
         self._waiting_since = ran_s()
 
         def taken(chunk: bytes) -> bool:
-            self.begun, self._waiting_since = True, ran_s()
+            self._came()
             return take(chunk)
 
         try:
@@ -141,9 +151,39 @@ class Exchange:
         if silent_s >= limit_s:
             which = "idle_timeout" if self.begun else "first_byte_timeout"
             return EngineFailedError(which, f"silent for {silent_s:.1f} s (limit {limit_s:g} s)")
-        if silent_s >= self._config.look_s and self.engine.lost(now, self._config.drain_timeout_s):
-            return EngineFailedError("unhealthy", self.engine.reason)
+        if self._is_lost(now, silent_s):
+            why = self.engine.reason or "it has refused connections meanwhile"
+            stopped = self.engine.ended != self._ended_before
+            failed = StoppedError if stopped else EngineFailedError
+            return failed("unhealthy", f"silent for {silent_s:.1f} s: {why}")
         return None
+
+    def _came(self) -> None:
+        """Bytes came."""
+        now = ran_s()
+        if self._waiting_since is not None:
+            self._progress.came(now - self._waiting_since, now)
+        self.begun, self._waiting_since = True, now
+
+    def _is_lost(self, now: float, silent_s: float) -> bool:
+        """Whether the engine will not go on with this answer: it takes no requests, and nothing moves there.
+
+        An engine that computes a prompt, or an answer that is not streamed, is silent while it drains, too. If that is
+        all that is known, the answer is asked for elsewhere; if it cannot be, the engine has `drain_timeout_s`.
+        """
+        engine, progress = self.engine, self._progress
+        ended = engine.ended != self._ended_before
+        if engine.down_since is None and not ended:
+            return False
+        if not progress.is_late(silent_s, now):
+            return False
+        if progress.known:
+            progress.signs.dead = True
+        if engine.gone or progress.signs.dead or (ended and self._elsewhere()):
+            return True
+        limit_s = self._config.drain_timeout_s
+        down_s = asyncio.get_running_loop().time() - (engine.down_since or 0.0)
+        return min(silent_s, down_s, now - progress.signs.last_s) >= limit_s
 
     async def _open(self, connections: EngineConnections, call: EngineCall) -> None:
         url = self.engine.url + call.path
@@ -157,6 +197,7 @@ class Exchange:
             )
 
     def _close(self) -> None:
+        self._progress.end()
         # Closing an unfinished answer closes the connection, so the engine aborts the request.
         if self._response is not None:
             self._response.close()
@@ -175,17 +216,24 @@ async def exchange(
     timeouts: ResponseTimeouts,
     config: RouterConfig,
     companion: Companion | None = None,
+    *,
+    elsewhere: Callable[[], bool] = lambda: True,
+    expected_s: float = 0.0,
 ) -> AsyncIterator[Exchange]:
     """Send `call` to `engine` and hand out its answer. Leaving closes the connection.
 
     While the engine is silent, its health and the limits in `timeouts` are checked every `config.look_s`. Until the
     first byte, `companion` is checked as well.
 
+    Args:
+        elsewhere: tells whether nothing is lost if the engine is given up, because another one can answer.
+        expected_s: predicted time to the first byte; 0: not known.
+
     Raises:
         EngineFailedError: the engine is given up. It can be raised anywhere in the body of the `async with`.
     """
     loop = asyncio.get_running_loop()
-    open_exchange = Exchange(engine, timeouts, config)
+    open_exchange = Exchange(engine, timeouts, config, elsewhere, expected_s)
     failure: EngineFailedError | None = None
     timer: asyncio.TimerHandle
 

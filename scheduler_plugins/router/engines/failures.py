@@ -65,9 +65,13 @@ class RefusedError(EngineFailedError):
         self.content = content
 
 
-def ended_early() -> EngineFailedError:
+class StoppedError(EngineFailedError):
+    """The engine was stopped before its answer was complete. The request is not to blame, however often that happens."""
+
+
+def ended_early() -> StoppedError:
     """The engine ended an incomplete answer, as engines do when they are stopped."""
-    return EngineFailedError("aborted", "it ended the answer early (finish_reason abort)")
+    return StoppedError("aborted", "it ended the answer early (finish_reason abort)")
 
 
 def about_key(status: int) -> str:

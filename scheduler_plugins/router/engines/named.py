@@ -99,7 +99,7 @@ class NamedEngines:
             except TimeoutError:
                 complain(f"{url}: no answer within {LIMIT_S:g} s")
             except OSError as error:
-                complain(f"{url}: the name cannot be resolved: {error}")
+                complain(f"{url}: the name cannot be resolved: {error.strerror or error}")
             except Exception as error:
                 # Keep following: the router would never again hear of new engines.
                 logger.exception("%s cannot be followed", url)

@@ -102,7 +102,12 @@ class EngineWatch:
             if not late or self.misses >= HUNG_AFTER:
                 refusing = isinstance(failure, UnreachableError) and failure.refused
                 look = "" if engine.starts else first_look(engine.url, failure)
-                self.set_down(f"/health: {failure}{look}", refusing=refusing, cause=failure.cause)
+                self.set_down(
+                    f"/health: {failure}{look}",
+                    refusing=refusing,
+                    answers=failure.cause == "status",
+                    cause=failure.cause,
+                )
             elif not engine.up:
                 engine.reason = f"/health: {failure}"
             return
@@ -146,6 +151,8 @@ class EngineWatch:
             return
         if (lag_s := self._caches.lag_s(engine)) is not None:
             engine.metrics.event_lag_s.labels(engine.url).set(lag_s)
+        if (reached := self._caches.reached(engine)) is not None:
+            engine.metrics.events_connected.labels(engine.url).set(reached)
         apply(engine, told, asyncio.get_running_loop().time())
         if told.blocks and self._caches.prefixes.state(engine.name).source == "recent":
             # Without events, a block is a piece of text of about `BLOCK_TOKENS` tokens.
@@ -267,16 +274,19 @@ class EngineWatch:
             return await self._ask.sglang_handover()
         return await self._ask.vllm_handover(len(self.engine.ranks))
 
-    def set_down(self, reason: str, *, refusing: bool, cause: str = "") -> None:
+    def set_down(
+        self, reason: str, *, refusing: bool, answers: bool = False, cause: str = ""
+    ) -> None:
         """Send the engine nothing until it answers again.
 
         Args:
             refusing: the engine takes no new connections, and may still finish its requests.
+            answers: it answers that it takes no requests, and may still finish those that it has.
             cause: of an engine that has not been up: each is logged once.
         """
         engine = self.engine
         now = asyncio.get_running_loop().time()
-        if engine.set_down(now, reason, refusing=refusing):
+        if engine.set_down(now, reason, refusing=refusing, answers=answers):
             self._on_change()
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
             if not refusing:

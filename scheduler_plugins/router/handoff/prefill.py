@@ -13,6 +13,7 @@ from pd_connector.errors import HANDOFF_FAILED
 from pd_connector.protocol.wire.prefill_server import PrefillServer
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.client.answers import ABORTED
+from scheduler_plugins.router.engines.completion import status_of
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import Pool
@@ -36,6 +37,7 @@ from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prom
 from scheduler_plugins.router.loop import ran_s
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.prompt import transfer
+from scheduler_plugins.router.prompt.body import ONLY_VLLM, PAIRED
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 REFUSAL_GRACE_S = 1.0
 """Time that a decode engine without its KV has to answer all the same. It answers at once if it has the prompt cached;
 otherwise it waits for KV that never comes, and so does the client."""
+_LACKS = (403, 404)
+"""Statuses of an engine that lacks an endpoint: vLLM without the option for it, and older vLLM."""
 USAGE_S = 1.0
 """Longest wait for the prefill engine's count of cached tokens, after the decode engine's count has come."""
 
@@ -115,9 +119,10 @@ class PrefillCopy:
     async def __aenter__(self) -> "PrefillCopy":
         engine, now = self.engine, asyncio.get_running_loop().time()
         engine.circuit.sent()
-        self._alone = engine.queued_s(now) == 0.0
+        queued_s, cost_s = engine.queued_s(now), engine.costs.prefill_s(self._fresh_tokens)
+        self._alone = queued_s == 0.0
         self._begun_at = now
-        cost_s = engine.costs.prefill_s(self._fresh_tokens)
+        self._expected_s = queued_s + cost_s if engine.costs.known else 0.0
         engine.load.prefill_sent(self._id, self._fresh_tokens, cost_s, now)
         engine.copies[self._id] = self._rank
         engine.copies_sent[self._rank] += 1
@@ -212,10 +217,21 @@ class PrefillCopy:
         limit_s = self._config.answer_timeout_s
         timeouts = ResponseTimeouts(limit_s, self._config.idle_timeout_s)
         async with exchange(
-            self._connections, self.engine, self._call, timeouts, self._config
+            self._connections,
+            self.engine,
+            self._call,
+            timeouts,
+            self._config,
+            expected_s=self._expected_s,
         ) as answer:
+            if answer.status in _LACKS and self._call.path in ONLY_VLLM:
+                raise RefusedError(answer.status, await answer.read_all())
             await raise_for_status(answer, wanted=200)
             raw = await answer.read_all()
+            kind = answer.headers.get("Content-Type", "")
+        status = await status_of(200, kind, raw, completes=self._call.path in PAIRED)
+        if status != 200:
+            raise EngineFailedError(f"status_{status}", f"{status}: {raw!r:.300}", accepted=False)
         try:
             answer = msgspec.json.decode(raw)
         except (ValueError, RecursionError):

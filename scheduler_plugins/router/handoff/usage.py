@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 DETAILS = b'"prompt_tokens_details"'
 _DATA = b"data: "
 _END = b"\n\n"
+_USAGE = b'"usage"'
+"""Name of the field. Inside a text, the quotes would be escaped."""
+_MOST_USAGE_BYTES = 16 << 10
+_USAGE_DECODER = json.JSONDecoder()
 
 
 class PromptUsage(NamedTuple):
@@ -51,9 +55,12 @@ class UsagePatch:
 
     def whole(self, content: bytes) -> bytes:
         """Patch a complete answer, or the data of one event."""
+        # Only the usage is parsed: log probabilities can make an answer very long.
+        name = content.rfind(_USAGE)
+        begin = content.find(b"{", name)
         try:
-            answer = json.loads(content)
-            usage = answer["usage"]
+            text = content[begin : begin + _MOST_USAGE_BYTES].decode("utf-8", "replace")
+            usage, length = _USAGE_DECODER.raw_decode(text if name >= 0 else "")
             details, tokens = usage["prompt_tokens_details"], int(usage["prompt_tokens"])
         except (ValueError, TypeError, LookupError, RecursionError):
             return content
@@ -67,7 +74,9 @@ class UsagePatch:
         details["cached_tokens"] = at_most(self._told.cached)
         if "created_cache_tokens" in details:
             details["created_cache_tokens"] = at_most(self._told.created)
-        return json.dumps(answer, separators=(",", ":")).encode()
+        end = begin + len(text[:length].encode())
+        patched = json.dumps(usage, separators=(",", ":")).encode()
+        return content[:begin] + patched + content[end:]
 
     def events(self, data: bytes) -> bytes:
         """Patch complete server-sent events, in order. Only events with such a count change."""

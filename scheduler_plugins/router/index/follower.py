@@ -12,7 +12,9 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
+from pd_connector.control.liveness import keep_alive
 from scheduler_plugins.router.index.batch_numbers import BatchNumbers, Step
 from scheduler_plugins.router.index.events import END_SEQUENCE, Batch, EventError, decode
 from scheduler_plugins.router.index.prefixes import Prefixes, part_name
@@ -24,6 +26,12 @@ REPLAY_TIMEOUT_S = 5.0
 _MOST_BYTES = 64 << 20
 _RETRY_S = 1.0
 _NUMBER_BYTES = 8
+_SILENT_S = 10.0
+"""The log says it if a publisher cannot be reached for this time, in seconds."""
+_SLOWEST_MS = 2000
+"""Longest pause between two attempts to reach a publisher."""
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_ALL_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _GONE
 
 
 class EventFollower:
@@ -57,6 +65,8 @@ class EventFollower:
         """Age of the last batch when it was applied, by the clocks of the two machines; None: no batch came yet."""
         self.dropped = 0
         """How often the engine's part of the index was dropped because events were lost."""
+        self.reached: bool | None = None
+        """Whether the engine's publisher is connected; None: that is not known yet."""
         self._endpoint = endpoint
         self._replay_endpoint = replay
         self._prefixes = prefixes
@@ -100,7 +110,9 @@ class EventFollower:
         """The state of the engine's cache, for `/health`."""
         state = self._prefixes.state_of_rank(self.engine, self.rank)
         told: dict[str, Any] = {"source": "events", "blocks": state.blocks}
-        if self.first is None:
+        if self.reached is False:
+            told["note"] = f"{self._endpoint} cannot be reached: nothing is learnt of this cache"
+        elif self.first is None:
             told["note"] = f"no event has come from {self._endpoint} yet"
         elif self.first:
             told["note"] = (
@@ -118,10 +130,44 @@ class EventFollower:
             events.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
             events.setsockopt(zmq.RCVHWM, 100_000)
             events.setsockopt(zmq.SUBSCRIBE, b"")
-            events.connect(self._endpoint)
-            await self._replay()
-            while True:
-                await self._received(await events.recv_multipart())
+            events.setsockopt(zmq.RECONNECT_IVL_MAX, _SLOWEST_MS)
+            keep_alive(events)
+            watching = asyncio.create_task(self._watch(events.get_monitor_socket(_ALL_EVENTS)))
+            try:
+                events.connect(self._endpoint)
+                await self._replay()
+                while True:
+                    await self._received(await events.recv_multipart())
+            finally:
+                watching.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watching
+                events.disable_monitor()
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Note whether the publisher is connected, and log it if it is not for a while."""
+        self.reached, logged = None, False
+        last = asyncio.get_running_loop().time()
+        while True:
+            left_s = last + _SILENT_S - asyncio.get_running_loop().time()
+            waits_s = None if self.reached or logged else max(0.0, left_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(waits_s):
+                    event = parse_monitor_message(await monitor.recv_multipart())["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    if logged:
+                        logger.info("%s: its KV events are followed again", self._name)
+                    self.reached, logged = True, False
+                elif self.reached is not False:
+                    self.reached, last = False, asyncio.get_running_loop().time()
+                continue
+            self.reached, logged = False, True
+            logger.warning(
+                "%s: its KV events at %s cannot be reached for %.0f s, so nothing is learnt of its cache, and prompts that it "
+                "has cached may go elsewhere. Is the port open, and does the engine publish there (vLLM: "
+                "--kv-events-config)? Another address is named with --kv-events",
+                *(self._name, self._endpoint, _SILENT_S),
+            )
 
     async def _received(self, frames: Sequence[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:

@@ -195,12 +195,25 @@ class Dispatch:
         if copy is not None:
             await asyncio.sleep(0)  # send the copy first: the decode engine waits for its KV
         async with exchange(
-            self._shared.connections, engine, call, timeouts, config, copy
+            self._shared.connections,
+            engine,
+            call,
+            timeouts,
+            config,
+            copy,
+            elsewhere=self._can_go_elsewhere,
         ) as answer:
             await raise_for_status(answer)
             if answer.status in REFUSES and self._candidates.longer(engine):
                 raise RefusedError(answer.status, await answer.read_all())
             yield answer
+
+    def _can_go_elsewhere(self) -> bool:
+        """Whether another engine can give the answer, or its rest."""
+        begun = self._responder.begun
+        if begun and (self._record is None or self._record.next_body() is None):
+            return False
+        return self._candidates.has_other(begun=begun)
 
     async def _pass_on(
         self, answer: Exchange, attempt: Attempt, copy: PrefillCopy | None = None

@@ -57,7 +57,8 @@ class ClientRequest:
             shared.metrics,
             arrived,
             lambda engine: is_wanted_abort(engine, shared, headers),
-            end_mark=not asked.one_engine,
+            completes=not asked.one_engine,
+            streams=asked.streams,
         )
         self._candidates = Candidates(
             shared.pool,
@@ -172,7 +173,7 @@ class ClientRequest:
         record, asked = self._record, self._asked
         if record is None or record.next_body() is None:
             return False
-        self._candidates.failed(attempt, failure)
+        self._candidates.failed(attempt, failure, progressed=record.advanced)
         able = self._candidates.able(begun=True)
         if able is None:
             return False

@@ -18,6 +18,7 @@ from scheduler_plugins.router.client.answers import (
     headers_to_client,
 )
 from scheduler_plugins.router.client.downstream import Downstream
+from scheduler_plugins.router.engines.completion import good_events, status_of
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import Exchange, excerpt
 from scheduler_plugins.router.engines.failures import (
@@ -42,7 +43,8 @@ class Responder:
     Args:
         arrived: when the request came, on the event loop's clock.
         wanted_abort: tells whether an engine that ended an answer early was told to do so (`aborts.py`).
-        end_mark: whether the stream must end with `[DONE]`.
+        completes: whether the answer is a completion: a stream of it ends with `[DONE]`.
+        streams: whether the client wants a stream.
     """
 
     def __init__(
@@ -53,18 +55,25 @@ class Responder:
         arrived: float,
         wanted_abort: Callable[[BackendEngine], Awaitable[bool]],
         *,
-        end_mark: bool = True,
+        completes: bool = True,
+        streams: bool | None = None,
     ) -> None:
+        self._streams = streams
         self._wanted_abort = wanted_abort
         self.whole = False
         """Whether the client got all events of a stream, including the end mark."""
         self._withheld, self._said = b"", False  # an abort and what came with it; a word has come
-        self._aborts_pass = not end_mark
-        self._end_mark = end_mark
+        self._aborts_pass = not completes
+        self._completes = completes
         self._client = client
         self._request_id = request_id
         self._metrics = metrics
         self._arrived = arrived
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has been sent anything."""
+        return self._client.begun
 
     async def pass_on(
         self,
@@ -89,32 +98,38 @@ class Responder:
             EngineFailedError: the engine broke off, or reported a failure in a stream's first event.
             ClientGoneError: the client has left.
         """
-        kind = answer.headers.get("Content-Type", "")
-        if answer.status == 200 and kind.startswith(EVENT_STREAM):
+        kind, status = answer.headers.get("Content-Type", ""), answer.status
+        streamed = kind.startswith(EVENT_STREAM)
+        if status == 200 and self._completes and self._streams not in (None, streamed):
+            told = "a stream" if streamed else f"no stream ({kind}): {await excerpt(answer)}"
+            raise EngineFailedError(
+                "malformed", f"it answered with {told}, which was not asked for"
+            )
+        if status == 200 and streamed:
             stream = EngineStream(answer, copy, record, pace)
             return await self._stream(stream, flow, served), "ok"
         if self._client.begun:
             raise EngineFailedError("refused_rest", f"{answer.status}: {await excerpt(answer)}")
         # Held until it is complete: if the engine dies halfway, another one can still answer.
         content = await answer.read_all()
-        if self._end_mark and answer.status < 300 and not _can_answer(answer.status, content):
-            raise _no_answer(answer.status, content)
-        if answer.status == 200:
-            aborted = self._end_mark and ABORTED in content
+        if status < 300:
+            status = await status_of(status, kind, content, completes=self._completes)
+        if status == 200:
+            aborted = self._completes and ABORTED in content
             if aborted and not await self._wanted_abort(answer.engine):
                 raise ended_early()
             served()
             if pace is not None:
                 pace.whole(content)
-        if copy is not None and answer.status == 200:
+        if copy is not None and status == 200:
             if copy.lends:
                 content = FirstTokenPatch(await copy.first_logprobs()).whole(content)
             if DETAILS in content and (usage := await copy.usage_patch(answer.engine.kind)):
                 content = usage.whole(content)
         answer.complete()
-        response = web.Response(status=answer.status, headers=self._returned(answer), body=content)
+        response = web.Response(status=status, headers=self._returned(answer), body=content)
         await self._client.begin(response)
-        outcome = "ok" if answer.status < 400 else "client_error"
+        outcome = "ok" if status < 400 else "client_error"
         return await self._client.finish(), outcome
 
     async def end(self, events: bytes) -> web.StreamResponse:
@@ -221,8 +236,10 @@ class Responder:
             stream.pace.end()
         if cutter.finished:
             await stream.read_to_its_end()
-        rest = cutter.rest() if self._end_mark else cutter.held
-        if self._end_mark and not cutter.finished:
+        rest = cutter.rest() if self._completes else cutter.held
+        if good_events(rest, completes=self._completes) != rest:
+            raise _no_event(rest)
+        if self._completes and not cutter.finished:
             raise EngineFailedError("truncated", "the stream ended without its end mark [DONE]")
         if rest:
             await self._client.begin(response)
@@ -235,9 +252,12 @@ class Responder:
         """The events for the client, and the failure if the stream ended before the answer was complete."""
         failed: EngineFailedError | None = None
         came = events
-        if self._end_mark:
+        events = good_events(came, completes=self._completes)
+        if len(events) < len(came):
+            failed = _no_event(came[len(events) :])
+        if self._completes:
             events, error = before_error(events)
-            failed = None if error is None else _engines_own(error)
+            failed = failed if error is None else _engines_own(error)
         if not self._aborts_pass:
             self._said = self._said or NOTHING.fullmatch(events) is None
             events, aborted = before_abort(events, self._said)
@@ -269,15 +289,7 @@ def _engines_own(error: tuple[int, str]) -> EngineFailedError:
     return EngineFailedError(f"status_{error[0]}", f"{error[0]}: {error[1]}")
 
 
-def _can_answer(status: int, content: bytes) -> bool:
-    """Whether this can be a completion: 200, and a JSON object. It is not parsed: engines may write NaN."""
-    stripped = content.strip()
-    return status == 200 and stripped.startswith(b"{") and stripped.endswith(b"}")
-
-
-def _no_answer(status: int, content: bytes) -> EngineFailedError:
-    """The failure for a page of a proxy, or another server's answer. It comes fast, so an engine that were believed
-    would get nearly all requests."""
-    said = " ".join(content[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-    told = f"it answered {status} (wanted: 200 and a JSON object): {said}"
-    return EngineFailedError("malformed", told)
+def _no_event(events: bytes) -> EngineFailedError:
+    """The failure for a stream with something in it that is not an event of an answer."""
+    said = " ".join(events[:EXCERPT_BYTES].decode("utf-8", "replace").split())
+    return EngineFailedError("malformed", f"its stream has an event that is not one: {said}")

@@ -126,6 +126,11 @@ class StreamRecord:
         return len(self._sent) + len(self._unsettled)
 
     @property
+    def advanced(self) -> bool:
+        """Whether tokens have come from the current engine."""
+        return self.tokens > self._before
+
+    @property
     def tail(self) -> list[int]:
         """The last tokens, if some of them may belong to half a character; else empty. An engine that sends several
         tokens together holds back the text of an incomplete character."""

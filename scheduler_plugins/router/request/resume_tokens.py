@@ -86,6 +86,11 @@ class TokenRecord:
         return len(self._sent)
 
     @property
+    def advanced(self) -> bool:
+        """Whether tokens have come from the current engine."""
+        return self.tokens > self._before
+
+    @property
     def tail(self) -> list[int]:
         """Empty: the client has all ids, so none can be generated again."""
         return []

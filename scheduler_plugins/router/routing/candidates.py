@@ -14,6 +14,7 @@ from scheduler_plugins.router.engines.failures import (
     EngineFailedError,
     OverloadedError,
     RefusedError,
+    StoppedError,
 )
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.handoff.engine_bodies import sglangs_own, vllms_own
@@ -48,6 +49,8 @@ class Candidates:
         self._pool = pool
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
+        self._starts: dict[BackendEngine, int] = {}
+        """The starts of these engines when they failed. Restarted, they can be asked again."""
         self._pairing = Pairing(fields, endpoint=path if path in ONE_ENGINE else "")
         self._model = fields.get("model")
         self._only_vllm = path if path in ONLY_VLLM else ""
@@ -79,7 +82,8 @@ class Candidates:
         """
         if self._accepted >= self._attempts:
             return None
-        besides = self._failed.keys() | self._others()
+        besides = self._others()
+        besides |= {one for one in self._failed if one.starts == self._starts[one]}
         decode = self._pool.up(Role.DECODE, besides)
         prefill = self._pool.up(Role.PREFILL, besides)
         slow = self._pool.up(Role.CPU_PREFILL, besides)
@@ -138,6 +142,10 @@ class Candidates:
         able = self.able()
         return able is not None and any(engine is not besides for engine in able.prefill)
 
+    def has_other(self, *, begun: bool) -> bool:
+        """Whether another engine can answer if the present one is given up. `begun`: as in `able`."""
+        return self.able(begun=begun) is not None
+
     def longer(self, engine: BackendEngine) -> bool:
         """Whether an engine with a longer context than this one can answer."""
         able = self.able(begun=True) if engine.context_tokens else None
@@ -156,26 +164,37 @@ class Candidates:
         longer = any(o.hands_over and o.context_tokens > prefill.context_tokens for o in left)
         return None if longer or any(one.computes_prompts for one in left) else refusal
 
-    def failed(self, attempt: Attempt, failure: EngineFailedError) -> None:
-        """An attempt failed."""
+    def failed(
+        self, attempt: Attempt, failure: EngineFailedError, *, progressed: bool = False
+    ) -> None:
+        """An attempt failed.
+
+        Args:
+            progressed: the answer has become longer before. Such an attempt does not count: the request is not to
+                blame.
+        """
         if isinstance(failure, PrefillRefusedError):
             return  # the decode engine may be asked again
         if isinstance(failure, RefusedError):
             for engine in self._not_longer(attempt.answering):
-                self._failed[engine] = failure
+                self._note(engine, failure)
             return
         prefill, lost = attempt.prefill, failure.answered and self.lost_prefill(attempt)
         if isinstance(failure, OverloadedError):
             self._lacks_room(attempt.answering, failure)
             lost = False
-        self._accepted += failure.accepted and not lost
+        blameless = lost or progressed or isinstance(failure, StoppedError)
+        self._accepted += failure.accepted and not blameless
         able = lost or not attempt.answering.computes_prompts
         if prefill is not None and able and failure.answered:
             # The decode engine is alive and only lacks the KV, which another prefill engine may deliver.
             self._pairing.failures[prefill, attempt.answering] += _weight(failure)
             self._without_kv[attempt.answering] = failure
             return
-        self._failed[attempt.answering] = failure
+        self._note(attempt.answering, failure)
+
+    def _note(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        self._failed[engine], self._starts[engine] = failure, engine.starts
 
     def prefill_failed(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy of the request: the next attempt uses another one, if there is one."""

@@ -136,7 +136,7 @@ class RouterConfig:
     health_timeout_s: float = 5.0
     """Longest wait for an answer of `/health`."""
     drain_timeout_s: float = 30.0
-    """Time that an engine without new connections has to finish its open requests."""
+    """Time that an engine which takes no new requests, or leaves, has for answers that show no progress."""
     attempts: int = 3
     """Most engines that may accept one request and fail it. Engines that cannot be reached do not count."""
     body_mib: int = 64

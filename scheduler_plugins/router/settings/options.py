@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pd_connector.tools.command_line import option
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
+from scheduler_plugins.router.roles.registry import ROLES
 
 CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
 API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
@@ -57,7 +58,7 @@ OPTIONS = {
         (
             "roles",
             "NAME",
-            "policy that moves engines between prefill and decode: pressure, ..., dry-run or off",
+            f"policy that moves engines: {', '.join(ROLES)}; dry-run, dry-run:NAME: only say its moves; off: none",
         ),
         (
             "front-queue",
@@ -109,9 +110,9 @@ OPTIONS = {
         (
             "otlp",
             "URL",
-            "URL that spans are sent to, such as http://127.0.0.1:4318/v1/traces (extra otel)",
+            "URL that spans are sent to: http://HOST:4318/v1/traces (extra otel)",
         ),
-        ("log-level", None, "log level"),
+        ("log-level", "LEVEL", "DEBUG, INFO, WARNING or ERROR"),
     ),
     "times that rarely need a change": (
         ("first-byte-timeout-s", "SECONDS", "longest wait for a stream's first byte"),
@@ -126,7 +127,7 @@ OPTIONS = {
         (
             "drain-timeout-s",
             "SECONDS",
-            "time that an engine which refuses connections, or leaves, has to finish its requests",
+            "time that an engine which takes no new requests, or leaves, has for answers that show no progress",
         ),
         (
             "shutdown-timeout-s",

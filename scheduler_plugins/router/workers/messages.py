@@ -48,6 +48,8 @@ class EngineState(msgspec.Struct, frozen=True):
     down_since: float | None
     """On the monotonic clock, which all processes of a machine share."""
     refusing: bool
+    answers: bool
+    ended: int
     costs: CostModel
     draining: bool
     told_costs: bool

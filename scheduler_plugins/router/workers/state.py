@@ -38,6 +38,8 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.bootstrap_port,
         engine.down_since,
         engine.refusing,
+        engine.answers,
+        engine.ended,
         engine.costs,
         engine.draining,
         engine.told_costs,
@@ -66,7 +68,7 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     if engine.role is not state.role:
         engine.change_role(Role(state.role), state.standing.since_s)
     engine.role_given, engine.standing = state.role_given, state.standing
-    engine.starts += state.up and not engine.up
+    engine.begin_life(up=state.up)
     engine.up, engine.reason = state.up, state.reason
     engine.warning, engine.about = state.warning, state.about
     engine.kind, engine.model = state.kind, state.model
@@ -74,6 +76,7 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.models, engine.context_tokens = state.models, state.context_tokens
     engine.addresses, engine.bootstrap_port = state.addresses, state.bootstrap_port
     engine.down_since, engine.refusing = state.down_since, state.refusing
+    engine.answers, engine.ended = state.answers, state.ended
     engine.costs, engine.told_costs = state.costs, state.told_costs
     engine.draining, engine.free_kv = state.draining, state.free_kv
     engine.told_block_tokens, engine.ranks = state.told_block_tokens, state.ranks

@@ -11,7 +11,7 @@ from support.machines import CONFIG, ROUTES, identity_of
 from pd_connector.errors import Cause
 from pd_connector.protocol.producing.outgoing import Action, Free, Offer, Reply
 from pd_connector.protocol.producing.outgoing_transfer import OutgoingTransfer
-from pd_connector.protocol.producing.producer import Producer
+from pd_connector.protocol.producing.producer import STARVED_S, Producer
 from pd_connector.protocol.wire import messages
 
 HALF = msgspec.structs.replace(CONFIG, lease_share=0.5)
@@ -84,6 +84,30 @@ def test_who_comes_too_late_is_told_why():
     assert isinstance(reply, Reply)
     assert isinstance(reply.message, messages.Refuse)
     assert reply.message.cause == Cause.LEASE_EVICTED
+
+
+def test_a_lease_without_room_ends_where_a_consumer_has_pages_for_what_finds_none_here():
+    """The consumer asks for a prompt again, and keeps its pages meanwhile: the lease waits for these pages."""
+    producer = Producer(HALF, pages=20)
+    for transfer in "ab":
+        producer.offer(offer(transfer, 5), 0.0)
+    producer.expect("again", 1.0)
+    producer.open(ONE, msgspec.structs.replace(opening("again", 5), wait=True), ROUTES, 1.0)
+    before = [freed(producer.tick(0.9 * STARVED_S)) for _ in range(2)]
+    assert before == [[], []], "the consumer may have room soon"
+    assert freed(producer.tick(STARVED_S)) == [("request a", Cause.LEASE_EVICTED)]
+    assert freed(producer.tick(1.5 * STARVED_S)) == [], "one at a time"
+    producer.offer(offer("again", 5), 1.9 * STARVED_S)
+    assert freed(producer.tick(2.5 * STARVED_S)) == [], "it computes"
+    producer.check_integrity()
+
+
+def test_while_nobody_has_pages_for_more_a_lease_waits():
+    producer = Producer(HALF, pages=20)
+    producer.offer(offer("a", 10), 0.0)
+    producer.expect("next", 0.0)
+    producer.watch(ONE, "next", 0.0)
+    assert freed(producer.tick(2 * STARVED_S)) == []
 
 
 @dataclass

@@ -46,8 +46,13 @@ FAST = {
 }
 
 
+def choices(text: str) -> dict[str, Any]:
+    """What one event says."""
+    return {"choices": [{"index": 0, "text": text}]}
+
+
 def event(text: str) -> bytes:
-    return f"data: {json.dumps({'text': text})}\n\n".encode()
+    return f"data: {json.dumps(choices(text))}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"
@@ -59,7 +64,7 @@ async def answer(
     """What a healthy engine does: four events, or one object; who answered is in it."""
     if body.get("stream"):
         return await stream(4)(engine, request, body)
-    content = {"id": "cmpl-1", "served_by": engine.name}
+    content = {"id": "cmpl-1", **choices("said"), "served_by": engine.name}
     return web.json_response(content, headers={"X-Engine": engine.name})
 
 
@@ -75,7 +80,7 @@ def stream(events: int, then: str = "end", gap_s: float = 0.0) -> Behaviour:
             await response.write(event(f"{engine.name}{number}"))
             await asyncio.sleep(gap_s)
         if then == "half":
-            await response.write(b'data: {"text": "hal')
+            await response.write(b'data: {"choices": [{"text": "hal')
             await asyncio.sleep(0.02)
         if then in ("die", "half"):
             drop(request)
@@ -376,7 +381,7 @@ class FakeEngine:
                 "remote_port": 7000,
                 "describe": True,
             }
-        return web.json_response({"id": "cmpl-0", "kv_transfer_params": params})
+        return web.json_response({"id": "cmpl-0", **choices("a"), "kv_transfer_params": params})
 
 
 class World:

@@ -9,8 +9,22 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import DEADLINE_S, DONE, FakeEngine, World, event, forever, run, says, status
+from router_fakes import (
+    DEADLINE_S,
+    DONE,
+    FakeEngine,
+    World,
+    answer,
+    choices,
+    event,
+    forever,
+    run,
+    says,
+    slow,
+    status,
+)
 
+from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.router.client import answers
 from scheduler_plugins.router.client.answers import (
     EVENT_ENDS,
@@ -89,6 +103,87 @@ def test_an_engine_that_answers_200_with_no_completion_gets_no_client(
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{}",
+        b'{"choices": null}',
+        b'{"choices": []}',
+        b'{"error": {"message": "no", "code": 500}}',
+        b'{"error": "no"}',
+        b'{"choices": [{"text": "\xff"}]}',
+        b'{"choices": null, "pad": "' + b" " * (2 << 20) + b'"}',
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", GENERATE])
+def test_an_answer_that_is_none_is_asked_for_elsewhere(content: bytes, path: str) -> None:
+    async def odd(_: FakeEngine, __: web.Request, ___: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(body=content, content_type="application/json")
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave = odd
+            body = {"model": "m", "prompt": "a", "token_ids": [1], "sampling_params": {}}
+            for _ in range(2):
+                assert (await world.post(path, body)).json["served_by"] == "d1"
+            cause = "status_500" if b"500" in content else "malformed"
+            assert await world.metric("retries_total", cause=cause) >= 1
+            world.p[0].behave = world.d[1].behave = odd
+            reply = await world.post(path, body)
+            assert (reply.status, reply.json["error"]["type"]) == (503, "service_unavailable")
+
+    run(scenario())
+
+
+def test_an_error_of_the_client_with_status_200_reaches_it_with_its_own_status() -> None:
+    error = {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}
+
+    async def odd(_: FakeEngine, __: web.Request, ___: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(error)
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            for fake in world.p + world.d:
+                fake.behave = odd
+            reply = await world.complete()
+            assert (reply.status, reply.json) == (400, error)
+            assert await world.metric("retries_total") == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stream_is_no_answer_to_who_wants_none_and_the_other_way_round(stream: bool) -> None:
+    async def odd(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        return await answer(engine, request, {**body, "stream": not stream})
+
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            world.d[0].behave = odd
+            for _ in range(2):
+                assert "d1" in (await world.complete(stream=stream)).text
+            assert await world.metric("retries_total", cause="malformed") >= 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("content", [b"{}", b'{"choices": null}', b'{"error": {"message": "no"}}'])
+def test_a_prefill_engine_that_answers_nothing_has_failed_its_copy(content: bytes) -> None:
+    async def odd(_: FakeEngine, __: web.Request, ___: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(body=content, content_type="application/json")
+
+    async def scenario() -> None:
+        async with World(prefill=2, decode=1) as world:
+            world.p[0].behave, world.d[0].behave = odd, slow(0.1)
+            for _ in range(2):
+                assert (await world.complete()).status == 200
+            assert await world.metric("prefill_failures_total", cause="malformed") >= 1
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("code", [201, 202, 204, 206])
 def test_no_other_success_than_200_is_an_answer(code: int) -> None:
     async def scenario() -> None:
@@ -158,7 +253,7 @@ def test_nothing_comes_after_the_end_mark(more: bytes, then: str) -> None:
             world.d[0].behave = says(event("a"), DONE, *filter(None, (more,)), then=then)
             async with asyncio.timeout(DEADLINE_S / 2):
                 reply = await world.complete(stream=True)
-            assert reply.events == [{"text": "a"}, "[DONE]"]
+            assert reply.events == [choices("a"), "[DONE]"]
             assert await world.metric("requests_total", outcome="ok") == 1
 
     run(scenario())

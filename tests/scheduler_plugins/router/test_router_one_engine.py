@@ -59,6 +59,54 @@ def test_one_engine_gets_it_whole_and_another_one_if_that_fails(path: str) -> No
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("code", "content", "kind"),
+    [
+        (200, b"<html>Welcome</html>", "text/html"),
+        (200, b"", "application/json"),
+        (200, b"{}", "application/json"),
+        (200, b'{"data": "\xff"}', "application/json"),
+        (200, b'{"error": {"message": "no"}}', "application/json"),
+        (204, b"", "application/json"),
+        (206, b'{"data": []}', "application/json"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/embeddings", RESPONSES, "/v1/completions/render"])
+def test_an_answer_that_is_none_is_asked_for_elsewhere(
+    path: str, code: int, content: bytes, kind: str
+) -> None:
+    async def odd(_: FakeEngine, __: web.Request, ___: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(status=code, body=content, content_type=kind)
+
+    async def scenario() -> None:
+        async with world(decode=2) as made:
+            made.d[0].behave = odd
+            for _ in range(2):
+                reply = await made.post(path, {"model": "m", "input": "a"})
+                assert (reply.status, reply.json["served_by"]) == (200, "d1")
+            assert await made.metric("retries_total", cause="malformed") >= 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("garbage", [b"data: null\n\n", b"data: {{{\n\n", b"data: \xff\n\n"])
+def test_a_stream_with_garbage_is_asked_for_elsewhere_or_ends_with_an_error(garbage: bytes) -> None:
+    async def scenario() -> None:
+        async with world(decode=2) as made:
+            body = {"model": "m", "input": "hi", "stream": True}
+            made.d[0].behave, made.d[1].behave = says(garbage), says(*EVENTS)
+            for _ in range(2):
+                assert (await made.post(RESPONSES, body)).content == b"".join(EVENTS)
+            for end in (b"\n\n", b""):
+                made.d[0].behave = made.d[1].behave = says(EVENTS[0], garbage.strip() + end)
+                reply = await made.post(RESPONSES, body)
+                assert reply.content.startswith(EVENTS[0])
+                assert b"stream_interrupted" in reply.content
+                assert garbage.strip() not in reply.content
+
+    run(scenario())
+
+
 def test_a_stream_of_responses_ends_without_an_end_mark_and_is_never_cut_short() -> None:
     async def scenario() -> None:
         async with world(decode=2) as made:

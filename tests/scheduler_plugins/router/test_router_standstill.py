@@ -109,7 +109,7 @@ def test_a_client_that_could_not_be_written_to_is_not_taken_for_gone(loop: Loop)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for _ in range(32):
-            await response.write(b'data: {"text": "%s"}\n\n' % (b"x" * (1 << 20)))
+            await response.write(b'data: {"choices": [{"text": "%s"}]}\n\n' % (b"x" * (1 << 20)))
         await response.write(b"data: [DONE]\n\n")
         return response
 

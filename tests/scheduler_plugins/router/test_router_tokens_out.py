@@ -7,11 +7,23 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import DONE, FakeEngine, World, drop, forever, run, says
+from router_fakes import (
+    DEADLINE_S,
+    DONE,
+    FakeEngine,
+    World,
+    answer,
+    drop,
+    forever,
+    run,
+    says,
+    status,
+)
 from test_router_kinds import world as world_of
 
 from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.admission.prompt import PromptMemory
+from scheduler_plugins.router.handoff import prefill
 from scheduler_plugins.router.prompt.body import COMPLETIONS, as_completion, parse
 from scheduler_plugins.router.prompt.describe import describe
 from scheduler_plugins.router.request.resume_tokens import TokenRecord
@@ -246,6 +258,38 @@ def test_a_body_of_another_form_is_refused_by_name(body: dict[str, Any], param: 
             reply = await world.post(GENERATE, body)
             assert (reply.status, reply.json["error"]["param"]) == (400, param)
             assert not world.d[0].bodies
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("code", [403, 404])
+def test_a_prefill_engine_that_lacks_the_endpoint_costs_no_time_and_prefills_other_requests(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM without `--enable-scale-out`, in the middle of a rollout."""
+    monkeypatch.setattr(prefill, "REFUSAL_GRACE_S", DEADLINE_S)
+
+    async def lacks(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        return await (status(code) if "token_ids" in body else answer)(engine, request, body)
+
+    async def without_kv(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        if "kv_transfer_params" in body and "token_ids" in body:
+            await forever()
+        return await (Speaker() if "token_ids" in body else answer)(engine, request, body)
+
+    async def scenario() -> None:
+        async with World() as world:
+            world.p[0].behave, world.d[0].behave = lacks, without_kv
+            for _ in range(6):
+                reply = await world.post(GENERATE, ASKED)
+                assert reply.json["choices"][0]["token_ids"] == ANSWER
+            assert await world.metric("circuit_opened_total") == 0
+            assert (await world.complete()).status == 200
+            assert "prompt" in world.p[0].bodies[-1]
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 """`pd-connector audit`: which pairs it makes, and its verdict from what the decode engine's metrics tell."""
 
 import json
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,9 +89,27 @@ def test_what_is_no_engine_is_named() -> None:
         look("http://x", lambda path, body: "no json")
 
 
-def test_an_engine_that_does_not_answer_is_named_by_its_url(
+def test_each_engine_that_does_not_answer_is_named_by_its_url_with_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(typer.Exit):
-        audit(["http://127.0.0.1:1", "http://127.0.0.1:2"])
-    assert "http://127.0.0.1:1: /v1/models: [Errno 111]" in capsys.readouterr().err
+        audit(["http://127.0.0.1:1", "http://127.0.0.1:2", "http://[::1]:bad"])
+    told = capsys.readouterr().err
+    for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
+        assert f"{url}/v1/models: no connection: nothing listens there: is the engine up" in told
+    assert "http://[::1]:bad" in told
+    assert "Errno" not in told
+
+
+def test_a_name_that_nobody_knows_is_told_without_a_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*place: Any, **more: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(typer.Exit):
+        audit(["http://nosuch.invalid:1"])
+    told = capsys.readouterr().err
+    assert "http://nosuch.invalid:1/v1/models: no connection: Name or service not known" in told
+    assert "Errno" not in told

@@ -12,7 +12,7 @@ from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.control.keys import new_key
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.check import examine
-from pd_connector.tools.cli.checks import pools_together
+from pd_connector.tools.cli.checks import drafts_together, pools_together
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.cli.checks.transfer_config import KEYS, UNUSED
 
@@ -33,7 +33,7 @@ def multi(*names: str, **keys: Any) -> dict[str, Any]:
 def told(config: object, environment: dict[str, str] | None = None) -> list[Finding]:
     """What is not in order."""
     text = config if isinstance(config, str) else json.dumps(config)
-    return [one for one in examine(text, environment or {}) if one.status is not Status.OK]
+    return [one for one in examine(text, environment or {}).findings if one.status is not Status.OK]
 
 
 def text_of(findings: list[Finding]) -> str:
@@ -79,9 +79,32 @@ def test_an_engine_that_would_not_start_is_told_with_what_to_write(
     assert any(one.status is Status.FAIL for one in findings)
 
 
+@pytest.mark.parametrize(
+    ("config", "mistakes"),
+    [
+        (extra(codc="int8", slotz=4), ["'codc'", "'slotz'"]),
+        (extra(codc="int8", slots="16", lease_s="x"), ["'codc'", "slots '16'", "lease_s 'x'"]),
+        (extra(slots=0, slot_mib=0, host="*"), ["slots 0", "slot_mib 0", "host *"]),
+        (
+            extra(codec="int4", transports=["rdma", "tcp", "tpc"]),
+            ["codec 'int4'", "'rdma'", "'tpc'"],
+        ),
+        (
+            extra(codc=1, pool={"memry": "16GiB", "disk": "1", "tenants": "a"}),
+            ["'codc'", "'pool.memry'", "pool.disk '1'", "pool.disk '1': needs", "pool.tenants"],
+        ),
+    ],
+)
+def test_every_mistake_of_a_config_is_told_at_once(config: object, mistakes: list[str]) -> None:
+    findings = told(config)
+    assert len(findings) == len(mistakes)
+    for mistake in mistakes:
+        assert any(mistake in one.found for one in findings), mistake
+
+
 @pytest.mark.parametrize("name", ["PDConector", "NixlConnector"])
 def test_a_wrong_connector_is_not_called_right_in_the_next_line(name: str) -> None:
-    findings = examine(json.dumps({**RIGHT, "kv_connector": name}), {})
+    findings = examine(json.dumps({**RIGHT, "kv_connector": name}), {}).findings
     assert [one.status for one in findings if name in one.found] != []
     assert not [one for one in findings if one.status is Status.OK and name in one.found]
 
@@ -157,7 +180,7 @@ def test_every_config_in_a_values_file_is_found_with_its_line(tmp_path: Path) ->
     file.write_text(VALUES)
     areas = {one.area: one for one in told(str(file)) if one.status is Status.FAIL}
     assert [area.removeprefix(f"{file}:") for area in areas] == ["5", "10", "11", "13", "15"]
-    ok = [one.area for one in examine(str(file), {}) if one.status is Status.OK]
+    ok = [one.area for one in examine(str(file), {}).findings if one.status is Status.OK]
     assert f"{file}:3" in ok
 
 
@@ -317,3 +340,50 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_the_command_ends_with_its_verdict(config: object, status: int) -> None:
     result = CliRunner().invoke(app, ["check", json.dumps(config)])
     assert result.exit_code == status, result.output
+
+
+DRAFT = '{"method": "eagle3", "model": "drafts/a", "num_speculative_tokens": 3}'
+PREFILL = '{"kv_connector": "PDConnector", "kv_role": "kv_producer"}'
+DECODE = '{"kv_connector": "PDConnector", "kv_role": "kv_consumer"}'
+
+
+def arguments(config: str, speculation: str) -> str:
+    """A manifest with one engine."""
+    given = ["--kv-transfer-config", config]
+    given += ["--speculative-config", speculation] if speculation else []
+    return json.dumps([{"name": "engine", "args": given}]).replace("[{", "[ {", 1)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        ("", DRAFT, True),
+        (DRAFT.replace("drafts/a", "drafts/b"), DRAFT, True),
+        (DRAFT, DRAFT.replace("3}", "5}"), False),
+        (DRAFT, "", False),
+        ("", '{"method": "ngram", "num_speculative_tokens": 3}', False),
+    ],
+)
+def test_a_decode_engine_that_drafts_without_its_prefill_engine_is_named_in_two_files(
+    tmp_path: Path, prefill: str, decode: str, named: bool
+) -> None:
+    files = [tmp_path / "prefill.yaml", tmp_path / "decode.yaml"]
+    for file, config, draft in zip(files, (PREFILL, DECODE), (prefill, decode), strict=True):
+        file.write_text(arguments(config, draft))
+    result = CliRunner().invoke(app, ["check", *map(str, files)], env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    assert ("does not have that draft model" in result.output) is named
+
+
+def test_drafts_of_commands_in_one_file_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "compose.yaml"
+    commands = (
+        f"vllm serve m --kv-transfer-config '{PREFILL}'",
+        f"vllm serve m --speculative-config '{DRAFT}' --kv-transfer-config '{DECODE}'",
+        f"vllm serve m --speculative-config={DRAFT} --kv-transfer-config '{DECODE}'",
+    )
+    file.write_text("script: |\n" + "".join(f"  {command}\n" for command in commands))
+    _, *drafting = examine(str(file), {}).engines
+    assert [json.loads(one.speculation)["model"] for one in drafting] == ["drafts/a", "drafts/a"]
+    found = list(drafts_together.together(examine(str(file), {}).engines))
+    assert len(found) == 2

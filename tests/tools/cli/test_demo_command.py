@@ -2,6 +2,7 @@
 """What `pd-connector demo` says and how it exits. With real engines: tests/engines/test_demo.py."""
 
 import math
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -81,6 +82,12 @@ def test_failures_are_named_with_their_causes():
         'pd_connector:lost_sessions_total{engine="0",cause="timeout"} 0\n'
     )
     assert asker.failures(grown) == "failed_transfers_total['checksum']"
+
+
+def test_the_shipped_models_folder_is_printed_and_nothing_starts():
+    result = CliRunner().invoke(app, ["demo", "--print-model"])
+    assert result.exit_code == 0
+    assert (Path(result.output.strip()) / "config.json").is_file()
 
 
 def test_a_folder_without_a_model_is_named_before_an_engine_starts(tmp_path):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -54,6 +55,27 @@ def test_a_pool_in_use_is_told_with_its_folder_budget_and_contents() -> None:
     assert "by default 1 GiB" in told["folder"].found
     assert told["memory"].found.startswith("7 chunks, 70 MiB of 1 GiB")
     assert told["engines"].found == "2 processes use it"
+
+
+def test_a_tier_that_cannot_be_written_is_told_with_what_to_do() -> None:
+    why = "/mnt/kv: its file system has no room left; free some, or name another folder in pool.dir"
+    told = found(replace(USED, unwritable=(("disk", why),)))["saves in disk"]
+    assert told.status is Status.WARN
+    assert told.found == "/mnt/kv: its file system has no room left"
+    assert told.advice == "free some, or name another folder in pool.dir"
+
+
+def test_what_engines_say_of_a_tier_is_seen(shm: Path) -> None:
+    folder = memory_folder()
+    folder.parent.mkdir(mode=0o700)
+    store = LocalStore(Space(folder, MIB))
+    try:
+        told = store._holdings.troubles
+        told.failed(store._folders[0], OSError(errno.EIO, "Input/output error"))
+        ((tier, why),) = pool.look().unwritable
+        assert (tier, str(folder) in why) == ("memory", True)
+    finally:
+        store.close()
 
 
 def test_why_a_pool_is_off_comes_with_what_to_do() -> None:

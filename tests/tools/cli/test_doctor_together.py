@@ -190,3 +190,21 @@ def test_engines_that_do_not_tell_their_models_are_compared_by_name() -> None:
     assert f"{P} serves m, {D} serves n" in finding.found
     (finding,) = together.check([engine(P, About()), engine(D, of())])
     assert "weights were not compared" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [(b"", b"d", True), (b"e", b"d", True), (b"d", b"d", False), (b"d", b"", False)],
+)
+def test_a_decode_engine_that_drafts_and_a_prefill_engine_that_does_not_are_named(
+    prefill: bytes, decode: bytes, named: bool
+) -> None:
+    models = [msgspec.structs.replace(facts(), draft=draft) for draft in (prefill, decode)]
+    engines = [engine(url, of(model)) for url, model in zip((P, D), models, strict=True)]
+    found = [one for one in together.check(engines) if one.name == "drafts"]
+    assert len(found) == named
+    if named:
+        assert found[0].status is Status.WARN
+        assert D in found[0].found
+        assert "--speculative-config" in found[0].found
+        assert f"no KV passes from {P} to {D}" in found[0].advice

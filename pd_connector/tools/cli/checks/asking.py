@@ -27,6 +27,10 @@ class PeerError(Exception):
         self.body = body
 
 
+class SilentPeerError(PeerError):
+    """Nothing came back: no engine is there, or its answer is no HTTP."""
+
+
 def url_of(given: str) -> str:
     """The URL of a peer that the user named. Raises PeerError."""
     try:
@@ -56,7 +60,7 @@ def asker(url: str, api_key: str | None) -> Ask:
                 f"{path} was answered with status {error.code}{remedy}: {said[:300]}", said
             ) from None
         except (OSError, ValueError, HTTPException) as error:
-            raise PeerError(f"{path}: {_said(error)}") from None
+            raise SilentPeerError(f"{path}: {_said(error)}") from None
 
     return ask
 
@@ -75,4 +79,10 @@ def _said(error: Exception) -> str:
         return "it closed the connection without an answer: is it https://, not http://?"
     if isinstance(error, HTTPException):
         return f"its answer is not HTTP ({type(error).__name__})"
+    if isinstance(error, ConnectionRefusedError):
+        return "no connection: nothing listens there"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, OSError) and error.strerror:
+        return f"no connection: {error.strerror}"
     return str(getattr(error, "reason", "") or error)

@@ -121,6 +121,8 @@ class Pool:
     """Engines that do not use it, because they do not know their weights."""
     problem: str = ""
     """Why nothing is saved at the moment."""
+    unwritable: tuple[tuple[str, str], ...] = ()
+    """Tiers that engines could not write to: name, and the folder with what is wrong and what to do."""
 
 
 @dataclass(frozen=True)

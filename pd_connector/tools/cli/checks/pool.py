@@ -66,6 +66,7 @@ def _inside(facts: Pool, memory: Path) -> Pool:
             found.engines - 1,
             unknown,
             found.problem,
+            tuple((told.tier, told.why) for told in found.unwritable),
         )
     finally:
         store.close()
@@ -116,6 +117,9 @@ def engines(pool: Pool) -> list[Finding]:
     if pool.problem:
         advice = "engines repair that by themselves within seconds; look-ups go on"
         lines.append(Finding(AREA, "saves", Status.WARN, pool.problem, advice))
+    for tier, why in pool.unwritable:
+        place, _, advice = why.partition("; ")
+        lines.append(Finding(AREA, f"saves in {tier}", Status.WARN, place, advice))
     if pool.unknown:
         found = f"{', '.join(pool.unknown)}: does not know all bytes of its weights"
         advice = (

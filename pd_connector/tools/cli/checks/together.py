@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pd_connector.kv.model import model_problem
+from pd_connector.kv.model import draft_problem, model_problem
 from pd_connector.protocol.wire.about import About, apart
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
@@ -38,7 +38,8 @@ def check(engines: Sequence[Told]) -> list[Finding]:
                 "; their weights were not compared: a version of pd-connector does not tell them"
             )
         findings = [Finding(AREA, "models", Status.OK, found)]
-    return [*findings, *_contexts(engines)]
+    drafts = [_drafts(one, other) for one in engines for other in engines if one is not other]
+    return [*findings, *(one for one in drafts if one is not None), *_contexts(engines)]
 
 
 def schema(url: str, here: About, there: About) -> list[Finding]:
@@ -78,6 +79,18 @@ def _compare(first: Told, other: Told) -> Finding | None:
         )
         return Finding(AREA, "models", Status.WARN, found, advice)
     return None
+
+
+def _drafts(source: Told, target: Told) -> Finding | None:
+    """Whether an engine that drafts takes no KV from another one, which does not have its draft model."""
+    ours, theirs = source.about.model, target.about.model
+    if not source.produces or ours is None or theirs is None or not theirs.draft:
+        return None
+    if not (problem := draft_problem(ours, theirs)):
+        return None
+    text = problem.replace("the producer", source.url).replace("the consumer", target.url)
+    advice = f"no KV passes from {source.url} to {target.url}, by a handoff or a pool, until both draft alike, or neither does"
+    return Finding(AREA, "drafts", Status.WARN, text, advice)
 
 
 def _contexts(engines: Sequence[Told]) -> list[Finding]:

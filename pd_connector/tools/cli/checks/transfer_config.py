@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.pool.settings import check as check_pool
+from pd_connector.tools.cli.checks.drafts_together import Drafting
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.cli.checks.pools_together import HOST_VARIABLE as ENGINE_HOST_VARIABLE
 from pd_connector.tools.cli.checks.pools_together import together as pools_together
@@ -44,10 +45,20 @@ class Written(NamedTuple):
 
     Attributes:
         value: the config, as JSON has it; a text says why there is none.
+        speculation: the `--speculative-config` of the same command; empty without one.
     """
 
     place: str
     value: Mapping[str, Any] | str
+    speculation: str = ""
+
+    @property
+    def engines(self) -> list[Drafting]:
+        """The engines with PDConnector that it starts: one, or none."""
+        if isinstance(self.value, str):
+            return []
+        roles = [str(part.get("kv_role")) for part in _ours(self.value)]
+        return [Drafting(self.place, role, self.speculation) for role in roles]
 
 
 def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
@@ -56,11 +67,11 @@ def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
     Args:
         environment: variables of the engine's process.
     """
-    place, value = written
+    place, value = written.place, written.value
     if isinstance(value, str):
         return [Finding(place, "JSON", Status.FAIL, value, "write it as one JSON object")]
     if "kv_connector" not in value and any(key in Config.__struct_fields__ for key in value):
-        return [_extra(place, value, environment)]  # as PD_CONNECTOR_CONFIG has it
+        return list(_extra(place, value, environment))  # as PD_CONNECTOR_CONFIG has it
     findings = [*_unknown(place, value), *_name(place, value), *_role(place, value)]
     extra = value.get("kv_connector_extra_config", {})
     if not isinstance(extra, Mapping):
@@ -73,7 +84,7 @@ def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
             found = "kv_load_failure_policy has no effect on PDConnector"
             advice = "set `on_failure` in kv_connector_extra_config instead, or leave it out"
             findings.append(Finding(place, "failures", Status.WARN, found, advice))
-        findings.append(_extra(place, extra, environment))
+        findings += _extra(place, extra, environment)
     return findings
 
 
@@ -108,22 +119,35 @@ def together(configs: Sequence[Written]) -> Iterator[Finding]:
         yield from pools_together(ours[0][0], by_role)
 
 
-def _extra(place: str, extra: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:
+def _extra(
+    place: str, extra: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    problems = list[str]()
+    host = ""
     try:
-        config = Config.load(extra, environment, ENGINE_HOST_VARIABLE)
-        check_pool(config.pool)
+        host = Config.load(extra, environment, ENGINE_HOST_VARIABLE).host
     except ConfigError as error:
-        return Finding(place, "config", Status.FAIL, str(error))
+        problems += error.args
+    pool = extra.get("pool", False)
+    try:
+        if isinstance(pool, bool | Mapping):  # the config has said if it is neither
+            check_pool(pool)
+    except ConfigError as error:
+        problems += error.args
+    yield from (Finding(place, "config", Status.FAIL, problem) for problem in problems)
+    if problems:
+        return
     found = ", ".join(f"{name} {extra[name]!r}" for name in extra if name != "key") or "defaults"
     if "key" in extra:
-        return Finding(
+        yield Finding(
             place,
             "config",
             Status.WARN,
             "the key is in the config: engines log their arguments, and other users of the machine see them",
             f"set it in the variable {KEY_VARIABLE}",
         )
-    return Finding(place, "config", Status.OK, f"{found}; host {config.host}")
+        return
+    yield Finding(place, "config", Status.OK, f"{found}; host {host}")
 
 
 def _unknown(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:

@@ -2,15 +2,18 @@
 """Finds every `--kv-transfer-config` in a file: values of a chart, manifests, compose files, or JSON."""
 
 import importlib
+import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pd_connector.errors import ConfigError
 from pd_connector.tools.cli.checks.transfer_config import Written
 
 _FLAG = "--kv-transfer-config"
+_SPECULATIVE = "--speculative-config"
+_COMMAND = re.compile(r"vllm serve|openai\.api_server|sglang\.launch_server")
 _DECODER = json.JSONDecoder()
 
 
@@ -64,12 +67,15 @@ def _in_node(node: Any, place: str) -> Iterator[Written]:
             yield from _in_node(value, place)
     elif isinstance(node, yaml.SequenceNode):
         flagged = False
-        for item in node.value:
-            scalar = item.value if isinstance(item, yaml.ScalarNode) else ""
+        scalars = [one.value if isinstance(one, yaml.ScalarNode) else "" for one in node.value]
+        speculation = _speculation(scalars)
+        for item, scalar in zip(node.value, scalars, strict=True):
             if flagged:
-                yield Written(f"{place}:{item.start_mark.line + 1}", _object(scalar))
+                line = f"{place}:{item.start_mark.line + 1}"
+                yield Written(line, _object(scalar), speculation)
             else:
-                yield from _in_node(item, place)
+                for written in _in_node(item, place):
+                    yield written._replace(speculation=written.speculation or speculation)
             flagged = scalar == _FLAG
     elif isinstance(node, yaml.ScalarNode):
         yield from _in_scalar(node.value, where)
@@ -94,5 +100,23 @@ def _in_scalar(text: str, where: str) -> Iterator[Written]:
         except ValueError:
             yield Written(where, _object(text[at:].split("'")[0].strip()))
             return
-        yield Written(where, found)
+        begins = [match.start() for match in _COMMAND.finditer(text)]
+        begin = max((one for one in begins if one <= at), default=0)
+        stop = min((one for one in begins if one > at), default=len(text))
+        yield Written(where, found, _speculation([text[begin:stop]]))
         start = end
+
+
+def _speculation(words: Sequence[str]) -> str:
+    """The value of `--speculative-config` in the words of a command, or within one of them; empty without one."""
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        before, flag, value = word.partition(_SPECULATIVE)
+        if flag and not before and not value:
+            return following
+        if flag:
+            value = value.lstrip("= '\"\n\t")
+            try:
+                return json.dumps(_DECODER.raw_decode(value)[0])
+            except ValueError:
+                return value.split()[0] if value else ""
+    return ""

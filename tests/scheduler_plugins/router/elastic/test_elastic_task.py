@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from router_fakes import FakeEngine, World, run, until
+from router_fakes import FakeEngine, World, choices, run, until
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.elastic import task as task_module
@@ -315,7 +315,9 @@ def test_the_policy_sees_what_happened_to_requests() -> None:
             async def tells(engine: FakeEngine, request: Any, body: dict[str, Any]) -> Any:
                 from aiohttp import web
 
-                return web.json_response({"id": "c", "usage": {"completion_tokens": 7}})
+                return web.json_response(
+                    {"id": "c", **choices("a"), "usage": {"completion_tokens": 7}}
+                )
 
             assert (await world.complete(stream=True)).status == 200
             for fake in (*world.p, *world.d):
@@ -369,7 +371,7 @@ def test_pairs_that_a_move_may_make_are_audited_before_it(monkeypatch: pytest.Mo
 
         place = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 7000}
         params = {**place, "do_remote_prefill": True, "remote_request_id": f"of {engine.name}"}
-        return web.json_response({"id": "c", "kv_transfer_params": params})
+        return web.json_response({"id": "c", "kv_transfer_params": params, **choices("a")})
 
     async def scenario(roles: str, wanted: set[tuple[str, str]]) -> None:
         world = both_kinds(World(1, 2, roles=roles))

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router_fakes import FAST, FakeEngine, World, run, until
+from router_fakes import DONE, FAST, FakeEngine, World, choices, event, run, until
 
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.engines.engine import Role
@@ -128,9 +128,9 @@ def test_what_an_engine_decodes_goes_on_when_its_side_changes() -> None:
         async def slowly(engine: FakeEngine, request: Any, body: dict[str, Any]) -> Any:
             response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
-            await response.write(b'data: {"text": "a"}\n\n')
+            await response.write(event("a"))
             await goes_on.wait()
-            await response.write(b'data: {"text": "b"}\n\ndata: [DONE]\n\n')
+            await response.write(event("b") + DONE)
             return response
 
         async with Elastic(decode=2) as world:
@@ -147,7 +147,7 @@ def test_what_an_engine_decodes_goes_on_when_its_side_changes() -> None:
             assert known.batch == 1
             goes_on.set()
             for one in asked:
-                assert [event["text"] for event in (await one).events[:-1]] == ["a", "b"]
+                assert (await one).events[:-1] == [choices("a"), choices("b")]
             assert await world.metric("engine_requests_in_flight") == 0
 
     run(scenario())

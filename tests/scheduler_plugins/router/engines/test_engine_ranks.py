@@ -8,7 +8,7 @@ from unittest.mock import ANY
 
 import pytest
 from aiohttp import web
-from router_fakes import FakeEngine, World, run, until, waits_for_kv
+from router_fakes import FakeEngine, World, choices, run, until, waits_for_kv
 
 RANK = "X-data-parallel-rank"
 
@@ -48,7 +48,7 @@ class Ranks(FakeEngine):
             return web.json_response({"kv_transfer_params": {**address, "describe": True}})
         self.asked.append(rank)
         self.bodies.append(body)
-        return web.json_response({"id": "c", "kv_transfer_params": address})
+        return web.json_response({"id": "c", "kv_transfer_params": address, **choices("a")})
 
 
 class RankedWorld(World):

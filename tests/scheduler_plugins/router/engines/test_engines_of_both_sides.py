@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router_fakes import DONE, FAST, FakeEngine, World, event, run, until
+from router_fakes import DONE, FAST, FakeEngine, World, choices, event, run, until
 
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.endpoints.app_keys import SHARED
@@ -79,7 +79,7 @@ def test_the_loads_of_both_parts_are_added() -> None:
         async def holds(engine: FakeEngine, request: Any, body: dict[str, Any]) -> Any:
             if not body.get("stream"):  # a prompt for another engine
                 await released.wait()
-                return aiohttp.web.json_response({"id": "c"})
+                return aiohttp.web.json_response({"id": "c", **choices("a")})
             response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
             await response.write(event("a"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import FakeEngine, World, answer, run, until
+from router_fakes import FakeEngine, World, answer, choices, run, until
 
 from scheduler_plugins.router.engines import pair_audits
 
@@ -23,7 +23,7 @@ def no_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 async def computes(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.Response:
     """A prefill engine: it tells where the KV is."""
     params = {**PLACE, "do_remote_prefill": True, "remote_request_id": f"of {engine.name}"}
-    return web.json_response({"id": "c", "kv_transfer_params": params})
+    return web.json_response({"id": "c", "kv_transfer_params": params, **choices("a")})
 
 
 def ours(prefill: int, decode: int) -> World:

@@ -4,7 +4,7 @@
 from typing import Any
 
 from aiohttp import web
-from router_fakes import FakeEngine, World, answer, drop_at_once, hang, run, until
+from router_fakes import FakeEngine, World, answer, choices, drop_at_once, hang, run, until
 
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 
@@ -45,7 +45,7 @@ def test_what_the_index_expected_is_compared_with_what_the_engine_says() -> None
             async def telling(
                 engine: FakeEngine, request: web.Request, body: dict[str, Any]
             ) -> web.StreamResponse:
-                return web.json_response({"id": "x", "usage": usage})
+                return web.json_response({"id": "x", "usage": usage, **choices("a")})
 
             counted = world.app[SHARED].metrics.registry.get_sample_value
             labels = {"what": "actual"}

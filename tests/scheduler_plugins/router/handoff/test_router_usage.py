@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import DEADLINE_S, DONE, Behaviour, FakeEngine, World, hang, run, status
+from router_fakes import DEADLINE_S, DONE, Behaviour, FakeEngine, World, choices, hang, run, status
 from test_router_kinds import world as world_of_kinds
 
 from scheduler_plugins.router.handoff.usage import PromptUsage, UsagePatch, prompt_usage
@@ -57,7 +57,7 @@ def prefills(says: dict[str, Any], after_s: float = 0.0) -> Behaviour:
         engine: FakeEngine, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         await asyncio.sleep(after_s)
-        return web.json_response({"id": "cmpl-1", **says})
+        return web.json_response({"id": "cmpl-1", **choices("a"), **says})
 
     return behave
 
@@ -192,3 +192,18 @@ def test_no_count_is_above_the_prompts_length() -> None:
 def test_what_is_no_usage_passes_as_it_is(odd: bytes) -> None:
     assert UsagePatch(PromptUsage(1, 2)).events(odd + b"\n\n") == odd + b"\n\n"
     assert prompt_usage(odd) == prompt_usage({"usage": []}) == PromptUsage()
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n  "])
+def test_all_but_the_usage_of_an_answer_stays_byte_for_byte(space: str) -> None:
+    """It is not parsed: with log probabilities it can be very long."""
+    usage = json.dumps({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}})
+    before = b'{"choices": [{"text": "\\"usage\\": {", "logprob": NaN}], "usage":' + space.encode()
+    after = b', "more": [1.0,  2e5, "\xc3\xa9"]}'
+    found = UsagePatch(PromptUsage(3)).whole(before + usage.encode() + after)
+    assert found.startswith(before)
+    assert found.endswith(after)
+    middle = json.loads(found[len(before) : -len(after)])
+    assert middle["prompt_tokens_details"] == {"cached_tokens": 3}
+    null = b'{"usage":null,"choices":[{"prompt_tokens_details":5}]}'
+    assert UsagePatch(PromptUsage(3)).whole(null) == null

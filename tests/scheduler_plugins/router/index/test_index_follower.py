@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from router_fakes import run
+from router_fakes import run, until
+from support.vanishing import forget
 
+from pd_connector.control import liveness
 from scheduler_plugins.router.index import follower as following
 from scheduler_plugins.router.index import held
 from scheduler_plugins.router.index.events import Batch, Stored
@@ -100,3 +103,64 @@ def test_an_event_of_more_blocks_than_an_engine_may_have_is_not_even_hashed(
     known = Prefixes()
     known.told("e", Batch(0.0, [Stored([1, 2, 3, 4], None, TOKENS, 4)]))
     assert known.state("e").blocks == 0
+
+
+@pytest.mark.parametrize("ends", ["at the start", "later"])
+def test_a_port_that_cannot_be_reached_is_told_until_it_can(
+    ends: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(following, "_SILENT_S", 0.2)
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        with zmq.asyncio.Context() as context:
+            engine = context.socket(zmq.XPUB)
+            engine.setsockopt(zmq.LINGER, 0)
+            address = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
+            one = EventFollower("e", address, None, Prefixes(), context)
+            if ends == "at the start":
+                engine.close()
+            task = asyncio.create_task(one.run())
+            if ends == "later":
+                await until(lambda: bool(one.reached), "reached")
+                assert "cannot be reached" not in one.describe()["note"]
+                engine.close()
+                await until(lambda: one.reached is False, "not reached")
+            await until(lambda: "cannot be reached" in caplog.text, "the log")
+            assert address in caplog.text
+            assert "--kv-events-config" in caplog.text
+            assert address in one.describe()["note"]
+            again = context.socket(zmq.XPUB)
+            again.setsockopt(zmq.LINGER, 0)
+            again.bind(address)
+            await until(lambda: bool(one.reached), "reached")
+            await until(lambda: "followed again" in caplog.text, "the log")
+            assert caplog.text.count("cannot be reached") == 1
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            again.close()
+
+    run(scenario())
+
+
+def test_a_publisher_that_was_forgotten_on_the_way_is_followed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A subscriber sends nothing that could be missed, so the system has to ask."""
+    for name in ("IDLE_S", "INTERVAL_S", "PROBES"):
+        monkeypatch.setattr(liveness, name, 1)
+
+    async def scenario() -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.XPUB) as engine:
+            engine.setsockopt(zmq.LINGER, 0)
+            port = engine.bind_to_random_port("tcp://127.0.0.1")
+            one = EventFollower("e", f"tcp://127.0.0.1:{port}", None, Prefixes(), context)
+            task = asyncio.create_task(one.run())
+            await until(lambda: bool(one.reached), "reached")
+            assert forget(port) == 2
+            await until(lambda: one.reached is False, "not reached")
+            await until(lambda: bool(one.reached), "reached again")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(scenario())

@@ -105,6 +105,40 @@ def test_kv_events_reach_the_index_and_health_says_so() -> None:
     run(scenario())
 
 
+def test_a_dead_port_of_kv_events_is_seen_in_metrics_and_health() -> None:
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        events = context.socket(zmq.PUB)
+        port = events.bind_to_random_port("tcp://127.0.0.1")
+        async with destroyed(context), World(prefill=1) as world:
+            fake = world.d[0]
+            ports = EventPorts(events=f"tcp://127.0.0.1:{port}")
+            fake.report = EngineReport(
+                ranks=(load_of(0),), block_tokens=16, kv_events=ports
+            ).encode()
+            await fake.die()
+            await world.down(fake)
+            await fake.start()
+            await world.up(fake)
+            gauge = world.app[SHARED].metrics.events_connected
+
+            def connected() -> float | None:
+                (series,) = gauge.collect()
+                return next(
+                    (s.value for s in series.samples if s.labels["engine"] == fake.url), None
+                )
+
+            await until(lambda: connected() == 1, "the events are followed")
+            events.close(linger=0)
+            await until(lambda: connected() == 0, "their port is dead")
+            assert world.known(fake).up
+            engines = (await world.get("/health")).json["engines"]
+            notes = [one["cache"].get("note", "") for one in engines if one["url"] == fake.url]
+            assert [f"tcp://127.0.0.1:{port} cannot be reached" in note for note in notes] == [True]
+
+    run(scenario())
+
+
 def load_of(rank: int) -> RankLoad:
     model = CostModel.token_count()
     return RankLoad(

@@ -528,15 +528,59 @@ def test_an_engine_that_says_that_its_core_has_died_is_lost_like_any_other() -> 
     run(scenario())
 
 
-@pytest.mark.parametrize("nonsense", ["{", '{"choices":null}', '{"choices":[5]}'])
-def test_an_engine_that_goes_on_with_nonsense_ends_the_stream_with_an_error(nonsense: str) -> None:
+NONSENSE = ("{", "null", "{{{", "{}", '{"choices":null}', '{"choices":[5]}', '"\ud83d"')
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_a_stream_with_nonsense_in_it_goes_on_elsewhere_or_ends_with_an_error(
+    nonsense: str,
+) -> None:
     async def scenario() -> None:
         async with World(prefill=1, decode=2) as world:
-            nonsensical = says(f"data: {nonsense}\n\n".encode() + DONE)
+            garbage = f"data: {nonsense}\n\n".encode("utf-8", "surrogatepass")
+            nonsensical = says(garbage + DONE)
             world.d[0].behave, world.d[1].behave = Speaker(3), nonsensical
+            world.p[0].behave = Speaker()
+            assert said(await asked(world, "/v1/completions", COMPLETION)) == WHOLE
+            world.p[0].behave = nonsensical
             events = await asked(world, "/v1/completions", COMPLETION)
             assert events[-1]["error"]["type"] == "stream_interrupted"
+            assert "(malformed)" in events[-1]["error"]["message"] or "no engine" in str(events[-1])
             assert said(events) == "The quick brown "
+            # Nothing can go on with the seeded one.
+            seeded = {**COMPLETION, "seed": 1}
+            first = event_of("The ")
+            world.d[0].behave = world.d[1].behave = says(first, garbage, event_of("late"), DONE)
+            reply = await world.post("/v1/completions", seeded)
+            assert reply.content.startswith(first)
+            assert reply.events[-1]["error"]["type"] == "stream_interrupted"
+            assert "late" not in reply.text
+
+    run(scenario())
+
+
+def event_of(text: str) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": None}
+    return f"data: {json.dumps({'id': 'a', 'choices': [choice]})}\n\n".encode()
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_stream_that_begins_with_nonsense_is_asked_for_elsewhere(
+    nonsense: str, seed: int | None
+) -> None:
+    async def scenario() -> None:
+        async with World(prefill=1, decode=2) as world:
+            garbage = f"data: {nonsense}\n\n".encode("utf-8", "surrogatepass")
+            world.d[0].behave, world.d[1].behave = says(garbage, DONE), Speaker()
+            for _ in range(2):
+                assert (
+                    said(await asked(world, "/v1/completions", {**COMPLETION, "seed": seed}))
+                    == WHOLE
+                )
+            assert await world.metric("retries_total", cause="malformed") >= 1
+
+    run(scenario())
 
     run(scenario())
 

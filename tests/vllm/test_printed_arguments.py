@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that documents print for vLLM are ones that vLLM takes, and that `pd-connector check` finds right."""
+
+import json
+
+import pytest
+
+pytest.importorskip("vllm.entrypoints.launchers.cli_args", reason="no vLLM of 0.32")
+
+from support.printed import PAGES, Block, blocks, commands, words
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from pd_connector.config import KEY_VARIABLE
+from pd_connector.control.keys import new_key
+from pd_connector.tools.cli.check import examine
+from pd_connector.tools.cli.checks.finding import Status
+
+ENGINES = [
+    (block, command)
+    for page in PAGES
+    for block in blocks(page)
+    if "vllm serve" in block.text
+    for command in commands(block.text)
+    if words(command)[:2] == ["vllm", "serve"]
+]
+BY_MODULE = "vllm.entrypoints.openai.api_server"
+
+
+def test_engines_are_printed_in_one_form() -> None:
+    """Only the lines for a CPU name the module: they stand for the command that does not work there."""
+    assert len(ENGINES) > 15
+    assert [words(command)[2] for _, command in ENGINES] == ["MODEL"] * len(ENGINES)
+    modules = [block for page in PAGES for block in blocks(page) if BY_MODULE in block.text]
+    assert [(block.page, block.section) for block in modules] == [
+        ("docs/quickstart.md", "On a CPU")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("block", "command"), ENGINES, ids=[f"{b.page}-{n}" for n, (b, _) in enumerate(ENGINES)]
+)
+def test_vllm_takes_a_printed_command(block: Block, command: str) -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    taken = parser.parse_args(words(command)[2:])
+    for name in (taken.scheduler_cls, *taken.middleware):
+        assert name is None or resolve_obj_by_qualname(name), block.page
+    if taken.kv_transfer_config is not None:
+        flag = words(command).index("--kv-transfer-config")
+        config = words(command)[flag + 1]
+        assert json.loads(config)
+        found = examine(config, {KEY_VARIABLE: new_key()})
+        assert not [one for one in found if one.status is Status.FAIL], block.page
