@@ -15,7 +15,7 @@ QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 
 # Parts run one after the other also with -j: each uses all processors.
 .NOTPARALLEL:
-.PHONY: setup setup-tests demo doctor lint docs dist fast beside computing waiting quiet sglang-door engine ray test clean
+.PHONY: setup setup-tests demo doctor lint docs dist fast beside computing waiting quiet sglang-door newest-vllm engine ray test clean
 
 # What takes minutes ends with make, also where make is killed: no process stays.
 ENDS_WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
@@ -67,9 +67,15 @@ sglang-door: setup-tests
 
 # vLLM's engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own (the
 # folder's conftest.py says how). SGLang's schedulers never wait: one file after the other.
-engine: setup-tests
+engine: setup-tests newest-vllm
 	$(PYTEST) --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder tests/engines
 	$(PYTEST) --timeout=900 tests/sglang_engines
+
+# `waiting` tests the doors to vLLM with the version in .venv, this with the newest.
+NEWEST := .venv/vllm-0.33
+newest-vllm: setup-tests
+	@if [ -e $(NEWEST)/.setup-done ]; then PYTHONPATH=$(CURDIR)/$(NEWEST) OMP_NUM_THREADS=1 $(PYTEST) --timeout=300 -n 2 tests/vllm tests/scheduler_plugins/vllm; \
+		else echo "SKIPPED: tests/vllm with vLLM 0.33 (read $(NEWEST).log, run ci/setup-vllm33)"; fi
 
 # The door to Ray is tested in an environment of its own, too, which is laid over .venv.
 RAY := .venv-ray/bin/python
