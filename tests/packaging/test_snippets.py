@@ -81,7 +81,7 @@ def refused(extra: Any = None, **config: Any) -> list[str]:
         "kv_connector_extra_config": extra,
     }
     found = examine(json.dumps(given), {KEY_VARIABLE: new_key()})
-    return [one.found for one in found if one.status is Status.FAIL]
+    return [one.found for one in found.findings if one.status is Status.FAIL]
 
 
 def files() -> Iterator[tuple[str, str, str]]:

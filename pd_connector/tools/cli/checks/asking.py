@@ -28,7 +28,7 @@ class PeerError(Exception):
 
 
 class SilentPeerError(PeerError):
-    """Nothing came back: no engine is there, or its answer is no HTTP."""
+    """Nothing came back: no engine is there, or its answer is not HTTP."""
 
 
 def url_of(given: str) -> str:
