@@ -127,8 +127,8 @@ def demo(
         list[str] | None,
         typer.Option(
             metavar="ARG",
-            help="Further argument of each engine's server, as --engine-arg=--max-num-seqs "
-            "--engine-arg=8; may be repeated.",
+            help="Further argument of each engine's server; may be repeated. Example: "
+            "--engine-arg=--seed --engine-arg=1.",
         ),
     ] = None,
 ) -> None:
