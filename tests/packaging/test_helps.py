@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import typer
-from scheduler_plugins.bench.__main__ import app as scheduling
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -15,7 +14,7 @@ from pd_connector.tools.cli.app import app as pd_connector
 from scheduler_plugins.commands import app as pd_router
 from scheduler_plugins.router.roles.registry import ROLES
 
-APPS = {"pd-connector": pd_connector, "pd-router": pd_router, "scheduling bench": scheduling}
+APPS = {"pd-connector": pd_connector, "pd-router": pd_router}
 CUT = re.compile(r"\u2026|(?<![\w\],])\.\.\.")
 """An ellipsis. Dots behind a word are a word for several values, such as `CONFIG...`."""
 
