@@ -80,7 +80,7 @@ def refused(extra: Any = None, **config: Any) -> list[str]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
-    found = examine(json.dumps(given), {KEY_VARIABLE: new_key()})
+    found = examine(json.dumps(given), {KEY_VARIABLE: new_key()}).findings
     return [one.found for one in found if one.status is Status.FAIL]
 
 
