@@ -109,7 +109,7 @@ def test_a_custom_resource_with_a_slip_is_refused() -> None:
 
 @pytest.mark.parametrize("file", [MANIFESTS, FOLDER / "compose.yaml"])
 def test_the_engines_configs_pass_our_own_check(file: Path) -> None:
-    findings = examine(str(file), {})
+    findings = examine(str(file), {}).findings
     assert [one for one in findings if one.status is not Status.OK] == []
     assert len([one for one in findings if one.name == "config"]) == 2
 
@@ -204,4 +204,4 @@ def test_the_image_is_of_a_version_that_is_supported_and_checks_itself() -> None
     assert advice(base[1]) == ""
     checked = re.search(r"pd-connector check '(.*)'", text)
     assert checked
-    assert all(one.status is Status.OK for one in examine(checked[1], {}))
+    assert all(one.status is Status.OK for one in examine(checked[1], {}).findings)

@@ -80,8 +80,8 @@ def refused(extra: Any = None, **config: Any) -> list[str]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
-    found = examine(json.dumps(given), {KEY_VARIABLE: new_key()})
-    return [one.found for one in found.findings if one.status is Status.FAIL]
+    found = examine(json.dumps(given), {KEY_VARIABLE: new_key()}).findings
+    return [one.found for one in found if one.status is Status.FAIL]
 
 
 def files() -> Iterator[tuple[str, str, str]]:

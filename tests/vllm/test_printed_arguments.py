@@ -50,5 +50,5 @@ def test_vllm_takes_a_printed_command(block: Block, command: str) -> None:
         flag = words(command).index("--kv-transfer-config")
         config = words(command)[flag + 1]
         assert json.loads(config)
-        found = examine(config, {KEY_VARIABLE: new_key()})
+        found = examine(config, {KEY_VARIABLE: new_key()}).findings
         assert not [one for one in found if one.status is Status.FAIL], block.page
