@@ -24,9 +24,8 @@ from cryptography.x509.oid import NameOID
 from router_fakes import FAST, FakeEngine, World, run, until
 from support.fake_kubernetes import FakeKubernetes
 
-from scheduler_plugins.router import server
 from scheduler_plugins.router.__main__ import main
-from scheduler_plugins.router.client import tls
+from scheduler_plugins.router.client import listening, tls
 from scheduler_plugins.router.client.doors import MOST_ID_CHARACTERS
 from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
 from scheduler_plugins.router.engines import named as named_module
@@ -99,7 +98,7 @@ def test_a_client_whose_tls_handshake_came_while_the_router_stood_still_is_answe
     monkeypatch: pytest.MonkeyPatch,
     loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 1.0)
+    monkeypatch.setattr(listening, "HEADERS_S", 1.0)
     cert, key = certificate(tmp_path)
     sent, tls = ssl.MemoryBIO(), ssl.create_default_context()
     with pytest.raises(ssl.SSLWantReadError):
