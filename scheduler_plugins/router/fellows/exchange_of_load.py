@@ -24,7 +24,6 @@ from scheduler_plugins.router.engines.observed import Event
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.fellows.counts import FELLOWS_ROW, SharedCounts
-from scheduler_plugins.router.fellows.exchange_port import ExchangePort
 from scheduler_plugins.router.fellows.slots import EngineSlots
 from scheduler_plugins.router.fellows.told_roles import ToldRole, ToldRoles
 from scheduler_plugins.router.loop import is_behind
@@ -40,8 +39,6 @@ FORGOTTEN_S = 1.0
 QUIET_S = 0.5
 """A router repeats an unchanged message after this pause."""
 _MOST_BYTES = 1 << 20
-_HANDSHAKE_MS = 10_000
-"""Longest wait for a new connection's handshake, in milliseconds."""
 _CHANNEL = b"pd-router"
 SILENT_S = 10.0
 """If a named router is not heard for this time, a warning is logged."""
@@ -104,18 +101,15 @@ class Fellows:
         self._gauge = metrics.fellows
         self._complete_s: float | None = None
         self._missed = False
-        self.bound = asyncio.Event()
-        """Set once `run` listens."""
         self._named = 0  # other routers that this one should hear
 
     async def run(self, exchange: str, fellows: Collection[str]) -> None:
-        """Send and receive until cancelled. Raises OSError if the address cannot be bound."""
+        """Send and receive until cancelled. Raises zmq.ZMQError if the address cannot be bound."""
         self._named, self._pool.leads = len(set(fellows)), not fellows
         self._pool.history.listened = bool(exchange)
         with zmq.asyncio.Context() as context:
             gatekeeper = self._gatekeeper(context)
             telling, hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
-            port = ExchangePort()
             try:
                 if self._keys is not None:
                     self._keys.demand(telling)
@@ -124,11 +118,8 @@ class Fellows:
                     one.setsockopt(zmq.LINGER, 0)
                     one.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
                     keep_alive(one)  # who only hears would wait at a forgotten connection for ever
-                    one.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
                 if exchange:
-                    telling.bind(port.inner)
-                    await port.listen(exchange)
-                self.bound.set()
+                    telling.bind(exchange)
                 hearing.setsockopt(zmq.SUBSCRIBE, b"")
                 for address in fellows:
                     hearing.connect(address)
@@ -136,7 +127,6 @@ class Fellows:
                     group.create_task(self._tell(telling, len(set(fellows)), gatekeeper))
                     group.create_task(self._hear(hearing))
             finally:
-                port.close()
                 telling.close()
                 hearing.close()
                 if gatekeeper is not None:

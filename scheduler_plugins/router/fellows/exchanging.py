@@ -37,11 +37,7 @@ async def exchanging(
         return
     fellows = Fellows(counts, slots, pool, own, config.router_key, metrics)
     task = asyncio.create_task(fellows.run(config.exchange, config.fellows), name="fellows")
-    bound = asyncio.create_task(fellows.bound.wait())
-    try:
-        await asyncio.wait({task, bound}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        bound.cancel()
+    await asyncio.sleep(0)
     if task.done():
         error = task.exception()
         do = {

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from math import inf, nan
 from typing import cast
 
 import msgspec
 import pytest
-from router_fakes import DEADLINE_S, FAST, FakeEngine, run, sockets, until
+from router_fakes import DEADLINE_S, FAST, FakeEngine, run, until
 from support.free_ports import free_ports
 from support.vanishing import forget
 
@@ -21,7 +20,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.observed import SharedHistory
 from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.fellows import exchange_of_load, exchange_port
+from scheduler_plugins.router.fellows import exchange_of_load
 from scheduler_plugins.router.fellows.counts import SharedCounts, words_for
 from scheduler_plugins.router.fellows.exchange_of_load import (
     FORGOTTEN_S,
@@ -244,63 +243,6 @@ def test_a_router_whose_connection_was_forgotten_on_the_way_is_heard_again(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("key", ["", SECRET])
-def test_half_open_connections_to_the_exchange_take_no_descriptors_and_keep_out_no_router(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange_port, "MOST_CONNECTIONS", 20)
-
-    async def scenario() -> None:
-        loop, fakes = asyncio.get_running_loop(), [FakeEngine("p", "engine-p"), FakeEngine("d")]
-        for fake in fakes:
-            await fake.start()
-        sides = {"prefill": (fakes[0].url,), "decode": (fakes[1].url,)}
-        address = free_address()
-        tells = RouterConfig(**sides, **FAST, exchange=address, router_key=key)
-        hears = RouterConfig(**sides, **FAST, fellows=(address,), router_key=key)
-        host, port = address.removeprefix("tcp://").rsplit(":", 1)
-        async with RouterServer(tells) as one, RouterServer(hears) as other:
-            own, seen = (
-                next(e for e in s.app[SHARED].pool.engines if e.role is Role.DECODE)
-                for s in (one, other)
-            )
-            own.load.decode_sent("a", 123, 5)
-            await until(lambda: seen.context == 123, "the other router sees it")
-            before, strangers = sockets(), list[socket.socket]()
-            for _ in range(100):
-                stranger = socket.socket()
-                stranger.setblocking(False)
-                await loop.sock_connect(stranger, (host, int(port)))
-                strangers.append(stranger)
-            await until(lambda: sockets() - before - 100 <= 3 * 20, "only some of them stay")
-            own.load.decode_ended("a")
-            await until(lambda: seen.context == 0, "the other router is still told")
-            async with RouterServer(hears) as third:
-                another = third.app[SHARED].pool.engines
-                own.load.decode_sent("b", 77, 5)
-                await until(lambda: any(e.context == 77 for e in another), "a new one is heard")
-            for stranger in strangers:
-                stranger.close()
-        for fake in fakes:
-            await fake.die()
-
-    run(scenario())
-
-
-def test_an_exchange_at_a_port_that_is_taken_is_refused_by_name() -> None:
-    async def scenario() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-            sides = {"prefill": ("http://127.0.0.1:1",), "decode": ("http://127.0.0.1:2",)}
-            with pytest.raises(OSError, match="take another port with --exchange"):
-                async with RouterServer(RouterConfig(**sides, **FAST, exchange=address)):
-                    pass
 
     run(scenario())
 
