@@ -97,7 +97,7 @@ class Cause(StrEnum):
     VERSION = "version"  # no common schema version
     WAIT_TIMEOUT = "wait_timeout"  # the prefill did not finish within wait_timeout_s
     WINDOW = "window"  # a sliding window has passed the wanted tokens
-    WORDS = "words"  # the producer did not send the last words that the consumer needs
+    WORDS = "words"  # the producer did not send the final token that the consumer needs
 
 
 HANDOFF_FAILED = "the handoff failed, and the decode engine knows"

@@ -173,12 +173,12 @@ def outage_in(metrics: str) -> Outage | None:
             by_cause[name][labels["cause"]] += int(value)
     if totals[FAILING_GAUGE] > 0:
         return _failing(by_cause["failed_transfers"])
-    ignored, unmoved = by_cause["ignored_params"], by_cause["unmoved_prompts"]
+    ignored, no_handoff = by_cause["ignored_params"], by_cause["unmoved_prompts"]
     # A request whose parameters were ignored counts as a handoff with that cause, too.
     asked = by_cause["handoffs"] - ignored
-    if asked or any(totals[name] > 0 for name in _USED) or not +(ignored + unmoved):
+    if asked or any(totals[name] > 0 for name in _USED) or not +(ignored + no_handoff):
         return None
-    return _unasked(ignored, unmoved)
+    return _unasked(ignored, no_handoff)
 
 
 def _failing(failed: Counter[str]) -> Outage:
@@ -191,10 +191,10 @@ def _failing(failed: Counter[str]) -> Outage:
     return Outage(found, remedy(worst))
 
 
-def _unasked(ignored: Counter[str], unmoved: Counter[str]) -> Outage:
-    causes = +(ignored + unmoved)
+def _unasked(ignored: Counter[str], no_handoff: Counter[str]) -> Outage:
+    causes = +(ignored + no_handoff)
     found = f"no KV has moved there since its start: no request has asked for it so that it can be followed ({told(causes)})"
     worst = causes.most_common(1)[0][0]
-    if worst in unmoved:
+    if worst in no_handoff:
         return Outage(found, UNASKED.get(worst, ""))
     return Outage(found, remedy(Cause(worst)) if worst in list(Cause) else "")

@@ -7,7 +7,7 @@ from typing import Any
 from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
 from chaos.seam import TamperingTransport
-from pd_connector.agent.consuming.inbox import Inbox
+from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause
 from pd_connector.protocol.consuming.incoming import PlaceChunk
@@ -24,7 +24,7 @@ path with and without the wrapper."""
 def blind(to: str) -> None:
     """Take the guards off in this process. It cannot be trusted afterwards."""
     if to == BYTES:
-        Inbox.place = _place  # type: ignore[assignment,method-assign]
+        ReceivePipeline.place = _place  # type: ignore[assignment,method-assign]
         cipher.AeadOpener = _BlindAeadOpener  # type: ignore[misc]
         cipher.SumOpener = _BlindSumOpener  # type: ignore[attr-defined]
     elif to == PAGES:
@@ -35,11 +35,13 @@ def blind(to: str) -> None:
         TamperingTransport.destinations = None  # type: ignore[assignment,method-assign]
 
 
-_honest_place = Inbox.place
+_honest_place = ReceivePipeline.place
 
 
-def _place(inbox: Inbox, place: PlaceChunk, path: Any) -> tuple[Cause | None, str]:
-    cause, detail = _honest_place(inbox, place, path)
+def _place(
+    receive_pipeline: ReceivePipeline, place: PlaceChunk, path: Any
+) -> tuple[Cause | None, str]:
+    cause, detail = _honest_place(receive_pipeline, place, path)
     return (None, "") if cause is Cause.CHECKSUM else (cause, detail)
 
 

@@ -2,8 +2,8 @@
 """The agent of a rank: one thread that owns every socket, slot and session.
 
 - `agent` is what an engine's threads call; `commands` is what they say; `loop` is the thread's loop.
-- `producing/`: `producer_side`, with `consumer_sessions`, `chunk_sender` and `outbox` (send slots).
-- `consuming/`: `consumer_side`, with `session_keeper`, `open_sessions` and `inbox` (chunks that came).
+- `producing/`: `producer_side`, with `consumer_sessions`, `chunk_sender` and `send_pipeline` (send slots).
+- `consuming/`: `consumer_side`, with `session_keeper`, `open_sessions` and `receive_pipeline` (chunks that came).
 - Both need: `handshake`, `page_gate` (pages that the engine may take back), `resources` (what a rank has), `metrics`.
-- The agent alone needs: `owed` (what is reported if the thread dies), `turn_watch` (whether it hangs).
+- The agent alone needs: `pending_outcomes` (what is reported if the thread dies), `turn_watch` (whether it hangs).
 """

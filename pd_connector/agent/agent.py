@@ -24,8 +24,8 @@ from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.metrics import UNDER_WAY
-from pd_connector.agent.owed import Outcome, OwedOutcomes
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.pending_outcomes import Outcome, PendingOutcomes
 from pd_connector.agent.taken_back import TakenBack
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
@@ -57,8 +57,8 @@ class Agent:
         produces: serve consumers.
         consumes: fetch from producers.
         shards: what the ranks of this engine hold, this one included; just this one by default.
-        tells: kinds of last words (`protocol.wire.last_words`) that come with final offers.
-        needs: kinds of last words that this engine cannot go on without. A load is not over before they have come.
+        tells: kinds of final token (`protocol.wire.last_words`) that come with final offers.
+        needs: kinds of final token that this engine cannot go on without. A load is not over before they have come.
         late_revokes: the engine may overwrite pages before it says that it takes them back
             (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
         audits: the engine can compute a prompt whose KV is then compared (`Load.compares`). KV of
@@ -102,7 +102,7 @@ class Agent:
         self.telemetry = Telemetry()
         self._cache = cache
         self._gate = PageGate()
-        self._owed = OwedOutcomes()
+        self._pending_outcomes = PendingOutcomes()
         self._commands = CommandQueue()
         self._facts = facts
         self._steps = EngineSteps(late_revokes=late_revokes)
@@ -121,7 +121,7 @@ class Agent:
                 self._commands,
                 self._gate,
                 self.telemetry,
-                self._owed.report,
+                self._pending_outcomes.report,
                 self._steps,
                 lambda: self._ranks,
                 produces=produces,
@@ -142,7 +142,7 @@ class Agent:
                 self.telemetry,
                 self._commands,
                 self._gate,
-                self._owed,
+                self._pending_outcomes,
                 make_loop,
                 cache.enter_thread,
             )
@@ -185,7 +185,7 @@ class Agent:
                 self._facts = command.facts  # also of an agent that is started again
             if isinstance(command, KnowWeights):
                 self._facts = msgspec.structs.replace(self._facts, weights_full=command.full)
-            self._owed.expect(command)
+            self._pending_outcomes.expect(command)
             self._commands.put(command, fence)
 
     def introduce(self, ranks: Sequence[Peer]) -> None:
@@ -213,7 +213,7 @@ class Agent:
         those pages cannot be given to another request.
         """
         self._thread.abandon_if_hung()
-        return self._owed.drain()
+        return self._pending_outcomes.drain()
 
     @property
     def pool_model(self) -> bytes:
@@ -233,8 +233,8 @@ class Agent:
             Whether it returned early: there is an outcome, or nothing is under way.
         """
         gauges = self.telemetry.gauges()
-        under_way = self._owed.loads or any(gauges.get(name) for name in UNDER_WAY)
-        return not under_way or self._owed.wait(timeout_s)
+        under_way = self._pending_outcomes.loads or any(gauges.get(name) for name in UNDER_WAY)
+        return not under_way or self._pending_outcomes.wait(timeout_s)
 
     def rest(self) -> None:
         """The engine is about to give up the memory of its pages. Once this has returned they are not touched, and no

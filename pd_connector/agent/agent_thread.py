@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pd_connector.agent.commands import CommandQueue
 from pd_connector.agent.loop import Loop
 from pd_connector.agent.metrics import UNDER_WAY
-from pd_connector.agent.owed import OwedOutcomes
 from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.pending_outcomes import PendingOutcomes
 from pd_connector.agent.thread_priority import (
     prefer_own_threads,
     prefer_short_slices,
@@ -46,7 +46,7 @@ class AgentThread:
         telemetry: Telemetry,
         commands: CommandQueue,
         gate: PageGate,
-        owed: OwedOutcomes,
+        pending_outcomes: PendingOutcomes,
         make_loop: Callable[[int], Loop],
         enter: Callable[[], None],
     ) -> None:
@@ -54,7 +54,7 @@ class AgentThread:
         self._telemetry = telemetry
         self._commands = commands
         self._gate = gate
-        self._owed = owed
+        self._pending_outcomes = pending_outcomes
         self._make_loop = make_loop
         self._enter = enter
         self._closing = threading.Event()
@@ -120,7 +120,7 @@ class AgentThread:
             self._telemetry.count("agent_failures")
             self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
         touched = self._gate.abandon()
-        self._owed.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
+        self._pending_outcomes.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
 
     def close(self) -> None:
         """Stop the thread; its loop frees sockets, memory and descriptors. Harmless to repeat."""
@@ -209,7 +209,7 @@ class AgentThread:
         `in_s` seconds."""
         with self.submitting:
             self._commands.clear()
-            self._owed.fail_all(cause, detail)
+            self._pending_outcomes.fail_all(cause, detail)
             self._gate.reset()
             self._abandoned = False
             self._turn.begin(in_s)

@@ -18,7 +18,7 @@ from pd_connector.plan.coverage import lacking
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.rules import RULES
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.last_words import untold
+from pd_connector.protocol.wire.final_token import untold
 from pd_connector.transport.base import Transport
 
 
@@ -28,7 +28,7 @@ class RankIdentity(NamedTuple):
     engine_id: str
     epoch: int
     facts: ModelFacts
-    tells: tuple[str, ...] = ()  # kinds of `last_words` that come with its KV
+    tells: tuple[str, ...] = ()  # kinds of `final_token` that come with its KV
     needs: tuple[str, ...] = ()  # kinds that it cannot go on without
 
     @property

@@ -27,8 +27,8 @@ from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.integrity import HasIntegrity, checks_wanted
 from pd_connector.agent.loop_waits import LoopWaits
-from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_side import PoolSide
 from pd_connector.agent.producing.producer_side import ProducerSide
 from pd_connector.agent.resources import RankResources

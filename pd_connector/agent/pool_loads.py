@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_readers import Arranged, Readers, arrange
 from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
 from pd_connector.kv.coding import coarsest

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from pd_connector.agent.thread_priority import prefer_this_thread
+from pd_connector.pool.copy_plan import LoadPiece, plan_load
 from pd_connector.pool.jobs import Fill, PromptChunk
 from pd_connector.pool.loader import ReadBuffer, ReadChunk
-from pd_connector.pool.plans import LoadPiece, plan_load
 from pd_connector.pool.stored import gathered_bytes, payloads
 
 _BUFFERS = 4

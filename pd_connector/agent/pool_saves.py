@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.pool.chunk_layout import places
 from pd_connector.pool.codecs import AtRest
-from pd_connector.pool.form import places
+from pd_connector.pool.copy_plan import SavePlan, plan_save
 from pd_connector.pool.jobs import Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
-from pd_connector.pool.plans import SavePlan, plan_save
 from pd_connector.pool.saver import Saver, WantedPart
 from pd_connector.pool.stored import describe, gather_piece
 from pd_connector.telemetry import Telemetry

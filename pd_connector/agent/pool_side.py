@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_loads import ChunkLoads
 from pd_connector.agent.pool_saves import ChunkSaves, writers
 from pd_connector.agent.resources import RankResources

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pd_connector.kv.coding import Part, Shape
 from pd_connector.plan.chunks import Chunk, planes
 from pd_connector.plan.route import Route
-from pd_connector.pool.form import Run
+from pd_connector.pool.chunk_layout import Run
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_kernels.payload import INT8_SCALE_BYTES, SUPER_PAGE, plane_bytes
 

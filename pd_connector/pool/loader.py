@@ -8,7 +8,7 @@ from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Geometry, has_drafts
 from pd_connector.kv.model import ModelFacts, drafts_alike
 from pd_connector.pool.jobs import PromptChunk
-from pd_connector.pool.needs import Need, need, needed_parts
+from pd_connector.pool.read_plan import ReadPlan, need, needed_parts
 from pd_connector.pool.record import (
     HEADER,
     Header,
@@ -35,7 +35,7 @@ class ReadPart(NamedTuple):
     """
 
     geometry: Geometry
-    need: Need
+    need: ReadPlan
     data: memoryview
     engine_id: str
     writer: bytes
@@ -135,7 +135,7 @@ def read_head(reading: Reading) -> tuple[Header, Record]:
 
 
 def _fill(
-    data: memoryview, reading: Reading, record: Record, needed: Need, payload_offset: int
+    data: memoryview, reading: Reading, record: Record, needed: ReadPlan, payload_offset: int
 ) -> None:
     """Read what is needed of a part, and verify each layer."""
     for offset, nbytes in needed.ranges:

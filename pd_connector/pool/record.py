@@ -17,8 +17,8 @@ import xxhash
 from pd_connector.errors import MalformedMessageError, Miss, PoolError
 from pd_connector.kv.geometry import MAX_LAYERS, Geometry
 from pd_connector.kv.model import ModelFacts, model_problem
+from pd_connector.pool.chunk_layout import Form, Place, form_problem, places
 from pd_connector.pool.codecs import AT_REST
-from pd_connector.pool.form import Form, Place, form_problem, places
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_BYTES, KEY_BYTES, link, model_root
 from pd_connector.pool.part_names import part_name
@@ -130,7 +130,7 @@ def payload_problem(
     """What is wrong with the bytes of these layers; empty if they are those that were written.
 
     Args:
-        needed: of `places(record.form, ...)`, such as `Need.places`.
+        needed: of `places(record.form, ...)`, such as `ReadPlan.places`.
         buffer: the payload from byte `start` on.
     """
     sums = {one.layer: one.sum for one in record.layers}

@@ -5,7 +5,7 @@ import msgspec
 
 from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts, spoken
-from pd_connector.pool.form import Form, places
+from pd_connector.pool.chunk_layout import Form, places
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.part_names import draft_mark, part_draft
 from pd_connector.pool.record import SUM_BYTES, LayerBytes, Record, Writer, encode, layer_sum

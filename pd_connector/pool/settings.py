@@ -22,8 +22,8 @@ from pd_connector.pool.room import (
 )
 from pd_connector.pool.store.entry import MOST_TENANT
 from pd_connector.pool.store.folder import VERSION, private_folder
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 
 SHM_VARIABLE = "PD_CONNECTOR_SHM"
 """The tmpfs in which the pool keeps chunks, if it is not `/dev/shm`: such as an `emptyDir` of medium `Memory`."""

@@ -13,9 +13,7 @@ from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
 from pd_connector.kv.coding import RAW
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.pool.codecs import CODED_DTYPES, AtRest
-from pd_connector.pool.coded import cut_out
-from pd_connector.pool.form import (
+from pd_connector.pool.chunk_layout import (
     Form,
     PagePlane,
     Run,
@@ -27,9 +25,11 @@ from pd_connector.pool.form import (
     kept_layers,
     wire_run,
 )
+from pd_connector.pool.codecs import CODED_DTYPES, AtRest
+from pd_connector.pool.coded import cut_out
+from pd_connector.pool.copy_plan import LoadPiece, SavePiece
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.needs import Need
-from pd_connector.pool.plans import LoadPiece, SavePiece
+from pd_connector.pool.read_plan import ReadPlan
 
 Buffer = memoryview
 
@@ -114,12 +114,12 @@ def gathered_bytes(pieces: Sequence[LoadPiece]) -> int:
 
 
 def payloads(
-    pieces: Sequence[LoadPiece], parts: Sequence[tuple[Geometry, Need, Buffer]], room: Buffer
+    pieces: Sequence[LoadPiece], parts: Sequence[tuple[Geometry, ReadPlan, Buffer]], room: Buffer
 ) -> list[Buffer]:
     """The payload of each piece of `plan_load`, for `PagedCache.scatter` or `compare`. Any thread may call it.
 
     Args:
-        parts: as for `plan_load`, each with its `Need.nbytes` bytes in host memory, which are verified.
+        parts: as for `plan_load`, each with its `ReadPlan.nbytes` bytes in host memory, which are verified.
         room: `gathered_bytes(pieces)` bytes. The payloads lie in it and in the parts' buffers.
 
     Raises:
@@ -154,7 +154,7 @@ def _gather(stored: PagedCache, piece: LoadPiece, room: Buffer) -> None:
 
 
 def _cut_out(
-    piece: LoadPiece, geometry: Geometry, needed: Need, buffer: Buffer, room: Buffer
+    piece: LoadPiece, geometry: Geometry, needed: ReadPlan, buffer: Buffer, room: Buffer
 ) -> None:
     """Write the piece's payload, out of a coded run."""
     (group,) = at_rest(piece.run, geometry).groups
@@ -164,7 +164,7 @@ def _cut_out(
     cut_out(piece.run, piece.route, piece.chunk, heads, starts, data, payload)
 
 
-def open_run(run: Run, geometry: Geometry, needed: Need, buffer: Buffer) -> PagedCache:
+def open_run(run: Run, geometry: Geometry, needed: ReadPlan, buffer: Buffer) -> PagedCache:
     """A run at rest as a cache, on the host.
 
     Args:

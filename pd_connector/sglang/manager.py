@@ -19,7 +19,7 @@ from pd_connector.control.seal import sealed
 from pd_connector.errors import Cause
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.wire import about
-from pd_connector.protocol.wire.last_words import FIRST_TOKEN
+from pd_connector.protocol.wire.final_token import FIRST_TOKEN
 from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.protocol.wire.prefill_server import PrefillServer

@@ -8,7 +8,7 @@ import torch
 
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Expect, Withdraw
-from pd_connector.agent.owed import Outcome
+from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.protocol.consuming.incoming import Finished, Held
 from pd_connector.protocol.producing.outgoing import Free
 from pd_connector.sglang.adapters import Adapters

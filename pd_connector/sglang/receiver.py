@@ -19,9 +19,9 @@ from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.protocol.wire.prefill_server import parse_server
 from pd_connector.sglang.failure import TransferError, contained
+from pd_connector.sglang.final_token import write_row
 from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.requests import room_after_retraction, transfer_of
-from pd_connector.sglang.words import write_row
 
 if TYPE_CHECKING:
     from pd_connector.sglang.manager import Manager

@@ -15,11 +15,11 @@ from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransfer
 from pd_connector.agent.commands import Computed, Expect, Withdraw
 from pd_connector.errors import Cause
 from pd_connector.protocol.producing.outgoing import Free, Offer
-from pd_connector.protocol.wire.last_words import LastWords
+from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.sglang.failure import TransferError, contained
+from pd_connector.sglang.final_token import read_row
 from pd_connector.sglang.rank import Rank
 from pd_connector.sglang.requests import transfer_of
-from pd_connector.sglang.words import read_row
 
 
 class Sender(BaseKVSender):
@@ -63,7 +63,7 @@ class Sender(BaseKVSender):
         self._row = -1 if aux_index is None else aux_index
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        """The last chunk is sent even without pages: the last words go with it."""
+        """The last chunk is sent even without pages: the final token go with it."""
         return num_pages > 0 or last_chunk
 
     @contained
@@ -174,6 +174,6 @@ class Sender(BaseKVSender):
         )
         self._rank.agent.submit(offer, fence=fence)
 
-    def _words(self) -> LastWords:
+    def _words(self) -> FinalToken:
         buffers = self._rank.buffers
         return read_row(buffers, self._row, self._req, self._identity, self._transfer)

@@ -86,7 +86,7 @@ _WANTED = {
 
 
 _VARIABLES = {
-    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "unset it: last words have no room for a first token's mask",
+    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "unset it: final token have no room for a first token's mask",
     "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": f"unset it, and use --load-balance-method {_BY_ROOM}",
 }
 """SGLang's variables that must not be set."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pd_connector.agent.advertised_model import AdvertisedModel
 from pd_connector.agent.commands import Command
-from pd_connector.agent.told_model import ToldModel
 from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.parameters import loaded_full_fingerprint
@@ -45,7 +45,7 @@ class WeightsWatch:
         submit: Callable[[Command], None],
     ) -> None:
         self._scheduler = scheduler
-        self._told = ToldModel(facts, None if files is None else (files,), submit)
+        self._told = AdvertisedModel(facts, None if files is None else (files,), submit)
         self._sampled = facts.loaded
         self._next_look = time.monotonic() + _COMPARE_S
         self._stale = False  # the cache holds KV of other weights

@@ -13,7 +13,7 @@ from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Kind
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.vllm.heads import layer_heads
+from pd_connector.vllm.identity.heads import layer_heads
 from pd_connector.vllm.packing import CpuPacking
 from pd_connector.vllm.shards import own_shard
 

@@ -29,13 +29,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pd_connector.pool.store.base import DISK, MEMORY
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.versions import advice
-from pd_connector.vllm.adapter_watch import watch
 from pd_connector.vllm.extension import Operated
-from pd_connector.vllm.inputs import adapter_settings, processor_settings
+from pd_connector.vllm.identity.adapter_watch import watch
+from pd_connector.vllm.identity.inputs import adapter_settings, processor_settings
+from pd_connector.vllm.identity.weight_loads import watch_calls
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.plugin import join_engine_log
-from pd_connector.vllm.pool_attached import attach
+from pd_connector.vllm.pool.attached import attach
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.shards import in_order
 from pd_connector.vllm.support import (
@@ -45,8 +47,6 @@ from pd_connector.vllm.support import (
     gets_embeddings,
     load_config,
 )
-from pd_connector.vllm.weight_loads import watch_calls
-from pd_connector.vllm.windows import Windows
 from pd_connector.vllm.worker_side import WorkerSide
 
 try:  # 0.32 and later count cached tokens by source

@@ -33,7 +33,8 @@ def register() -> None:
 def _register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from pd_connector.vllm import config_files, dynamo, early_check, owners, weight_loads
+    from pd_connector.vllm import dynamo, early_check
+    from pd_connector.vllm.identity import config_files, owners, weight_loads
 
     if "PDConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pd_connector.vllm.layers import CacheId
+from pd_connector.vllm.identity.layers import CacheId
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

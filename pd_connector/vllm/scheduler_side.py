@@ -19,22 +19,22 @@ from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
-from pd_connector.vllm.fetching import Fetching, fetched_tokens
-from pd_connector.vllm.ignored import IgnoredParams
-from pd_connector.vllm.inputs import AmbiguousInputs, RequestIdentity
+from pd_connector.vllm.handoff.fetching import Fetching, fetched_tokens
+from pd_connector.vllm.handoff.ignored import IgnoredParams
+from pd_connector.vllm.handoff.movable import check_movable
+from pd_connector.vllm.handoff.no_handoff_requests import NoHandoffRequests
+from pd_connector.vllm.handoff.offers import Offers
+from pd_connector.vllm.handoff.uncomputable import Uncomputable
+from pd_connector.vllm.identity.inputs import AmbiguousInputs, RequestIdentity
 from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
-from pd_connector.vllm.movable import check_movable
-from pd_connector.vllm.offers import Offers
-from pd_connector.vllm.page_status import PageStatus
+from pd_connector.vllm.pages.partial import PartialPages
+from pd_connector.vllm.pages.stale import StalePages
+from pd_connector.vllm.pages.status import PageStatus
+from pd_connector.vllm.pages.unverified import UnverifiedPages
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.part import Part
-from pd_connector.vllm.pool import PoolSide
-from pd_connector.vllm.stale import StalePages
-from pd_connector.vllm.uncomputable import Uncomputable
-from pd_connector.vllm.unfilled import UnfilledPages
-from pd_connector.vllm.unmoved import UnmovedPrompts
-from pd_connector.vllm.unverified import UnverifiedPages
-from pd_connector.vllm.windows import Windows
+from pd_connector.vllm.pool.side import PoolSide
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -78,11 +78,11 @@ class SchedulerSide:
     ) -> None:
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
-        self._unmoved = UnmovedPrompts(self.telemetry, max(windows.page_sizes, default=0))
+        self._no_handoff = NoHandoffRequests(self.telemetry, max(windows.page_sizes, default=0))
         self._config = config
         self._produces, self._consumes, self._whole = produces, consumes, whole
         self.identity = RequestIdentity(adapters, processor)
-        self._stale, unfilled = StalePages(), UnfilledPages(windows)
+        self._stale, unfilled = StalePages(), PartialPages(windows)
         self._status = PageStatus(
             AmbiguousInputs(self.identity),
             UnverifiedPages(windows.page_sizes),
@@ -145,7 +145,7 @@ class SchedulerSide:
             if parsed is None:
                 alone = self.pool and self._produces and self._consumes  # for its pool only
                 if not alone:
-                    self._unmoved.note(request.num_prompt_tokens, request.kv_transfer_params)
+                    self._no_handoff.note(request.num_prompt_tokens, request.kv_transfer_params)
                 return
             check_movable(request, parsed, whole=self._whole)
         except (ValueError, TypeError) as error:
@@ -158,7 +158,7 @@ class SchedulerSide:
         elif not self._produces:
             self._ignore(request, Cause.ROLE, "do_remote_decode, but kv_role is kv_consumer")
         else:
-            self._unmoved.used()
+            self._no_handoff.used()
             transfer = parsed.transfer_id or request.request_id
             identity = self._identity_of(request)
             if identity is None:
@@ -281,7 +281,7 @@ class SchedulerSide:
             self._ignore(request, Cause.UNTRUSTED_ADDRESS, str(error))
             return
         watch = parsed.wait and self._config.defer_pages
-        self._unmoved.used()
+        self._no_handoff.used()
         identity = self._identity_of(request, fetched_tokens(request, parsed))
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
         if identity is None:  # its pages are not needed

@@ -18,9 +18,16 @@ from pd_connector.pool.host import open_pool
 from pd_connector.pool.jobs import Fill, Save, Saved
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.producing.outgoing import Offer
-from pd_connector.protocol.wire.last_words import FIRST_TOKEN
+from pd_connector.protocol.wire.final_token import FIRST_TOKEN
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache
+from pd_connector.vllm.identity.model import (
+    identify_caches,
+    loaded_files,
+    loaded_weights,
+    model_facts,
+)
+from pd_connector.vllm.identity.model_watch import ModelWatch
 from pd_connector.vllm.messages import (
     AuditReport,
     Prefill,
@@ -29,14 +36,7 @@ from pd_connector.vllm.messages import (
     WorkerActivity,
 )
 from pd_connector.vllm.metrics import PDStats
-from pd_connector.vllm.model import (
-    identify_caches,
-    loaded_files,
-    loaded_weights,
-    model_facts,
-)
-from pd_connector.vllm.model_watch import ModelWatch
-from pd_connector.vllm.pool_fills import PoolFills
+from pd_connector.vllm.pool.fills import PoolFills
 from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
 from pd_connector.vllm.shards import engine_shards, gather_ranks
 
@@ -78,7 +78,7 @@ class WorkerSide:
         self._unaudited: set[str] = set()
         self._over: list[str] = []  # requests whose pages were kept for a comparison
         self._saved: Counter[str] = Counter()
-        self._told_model: dict[int, bytes | None] = {}  # as in `WorkerActivity.models`
+        self._advertised_model: dict[int, bytes | None] = {}  # as in `WorkerActivity.models`
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's cache tensors (by layer name) and start the agent.
@@ -302,9 +302,9 @@ class WorkerSide:
         reads = self._model is not None and self._model.reads
         known = self._agent.pool_model if self._agent else b""
         model = {self._rank: known or (None if reads else b"")}
-        if model == self._told_model:
+        if model == self._advertised_model:
             return {}
-        self._told_model = model
+        self._advertised_model = model
         return model
 
     def _computed(self, stop_layer: int | None) -> None:

@@ -12,11 +12,11 @@ from urllib.parse import parse_qs
 from msgspec.structs import replace
 
 from pd_connector.errors import ConfigError, PoolError
+from pd_connector.pool.advertised import find_engine
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import memory_folder
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.told import find_engine
+from pd_connector.pool.store.tier_storage import Space
 from scheduler_plugins.admission.pool_report import PATH, PoolEvent, PoolReport
 from scheduler_plugins.middleware.answers import Refusal, respond, respond_json
 from scheduler_plugins.middleware.api_key import may_enter

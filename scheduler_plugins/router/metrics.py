@@ -3,7 +3,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from scheduler_plugins.router.pulse import Pulse
+from scheduler_plugins.router.recent_history import RecentHistory
 
 FIRST_TOKEN_BUCKETS_S = (
     0.01,
@@ -38,7 +38,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.pulse = Pulse()
+        self.pulse = RecentHistory()
         """The last minutes, for the live page."""
         self.requests = Counter(
             "pd_router:requests",

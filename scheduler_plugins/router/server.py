@@ -8,16 +8,16 @@ import resource
 import signal
 from types import TracebackType
 
+from scheduler_plugins.router.client.admin_auth import AdminAuth, authority
 from scheduler_plugins.router.client.listening import listen, runner_of
-from scheduler_plugins.router.client.operator import Operator, authority
 from scheduler_plugins.router.client.stopping import LAST_S
 from scheduler_plugins.router.client.tls import for_clients
 from scheduler_plugins.router.endpoints.admin import MOST_CONNECTIONS, create_admin
 from scheduler_plugins.router.endpoints.app import create_app
 from scheduler_plugins.router.endpoints.app_keys import (
+    ADMIN_AUTH,
     CONNECTIONS,
     MOVER,
-    OPERATOR,
     SHARED,
     STOPPING,
 )
@@ -81,7 +81,7 @@ class RouterServer:
         if config.admin_port is not None:
             pool = self.app[SHARED].pool
             assert isinstance(pool, EnginePool)
-            self._admin = AdminServer(config, pool, self.app[MOVER], self.app[OPERATOR])
+            self._admin = AdminServer(config, pool, self.app[MOVER], self.app[ADMIN_AUTH])
             try:
                 self.admin_port = await self._admin.start(config.admin_port)
             except OSError:
@@ -111,7 +111,7 @@ class AdminServer:
     """The admin API on its port."""
 
     def __init__(
-        self, config: RouterConfig, pool: EnginePool, mover: Mover, operator: Operator
+        self, config: RouterConfig, pool: EnginePool, mover: Mover, operator: AdminAuth
     ) -> None:
         self._config = config
         app = create_admin(pool, mover, operator, config.admin_host)
@@ -156,7 +156,7 @@ async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> N
     ended = on_signals()
     async with RouterServer(config, settings) as server:
         say_running(config, server.port)
-        with server.app[OPERATOR].told(config, server.port):
+        with server.app[ADMIN_AUTH].told(config, server.port):
             await ended.wait()
 
 

@@ -21,8 +21,8 @@ from pd_connector.kv.geometry import Shard, page_span
 from pd_connector.pool import loader
 from pd_connector.pool.jobs import Fill, PromptChunk, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, model_root, root, salt_digest, token_bytes
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.protocol.consuming.incoming import Finished
 
 FACTS = msgspec.structs.replace(MODEL, weights_full=b"all bytes")

@@ -605,6 +605,6 @@ def test_pages_are_touched_after_what_was_queued_before_they_were_given(
         assert waited[number:] == [f"point {2 * number + (side == 'scatter')}"]
         assert producer.freed(transfer).cause is None
     assert consumer.loop.consumer_side is not None
-    assert not consumer.loop.consumer_side._inbox._loads
+    assert not consumer.loop.consumer_side._receive_pipeline._loads
     assert producer.loop.producer_side is not None
-    assert not producer.loop.producer_side._outbox._fences
+    assert not producer.loop.producer_side._send_pipeline._fences

@@ -25,9 +25,9 @@ from support.transports import Meddle, MeddlingTransport
 from transport_kinds import NIXL
 
 from pd_connector.agent.commands import Drop, Expect, Revoke
-from pd_connector.agent.consuming import inbox
+from pd_connector.agent.consuming import receive_pipeline as receive_pipeline
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing import outbox
+from pd_connector.agent.producing import send_pipeline as send_pipeline
 from pd_connector.errors import Cause, TransportError
 from pd_connector.protocol.wire.header import decode_header, encode_header
 
@@ -103,8 +103,8 @@ def test_a_corrupt_chunk_fails_its_load_and_the_next_one_arrives(ranks: Ranks, t
 def test_without_checksums_a_corrupt_page_would_count_as_received(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(outbox, "checksum_of", lambda *_: b"")
-    monkeypatch.setattr(inbox, "checksum_of", lambda *_: b"")
+    monkeypatch.setattr(send_pipeline, "checksum_of", lambda *_: b"")
+    monkeypatch.setattr(receive_pipeline, "checksum_of", lambda *_: b"")
     settings = LONG | TRANSPORTS[transport]
     producer, consumer = pair(ranks, settings, **meddling(only_first(flipped)))
     producer.offer("t", [1])
@@ -140,7 +140,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
     producer.offer("first", [1])  # so that the memory is mapped
     consumer.load(producer.source, "first", [4])
     assert consumer.loaded("first").cause is None
-    checksum = outbox.checksum_of
+    checksum = send_pipeline.checksum_of
 
     def after_a_late_write(*what: Any) -> bytes:
         landing = consumer.loop.buffers.landing
@@ -148,7 +148,7 @@ def test_a_late_write_between_gather_and_checksum_is_not_certified(
             landing.slot(slot)[0] ^= 1
         return checksum(*what)
 
-    monkeypatch.setattr(outbox, "checksum_of", after_a_late_write)
+    monkeypatch.setattr(send_pipeline, "checksum_of", after_a_late_write)
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
     if consumer.loaded("t").cause is None:
@@ -391,8 +391,8 @@ def test_an_end_in_the_middle_of_a_read_costs_no_slot(ranks: Ranks, transport: s
 def test_without_checksums_a_read_of_other_bytes_would_count(
     ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(outbox, "checksum_of", lambda *_: b"")
-    monkeypatch.setattr(inbox, "checksum_of", lambda *_: b"")
+    monkeypatch.setattr(send_pipeline, "checksum_of", lambda *_: b"")
+    monkeypatch.setattr(receive_pipeline, "checksum_of", lambda *_: b"")
 
     def other_slot(send: int, nbytes: int, slot: int, header: bytes) -> Any:
         return (send + 1) % 4, nbytes, slot, header

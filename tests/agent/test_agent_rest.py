@@ -8,7 +8,7 @@ import pytest
 from support.agents import Rank, Ranks, assert_pages, ranks, until
 from test_agent_restart import SETTINGS, Hang, assert_serves_on
 
-from pd_connector.agent.consuming.inbox import Inbox
+from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
 from pd_connector.errors import Cause, PDConnectorError
 
 __all__ = ["ranks"]
@@ -63,7 +63,7 @@ def test_a_copy_that_is_under_way_ends_before_the_pages_go(
 ) -> None:
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
-    hang = Hang(monkeypatch, Inbox, "place")
+    hang = Hang(monkeypatch, ReceivePipeline, "place")
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
     assert hang.reached.wait(60)

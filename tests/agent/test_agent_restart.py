@@ -26,10 +26,10 @@ from support.free_ports import free_ports
 
 from pd_connector.agent import agent
 from pd_connector.agent.commands import Revoke, Withdraw
-from pd_connector.agent.consuming.inbox import Inbox
+from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.outbox import Outbox
 from pd_connector.agent.producing.producer_side import ProducerSide
+from pd_connector.agent.producing.send_pipeline import SendPipeline
 from pd_connector.errors import Cause
 
 __all__ = ["ranks"]
@@ -275,7 +275,7 @@ def hung_before_a_scatter(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> tupl
     """A consumer hangs just before it fills a page; the engine gives the page to someone else."""
     producer, consumer = ranks.pair(SETTINGS)
     assert_serves_on(producer, consumer, "before")
-    hang = Hang(monkeypatch, Inbox, "place")
+    hang = Hang(monkeypatch, ReceivePipeline, "place")
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
     assert hang.reached.wait(60)
@@ -360,14 +360,14 @@ def test_what_a_hung_agent_seals_of_pages_that_were_taken_back_is_not_sent(
     assert_serves_on(producer, consumer, "before")
     if not guarded:
         monkeypatch.setattr(PageGate, "_check", lambda *_: None)
-    write = Outbox._start_write
+    write = SendPipeline._start_write
     sent: list[str] = []
 
-    def noted(box: Outbox, start: Any, send: Any, *others: Any) -> None:
+    def noted(box: SendPipeline, start: Any, send: Any, *others: Any) -> None:
         sent.append(send.transfer)
         write(box, start, send, *others)
 
-    monkeypatch.setattr(Outbox, "_start_write", noted)
+    monkeypatch.setattr(SendPipeline, "_start_write", noted)
     hang = Hang(monkeypatch, next(t for t in producer.transports if t.prepares), "prepare")
     producer.offer("t", [1, 2, 3])
     consumer.load(producer.source, "t", [5, 6, 7])

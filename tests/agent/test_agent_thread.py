@@ -8,8 +8,8 @@ from support.waits import until
 
 from pd_connector.agent.agent_thread import AgentThread
 from pd_connector.agent.commands import CommandQueue
-from pd_connector.agent.owed import OwedOutcomes
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.pending_outcomes import PendingOutcomes
 from pd_connector.config import Config
 from pd_connector.telemetry import Telemetry
 
@@ -36,7 +36,7 @@ def test_attempts_to_start_again_come_at_once_and_then_less_and_less_often() -> 
             raise RuntimeError("no port is free")
         return FailingLoop()
 
-    parts = CommandQueue(), PageGate(), OwedOutcomes()
+    parts = CommandQueue(), PageGate(), PendingOutcomes()
     thread = AgentThread(Config(), Telemetry(), *parts, cast("Any", make_loop), lambda: None)
     thread.start()
     try:

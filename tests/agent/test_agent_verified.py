@@ -9,8 +9,8 @@ import pytest
 from support.agents import KEY, LONG, TRANSPORTS, Ranks, assert_pages, ranks  # noqa: F401
 from support.faulty_transport import Corrupt, FaultPlan, FaultTransport
 
-from pd_connector.agent.consuming import inbox
-from pd_connector.agent.producing import outbox
+from pd_connector.agent.consuming import receive_pipeline as receive_pipeline
+from pd_connector.agent.producing import send_pipeline as send_pipeline
 from pd_connector.errors import Cause
 from pd_connector.protocol.wire.header import decode_header, encode_header
 from pd_connector.transport.base import Landed, Transport
@@ -73,7 +73,7 @@ def test_where_bytes_are_verified_no_checksum_is_formed(
     def none(*_: Any) -> bytes:
         raise AssertionError("a checksum was formed")
 
-    for module in (inbox, outbox):
+    for module in (receive_pipeline, send_pipeline):
         monkeypatch.setattr(module, "checksum_of", none)
     producer, consumer, cause = load(ranks, SEALED)
     assert cause is None
@@ -84,7 +84,9 @@ def test_a_checksum_that_came_is_checked_also_where_bytes_are_verified(
     ranks: Ranks,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox.Outbox, "_checksum", lambda self, payload, path: b"wrong")
+    monkeypatch.setattr(
+        send_pipeline.SendPipeline, "_checksum", lambda self, payload, path: b"wrong"
+    )
     assert load(ranks, SEALED)[2] is Cause.CHECKSUM
 
 

@@ -22,8 +22,8 @@ from support.relay import Relay
 from support.waits import until
 
 from pd_connector.agent.commands import Drop
-from pd_connector.agent.consuming import inbox
-from pd_connector.agent.producing import outbox
+from pd_connector.agent.consuming import receive_pipeline as receive_pipeline
+from pd_connector.agent.producing import send_pipeline as send_pipeline
 from pd_connector.errors import Cause
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.transport.base import Transport
@@ -95,7 +95,7 @@ def test_whole_pages_are_neither_gathered_nor_scattered_nor_summed(
     assert consumer.loaded("first").cause is None
     for name in ("gather", "scatter"):
         monkeypatch.setattr(PagedCache, name, forbidden)
-    for module in (inbox, outbox):
+    for module in (receive_pipeline, send_pipeline):
         monkeypatch.setattr(module, "checksum_of", forbidden)
     producer.offer("t", FROM)
     consumer.load(producer.source, "t", INTO)
@@ -120,7 +120,7 @@ def test_what_has_no_tags_or_is_coded_is_copied(
 ) -> None:
     copied = change == "codec" or not key
     if copied:
-        monkeypatch.setattr(inbox.ChunkPages, "memory", forbidden)
+        monkeypatch.setattr(receive_pipeline.ChunkPages, "memory", forbidden)
     settings = SEALED | {"key": key} | ({"codec": "int8"} if change == "codec" else {})
     sides = []
     for number, side in enumerate(("producer", "consumer")):
@@ -161,7 +161,7 @@ def test_an_error_while_a_chunk_arrives_costs_its_connection_and_nothing_else(
         monkeypatch.undo()
         raise KeyError("a defect")
 
-    monkeypatch.setattr(inbox.Inbox, "destination", fail)
+    monkeypatch.setattr(receive_pipeline.ReceivePipeline, "destination", fail)
     producer.offer("t", FROM)
     consumer.load(producer.source, "t", range(20))
     assert consumer.loaded("t").cause is Cause.TRANSPORT
@@ -191,11 +191,13 @@ def test_pages_of_a_load_that_was_dropped_are_not_written_any_more(
     if not guarded:
 
         @contextlib.contextmanager
-        def memory(self: inbox.ChunkPages, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        def memory(
+            self: receive_pipeline.ChunkPages, start: int, stop: int
+        ) -> Iterator[Sequence[memoryview]]:
             yield list(self._pieces.buffers(start, stop))
             self._filled += stop - start
 
-        monkeypatch.setattr(inbox.ChunkPages, "memory", memory)
+        monkeypatch.setattr(receive_pipeline.ChunkPages, "memory", memory)
     producer = ranks(SEALED, consumes=False, wrap=dammed(1500), **WIDE)
     consumer = ranks(SEALED, seed=1, produces=False, **WIDE)
     producer.offer("t", FROM)

@@ -10,7 +10,7 @@ import torch
 from support import agents
 from support.agents import LONG, Rank, Ranks, assert_pages, ranks
 
-from pd_connector.agent.producing import outbox
+from pd_connector.agent.producing import send_pipeline as send_pipeline
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.memory import slot_memory
 from pd_connector.memory.device_bytes import DeviceBytes
@@ -43,7 +43,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The kind of each payload that was posted."""
     kinds: list[type] = []
-    start, offer = outbox.Outbox._writer, outbox.Outbox._leave_slot
+    start, offer = send_pipeline.SendPipeline._writer, send_pipeline.SendPipeline._leave_slot
 
     def seen_start(box: Any, send: Any, way: Any, payload: Any, *rest: Any) -> Any:
         kinds.append(type(payload))
@@ -53,8 +53,8 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
         kinds.append(type(payload))
         return offer(box, send, payload, *rest)
 
-    monkeypatch.setattr(outbox.Outbox, "_writer", seen_start)
-    monkeypatch.setattr(outbox.Outbox, "_leave_slot", seen_offer)
+    monkeypatch.setattr(send_pipeline.SendPipeline, "_writer", seen_start)
+    monkeypatch.setattr(send_pipeline.SendPipeline, "_leave_slot", seen_offer)
     return kinds
 
 

@@ -11,7 +11,7 @@ from support.agents import LONG, TRANSPORTS, Ranks, assert_pages, ranks, until
 from pd_connector.agent.integrity import checks_wanted
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producing.in_flight import LEFT, InFlight
-from pd_connector.agent.producing.outbox import Outbox
+from pd_connector.agent.producing.send_pipeline import SendPipeline
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.memory.slab import Slab
@@ -19,35 +19,35 @@ from pd_connector.memory.slab import Slab
 __all__ = ["ranks"]
 
 
-def outbox() -> Outbox:
+def send_pipeline() -> SendPipeline:
     cache: Any = SimpleNamespace()
-    return Outbox(Config(), 1, cache, Slab(4, 1 << 12), PageGate())
+    return SendPipeline(Config(), 1, cache, Slab(4, 1 << 12), PageGate())
 
 
 def chunk(send_slot: int | None = None) -> InFlight:
     return InFlight(b"s", "t", send_slot, 1, 10.0)
 
 
-def lose(box: Outbox) -> None:
+def lose(box: SendPipeline) -> None:
     box._free_slots.pop()
 
 
-def free_twice(box: Outbox) -> None:
+def free_twice(box: SendPipeline) -> None:
     box._free_slots.append(0)
 
 
-def free_while_under_way(box: Outbox) -> None:
+def free_while_under_way(box: SendPipeline) -> None:
     box.in_flight.chunks["tcp", 1] = chunk(send_slot=2)
 
 
-def forget_the_limit(box: Outbox) -> None:
+def forget_the_limit(box: SendPipeline) -> None:
     for offer in range(4):
         box.in_flight.chunks[LEFT, offer] = chunk()._replace(most=4)
 
 
 @pytest.mark.parametrize("damage", [lose, free_twice, free_while_under_way, forget_the_limit])
 def test_an_outbox_tells_wrong_books_from_right_ones(damage: Any):
-    box = outbox()
+    box = send_pipeline()
     box.check_integrity()
     box.in_flight.chunks["tcp", 0] = chunk(send_slot=box._free_slots.pop())
     box.check_integrity()
@@ -57,7 +57,7 @@ def test_an_outbox_tells_wrong_books_from_right_ones(damage: Any):
 
 
 def test_a_gather_that_fails_gives_its_slot_back():
-    box = outbox()
+    box = send_pipeline()
 
     def fail(*_: Any) -> None:
         raise MemoryError
@@ -102,7 +102,7 @@ def test_an_agent_that_is_checked_dies_of_a_lost_slot_and_one_that_is_not_goes_o
     assert producer.freed("t").cause is None
     side = producer.loop.producer_side
     assert side is not None
-    lost = side._outbox._free_slots.pop()
+    lost = side._send_pipeline._free_slots.pop()
     producer.offer("u", [1])
     if checked:
         assert producer.freed("u").cause == Cause.INTERNAL
@@ -111,5 +111,5 @@ def test_an_agent_that_is_checked_dies_of_a_lost_slot_and_one_that_is_not_goes_o
         return
     consumer.load(producer.source, "u", [3])
     assert consumer.loaded("u").cause is None
-    side._outbox._free_slots.append(lost)
+    side._send_pipeline._free_slots.append(lost)
     until(producer.at_rest)

@@ -25,8 +25,8 @@ import pytest
 from whole import sweep
 
 from chaos.pool_files import KINDS, harm
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 
 FAULTS = int(os.environ.get("PD_POOL_FAULTS", "0"))
 pytestmark = [

@@ -612,5 +612,5 @@ def test_what_a_tier_could_not_take_is_counted(rank: Make, store: LocalStore) ->
     writer = rank(PAGE, "writer")
     folder = store._folders[0]
     for _ in range(2):
-        store._holdings.troubles.failed(folder, OSError(errno.EROFS, "Read-only file system"))
+        store._tier_storage.troubles.failed(folder, OSError(errno.EROFS, "Read-only file system"))
     until(lambda: writer.count("pool_unwritten", tier="memory", cause="read_only") == 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks into a worker's KV cache, and damages it: loaded by `--worker-extension-cls`.
+"""SlowProbes into a worker's KV cache, and damages it: loaded by `--worker-extension-cls`.
 
 Nothing here is shared with the connector: what a page looks like is written down a second time.
 """

@@ -116,9 +116,9 @@ def test_a_proxy_that_asks_for_no_kv_is_told_of(fresh: Pair, reference, kind: ty
     assert_same_logprobs(answer, reference(prompt_of(300, start=90)), TOLERANCE)
     for engine in fresh.engines:
         count = delta(engine, "pd_connector:unmoved_prompts_total", cause="no_params")
-        with count as unmoved:
+        with count as no_handoff:
             asked(made(kind, fresh), 90, 300)
-            wait_until(lambda counted=unmoved: counted.so_far() == 1, "it is counted")
+            wait_until(lambda counted=no_handoff: counted.so_far() == 1, "it is counted")
         outage = outage_in(Client(url_of(engine)).get("/metrics"))
         assert outage is not None
         assert "sends no kv_transfer_params" in outage.advice

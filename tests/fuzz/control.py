@@ -29,8 +29,8 @@ from pd_connector.agent.consuming import dialler as dialler_module
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.loop import Loop
-from pd_connector.agent.owed import Outcome
 from pd_connector.agent.page_gate import PageGate
+from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.config import Config
 from pd_connector.control.sockets import MAX_BATCH
 from pd_connector.errors import Cause, MalformedMessageError, TransportError

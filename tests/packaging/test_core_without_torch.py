@@ -22,7 +22,8 @@ ABSENT = (
 )
 ROOMS = ("kv", "plan", "protocol", "control")
 POOL = tuple(
-    f"pd_connector.pool.{name}" for name in ("keys", "record", "form", "plans", "spans", "worth")
+    f"pd_connector.pool.{name}"
+    for name in ("keys", "record", "chunk_layout", "copy_plan", "token_ranges", "load_breakeven")
 )
 ROUTER = ("scheduler_plugins.router.prompt.body", "scheduler_plugins.router.policies.registry")
 

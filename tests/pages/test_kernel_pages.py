@@ -19,8 +19,8 @@ from support.caches import LAYOUTS
 from support.caches import Rank as CacheRank
 from support.setups import LATENT, Layer, Model, Setup
 
-from pd_connector.agent.consuming import inbox
-from pd_connector.agent.producing import outbox
+from pd_connector.agent.consuming import receive_pipeline as receive_pipeline
+from pd_connector.agent.producing import send_pipeline as send_pipeline
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
@@ -338,8 +338,8 @@ def test_the_sums_of_kernels_stand_for_the_host_s_in_every_codec(
     def never(*_: object) -> bytes:
         raise AssertionError("summed on the host")
 
-    monkeypatch.setattr(outbox, "checksum_of", never)
-    monkeypatch.setattr(inbox, "checksum_of", never)
+    monkeypatch.setattr(send_pipeline, "checksum_of", never)
+    monkeypatch.setattr(receive_pipeline, "checksum_of", never)
     half = geometry_of(Shard(0, 2, 1, 2), layout="other", page_size=8)
     settings = LONG | {"transports": ("tcp",), "codec": codec}
     producer = ranks(settings, consumes=False)
@@ -367,11 +367,11 @@ def test_a_payload_that_is_damaged_on_its_way_is_noticed(
 
 def damage(producer: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the producer has summed is changed before it is sent."""
-    start = outbox.Outbox._writer
+    start = send_pipeline.SendPipeline._writer
 
     def damaged(box, send, way, payload, found):
         changed = bytearray(payload)
         changed[100] ^= 4
         return start(box, send, way, memoryview(changed), found)
 
-    monkeypatch.setattr(outbox.Outbox, "_writer", damaged)
+    monkeypatch.setattr(send_pipeline.SendPipeline, "_writer", damaged)

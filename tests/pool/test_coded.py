@@ -37,9 +37,9 @@ from support.setups import LATENT, Layer, Model, Setup, pairs
 from pd_connector.codec import CODECS, DTYPES
 from pd_connector.errors import PoolError
 from pd_connector.kv.coding import Elements, Part
-from pd_connector.pool import plans
+from pd_connector.pool import copy_plan as plans
+from pd_connector.pool.chunk_layout import Run, coded_run, form_problem, places
 from pd_connector.pool.codecs import CODED_DTYPES
-from pd_connector.pool.form import Run, coded_run, form_problem, places
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.record import Writer, decode, encode, payload_problem
 

@@ -20,7 +20,7 @@ from support.pool_records import (
 )
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.pool.form import form_problem, places
+from pd_connector.pool.chunk_layout import form_problem, places
 from pd_connector.pool.keys import CHUNK_TOKENS, Input, inputs_digest
 from pd_connector.pool.record import (
     HEADER,

@@ -36,8 +36,8 @@ from support.setups import LATENT, Layer, Model, Setup, pairs
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Miss, PoolError, UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.pool.copy_plan import plan_load, plan_save
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.plans import plan_load, plan_save
 from pd_connector.pool.record import HEADER, decode, read_header
 from pd_connector.pool.stored import describe
 

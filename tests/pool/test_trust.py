@@ -11,7 +11,7 @@ from support.pool_records import FACTS, GEOMETRY, pages_run, record
 
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
-from pd_connector.pool.form import coded_run
+from pd_connector.pool.chunk_layout import coded_run
 from pd_connector.pool.record import Writer
 from pd_connector.pool.trust import MOST_WRITERS, WriterTrust, writer_of
 

@@ -24,7 +24,7 @@ from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.model import ModelFacts
-from pd_connector.protocol.wire.last_words import FIRST_TOKEN
+from pd_connector.protocol.wire.final_token import FIRST_TOKEN
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission

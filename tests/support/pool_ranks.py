@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.chunk_layout import Form
 from pd_connector.pool.codecs import AtRest
-from pd_connector.pool.form import Form
+from pd_connector.pool.copy_plan import plan_load, plan_save
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.needs import need, needed_parts
-from pd_connector.pool.plans import plan_load, plan_save
+from pd_connector.pool.read_plan import need, needed_parts
 from pd_connector.pool.record import (
     Writer,
     decode,

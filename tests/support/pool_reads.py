@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
-from pd_connector.pool.form import kept_layers
+from pd_connector.pool.chunk_layout import kept_layers
 from pd_connector.pool.keys import CHUNK_TOKENS
 from support.caches import Rank
 from support.filled import bits, ranks, snapshot

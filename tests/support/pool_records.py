@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pd_connector.errors import Miss
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import LayerFacts, ModelFacts
-from pd_connector.pool.form import PagePlane, Run, View, places, wire_run
+from pd_connector.pool.chunk_layout import PagePlane, Run, View, places, wire_run
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, inputs_digest, link, root, salt_digest, token_bytes
 from pd_connector.pool.record import (

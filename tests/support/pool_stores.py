@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from pd_connector.pool.store import holdings
-from pd_connector.pool.store.books import Books
-from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store import tier_storage as tier_storage
+from pd_connector.pool.store.catalog import Catalog
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 
 
 def wait_for_books(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gives up on books that a keeper's thread holds, however long that waits for a processor."""
-    monkeypatch.setitem(Books.transaction.__wrapped__.__kwdefaults__, "wait_s", 30.0)  # type: ignore[attr-defined]
-    monkeypatch.setattr(holdings, "_PUBLISHES_S", 30.0)
-    monkeypatch.setattr(holdings, "WAIT_S", 30.0)
+    monkeypatch.setitem(Catalog.transaction.__wrapped__.__kwdefaults__, "wait_s", 30.0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(tier_storage, "_PUBLISHES_S", 30.0)
+    monkeypatch.setattr(tier_storage, "WAIT_S", 30.0)
 
 
 @pytest.fixture

@@ -18,15 +18,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from pd_connector.agent.advertised_model import AdvertisedModel
 from pd_connector.agent.agent import Agent
-from pd_connector.agent.told_model import ToldModel
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.vllm.layers import CacheId
+from pd_connector.vllm.identity.layers import CacheId
 from pd_connector.vllm.messages import StepCommands
 from pd_connector.vllm.runner import hooks_tell_layers
 from pd_connector.vllm.worker_side import WorkerSide
@@ -84,7 +84,7 @@ class _Row:
     pages: list[list[int]] = field(default_factory=list)
 
 
-class _Weights(ToldModel):
+class _Weights(AdvertisedModel):
     """A watch (`ModelWatch`) of weights that stay as they are."""
 
     def step(self, **_: bool) -> None: ...

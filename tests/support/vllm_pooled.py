@@ -15,7 +15,7 @@ from pd_connector.agent import pool_saves
 from pd_connector.pool import host
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.vllm import pool_looks
+from pd_connector.vllm.pool import lookups as pool_looks
 from support.pool_stores import wait_for_books
 from support.vllm_computing import ComputingEngine, answered, until_over
 

@@ -10,9 +10,10 @@ from torch import nn
 from pd_connector.config import Config
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.producing.outgoing import Offer
-from pd_connector.vllm import owners, worker_side
-from pd_connector.vllm.model import loaded_weights
-from pd_connector.vllm.model_watch import ModelWatch
+from pd_connector.vllm import worker_side
+from pd_connector.vllm.identity import owners
+from pd_connector.vllm.identity.model import loaded_weights
+from pd_connector.vllm.identity.model_watch import ModelWatch
 
 
 class Attention(nn.Module):

@@ -27,9 +27,9 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.vllm import adapter_files, adapter_watch
-from pd_connector.vllm.adapters import Adapters
-from pd_connector.vllm.inputs import RequestIdentity, adapter_settings
+from pd_connector.vllm.identity import adapter_files, adapter_watch
+from pd_connector.vllm.identity.adapters import Adapters
+from pd_connector.vllm.identity.inputs import RequestIdentity, adapter_settings
 
 CHANGED = "has changed since the adapter was loaded"
 

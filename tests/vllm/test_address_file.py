@@ -14,8 +14,8 @@ from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.wire.params import decode_params, parse, parse_address
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
-from pd_connector.vllm.windows import Windows
 
 KEY = "0123456789abcdef" * 4
 PEER = Peer(Source("10.0.0.1", 7000, "e"), Shard(0, 4, 0, 1))

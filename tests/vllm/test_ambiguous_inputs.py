@@ -17,8 +17,8 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
-from pd_connector.vllm.windows import Windows
 
 TOKENS = 32
 ANOTHER, OURS = torch.zeros(8, 64), torch.ones(8, 64)

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from pd_connector.agent.commands import Distrust, Drop
 from pd_connector.errors import Cause
 from pd_connector.protocol.consuming.incoming import Load
-from pd_connector.vllm import audits
+from pd_connector.vllm.handoff import audits
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
 
 FULL = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from support.vllm_computing import ComputingEngine, answered, until_over
 
 from pd_connector.protocol.wire.params import decode_params, prefill_params
-from pd_connector.vllm.layers import CacheId
+from pd_connector.vllm.identity.layers import CacheId
 from pd_connector.vllm.runner import hooks_tell_layers
 
 OPTIONS: dict[str, Any] = {"budget": 4096, "blocks": 400, "defer_pages": False}

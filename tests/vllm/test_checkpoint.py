@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("huggingface_hub")
 
 from pd_connector.kv.weights import read_weights
-from pd_connector.vllm import checkpoint
+from pd_connector.vllm.identity import checkpoint
 
 
 @pytest.fixture

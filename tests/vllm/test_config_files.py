@@ -14,7 +14,7 @@ import vllm.config.model
 from engines.recipes import MODEL
 from vllm.config import ModelConfig
 
-from pd_connector.vllm import checkpoint, config_files
+from pd_connector.vllm.identity import checkpoint, config_files
 
 
 @pytest.fixture

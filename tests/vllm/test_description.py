@@ -16,8 +16,8 @@ from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire.params import describe_params, parse_address
 from pd_connector.vllm.connector import PDConnector
 from pd_connector.vllm.messages import RankAddress
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
-from pd_connector.vllm.windows import Windows
 
 FACTS = ModelFacts(b"config", b"weights", source="/models/a", fields=(("dtype", "bfloat16"),))
 

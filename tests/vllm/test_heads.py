@@ -22,7 +22,7 @@ from pd_connector.plan.coverage import uncovered  # noqa: E402
 from pd_connector.plan.route import routes  # noqa: E402
 from pd_connector.vllm import owners  # noqa: E402
 from pd_connector.vllm.cache import describe_cache  # noqa: E402
-from pd_connector.vllm.heads import layer_heads  # noqa: E402
+from pd_connector.vllm.identity.heads import layer_heads  # noqa: E402
 
 PAGE, DIM, PAGES, TOKENS, WINDOW = 32, 32, 4, 70, 1000
 MODEL_SAYS = 4  # the one number of the model's config

@@ -7,7 +7,7 @@ pytest.importorskip("vllm")
 
 from pd_connector.errors import Cause
 from pd_connector.telemetry import Telemetry
-from pd_connector.vllm.ignored import PAUSE_S, IgnoredParams
+from pd_connector.vllm.handoff.ignored import PAUSE_S, IgnoredParams
 
 
 def test_each_request_is_counted_and_each_cause_is_logged_once_a_minute(

@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 from support.vllm_steps import FETCH
 
 from pd_connector.config import Config
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
-from pd_connector.vllm.windows import Windows
 
 OFFERS = {"do_remote_decode": True, "transfer_id": "t"}
 FETCHES = {**FETCH, "remote_request_id": "t"}

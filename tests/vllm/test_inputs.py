@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from pd_connector.vllm import inputs
-from pd_connector.vllm.inputs import AmbiguousInputs, RequestIdentity, processor_settings
+from pd_connector.vllm.identity import inputs
+from pd_connector.vllm.identity.inputs import AmbiguousInputs, RequestIdentity, processor_settings
 
 
 def image(content, identifier, modality="image", offset=3):

@@ -5,7 +5,7 @@ import pytest
 from support.examples import check_examples
 
 from pd_connector.kv.geometry import DRAFT_LAYERS
-from pd_connector.vllm.layers import CacheId, draft_names, identify
+from pd_connector.vllm.identity.layers import CacheId, draft_names, identify
 
 MODEL = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
 EAGLE = ["model.layers.4.self_attn.attn"]
@@ -63,4 +63,4 @@ def test_a_layer_without_an_index_is_an_error():
 
 
 def test_examples():
-    check_examples("pd_connector.vllm.layers", 1)
+    check_examples("pd_connector.vllm.identity.layers", 1)

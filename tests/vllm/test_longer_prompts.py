@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from pd_connector.kv.identity import token_fingerprint
 from pd_connector.protocol.consuming.incoming import Load
-from pd_connector.vllm.inputs import RequestIdentity
+from pd_connector.vllm.identity.inputs import RequestIdentity
 
 
 def test_a_prompt_that_goes_on_after_the_producers_uses_its_kv() -> None:

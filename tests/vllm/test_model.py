@@ -13,9 +13,9 @@ from pd_connector import tools
 from pd_connector.config import Config
 from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.geometry import DRAFT_LAYERS
-from pd_connector.vllm import model, owners
-from pd_connector.vllm.layers import CacheId
-from pd_connector.vllm.model import _draft, _encoder, _layer_facts, _may_draft
+from pd_connector.vllm.identity import model, owners
+from pd_connector.vllm.identity.layers import CacheId
+from pd_connector.vllm.identity.model import _draft, _encoder, _layer_facts, _may_draft
 
 ROTARY = {"rope_theta": 10000.0}
 """What the config says of rotation."""

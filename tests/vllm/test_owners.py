@@ -5,7 +5,7 @@ import gc
 
 from torch import nn
 
-from pd_connector.vllm import owners
+from pd_connector.vllm.identity import owners
 
 
 class Attention(nn.Module):

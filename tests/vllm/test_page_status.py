@@ -11,17 +11,17 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from pd_connector.vllm.fetching import FetchGoesFirst
-from pd_connector.vllm.inputs import LEAST_ELEMENTS, AmbiguousInputs, RequestIdentity
+from pd_connector.vllm.handoff.fetching import FetchGoesFirst
+from pd_connector.vllm.handoff.uncomputable import Uncomputable
+from pd_connector.vllm.identity.inputs import LEAST_ELEMENTS, AmbiguousInputs, RequestIdentity
 from pd_connector.vllm.messages import StepCommands
-from pd_connector.vllm.outdated import OutdatedKV
-from pd_connector.vllm.page_status import PageRule, PageStatus, Use
+from pd_connector.vllm.pages.partial import PartialPages
+from pd_connector.vllm.pages.stale import StalePages
+from pd_connector.vllm.pages.stale_adapter import StaleAdapterPages
+from pd_connector.vllm.pages.status import PageRule, PageStatus, Use
+from pd_connector.vllm.pages.unverified import UnverifiedPages
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.part import Part
-from pd_connector.vllm.stale import StalePages
-from pd_connector.vllm.uncomputable import Uncomputable
-from pd_connector.vllm.unfilled import UnfilledPages
-from pd_connector.vllm.unverified import UnverifiedPages
-from pd_connector.vllm.windows import Windows
 
 PAGE = 16
 PAGES = 12
@@ -66,12 +66,12 @@ class Events(RuleBasedStateMachine):
         self.fetched: set[str] = set()
         self.stale = StalePages()
         adapters: Any = self.adapters
-        unfilled = UnfilledPages(Windows([(PAGE, 0)]))
+        unfilled = PartialPages(Windows([(PAGE, 0)]))
         uncomputable = Uncomputable(encoded_elsewhere=True)
         self.status = PageStatus(
             AmbiguousInputs(self.identity), UnverifiedPages([PAGE]), unfilled, self.stale
         )
-        outdated = OutdatedKV(adapters, uncomputable, lambda _: None)
+        outdated = StaleAdapterPages(adapters, uncomputable, lambda _: None)
         self.status.add(outdated, FetchGoesFirst(self.fetched.__contains__))
         self.free = list(range(1, PAGES))
         pool = SimpleNamespace(
@@ -226,7 +226,7 @@ Control.TestCase.settings = settings(
         (AmbiguousInputs, "queued"),
         (UnverifiedPages, "admitted"),
         (StalePages, "admitted"),
-        (OutdatedKV, "holds"),
+        (StaleAdapterPages, "holds"),
     ],
 )
 def test_a_rule_that_does_not_hear_of_an_event_is_found(

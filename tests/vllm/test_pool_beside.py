@@ -17,8 +17,8 @@ from vllm.v1.request import Request
 
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.worth import Worth
-from pd_connector.vllm.unverified import UnverifiedPages
+from pd_connector.pool.load_breakeven import LoadBreakeven
+from pd_connector.vllm.pages.unverified import UnverifiedPages
 
 __all__ = ["make"]
 
@@ -28,7 +28,7 @@ THREE = 3 * CHUNK_TOKENS
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is loaded, however slow the machine."""
-    monkeypatch.setattr(Worth, "chunks", lambda _, missing, now: len(missing))
+    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, now: len(missing))
 
 
 @pytest.fixture

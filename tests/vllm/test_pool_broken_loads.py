@@ -25,8 +25,8 @@ from pd_connector.errors import Cause
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.protocol.consuming.incoming import Finished
-from pd_connector.vllm import pool_looks
-from pd_connector.vllm.pool_fills import PoolFills
+from pd_connector.vllm.pool import lookups as pool_looks
+from pd_connector.vllm.pool.fills import PoolFills
 
 __all__ = ["make"]
 

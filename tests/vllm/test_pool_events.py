@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.store.base import DISK, MEMORY
 from pd_connector.pool.store.folder import Folder
-from pd_connector.vllm import pool_events
+from pd_connector.vllm.pool import events as pool_events
 from scheduler_plugins.router.index.events import decode
 from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes
 from scheduler_plugins.router.index.prefixes import Prefixes

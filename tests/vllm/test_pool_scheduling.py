@@ -25,14 +25,18 @@ from vllm.lora.request import LoRARequest
 
 from pd_bench.pool.faulty_store import FaultyStore
 from pd_connector.errors import Cause, Miss
-from pd_connector.pool import host, worth
+from pd_connector.pool import host
+from pd_connector.pool import load_breakeven as worth
+from pd_connector.pool.advertised import find_engine
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
-from pd_connector.pool.told import find_engine
-from pd_connector.vllm import pool_looks, pool_model, pool_saves, pool_sharing
-from pd_connector.vllm.adapters import Adapters
+from pd_connector.vllm.identity.adapters import Adapters
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
+from pd_connector.vllm.pool import lookups as pool_looks
+from pd_connector.vllm.pool import model as pool_model
+from pd_connector.vllm.pool import saves as pool_saves
+from pd_connector.vllm.pool import sharing as pool_sharing
 
 MODEL = b"m" * 32
 

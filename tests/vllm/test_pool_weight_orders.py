@@ -24,14 +24,14 @@ from support.vllm_pooled import Make, make
 from vllm.v1.core.sched.interface import PauseState
 
 from pd_connector.agent import weights_reader
+from pd_connector.agent.advertised_model import AdvertisedModel
 from pd_connector.agent.commands import ChangeModel
-from pd_connector.agent.told_model import ToldModel
 from pd_connector.kv.model import ModelFacts
 from pd_connector.kv.weights import read_weights
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.worth import Worth
-from pd_connector.vllm.stale import StalePages
+from pd_connector.pool.load_breakeven import LoadBreakeven
+from pd_connector.vllm.pages.stale import StalePages
 
 __all__ = ["make"]
 
@@ -68,7 +68,7 @@ class Watch:
         files = [opened(folders[0])]
         facts = ModelFacts(b"config", read_weights(files).sampled)
         engine.agent.submit(ChangeModel(facts))
-        self.told = ToldModel(facts, files, engine.agent.submit)
+        self.told = AdvertisedModel(facts, files, engine.agent.submit)
 
     @property
     def changes(self) -> int:
@@ -179,7 +179,7 @@ def run(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[int], Orders]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(Worth, "chunks", lambda _, missing, now: len(missing))
+    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, now: len(missing))
     reads, folders, watches = Reads(), [], []
     monkeypatch.setattr(weights_reader, "full_fingerprint", reads.full_fingerprint)
     for number in range(2):

@@ -16,11 +16,11 @@ from support.vllm_pooled import Make, make
 from vllm.v1.request import Request
 
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.load_breakeven import LoadBreakeven
 from pd_connector.pool.saver import Saver
-from pd_connector.pool.worth import Worth
 from pd_connector.protocol.wire.params import prefill_params
-from pd_connector.vllm.pool_saves import PoolSaves
-from pd_connector.vllm.unfilled import UnfilledPages
+from pd_connector.vllm.pages.partial import PartialPages
+from pd_connector.vllm.pool.saves import PoolSaves
 
 __all__ = ["make"]
 
@@ -56,7 +56,7 @@ def saved_and_read(make: Make, specs: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is loaded, however slow the machine."""
-    monkeypatch.setattr(Worth, "chunks", lambda _, missing, now: len(missing))
+    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, now: len(missing))
 
 
 @pytest.fixture
@@ -113,5 +113,5 @@ def test_a_page_that_a_handoff_has_filled_in_part_is_not_saved(make: Make) -> No
 
 
 def test_it_would_be_saved_as_a_whole_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UnfilledPages, "partial_pages", lambda *_: ())
+    monkeypatch.setattr(PartialPages, "partial_pages", lambda *_: ())
     assert handed_over_and_read(make)

@@ -13,7 +13,7 @@ from support.vllm_steps import OFFER, PAGE, SteppedEngine
 
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.params import decode_params, prefill_params
-from pd_connector.vllm import streaming
+from pd_connector.vllm.handoff import streaming
 
 Engines = tuple[ComputingEngine, ComputingEngine]
 

@@ -16,8 +16,8 @@ from pd_connector.errors import ConfigError, PDConnectorError
 from pd_connector.kv.model import model_problem
 from pd_connector.vllm import support
 from pd_connector.vllm.connector import PDConnector
+from pd_connector.vllm.identity.weight_loads import LOADS, watch_model
 from pd_connector.vllm.messages import Prefill, StepCommands
-from pd_connector.vllm.weight_loads import LOADS, watch_model
 
 __all__ = ["agent", "config", "model", "worker"]
 
@@ -101,7 +101,8 @@ def test_weights_without_memory_are_not_read(sleeper, worker, model, monkeypatch
     sleeper.sleep()
     sleeper.wake_up(tags)
     monkeypatch.setattr(
-        "pd_connector.vllm.model_watch.loaded_weights", lambda _: pytest.fail("it was read")
+        "pd_connector.vllm.identity.model_watch.loaded_weights",
+        lambda _: pytest.fail("it was read"),
     )
     worker.begin(StepCommands(compare_weights=True))
     with pytest.raises(PDConnectorError, match="after wake_up"):

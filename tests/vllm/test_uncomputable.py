@@ -14,8 +14,8 @@ from vllm import SamplingParams
 
 from pd_connector.agent.commands import Hold
 from pd_connector.config import Config
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
-from pd_connector.vllm.windows import Windows
 
 TOKENS = 100
 IMAGE = SimpleNamespace(offset=10, length=40)

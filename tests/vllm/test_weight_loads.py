@@ -20,8 +20,8 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.worker.worker_base import WorkerBase
 
 from pd_connector.kv.weights import read_weights
-from pd_connector.vllm import checkpoint, weight_loads
-from pd_connector.vllm.weight_loads import LOADS
+from pd_connector.vllm.identity import checkpoint, weight_loads
+from pd_connector.vllm.identity.weight_loads import LOADS
 
 
 @pytest.fixture(autouse=True)

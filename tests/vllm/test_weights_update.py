@@ -16,11 +16,11 @@ from pd_connector.config import Config
 from pd_connector.kv.model import model_problem
 from pd_connector.memory.parameters import loaded_full_fingerprint
 from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.vllm.identity.model import loaded_weights
+from pd_connector.vllm.identity.weight_loads import LOADS
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
-from pd_connector.vllm.model import loaded_weights
+from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
-from pd_connector.vllm.weight_loads import LOADS
-from pd_connector.vllm.windows import Windows
 
 __all__ = ["agent", "config", "model", "worker"]
 

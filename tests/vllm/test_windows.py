@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 from pd_connector.agent.commands import Revoke
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol.producing.outgoing import Offer
-from pd_connector.vllm.streaming import Streaming
-from pd_connector.vllm.windows import Windows
+from pd_connector.vllm.handoff.streaming import Streaming
+from pd_connector.vllm.pages.windows import Windows
 
 FULL = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)
 

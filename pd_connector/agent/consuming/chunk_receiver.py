@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pd_connector.agent.confined import confined
-from pd_connector.agent.consuming.inbox import Inbox
 from pd_connector.agent.consuming.open_session import OpenSession
 from pd_connector.agent.consuming.open_sessions import OpenSessions
+from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
 from pd_connector.agent.page_gate import AbandonedError, RevokedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, MalformedMessageError
@@ -34,14 +34,14 @@ class ChunkReceiver:
         self,
         resources: RankResources,
         consumer: Consumer,
-        inbox: Inbox,
+        receive_pipeline: ReceivePipeline,
         sessions: OpenSessions,
         act: Callable[[Sequence[Action], float], None],
     ) -> None:
         self._telemetry = resources.telemetry
         self._cache = resources.cache
         self._consumer = consumer
-        self._inbox = inbox
+        self._receive_pipeline = receive_pipeline
         self._sessions = sessions
         self._act = act
 
@@ -58,10 +58,14 @@ class ChunkReceiver:
         """
         source = session.source
         wanted = self._consumer.granted(source, left.transfer, left.slot)
-        if session.path is None or not wanted or self._inbox.is_reading(source, left.slot):
+        if (
+            session.path is None
+            or not wanted
+            or self._receive_pipeline.is_reading(source, left.slot)
+        ):
             self._sessions.send(session, messages.Taken(left.number))
             return
-        pieces = self._inbox.begin_read(source, session.path, left)
+        pieces = self._receive_pipeline.begin_read(source, session.path, left)
         if pieces is not None:
             self._take_in(Landed(left.header, left.slot, pieces), now)
 
@@ -83,7 +87,11 @@ class ChunkReceiver:
         except MalformedMessageError:
             return None  # it will be dropped when it has landed
         place = self._consumer.landings.expected(header, slot) if header.nbytes == nbytes else None
-        return self._inbox.destination(place, self._consumer.landings.awaits) if place else None
+        return (
+            self._receive_pipeline.destination(place, self._consumer.landings.awaits)
+            if place
+            else None
+        )
 
     def place(self, place: PlaceChunk) -> tuple[Cause | None, str]:
         """Copy a chunk into its pages; returns what was wrong with it."""
@@ -91,7 +99,7 @@ class ChunkReceiver:
         assert session is not None
         assert session.path is not None  # it has been granted the slot
         try:
-            return self._inbox.place(place, session.path)
+            return self._receive_pipeline.place(place, session.path)
         except RevokedError:
             return Cause.ABORTED, "the request was dropped"
         except AbandonedError:
@@ -130,6 +138,6 @@ class ChunkReceiver:
 
     def _tell_taken(self, slot: int) -> None:
         """Tell the producer that a chunk has been read, if one was left for this landing slot."""
-        for source, taken in self._inbox.end_read(slot):
+        for source, taken in self._receive_pipeline.end_read(slot):
             if session := self._sessions.get(source):
                 self._sessions.send(session, taken)

@@ -8,8 +8,8 @@ from typing import Any
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.agent.confined import confined
 from pd_connector.agent.consuming.auditor import Auditor
-from pd_connector.agent.consuming.inbox import Inbox
 from pd_connector.agent.consuming.name_queue import Named, NameQueue
+from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause
 from pd_connector.protocol.consuming.consumer import Consumer
@@ -32,7 +32,7 @@ class ConsumerCommands:
         self,
         names: NameQueue,
         consumer: Consumer,
-        inbox: Inbox,
+        receive_pipeline: ReceivePipeline,
         gate: PageGate,
         auditor: Auditor,
         telemetry: Telemetry,
@@ -40,7 +40,7 @@ class ConsumerCommands:
     ) -> None:
         self._names = names
         self._consumer = consumer
-        self._inbox = inbox
+        self._receive_pipeline = receive_pipeline
         self._gate = gate
         self._auditor = auditor
         self._telemetry = telemetry
@@ -74,7 +74,7 @@ class ConsumerCommands:
             case Load() | Hold() if cause is not None:
                 self._fail(command, cause, detail, now)
             case Load():
-                self._inbox.fill_after(command, fence)
+                self._receive_pipeline.fill_after(command, fence)
                 self._act(self._consumer.load(command, now), now)
             case Hold(request, transfer, peers, watch, engine_id, keep):
                 hold = self._consumer.hold

@@ -14,12 +14,12 @@ from pd_connector.agent.consuming.auditor import Auditor
 from pd_connector.agent.consuming.chunk_receiver import ChunkReceiver
 from pd_connector.agent.consuming.consumer_commands import ConsumerCommands
 from pd_connector.agent.consuming.dialler import Dialler
-from pd_connector.agent.consuming.inbox import Inbox
 from pd_connector.agent.consuming.load_ends import LoadEnds
 from pd_connector.agent.consuming.name_queue import NameQueue
 from pd_connector.agent.consuming.open_sessions import OpenSessions
 from pd_connector.agent.consuming.outage import OutageWatch
 from pd_connector.agent.consuming.pair_counts import PairCounts
+from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
 from pd_connector.agent.consuming.session_keeper import SessionKeeper
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
@@ -84,9 +84,9 @@ class ConsumerSide:
         self._sessions = OpenSessions(config, self._dialler)
         self._pairs = PairCounts(self._telemetry)
         codecs = pool_codecs(config, consumes=True).readable
-        self._inbox = Inbox(cache, gate, self._telemetry, self._pairs, codecs)
+        self._receive_pipeline = ReceivePipeline(cache, gate, self._telemetry, self._pairs, codecs)
         self._receiver = ChunkReceiver(
-            resources, self._consumer, self._inbox, self._sessions, self._act
+            resources, self._consumer, self._receive_pipeline, self._sessions, self._act
         )
         for transport in resources.transports:
             transport.destinations = self._receiver.destination
@@ -98,7 +98,7 @@ class ConsumerSide:
             self._dialler,
             self._sessions,
             self._consumer,
-            self._inbox,
+            self._receive_pipeline,
             self._outage,
             act=self._act,
             read=self._receiver.read_left,
@@ -109,7 +109,13 @@ class ConsumerSide:
         )
         names = NameQueue(Resolver(resources.wake), config.permits, config.connect_timeout_s)
         self._commands = ConsumerCommands(
-            names, self._consumer, self._inbox, gate, self._auditor, self._telemetry, self._act
+            names,
+            self._consumer,
+            self._receive_pipeline,
+            gate,
+            self._auditor,
+            self._telemetry,
+            self._act,
         )
 
     @property
@@ -238,7 +244,7 @@ class ConsumerSide:
                     self._finished(finished, now)
 
     def _finished(self, finished: Finished, now: float) -> None:
-        self._inbox.forget(finished.request)
+        self._receive_pipeline.forget(finished.request)
         if finished.comparison is not None:
             self._auditor.ended(finished, now)
         else:

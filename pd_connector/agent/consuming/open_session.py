@@ -4,7 +4,7 @@
 import math
 from dataclasses import dataclass
 
-from pd_connector.agent.consuming.inbox import ReceivePath
+from pd_connector.agent.consuming.receive_pipeline import ReceivePath
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause
 from pd_connector.kv.model import ModelFacts

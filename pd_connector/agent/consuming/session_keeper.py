@@ -8,10 +8,10 @@ import msgspec
 
 from pd_connector.agent.confined import confined
 from pd_connector.agent.consuming.dialler import Dialler
-from pd_connector.agent.consuming.inbox import Inbox
 from pd_connector.agent.consuming.open_session import OpenSession
 from pd_connector.agent.consuming.open_sessions import MOST_SESSIONS, OpenSessions
 from pd_connector.agent.consuming.outage import OutageWatch, named_for_what_it_is
+from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.liveness import UNANSWERED
@@ -19,7 +19,7 @@ from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.consuming.consumer import Consumer
 from pd_connector.protocol.consuming.incoming import Action
-from pd_connector.protocol.consuming.silences import Silences
+from pd_connector.protocol.consuming.peer_backoff import PeerBackoff
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
 
@@ -49,7 +49,7 @@ class SessionKeeper:
         dialler: Dialler,
         sessions: OpenSessions,
         consumer: Consumer,
-        inbox: Inbox,
+        receive_pipeline: ReceivePipeline,
         outage: OutageWatch,
         act: Callable[[Sequence[Action], float], None],
         read: Callable[[OpenSession, messages.LeftInSlot | messages.LeftInPages, float], None],
@@ -61,13 +61,13 @@ class SessionKeeper:
         self._dialler = dialler
         self._sessions = sessions
         self._consumer = consumer
-        self._inbox = inbox
+        self._receive_pipeline = receive_pipeline
         self._outage = outage
         self._act = act
         self._read = read
         self._unlike = unlike
         self._next_heartbeat = 0.0
-        self._silences = Silences(resources.config.connect_timeout_s)
+        self._peer_backoff = PeerBackoff(resources.config.connect_timeout_s)
         self.only_pulses = False
         """Whether what the last `receive` found were answers to heartbeats, and nothing else."""
 
@@ -144,7 +144,7 @@ class SessionKeeper:
         next_s, wanted = self._next_heartbeat - now, self._consumer.wanted(session.source)
         self._sessions.send_heartbeat(session, wanted, now, max(0.0, next_s))
         self._sessions.agreed(session)
-        self._silences.answered(session.source)
+        self._peer_backoff.answered(session.source)
         return self._establish(session, now)
 
     def _establish(self, session: OpenSession, now: float) -> None:
@@ -195,7 +195,7 @@ class SessionKeeper:
         """End a session that is lost or idle."""
         if session.deadline <= now:
             if session.path is None:
-                self._silences.waited(session.source, now, now)
+                self._peer_backoff.waited(session.source, now, now)
             self.end_session(session, session.timeout_cause, "the producer does not answer", now)
             return
         if self._consumer.wants(session.source):
@@ -217,7 +217,7 @@ class SessionKeeper:
         """Open a session with this producer, if there is none."""
         if self._sessions.get(source) is not None:
             return None
-        if pause := self._silences.pause(source, now):
+        if pause := self._peer_backoff.pause(source, now):
             return self._refused(source, Cause.UNREACHABLE, pause, now)
         if len(self._sessions) >= MOST_SESSIONS:
             self._make_room(now)
@@ -280,7 +280,7 @@ class SessionKeeper:
         silenced = path is None or path.own or path.transport.silenced(path.expected)
         if path is not None:
             path.transport.dismiss(path.expected)
-        self._inbox.forget_reads(source)
+        self._receive_pipeline.forget_reads(source)
         down = self._consumer.session_down(source, cause, detail, now, silenced=silenced)
         self._act(down, now)
         self._sessions.end_session(session)  # last, because a `Cancel` may have been sent just now

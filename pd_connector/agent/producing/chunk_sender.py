@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pd_connector.agent.page_gate import RevokedError
 from pd_connector.agent.producing.consumer_sessions import ConsumerSessions
 from pd_connector.agent.producing.in_flight import Key
-from pd_connector.agent.producing.outbox import Outbox
+from pd_connector.agent.producing.send_pipeline import SendPipeline
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause, TransportError
 from pd_connector.protocol.producing.outgoing import Action, SendChunk
@@ -29,7 +29,7 @@ class ChunkSender:
         self,
         resources: RankResources,
         producer: Producer,
-        outbox: Outbox,
+        send_pipeline: SendPipeline,
         sessions: ConsumerSessions,
         say: Callable[[bytes, messages.Message], None],
         act: Callable[[list[Action]], None],
@@ -37,7 +37,7 @@ class ChunkSender:
         self._telemetry = resources.telemetry
         self._steps = resources.steps
         self._producer = producer
-        self._outbox = outbox
+        self._send_pipeline = send_pipeline
         self._sessions = sessions
         self._say = say
         self._act = act
@@ -45,8 +45,8 @@ class ChunkSender:
     def ready(self) -> Iterator[SendChunk]:
         """Chunks that can be sent now. Each must be sent before the next is asked for."""
         compiling = self._sessions.compiling
-        while not self._outbox.full:
-            send = self._producer.next_send({*self._outbox.backpressured, *compiling})
+        while not self._send_pipeline.full:
+            send = self._producer.next_send({*self._send_pipeline.backpressured, *compiling})
             if send is None:
                 return
             yield send
@@ -60,7 +60,7 @@ class ChunkSender:
             return
         self._begin_next()
         try:
-            message = self._outbox.post(send, self._sessions[send.session].path, now)
+            message = self._send_pipeline.post(send, self._sessions[send.session].path, now)
         except RevokedError:
             self._producer.unsend(send)
             return
@@ -78,21 +78,21 @@ class ChunkSender:
 
     def settle(self) -> None:
         """Nothing that was begun early is under way any more. Must follow the last `send` of a turn."""
-        self._outbox.settle()
+        self._send_pipeline.settle()
 
     def _begin_next(self) -> None:
         """Have a device gather the chunk that probably follows while this one is posted."""
-        if not self._outbox.begins_early:
+        if not self._send_pipeline.begins_early:
             return
         following = self._producer.peek_send(
-            {*self._outbox.backpressured, *self._sessions.compiling}
+            {*self._send_pipeline.backpressured, *self._sessions.compiling}
         )
         if following is not None and following.kept:
-            self._outbox.post_next(following, self._sessions[following.session].path)
+            self._send_pipeline.post_next(following, self._sessions[following.session].path)
 
     def chunk_ended(self, key: Key, ok: bool, detail: str) -> None:
         """A chunk has arrived, or certainly will not."""
-        in_flight = self._outbox.chunk_ended(key)
+        in_flight = self._send_pipeline.chunk_ended(key)
         if in_flight is None:
             return
         session, transfer = in_flight.session, in_flight.transfer

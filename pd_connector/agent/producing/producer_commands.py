@@ -9,7 +9,7 @@ from typing import Any
 from pd_connector.agent.commands import Computed, Expect, Revoke, Withdraw
 from pd_connector.agent.confined import confined
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.outbox import Outbox
+from pd_connector.agent.producing.send_pipeline import SendPipeline
 from pd_connector.agent.producing.unfinished import Unfinished
 from pd_connector.errors import Cause
 from pd_connector.pages.paged_cache import PagedCache
@@ -32,14 +32,14 @@ class ProducerCommands:
     def __init__(
         self,
         producer: Producer,
-        outbox: Outbox,
+        send_pipeline: SendPipeline,
         gate: PageGate,
         cache: PagedCache,
         telemetry: Telemetry,
         act: Callable[[list[Action]], None],
     ) -> None:
         self._producer = producer
-        self._outbox = outbox
+        self._send_pipeline = send_pipeline
         self._gate = gate
         self._cache = cache
         self._telemetry = telemetry
@@ -104,7 +104,7 @@ class ProducerCommands:
         """Whether the command tells of no more computed tokens than were told before. If so, its own fence
         belongs to a later step, which may have only just begun."""
         is_offer = isinstance(command, Offer)
-        return is_offer and command.tokens <= self._outbox.computed(command.request)
+        return is_offer and command.tokens <= self._send_pipeline.computed(command.request)
 
     def _execute(self, command: ProducerCommand, fence: Any, now: float) -> None:
         match command:
@@ -112,16 +112,18 @@ class ProducerCommands:
                 self._producer.expect(transfer, now)
             case Offer(request=request, tokens=tokens):
                 if not self._told_before(command):
-                    self._outbox.gather_after(request, fence, tokens)
+                    self._send_pipeline.gather_after(request, fence, tokens)
                 self._act(self._producer.offer(command, now))
             case Computed(transfer, request, tokens, stop_layer):
-                self._outbox.gather_after(request, fence, tokens if stop_layer is None else 0)
+                self._send_pipeline.gather_after(
+                    request, fence, tokens if stop_layer is None else 0
+                )
                 self._act(self._producer.computed(transfer, request, tokens, stop_layer))
             case Revoke(transfer, request, doubtful_since):
-                self._outbox.forget(request)
+                self._send_pipeline.forget(request)
                 self._act(self._producer.revoke(transfer, request, doubtful_since))
             case Withdraw(transfer, request):
-                self._outbox.forget(request)
+                self._send_pipeline.forget(request)
                 self._act(self._producer.withdraw(transfer, request))
 
     def _give_up(self, command: ProducerCommand) -> None:

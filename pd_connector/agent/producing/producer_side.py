@@ -13,9 +13,9 @@ from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.producing.chunk_sender import ChunkSender
 from pd_connector.agent.producing.consumer_sessions import ConsumerSessions
 from pd_connector.agent.producing.in_flight import LEFT
-from pd_connector.agent.producing.outbox import Outbox
 from pd_connector.agent.producing.producer_commands import ProducerCommands
 from pd_connector.agent.producing.refusals import Refusals, one_line
+from pd_connector.agent.producing.send_pipeline import SendPipeline
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import Cause, MalformedMessageError
@@ -76,12 +76,17 @@ class ProducerSide:
         self._sessions = ConsumerSessions(resources)
         self._unheard: set[bytes] = set()  # consumers that a message did not reach
         self._next_sweep = 0.0
-        self._outbox = Outbox(config, identity.epoch, resources.cache, sending, gate)
+        self._send_pipeline = SendPipeline(config, identity.epoch, resources.cache, sending, gate)
         self._sender = ChunkSender(
-            resources, self._producer, self._outbox, self._sessions, self._say, self._act
+            resources, self._producer, self._send_pipeline, self._sessions, self._say, self._act
         )
         self.commands = ProducerCommands(
-            self._producer, self._outbox, gate, resources.cache, resources.telemetry, self._act
+            self._producer,
+            self._send_pipeline,
+            gate,
+            resources.cache,
+            resources.telemetry,
+            self._act,
         )
 
     @property
@@ -99,7 +104,7 @@ class ProducerSide:
     @property
     def busy(self) -> bool:
         """Whether chunks are under way."""
-        return self._outbox.busy
+        return self._send_pipeline.busy
 
     @property
     def compiling(self) -> bool:
@@ -118,14 +123,14 @@ class ProducerSide:
 
     @property
     def parts_with_integrity(self) -> list[HasIntegrity]:
-        return [self._producer, self._outbox]
+        return [self._producer, self._send_pipeline]
 
     def gauges(self) -> dict[str, float]:
         return {
             "leased_pages": self._producer.leased_pages,
             "outgoing_transfers": self._producer.transfers,
             "consumer_sessions": len(self._sessions),
-            "send_slots": self._outbox.held,
+            "send_slots": self._send_pipeline.held,
         }
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
@@ -205,7 +210,7 @@ class ProducerSide:
 
     def tick(self, now: float) -> None:
         """End silent sessions, sessions whose transport does not move, and expired leases."""
-        for sender in self._outbox.in_flight.timed_out(now):
+        for sender in self._send_pipeline.in_flight.timed_out(now):
             if sender in self._sessions:
                 detail = "a chunk was not moved within stall_timeout_s"
                 self._reject(sender, Cause.STALLED, detail, now)
@@ -242,7 +247,7 @@ class ProducerSide:
             case messages.Credit():
                 self._producer.credit(sender, message.transfer, message.slots)
             case messages.Taken():
-                if self._outbox.in_flight.left_to(sender, message.number):
+                if self._send_pipeline.in_flight.left_to(sender, message.number):
                     self._sender.chunk_ended((LEFT, message.number), True, "")
             case messages.Done():
                 self._act(self._producer.done(sender, message.transfer))
@@ -284,7 +289,7 @@ class ProducerSide:
             logger.info("consumer %s %s: session ended", one_line(session.engine_id), why)
         self._listener.release(sender, now)
         self._act(self._producer.session_lost(sender))
-        for key in self._outbox.in_flight.unread_by(sender):
+        for key in self._send_pipeline.in_flight.unread_by(sender):
             # If it still reads there, its checksum will be wrong.
             self._sender.chunk_ended(key, False, "the session has ended")
         session.path.transport.disconnect(session.path.link)
@@ -295,6 +300,6 @@ class ProducerSide:
                 case Reply(session, message):
                     self._say(session, message)
                 case Free(request, cause):
-                    self._outbox.forget(request)
+                    self._send_pipeline.forget(request)
                     self._telemetry.count("releases", cause=cause or "delivered")
                     self._report(action)

@@ -44,7 +44,7 @@ class Why(StrEnum):
     )
     FULL = "full"  # nothing can be evicted, or the file system has no room
     QUOTA = "quota"  # room could only come from tenants within their quota
-    # The books are held by a stopped process, are being rebuilt, or are gone; or no file can be made.
+    # The catalog is held by a stopped process, is being rebuilt, or is gone; or no file can be made.
     UNWELL = "unwell"
 
 
@@ -136,7 +136,7 @@ class Writing(ABC):
         every process.
 
         Returns:
-            False if the part was not kept: the books are held by a stopped process, or were rebuilt meanwhile.
+            False if the part was not kept: the catalog is held by a stopped process, or was rebuilt meanwhile.
         """
 
     @abstractmethod
@@ -216,7 +216,7 @@ class Store(ABC):
 
         Returns:
             How many of the first keys are there with whole files: a load of these may begin. Chunks with a missing,
-            short or foreign file are removed. If the books cannot be written, chunks count but are not pinned: a load must
+            short or foreign file are removed. If the catalog cannot be written, chunks count but are not pinned: a load must
             always cope with a chunk that goes.
         """
 
@@ -277,7 +277,7 @@ class Store(ABC):
                 rebuilt, the whole begins again.
 
         Raises:
-            PoolError: REFUSED, the books cannot be read at the moment.
+            PoolError: REFUSED, the catalog cannot be read at the moment.
         """
 
     @abstractmethod

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pd_connector.pool.store.base import Refusal, Why
-from pd_connector.pool.store.folder import charge_of
-from pd_connector.pool.store.ledger import (
+from pd_connector.pool.store.catalog_ops import (
     CHUNK,
     MEMORY_TIER,
     Evicted,
@@ -24,6 +23,7 @@ from pd_connector.pool.store.ledger import (
     one,
     write_leaving,
 )
+from pd_connector.pool.store.folder import charge_of
 
 _LOOKED_AT = 64
 """Chunks that are looked at, from the one that was used longest ago, for one that may be evicted."""
@@ -36,32 +36,32 @@ _USAGE = "SELECT bytes FROM usage WHERE tier = ? AND tenant = ?"
 _ENDS = "SELECT key, entry, bytes, tenant, copied FROM chunks WHERE tier = ? AND children = 0"
 
 
-def reserve(books: sqlite3.Connection, part: Part) -> list[Evicted]:
+def reserve(catalog: sqlite3.Connection, part: Part) -> list[Evicted]:
     """Write down a part that is to be written; returns the chunks that make room for it.
 
     Raises:
         RefusedError: the transaction must be undone.
     """
-    if books.execute(CHUNK, (part.tier, part.key)).fetchone():
+    if catalog.execute(CHUNK, (part.tier, part.key)).fetchone():
         raise RefusedError(Refusal(Why.EXISTS, "the chunk is there"))
-    for writer, name, parts in books.execute(
+    for writer, name, parts in catalog.execute(
         "SELECT writer, part, parts FROM files WHERE tier = ? AND key = ?", (part.tier, part.key)
     ):
         if (writer, parts) != (part.writer, part.parts) or name == part.part:
             text = f"part {name} of {parts} is being written by {writer!r}"
             raise RefusedError(Refusal(Why.BEING_WRITTEN, text))
     need = charge_of(part.nbytes)
-    evicted = make_room(books, part.tier, need, part.tenant)
-    books.execute(
+    evicted = make_room(catalog, part.tier, need, part.tenant)
+    catalog.execute(
         "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
         (part.tier, part.name, part.key, part.part, part.parts, part.writer, part.tenant, need, part.nbytes, part.owner, now_s()),
     )  # fmt: skip
-    write_leaving(books, evicted, part.owner)
+    write_leaving(catalog, evicted, part.owner)
     return evicted
 
 
 def make_room(
-    books: sqlite3.Connection,
+    catalog: sqlite3.Connection,
     tier: int,
     need: int,
     tenant: str | None,
@@ -69,7 +69,7 @@ def make_room(
     full: bool = False,
     most: int = 1024,
 ) -> list[Evicted]:
-    """Take chunks out of the books until a tier has `need` bytes within its budget.
+    """Take chunks out of the catalog until a tier has `need` bytes within its budget.
 
     Args:
         tenant: for this tenant; None for no tenant, to meet a smaller budget.
@@ -79,7 +79,7 @@ def make_room(
     Raises:
         RefusedError: what may be evicted does not suffice. The transaction must be undone.
     """
-    budget, used = books.execute(
+    budget, used = catalog.execute(
         "SELECT budget, bytes FROM tiers WHERE tier = ?", (tier,)
     ).fetchone()
     if need > budget:
@@ -88,18 +88,18 @@ def make_room(
     if used + need <= budget:
         return []
     evicted: list[Evicted] = []
-    books.execute("DELETE FROM pins WHERE until <= ?", (now_s(),))
-    pinned = {key for (key,) in books.execute("SELECT key FROM pins")}
+    catalog.execute("DELETE FROM pins WHERE until <= ?", (now_s(),))
+    pinned = {key for (key,) in catalog.execute("SELECT key FROM pins")}
     while used + need > budget and len(evicted) < most:
-        key, text, nbytes = _victim(books, tier, budget, tenant, need, pinned)
-        books.execute("DELETE FROM chunks WHERE tier = ? AND key = ?", (tier, key))
+        key, text, nbytes = _victim(catalog, tier, budget, tenant, need, pinned)
+        catalog.execute("DELETE FROM chunks WHERE tier = ? AND key = ?", (tier, key))
         evicted.append(Evicted.of(tier, key, text))
         used -= nbytes
     return evicted
 
 
 def _victim(
-    books: sqlite3.Connection,
+    catalog: sqlite3.Connection,
     tier: int,
     budget: int,
     tenant: str | None,
@@ -110,22 +110,22 @@ def _victim(
 
     Chunks that the disk has as well go before those that would be lost.
     """
-    tenants = one(books, "SELECT count(*) FROM usage WHERE tier = ?", tier)
-    own = books.execute(_USAGE, (tier, tenant)).fetchone()
+    tenants = one(catalog, "SELECT count(*) FROM usage WHERE tier = ?", tier)
+    own = catalog.execute(_USAGE, (tier, tenant)).fetchone()
     if tenant is not None and own is None:
         tenants += 1
     quota = budget // max(1, tenants)
     exceeds = (own[0] if own else 0) + need > quota
-    copies = tier == MEMORY_TIER and one(books, "SELECT count(*) FROM tiers") > 1
+    copies = tier == MEMORY_TIER and one(catalog, "SELECT count(*) FROM tiers") > 1
     passed: set[bytes] = set()
     while True:
-        oldest = books.execute(f"{_ENDS} ORDER BY used LIMIT {_LOOKED_AT}", (tier,)).fetchall()
+        oldest = catalog.execute(f"{_ENDS} ORDER BY used LIMIT {_LOOKED_AT}", (tier,)).fetchall()
         allowed = []
         for key, text, nbytes, whose, copied in oldest:
             if key in pinned:
-                _use_now(books, tier, key)
+                _use_now(catalog, tier, key)
             elif tenant is None or (
-                exceeds if whose == tenant else one(books, _USAGE, tier, whose) - nbytes >= quota
+                exceeds if whose == tenant else one(catalog, _USAGE, tier, whose) - nbytes >= quota
             ):
                 allowed.append((not copied if copies else False, key, text, nbytes))
         if allowed:
@@ -133,21 +133,21 @@ def _victim(
             return key, text, nbytes
         looked_at = {key for key, *_ in oldest}
         if not looked_at <= pinned:
-            return _victim_of_largest(books, tier, quota, tenant, exceeds)
+            return _victim_of_largest(catalog, tier, quota, tenant, exceeds)
         if looked_at <= passed:
             raise RefusedError(Refusal(Why.FULL, "every chunk is pinned, or being written"))
         passed |= looked_at
 
 
 def _victim_of_largest(
-    books: sqlite3.Connection, tier: int, quota: int, tenant: str | None, exceeds: bool
+    catalog: sqlite3.Connection, tier: int, quota: int, tenant: str | None, exceeds: bool
 ) -> tuple[bytes, str, int]:
     """The oldest chunks are those of tenants within their quota. Others have more than theirs, or this one `exceeds` it."""
     above = "SELECT tenant, bytes FROM usage WHERE tier = ? AND bytes > ? ORDER BY bytes DESC"
-    others = [row for row in books.execute(above, (tier, quota)) if row[0] != tenant]
+    others = [row for row in catalog.execute(above, (tier, quota)) if row[0] != tenant]
     own = (tenant, 0)
     for whose, most in [own, *others] if exceeds else [*others, own]:
-        for key, text, nbytes, _, _ in books.execute(
+        for key, text, nbytes, _, _ in catalog.execute(
             f"{_ENDS} AND tenant = ? AND key NOT IN (SELECT key FROM pins) ORDER BY used LIMIT 1",
             (tier, whose),
         ):
@@ -157,14 +157,14 @@ def _victim_of_largest(
     raise RefusedError(Refusal(Why.QUOTA, text))
 
 
-def next_uncopied(books: sqlite3.Connection) -> list[bytes]:
+def next_uncopied(catalog: sqlite3.Connection) -> list[bytes]:
     """Chunks that the disk lacks, in the order in which the memory evicts them: from the end of the chain that was used
     longest ago upwards, then the next chain."""
     found: dict[bytes, None] = {}
     ends = f"{_ENDS} ORDER BY used LIMIT {_CANDIDATES}"
-    for key, *_ in books.execute(ends, (MEMORY_TIER,)).fetchall():
+    for key, *_ in catalog.execute(ends, (MEMORY_TIER,)).fetchall():
         for _ in range(_CLIMBED):
-            row = books.execute(
+            row = catalog.execute(
                 "SELECT parent, copied FROM chunks WHERE tier = ? AND key = ?", (MEMORY_TIER, key)
             ).fetchone()
             if row is None:
@@ -174,14 +174,14 @@ def next_uncopied(books: sqlite3.Connection) -> list[bytes]:
                 break
             key = row[0]
     rest = "SELECT key FROM chunks WHERE tier = 0 AND copied = 0 ORDER BY used LIMIT ?"
-    keys = found or [key for (key,) in books.execute(rest, (_CANDIDATES,))]
+    keys = found or [key for (key,) in catalog.execute(rest, (_CANDIDATES,))]
     return [bytes(memoryview(key)) for key in keys]
 
 
-def _use_now(books: sqlite3.Connection, tier: int, key: bytes) -> None:
+def _use_now(catalog: sqlite3.Connection, tier: int, key: bytes) -> None:
     """A pinned chunk is not looked at again until all others were."""
-    books.execute(
-        "UPDATE chunks SET used = ? WHERE tier = ? AND key = ?", (clock(books), tier, key)
+    catalog.execute(
+        "UPDATE chunks SET used = ? WHERE tier = ? AND key = ?", (clock(catalog), tier, key)
     )
 
 
@@ -194,7 +194,7 @@ class Kept(NamedTuple):
 
 
 def pin(
-    books: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
+    catalog: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
 ) -> None:
     """Pin chunks, the first ones first.
 
@@ -202,24 +202,24 @@ def pin(
         tenants: how many share the memory tier; 0 for pins of a load, which end with their process. Pins of a tenant hold
             half of its part at most, and all together half of the tier.
     """
-    books.execute("DELETE FROM pins WHERE until <= ?", (now_s(),))
-    for keys, nbytes in _within_half(books, rows, until, holder, tenants) if tenants else rows:
-        books.execute(
+    catalog.execute("DELETE FROM pins WHERE until <= ?", (now_s(),))
+    for keys, nbytes in _within_half(catalog, rows, until, holder, tenants) if tenants else rows:
+        catalog.execute(
             "INSERT INTO pins VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
             (keys[-1], holder, bool(tenants), until, nbytes),
         )
 
 
 def _within_half(
-    books: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
+    catalog: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
 ) -> Iterator[Kept]:
     """The first rows, as far as a tenant may pin them. Its pins of chunks before are no longer needed, else the prompts of
     one conversation would count again with each turn. The sums are formed once: other processes wait for the books."""
-    half = one(books, "SELECT budget / 2 FROM tiers WHERE tier = 0")
-    held = one(books, "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named")
+    half = one(catalog, "SELECT budget / 2 FROM tiers WHERE tier = 0")
+    held = one(catalog, "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named")
     mine = {
         key: (nbytes, ends)
-        for key, nbytes, ends in books.execute(
+        for key, nbytes, ends in catalog.execute(
             "SELECT key, bytes, until FROM pins WHERE named AND holder = ?", (holder,)
         )
     }
@@ -232,5 +232,5 @@ def _within_half(
             return
         yield row
         gone = [(key, holder) for key in before]
-        books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", gone)
+        catalog.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", gone)
         held, own = held + more, own + more

@@ -26,7 +26,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _OTHERS = 0o077
 PAGE = 4096
 RESERVE_BYTES = 512 << 10
-"""Room of the file system that parts leave to the books: without room for them nothing could be evicted."""
+"""Room of the file system that parts leave to the catalog: without room for them nothing could be evicted."""
 
 
 def charge_of(nbytes: int) -> int:
@@ -143,7 +143,7 @@ class Folder:
     # Entries
 
     def text(self, key: bytes) -> str:
-        """The text of a chunk's entry; empty if it has none. Whatever its bytes are, the books can take it."""
+        """The text of a chunk's entry; empty if it has none. Whatever its bytes are, the catalog can take it."""
         try:
             return os.readlink(key.hex().encode(), dir_fd=self.index).decode(errors="replace")
         except OSError:

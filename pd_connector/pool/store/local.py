@@ -2,7 +2,7 @@
 """A store in folders of this host: memory (a tmpfs), and below it, if set, a disk.
 
 All processes of one user that name the same folders share what is there, its budgets and its books. The folders say what is
-there (`folder.py`), the books plan (`books.py`, `ledger.py`, `eviction.py`), and a thread of each process copies between the
+there (`folder.py`), the catalog plan (`catalog.py`, `ledger.py`, `eviction.py`), and a thread of each process copies between the
 tiers and removes what dead processes left (`keeper.py`).
 """
 
@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.store.base import DISK, Found, Journal, Refusal, Store, StoreStatus, Why
-from pd_connector.pool.store.books import BooksError
-from pd_connector.pool.store.claims import identity_of
+from pd_connector.pool.store.catalog import CatalogError
+from pd_connector.pool.store.catalog_ops import DISK_TIER, MEMORY_TIER, now_s
 from pd_connector.pool.store.entry import check_part, entry_of, head_of
 from pd_connector.pool.store.eviction import Kept, pin
 from pd_connector.pool.store.folder import Folder, charge_of
-from pd_connector.pool.store.holdings import Holdings, Space
-from pd_connector.pool.store.keeper import Keeper
-from pd_connector.pool.store.ledger import DISK_TIER, MEMORY_TIER, now_s
 from pd_connector.pool.store.parts import LocalReading, LocalWriting
 from pd_connector.pool.store.reports import page_of, status_of
+from pd_connector.pool.store.tier_lock import identity_of
+from pd_connector.pool.store.tier_maintenance import TierMaintenance
+from pd_connector.pool.store.tier_storage import Space, TierStorage
 
 
 class Chunk(NamedTuple):
@@ -50,9 +50,9 @@ class LocalStore(Store):
     """
 
     def __init__(self, memory: Space, disk: Space | None = None, *, visits: bool = False) -> None:
-        self._holdings = Holdings(memory, disk)
-        self._folders, self._books = self._holdings.folders, self._holdings.books
-        self.keeper = Keeper(self._holdings)
+        self._tier_storage = TierStorage(memory, disk)
+        self._folders, self._catalog = self._tier_storage.folders, self._tier_storage.catalog
+        self.keeper = TierMaintenance(self._tier_storage)
         if not visits:
             self.keeper.start()
 
@@ -68,7 +68,7 @@ class LocalStore(Store):
             else:
                 break
         if found:
-            self._holdings.used.append(keys[: len(found)])
+            self._tier_storage.used.append(keys[: len(found)])
         return found + [None] * (len(keys) - len(found))
 
     def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
@@ -82,9 +82,9 @@ class LocalStore(Store):
             kept[-1] = Kept(kept[-1].keys, kept[-1].nbytes + found.nbytes)
             kept[-1].keys.append(key)
             there, last = there + 1, found.tier
-        with contextlib.suppress(BooksError), self._books.transaction() as books:
-            whose, shared = (holder, tenants) if holder else (self._holdings.alive.name, 0)
-            pin(books, kept, now_s() + for_s, whose, shared)
+        with contextlib.suppress(CatalogError), self._catalog.transaction() as catalog:
+            whose, shared = (holder, tenants) if holder else (self._tier_storage.alive.name, 0)
+            pin(catalog, kept, now_s() + for_s, whose, shared)
         return there
 
     def _whole(self, key: bytes) -> Found | None:
@@ -94,21 +94,21 @@ class LocalStore(Store):
                 entry = entry_of(text)
                 if entry is not None and folder.is_whole(key, entry):
                     return Found(folder.name, entry.parts, sum(map(charge_of, entry.sizes)))
-                self._holdings.forget(folder, key, text)
+                self._tier_storage.forget(folder, key, text)
         return None
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        rows = [(key, self._holdings.alive.name) for key in keys]
-        with contextlib.suppress(BooksError), self._books.transaction() as books:
-            books.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
+        rows = [(key, self._tier_storage.alive.name) for key in keys]
+        with contextlib.suppress(CatalogError), self._catalog.transaction() as catalog:
+            catalog.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
 
     def was_stored(self, key: bytes) -> bool:
         # Look-ups call this: it must not wait for the books.
         with (
-            contextlib.suppress(BooksError),
-            self._books.transaction(reading=True, wait_s=0.0) as books,
+            contextlib.suppress(CatalogError),
+            self._catalog.transaction(reading=True, wait_s=0.0) as catalog,
         ):
-            found = books.execute("SELECT 1 FROM journal WHERE key = ? AND tier = -1", (key,))
+            found = catalog.execute("SELECT 1 FROM journal WHERE key = ? AND tier = -1", (key,))
             return found.fetchone() is not None
         return False
 
@@ -128,7 +128,7 @@ class LocalStore(Store):
         check_part(key, part, parts, nbytes, tenant)
         if len(self._folders) > 1 and self._folders[DISK_TIER].text(key):
             return Refusal(Why.EXISTS, "the chunk is on the disk")
-        return self._holdings.begin_in(
+        return self._tier_storage.begin_in(
             MEMORY_TIER, key, parent, part, parts, nbytes, tenant, writer
         )
 
@@ -148,7 +148,7 @@ class LocalStore(Store):
                     descriptor = folder.open_part(key, entry, part)
                 except PoolError as error:
                     if folder.text(key) == text:
-                        self._holdings.forget(folder, key, text)
+                        self._tier_storage.forget(folder, key, text)
                         problem = error
                     continue
                 size = entry.sizes[entry.parts.index(part)]
@@ -168,7 +168,7 @@ class LocalStore(Store):
         for key in keys:
             texts = [(folder, text) for folder in self._folders if (text := folder.text(key))]
             for folder, text in texts:
-                self._holdings.forget(folder, key, text)
+                self._tier_storage.forget(folder, key, text)
             there += bool(texts)
         return there
 
@@ -183,9 +183,9 @@ class LocalStore(Store):
 
     def journal(self, after: int) -> Journal:
         try:
-            with self._books.transaction(reading=True) as books:
-                return page_of(books, after)
-        except BooksError as error:
+            with self._catalog.transaction(reading=True) as catalog:
+                return page_of(catalog, after)
+        except CatalogError as error:
             raise PoolError(Miss.REFUSED, f"the journal cannot be read: {error}") from error
 
     def keys(self) -> list[bytes]:
@@ -197,19 +197,22 @@ class LocalStore(Store):
         return hashlib.blake2b(name.encode(), digest_size=16, person=b"pd-pool-store").hexdigest()
 
     def tell(self, about: bytes) -> None:
-        self._holdings.alive.tell(about)
+        self._tier_storage.alive.tell(about)
 
     def told(self) -> list[bytes]:
-        return self._holdings.alive.told()
+        return self._tier_storage.alive.told()
 
     def take_failures(self) -> Mapping[tuple[str, str], int]:
-        return self._holdings.troubles.take()
+        return self._tier_storage.troubles.take()
 
     def status(self) -> StoreStatus:
-        alive = self._holdings.alive
+        alive = self._tier_storage.alive
         engines = 1 + sum(alive.is_alive(name) for name in alive.names() if name != alive.name)
         return status_of(
-            self._books, self._folders, [space.budget for space in self._holdings.spaces], engines
+            self._catalog,
+            self._folders,
+            [space.budget for space in self._tier_storage.spaces],
+            engines,
         )
 
     def see_to_the_folders(self) -> None:
@@ -218,4 +221,4 @@ class LocalStore(Store):
 
     def close(self) -> None:
         self.keeper.stop()
-        self._holdings.close()
+        self._tier_storage.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the books tell about a store: its journal and its status."""
+"""What the catalog tells about a store: its journal and its status."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from pd_connector.pool.store.base import (
     TierStatus,
     Unwritable,
 )
-from pd_connector.pool.store.books import Books, BooksError
+from pd_connector.pool.store.catalog import Catalog, CatalogError
+from pd_connector.pool.store.catalog_ops import now_s
 from pd_connector.pool.store.folder import Folder
-from pd_connector.pool.store.ledger import now_s
 from pd_connector.pool.store.troubles import unwritable
 
 PAGE_EVENTS = 8192
@@ -25,14 +25,14 @@ _NAMES = (MEMORY, DISK, "")
 """Names of tiers by number; -1 is none."""
 
 
-def page_of(books: sqlite3.Connection, after: int) -> Journal:
+def page_of(catalog: sqlite3.Connection, after: int) -> Journal:
     """A page of the journal. While a caller reads the whole, `next` is negative: what it has not seen yet cannot be missed."""
-    (floor,) = books.execute("SELECT value FROM counters WHERE name = 'journal_floor'").fetchone()
-    (last,) = books.execute("SELECT seq FROM sqlite_sequence WHERE name = 'journal'").fetchone()
+    (floor,) = catalog.execute("SELECT value FROM counters WHERE name = 'journal_floor'").fetchone()
+    (last,) = catalog.execute("SELECT seq FROM sqlite_sequence WHERE name = 'journal'").fetchone()
     reading_whole = after <= 0 or not floor <= after <= last
     start = -after if after <= 0 else 0 if reading_whole else after
     whole = reading_whole and not floor < start <= last
-    rows = books.execute(
+    rows = catalog.execute(
         "SELECT number, key, tier FROM journal WHERE number > ? ORDER BY number LIMIT ?",
         (0 if whole else start, PAGE_EVENTS),
     ).fetchall()
@@ -42,30 +42,30 @@ def page_of(books: sqlite3.Connection, after: int) -> Journal:
     return Journal(events, -reached if reading_whole and more else reached, whole, more)
 
 
-def trim(books: sqlite3.Connection) -> None:
+def trim(catalog: sqlite3.Connection) -> None:
     """Forget chunks that have been gone longest."""
-    (gone,) = books.execute("SELECT count(*) FROM journal WHERE tier = -1").fetchone()
+    (gone,) = catalog.execute("SELECT count(*) FROM journal WHERE tier = -1").fetchone()
     if gone > MOST_GONE:
-        (floor,) = books.execute(
+        (floor,) = catalog.execute(
             "SELECT number FROM journal WHERE tier = -1 ORDER BY number LIMIT 1 OFFSET ?",
             (gone // 2,),
         ).fetchone()
-        books.execute("DELETE FROM journal WHERE tier = -1 AND number <= ?", (floor,))
-        books.execute("UPDATE counters SET value = ? WHERE name = 'journal_floor'", (floor,))
+        catalog.execute("DELETE FROM journal WHERE tier = -1 AND number <= ?", (floor,))
+        catalog.execute("UPDATE counters SET value = ? WHERE name = 'journal_floor'", (floor,))
 
 
 _WAIT_S = 1.0
-"""How long a command waits for the books, in seconds. No request waits for it."""
+"""How long a command waits for the catalog, in seconds. No request waits for it."""
 
 
 def status_of(
-    books: Books, folders: Sequence[Folder], budgets: Sequence[int], engines: int
+    catalog: Catalog, folders: Sequence[Folder], budgets: Sequence[int], engines: int
 ) -> StoreStatus:
-    """What is held: by the books, or without the tenants by the folders alone, if the books cannot be read."""
+    """What is held: by the catalog, or without the tenants by the folders alone, if the catalog cannot be read."""
     try:
-        with books.transaction(reading=True, wait_s=_WAIT_S) as connection:
-            return _told(connection, engines, books.problem, unwritable(folders[0]))
-    except BooksError as error:
+        with catalog.transaction(reading=True, wait_s=_WAIT_S) as connection:
+            return _told(connection, engines, catalog.problem, unwritable(folders[0]))
+    except CatalogError as error:
         tiers = []
         for folder, budget in zip(folders, budgets, strict=True):
             entries = [entry for key in folder.entered() if (entry := folder.entry(key))]
@@ -77,18 +77,18 @@ def status_of(
 
 
 def _told(
-    books: sqlite3.Connection, engines: int, problem: str, refusing: list[Unwritable]
+    catalog: sqlite3.Connection, engines: int, problem: str, refusing: list[Unwritable]
 ) -> StoreStatus:
     tiers = [
         TierStatus(_NAMES[tier], path, budget, nbytes, chunks, dict(
-            books.execute("SELECT tenant, bytes FROM usage WHERE tier = ? ORDER BY bytes DESC", (tier,))
+            catalog.execute("SELECT tenant, bytes FROM usage WHERE tier = ? ORDER BY bytes DESC", (tier,))
         ))
-        for tier, path, budget, nbytes, chunks in books.execute(
+        for tier, path, budget, nbytes, chunks in catalog.execute(
             "SELECT tier, path, budget, bytes, chunks FROM tiers ORDER BY tier"
         ).fetchall()
     ]  # fmt: skip
-    (writing,) = books.execute("SELECT count(*) FROM files").fetchone()
-    (pinned,) = books.execute(
+    (writing,) = catalog.execute("SELECT count(*) FROM files").fetchone()
+    (pinned,) = catalog.execute(
         "SELECT count(DISTINCT key) FROM pins WHERE until > ?", (now_s(),)
     ).fetchone()
     return StoreStatus(tiers, writing, pinned, engines, problem, refusing)

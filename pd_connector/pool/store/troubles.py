@@ -27,7 +27,7 @@ _SETTINGS = {
 _FILE = "unwritable."
 _MOST_BYTES = 4096
 _BOOKS_BYTES = 64 << 10
-"""Room that a transaction of the books needs, about."""
+"""Room that a transaction of the catalog needs, about."""
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """A folder was removed. The store's thread creates it again, and says so."""
 
@@ -69,7 +69,7 @@ class Troubles:
         return text
 
     def look_at(self, folder: Folder) -> None:
-        """The books could not be written. That has failed if their file system has no room for them."""
+        """The catalog could not be written. That has failed if their file system has no room for them."""
         with contextlib.suppress(OSError):
             left = os.fstatvfs(folder.root)
             if left.f_blocks and left.f_bavail * left.f_frsize < _BOOKS_BYTES:

@@ -43,7 +43,7 @@ class Consumer:
         pool: landing slots; granted to producers, and home again when a transfer has ended.
         one_sided: whether a peer may still write into a slot after its session has ended.
         shards: what the ranks of this engine hold, this one included.
-        needs_words: whether a load is of no use without the producer's last words.
+        needs_words: whether a load is of no use without the producer's final token.
         audits: what is known of producers; with it, only KV of those that have passed is loaded.
 
     Attributes:

@@ -12,7 +12,7 @@ from pd_connector.protocol.consuming.grants import Grants
 from pd_connector.protocol.consuming.incoming import Action, Dial, ProducerSession, Stalled, Tell
 from pd_connector.protocol.consuming.incoming_transfer import IncomingTransfer
 from pd_connector.protocol.consuming.incoming_transfers import IncomingTransfers
-from pd_connector.protocol.consuming.silences import Silences
+from pd_connector.protocol.consuming.peer_backoff import PeerBackoff
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
 
@@ -26,7 +26,7 @@ class Fetches:
     Args:
         geometry: of this rank.
         sessions: those that stand.
-        needs_words: whether a load is of no use without the producer's last words.
+        needs_words: whether a load is of no use without the producer's final token.
         audits: what is known of producers; None where none has to be audited.
     """
 
@@ -48,7 +48,7 @@ class Fetches:
         self._grants = grants
         self._needs_words = needs_words
         self._audits = audits
-        self._stalls = Silences(config.stall_timeout_s)
+        self._stalls = PeerBackoff(config.stall_timeout_s)
         # Last messages to producers whose session does not stand, by when each was due.
         self._unsent: dict[Source, deque[tuple[float, messages.Done | messages.Cancel]]] = {}
 
@@ -151,7 +151,7 @@ class Fetches:
             cause, detail = wrong or (None, "")
             return self.finish(incoming, cause, detail, now)
         if self._needs_words and incoming.words is None:
-            detail = "the producer sent KV alone, and this engine needs its last words, too"
+            detail = "the producer sent KV alone, and this engine needs its final token, too"
             return self.finish(incoming, Cause.WORDS, detail, now)
         return self.finish(incoming, None, "", now)
 

@@ -15,14 +15,14 @@ from pd_connector.plan.route import Route
 from pd_connector.protocol.consuming.audit import Comparison, Counterpart
 from pd_connector.protocol.consuming.codec_choice import CodecChoice
 from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.protocol.wire.header import ChunkHeader, header_of
-from pd_connector.protocol.wire.last_words import LastWords
 from pd_connector.protocol.wire.peers import Peer, Source
 
 
 class Load(NamedTuple):
     """A request for KV: prompt tokens [first_token, stop_token) into local pages. There may be no
-    tokens left to want: then only the producer's last words are."""
+    tokens left to want: then only the producer's final token are."""
 
     request: str
     transfer: str
@@ -105,7 +105,7 @@ class Finished(NamedTuple):
     nbytes: int = 0  # received and verified
     chunks: int = 0
     seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
-    words: LastWords | None = None  # what the producer's engine decided besides
+    words: FinalToken | None = None  # what the producer's engine decided besides
     comparison: Comparison | None = None  # of a load that compares: what it has found
     stop_token: int = 0  # of a load from the pool: tokens before this one are in place and verified
     miss: Miss | None = None  # of a load from the pool: what is wrong with the chunk at that token

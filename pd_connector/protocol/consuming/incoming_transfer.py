@@ -11,8 +11,8 @@ from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Action, Finished, Held, Load
 from pd_connector.protocol.consuming.incoming_stream import IncomingStream
 from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.protocol.wire.header import ChunkHeader
-from pd_connector.protocol.wire.last_words import LastWords
 from pd_connector.protocol.wire.peers import Peer, Source
 
 
@@ -32,7 +32,7 @@ class IncomingTransfer:
     since: float = 0.0  # it waits for its prefill
     nbytes: int = 0
     chunks: int = 0
-    words: LastWords | None = None
+    words: FinalToken | None = None
     comparison: Comparison | None = None  # of a load that compares
 
     @property

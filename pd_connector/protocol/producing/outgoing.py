@@ -8,8 +8,8 @@ from pd_connector.errors import Cause
 from pd_connector.plan.chunks import Chunk, least_chunk_limit
 from pd_connector.plan.route import Route
 from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.protocol.wire.header import ChunkHeader, header_of
-from pd_connector.protocol.wire.last_words import LastWords
 
 SessionId = bytes
 """The routing id of a consumer's connection."""
@@ -25,7 +25,7 @@ class Offer(NamedTuple):
     prompt_tokens: int
     tokens: int  # [0, tokens) are computed in all layers
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
-    words: LastWords | None = None  # what else the engine decided; with the final offer
+    words: FinalToken | None = None  # what else the engine decided; with the final offer
     provisional: bool = False  # it may be withdrawn, as wrong, when the prefill has ended
 
     def problem(

@@ -19,7 +19,7 @@ from pd_connector.config_rules import MAX_SLOTS
 from pd_connector.kv.geometry import Geometry, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.wire.fields import Count, Fingerprint, Name, Text, decode
-from pd_connector.protocol.wire.last_words import LastWords
+from pd_connector.protocol.wire.final_token import FinalToken
 
 SCHEMA = 1
 OLDEST_SCHEMA = 1
@@ -42,7 +42,7 @@ class Hello(Message, frozen=True):
     """Consumer, first message of a session: its identity, and what it can take.
 
     `codecs` are those the consumer permits; `readable` the transports over which it can read;
-    `needs` what it must be told with the end of each transfer (`last_words`).
+    `needs` what it must be told with the end of each transfer (`final_token`).
     """
 
     newest: Count
@@ -143,7 +143,7 @@ class Accept(Message, frozen=True):
     transfer: Name
     chunks: Count
     complete: bool
-    words: LastWords | None = None
+    words: FinalToken | None = None
     provisional: bool = False
 
 

@@ -18,8 +18,8 @@ from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.settings import SHM_VARIABLE, make_above, memory_folder, text_of
 from pd_connector.pool.store.base import DISK, StoreStatus
 from pd_connector.pool.store.folder import VERSION
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import Chunk, LocalStore
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.pool.verify import verify
 from pd_connector.tools.cli.app import fail
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from pd_connector.hosts import is_loopback, numeric_address
-from scheduler_plugins.router.client.doors import FOR_OPERATORS, needs_key
+from scheduler_plugins.router.client.client_auth import FOR_OPERATORS, needs_key
 from scheduler_plugins.router.settings.config import RouterConfig
 
 ANY = "*"

@@ -26,16 +26,16 @@ class Groups:
         groups = dict[str, list[BackendEngine]]()
         problems = set[str]()
         for engine in engines:
-            if engine.whole and engine.up and engine.standing.place.may:
+            if engine.whole and engine.up and engine.role_state.place.may:
                 problems.add(
                     f"{engine.url} is never moved: it is an SGLang engine that works alone; start it with "
                     "--disaggregation-mode and --enable-pd-role-switch, or take `may` out"
                 )
             if engine.role in MOVABLE and not engine.whole:
-                groups.setdefault(engine.standing.place.group, []).append(engine)
+                groups.setdefault(engine.role_state.place.group, []).append(engine)
         found = {}
         for name, members in groups.items():
-            if not any(one.standing.place.may for one in members):
+            if not any(one.role_state.place.may for one in members):
                 continue
             if problem := _two_models(name, members):
                 problems.add(problem)
@@ -50,19 +50,19 @@ class Groups:
 
 
 def _member(engine: BackendEngine) -> Member:
-    standing = engine.standing
-    place, moving = standing.place, standing.moving
-    if moving is None and engine.switches and not standing.problem:
-        moving = standing.wanted  # the settings win over a policy
-    home = standing.home(engine.role)
-    wanted = place.may | {home} if place.may and standing.wanted is None else frozenset()
+    role_state = engine.role_state
+    place, moving = role_state.place, role_state.moving
+    if moving is None and engine.switches and not role_state.problem:
+        moving = role_state.wanted  # the settings win over a policy
+    home = role_state.home(engine.role)
+    wanted = place.may | {home} if place.may and role_state.wanted is None else frozenset()
     return Member(
         engine,
         moving or engine.role,
         home,
         (wanted & engine.able) | {engine.role},
         place.group,
-        standing.since_s,
+        role_state.since_s,
         engine.up and not engine.draining,
         moving is not None,
     )
@@ -70,11 +70,11 @@ def _member(engine: BackendEngine) -> Member:
 
 def _cannot(engine: BackendEngine) -> str:
     """Why an engine never gets a role that it may have; empty: it can have all, or it is not known yet."""
-    place = engine.standing.place
+    place = engine.role_state.place
     lacking = sorted(place.may - engine.able - {engine.role})
     sglang = engine.kind is Kind.SGLANG
     known = engine.up and engine.kind is not None and (sglang or engine.asked_for_address)
-    if not lacking or not known or engine.standing.problem:  # the log has said the problem
+    if not lacking or not known or engine.role_state.problem:  # the log has said the problem
         return ""
     if not sglang:
         found = "decodes only (kv_consumer, or no PDConnector)"
@@ -93,7 +93,7 @@ def _cannot(engine: BackendEngine) -> str:
 
 def _all_on_both_sides(group: str, engines: Sequence[BackendEngine]) -> str:
     """Why no policy of ours finds an engine to move; empty: it may find one."""
-    if any(engine.standing.home(engine.role) is not Role.BOTH for engine in engines):
+    if any(engine.role_state.home(engine.role) is not Role.BOTH for engine in engines):
         return ""
     return (
         f"group {group}: no engine of it is moved, because each serves both sides already; name each on one side "

@@ -12,11 +12,11 @@ from math import inf
 
 from pd_connector.extensions import Faults
 from scheduler_plugins.router.elastic.fleet import Groups
-from scheduler_plugins.router.elastic.homing import Homing
+from scheduler_plugins.router.elastic.return_home import ReturnHome
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.moving import SETTINGS, MoveFailedError, Mover
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.limit import SLOW_S, Limited
 from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S
 from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move, RolePolicy
@@ -83,7 +83,7 @@ class Elastic:
         self._mover = mover
         self._front = front
         self._groups = Groups()
-        self._homing = Homing(pool)
+        self._return_home = ReturnHome(pool)
         self._begun_s = asyncio.get_running_loop().time()
         self._controllers: dict[str, tuple[Moving, Bounds, RoleController]] = {}
         self._moves = set[asyncio.Task[None]]()
@@ -113,8 +113,8 @@ class Elastic:
 
     def tick(self, now_s: float) -> None:
         """Begin what the settings want of SGLang engines. Ask the policy once, and begin what it decides."""
-        for move in self._homing.moves(now_s):
-            self._begin(self._homing, _by("settings", move), "settings")
+        for move in self._return_home.moves(now_s):
+            self._begin(self._return_home, _by("settings", move), "settings")
         moving = self._pool.config.moving
         if moving is None or not self._pool.leads:
             self._controllers.clear()
@@ -127,7 +127,7 @@ class Elastic:
                 continue
             controller = self._controller(group, moving, members)
             for engine in self._pool.engines:
-                (controller.pin if engine.standing.pinned else controller.release)(engine.name)
+                (controller.pin if engine.role_state.pinned else controller.release)(engine.name)
             waiting = {group: front[group]} if group in front else {}
             begun_s = time.perf_counter()
             moves = controller.moves(Fleet(members, self._pool.history, waiting), now_s)
@@ -154,7 +154,7 @@ class Elastic:
 
     def _awaits(self, group: str) -> bool:
         """Whether an engine of the group has never been up."""
-        known = [one for one in self._pool.engines if one.standing.place.group == group]
+        known = [one for one in self._pool.engines if one.role_state.place.group == group]
         return not all(one.starts for one in known)
 
     def _controller(self, group: str, moving: Moving, members: Iterable[Member]) -> RoleController:
@@ -187,7 +187,7 @@ class Elastic:
         self._note(engine, move, "dry run")
         controller.done(move.engine, asyncio.get_running_loop().time())
 
-    def _begin(self, decider: RoleController | Homing, move: Move, cause: str) -> None:
+    def _begin(self, decider: RoleController | ReturnHome, move: Move, cause: str) -> None:
         engine = self._engine(move)
         carrying = asyncio.create_task(
             self._carry_out(decider, engine, move, cause), name=f"move {engine.url}"
@@ -196,10 +196,10 @@ class Elastic:
         carrying.add_done_callback(self._moves.discard)
 
     async def _carry_out(
-        self, decider: RoleController | Homing, engine: BackendEngine, move: Move, cause: str
+        self, decider: RoleController | ReturnHome, engine: BackendEngine, move: Move, cause: str
     ) -> None:
         clock, outcome = asyncio.get_running_loop().time, self._note(engine, move, "moving")
-        pinned = engine.standing.pinned
+        pinned = engine.role_state.pinned
         try:
             await self._mover.move(engine, move.role, pinned=pinned, cause=cause, why=move.cause)
         except MoveFailedError as failure:

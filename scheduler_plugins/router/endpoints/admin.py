@@ -16,9 +16,9 @@ import msgspec
 from aiohttp import web
 
 from scheduler_plugins.qos.yaml_text import explained
+from scheduler_plugins.router.client.admin_auth import AdminAuth
 from scheduler_plugins.router.client.answers import error_body
 from scheduler_plugins.router.client.connections import ConnectionLimit
-from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import is_known_host, is_of_foreign_page
 from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS
 from scheduler_plugins.router.endpoints.refusals import closing
@@ -37,7 +37,7 @@ BODY_S = 10.0
 """Longest wait for a request's body."""
 _POOL = web.AppKey("pool", EnginePool)
 _MOVER = web.AppKey("mover", Mover)
-_OPERATOR = web.AppKey("operator", Operator)
+_OPERATOR = web.AppKey("operator", AdminAuth)
 _HOST = web.AppKey("host", str)
 _JSON = "application/json"
 
@@ -63,7 +63,7 @@ class _SetRole(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 _Changes = _SetRole | list[_SetRole]
 
 
-def create_admin(pool: EnginePool, mover: Mover, operator: Operator, host: str) -> web.Application:
+def create_admin(pool: EnginePool, mover: Mover, operator: AdminAuth, host: str) -> web.Application:
     """The admin API as an application.
 
     Args:

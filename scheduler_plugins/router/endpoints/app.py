@@ -9,7 +9,15 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from scheduler_plugins.router.client.admin_auth import AdminAuth
 from scheduler_plugins.router.client.answers import REQUEST_ID
+from scheduler_plugins.router.client.client_auth import (
+    VERSION,
+    id_of,
+    may_enter,
+    needs_key,
+    passed_headers,
+)
 from scheduler_plugins.router.client.connections import (
     BodyBudget,
     BodyTooLargeError,
@@ -17,25 +25,17 @@ from scheduler_plugins.router.client.connections import (
     NoRoomError,
     Reservation,
 )
-from scheduler_plugins.router.client.doors import (
-    VERSION,
-    id_of,
-    may_enter,
-    needs_key,
-    passed_headers,
-)
 from scheduler_plugins.router.client.downstream import ClientGoneError
-from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.origins import marking, preflight, why_refused
 from scheduler_plugins.router.client.stopping import Stopping
 from scheduler_plugins.router.endpoints.app_keys import (
+    ADMIN_AUTH,
     BACKEND,
     BODIES,
     CONFIG,
     CONNECTIONS,
     LIVE,
     METRICS,
-    OPERATOR,
     SHARED,
     STOPPING,
 )
@@ -43,16 +43,7 @@ from scheduler_plugins.router.endpoints.backend import (
     Backend,
     OneProcess,
 )
-from scheduler_plugins.router.endpoints.lifetime import engines, following
-from scheduler_plugins.router.endpoints.page import EVENTS, LiveState, page
-from scheduler_plugins.router.endpoints.refusals import (
-    closing,
-    error_response,
-    instead_of,
-    retry_after,
-    unavailable,
-)
-from scheduler_plugins.router.endpoints.telling import (
+from scheduler_plugins.router.endpoints.info_endpoints import (
     MODELS,
     PING,
     health,
@@ -62,6 +53,15 @@ from scheduler_plugins.router.endpoints.telling import (
     models,
     ping,
     version,
+)
+from scheduler_plugins.router.endpoints.lifetime import engines, following
+from scheduler_plugins.router.endpoints.page import EVENTS, LiveState, page
+from scheduler_plugins.router.endpoints.refusals import (
+    closing,
+    error_response,
+    instead_of,
+    retry_after,
+    unavailable,
 )
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.prompt import body
@@ -97,7 +97,7 @@ def create_app(
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS] = Metrics()
     app[BACKEND] = backend or OneProcess()
-    app[OPERATOR] = Operator(config.admin_key)
+    app[ADMIN_AUTH] = AdminAuth(config.admin_key)
     app[STOPPING] = Stopping()
     app.cleanup_ctx.append(engines)
     if settings is not None:

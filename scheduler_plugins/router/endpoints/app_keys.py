@@ -3,8 +3,8 @@
 
 from aiohttp import web
 
+from scheduler_plugins.router.client.admin_auth import AdminAuth
 from scheduler_plugins.router.client.connections import BodyBudget, ConnectionLimit
-from scheduler_plugins.router.client.operator import Operator
 from scheduler_plugins.router.client.stopping import Stopping
 from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.endpoints.page import LiveState
@@ -19,7 +19,7 @@ CONFIG = web.AppKey("config", RouterConfig)
 CONNECTIONS = web.AppKey("connections", ConnectionLimit)
 BODIES = web.AppKey("bodies", BodyBudget)
 BACKEND = web.AppKey("backend", Backend)
-OPERATOR = web.AppKey("operator", Operator)
+ADMIN_AUTH = web.AppKey("operator", AdminAuth)
 MOVER = web.AppKey("mover", Mover)
 LIVE = web.AppKey("live", LiveState)
 STOPPING = web.AppKey("stopping", Stopping)

@@ -11,7 +11,7 @@ from scheduler_plugins.router.endpoints.app_keys import BACKEND, CONFIG, METRICS
 from scheduler_plugins.router.endpoints.backend import client_connections, watching_session
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.fellows.exchanging import exchanging_alone
+from scheduler_plugins.router.peer_routers.exchanging import exchanging_alone
 from scheduler_plugins.router.reload import reloading, route_policy, use_settings
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.settings.config import RouterConfig

@@ -15,9 +15,9 @@ import msgspec
 from aiohttp import web
 
 from scheduler_plugins.router.client.answers import UNBUFFERED
+from scheduler_plugins.router.endpoints.diagnostics import troubles
 from scheduler_plugins.router.endpoints.pairs import pairs
 from scheduler_plugins.router.endpoints.trends import overflow, recent, trends
-from scheduler_plugins.router.endpoints.troubles import troubles
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import handoffs_of
 from scheduler_plugins.router.engines.kinds import Kind
@@ -110,7 +110,7 @@ class LiveState:
 
 def _role_why(engine: BackendEngine) -> str:
     """What is known of an engine's role, in words."""
-    told = engine.standing.describe(engine.role)
+    told = engine.role_state.describe(engine.role)
     return ", ".join(f"{name}: {_words(told[name])}" for name in told)
 
 
@@ -130,7 +130,7 @@ def _state_of(engine: BackendEngine, known: dict[str, Any]) -> str:
         return "draining"
     if not engine.up:
         return str(known.get("state", "down"))
-    return "moving" if engine.standing.moving else "paused" if engine.circuit.cause else "up"
+    return "moving" if engine.role_state.moving else "paused" if engine.circuit.cause else "up"
 
 
 def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[str, Any]:
@@ -145,9 +145,9 @@ def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[s
         "transports": traffic.transports,
         "pool_problem": engine.about.pool_problem,
         "role_why": _role_why(engine),
-        "group": engine.standing.place.group,
-        "away": engine.standing.place.home not in (None, engine.role),
-        "pinned": engine.standing.pinned,
+        "group": engine.role_state.place.group,
+        "away": engine.role_state.place.home not in (None, engine.role),
+        "pinned": engine.role_state.pinned,
         "requests": engine.in_flight,
         "queued_s": round(min(engine.queued_s(now_s), _LONGEST_S), 3),
         "batch": engine.batch,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from scheduler_plugins.router.pulse import BEAT_S, KEPT, Beat
+from scheduler_plugins.router.recent_history import BEAT_S, KEPT, Beat
 
 RECENT_S = 300.0
 """Shares and counts of the page are of this time."""

@@ -23,7 +23,7 @@ def described(engine: BackendEngine) -> dict[str, Any]:
     state |= {name: said for name, said in engine.about._asdict().items() if said}
     if engine.hands_over:
         state["hands_over_kv"] = engine.address is not None
-    state |= engine.standing.describe(engine.role)
+    state |= engine.role_state.describe(engine.role)
     if engine.handoffs:
         state["handoffs"] = engine.handoffs
     if engine.draining:

@@ -19,7 +19,7 @@ from scheduler_plugins.router.engines.circuit import Circuit
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.progress import Signs
-from scheduler_plugins.router.engines.standing import Standing
+from scheduler_plugins.router.engines.role_state import RoleState
 from scheduler_plugins.router.engines.traffic import Traffic
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.metrics import Metrics
@@ -64,7 +64,7 @@ class BackendEngine(Loaded):
     """What `/health` and the live page show of it."""
     kind: Kind | None = None
     """Kind of engine; None until the engine has been asked."""
-    standing: Standing = field(default_factory=Standing)
+    role_state: RoleState = field(default_factory=RoleState)
     """What is settled about its role."""
     was_vllm: bool = False
     """Whether the last answer came from vLLM. It stays while the engine is down."""
@@ -264,7 +264,7 @@ class BackendEngine(Loaded):
     def change_role(self, role: Role, now_s: float) -> None:
         """Use the engine for this side from now on. Its metrics are those of its new side."""
         self.forget_metrics()
-        self.role, self.standing.since_s = role, now_s
+        self.role, self.role_state.since_s = role, now_s
         self._gauge = None
         self._open_gauge().set(self.load.own_open)
         self._report()

@@ -15,7 +15,7 @@ from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.observed import Observer
-from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
@@ -82,7 +82,7 @@ class Pool(ABC):
             for e in self.engines
             if e.serves(role)
             and e.up
-            and not (e.draining or e.standing.moving)
+            and not (e.draining or e.role_state.moving)
             and e not in besides
         ]
         now = asyncio.get_running_loop().time()

@@ -52,9 +52,9 @@ class Mover:
 
     def check(self, engine: BackendEngine, role: Role) -> None:
         """Raises ValueError if the engine can never have this role, or is moving."""
-        if engine.standing.moving is not None:
+        if engine.role_state.moving is not None:
             raise ValueError(
-                f"url {engine.url}: is being moved to {engine.standing.moving}; wait until that has ended"
+                f"url {engine.url}: is being moved to {engine.role_state.moving}; wait until that has ended"
             )
         if engine.role is role or engine.whole:
             return
@@ -84,7 +84,7 @@ class Mover:
         Raises:
             MoveFailedError: the engine has its old role.
         """
-        before, pool, place = engine.role, self._pool, engine.standing.place
+        before, pool, place = engine.role, self._pool, engine.role_state.place
         if role is before:
             pool.set_role(engine, role, pinned=pinned)
             return
@@ -105,9 +105,9 @@ class Mover:
             pool.metrics.role_moves.labels(before, role, cause).inc()
             if engine.kind is Kind.SGLANG:
                 await self._ready(engine)
-        standing = engine.standing
-        if standing.place != place:  # edited too late to end the move: the edit holds from now on
-            edited, standing.place = standing.place, place
+        role_state = engine.role_state
+        if role_state.place != place:  # edited too late to end the move: the edit holds from now on
+            edited, role_state.place = role_state.place, place
             pool.replace(engine, edited)
 
     async def _switch(self, engine: BackendEngine, role: Role, place: Place) -> None:
@@ -139,7 +139,7 @@ class Mover:
         """Wait until the engine has no requests. Raises MoveFailedError at `until_s`, or if the settings give it
         another place meanwhile: they win over what was decided before."""
         while True:
-            if engine.standing.place != place:
+            if engine.role_state.place != place:
                 raise MoveFailedError(SETTINGS, "its entry in the settings has changed meanwhile")
             if ran_s() >= until_s and not is_behind():
                 limit_s = self._pool.config.drain_timeout_s

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from typing import Literal, Protocol
 
-from scheduler_plugins.router.pulse import Pulse
+from scheduler_plugins.router.recent_history import RecentHistory
 from scheduler_plugins.router.roles.history import History
 
 TOGETHER_S = 0.1
@@ -94,10 +94,10 @@ class SentEvents(_AsEvents):
 class SharedHistory(_AsEvents, History):
     """The history of a router. While other routers listen, it keeps its own events for them."""
 
-    def __init__(self, pulse: Pulse | None = None) -> None:
+    def __init__(self, pulse: RecentHistory | None = None) -> None:
         """`pulse` notes each event, too."""
         super().__init__()
-        self._pulse = pulse
+        self._recent_history = pulse
         self.listened = False
         """Whether other routers listen."""
         self._unsent: list[Event] = []
@@ -119,8 +119,8 @@ class SharedHistory(_AsEvents, History):
         kind, group, numbers = event
         if kind != "overflowed":  # only the live page asks for it
             getattr(History, kind)(self, now_s, group, *numbers)
-        if self._pulse is not None:
-            self._pulse.note(now_s, kind, numbers)
+        if self._recent_history is not None:
+            self._recent_history.note(now_s, kind, numbers)
         if self.listened and len(self._unsent) < MOST_EVENTS:
             self._unsent.append(event)
 

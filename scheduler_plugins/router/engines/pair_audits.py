@@ -77,7 +77,7 @@ class _Pair(NamedTuple):
 
 def _may(engine: BackendEngine, side: Role) -> bool:
     """Whether the controller may move the engine to this side."""
-    return bool({side, Role.BOTH} & engine.standing.place.may & engine.able)
+    return bool({side, Role.BOTH} & engine.role_state.place.may & engine.able)
 
 
 def _is_future(prefill: BackendEngine, decode: BackendEngine) -> bool:

@@ -25,7 +25,7 @@ from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.named import NamedEngines
 from scheduler_plugins.router.engines.observed import SharedHistory
 from scheduler_plugins.router.engines.pair_audits import PairAudits
-from scheduler_plugins.router.engines.standing import MOST_DECISIONS, Decision, Version
+from scheduler_plugins.router.engines.role_state import MOST_DECISIONS, Decision, Version
 from scheduler_plugins.router.engines.stores import StoreReaders
 from scheduler_plugins.router.engines.watch import EngineWatch
 from scheduler_plugins.router.index.prefixes import PrefixReader
@@ -135,16 +135,16 @@ class EnginePool(Pool):
     def replace(self, engine: BackendEngine, place: Place) -> None:
         """The engine has this place in the settings. It goes home, even if it was pinned, if its home has changed, or if
         it may no longer have its role. An SGLang engine is not there before it has been switched."""
-        standing, role = engine.standing, engine.role
-        before, standing.place = standing.place, place
+        role_state, role = engine.role_state, engine.role
+        before, role_state.place = role_state.place, place
         taken = before.may != place.may and self._config.moving is not None
-        if before.home == place.home and (not taken or standing.allows(role)):
+        if before.home == place.home and (not taken or role_state.allows(role)):
             return
-        home = standing.home(role) if before.home == place.home else place.home
+        home = role_state.home(role) if before.home == place.home else place.home
         if home is None:
-            engine.role_given, standing.wanted = False, None
+            engine.role_given, role_state.wanted = False, None
         elif role is not home and not engine.computes_prompts:  # an SGLang engine of one side
-            standing.pinned, standing.wanted = False, home
+            role_state.pinned, role_state.wanted = False, home
             self.look_again(engine)
         else:
             if role is not home:
@@ -155,8 +155,8 @@ class EnginePool(Pool):
         """Start to watch an engine. It gets requests once it is up."""
         home = place.home
         engine = BackendEngine(url, home or Role.DECODE, self.metrics, role_given=home is not None)
-        engine.standing.place = place
-        engine.standing.since_s = asyncio.get_running_loop().time()
+        engine.role_state.place = place
+        engine.role_state.since_s = asyncio.get_running_loop().time()
         if self._config.profile:
             engine.costs, engine.told_costs = load(Path(self._config.profile)), True
         looked_at = partial(self._looked_at, engine)
@@ -208,11 +208,11 @@ class EnginePool(Pool):
         """Use an engine for another side from now on. Its open requests go on. A pinned engine keeps the role until it is
         released. `version`: of a role that another router gave; None: this router gives it now.
         """
-        standing = engine.standing
+        role_state = engine.role_state
         if version is None:
-            version = Version(standing.version.number + 1, self.name)
-        standing.version, standing.pinned = version, pinned
-        standing.wanted, standing.problem = None, ""
+            version = Version(role_state.version.number + 1, self.name)
+        role_state.version, role_state.pinned = version, pinned
+        role_state.wanted, role_state.problem = None, ""
         if engine.role is not role or not engine.role_given:
             engine.role_given = True
             engine.change_role(role, asyncio.get_running_loop().time())
@@ -235,7 +235,7 @@ class EnginePool(Pool):
 
     def move(self, engine: BackendEngine, role: Role | None) -> None:
         """Note that the engine moves to this role; None: it is steady."""
-        engine.standing.moving = role
+        engine.role_state.moving = role
         self._on_change()
 
     def drain(self, engine: BackendEngine, wanted: bool) -> None:

@@ -30,27 +30,27 @@ def settle(
         facts: what the engine has just told; None: it is not an SGLang engine, and serves any side at once.
         moving: the policy that moves engines; None: none.
     """
-    standing, before = engine.standing, engine.role
+    role_state, before = engine.role_state, engine.role
     if facts is None or facts.mode not in _SIDES:
-        if standing.wanted is not None:
-            engine.change_role(standing.wanted, now_s)
-        standing.wanted, standing.problem = None, ""
+        if role_state.wanted is not None:
+            engine.change_role(role_state.wanted, now_s)
+        role_state.wanted, role_state.problem = None, ""
         return
     if facts.switches and not facts.tells_side:
         _say(engine, _untold(engine, facts.mode))
         return
     side = Role(facts.mode)
-    if standing.place.home is None:
-        standing.told_home = Role(facts.started)
+    if role_state.place.home is None:
+        role_state.told_home = Role(facts.started)
     if _side(before) is not side:
         engine.change_role(side, now_s)
-    elif standing.wanted is None and not standing.problem:
+    elif role_state.wanted is None and not role_state.problem:
         return
-    if standing.moving is not None:
+    if role_state.moving is not None:
         return  # what moves it decides
-    wish = standing.wanted or (before if standing.pinned else standing.home(side))
-    decided = standing.wanted is not None
-    standing.wanted = None
+    wish = role_state.wanted or (before if role_state.pinned else role_state.home(side))
+    decided = role_state.wanted is not None
+    role_state.wanted = None
     if _side(wish) is side:
         _say(engine, "")
     elif wish not in _SIDES:
@@ -60,13 +60,13 @@ def settle(
             f"has one side: name it as prefill or as decode",
         )
     elif not decided and facts.started != side:
-        kept = moving is not None and side in standing.place.may
+        kept = moving is not None and side in role_state.place.may
         _say(engine, "" if kept else _switched_by_others(engine, side, wish))
     else:
         restarted = engine.starts > 0 and before is wish
         permitted = _permits(engine, moving)
-        if decided or standing.pinned or restarted or not permitted:
-            standing.wanted, permitted = wish, ""
+        if decided or role_state.pinned or restarted or not permitted:
+            role_state.wanted, permitted = wish, ""
         flag = "" if engine.switches else "start it with --enable-pd-role-switch"
         _say(engine, _in_the_way(engine, side, wish, [one for one in (flag, permitted) if one]))
 
@@ -77,7 +77,7 @@ def _side(role: Role) -> Role:
 
 def _permits(engine: BackendEngine, moving: Moving | None) -> str:
     """What the settings lack for the router to switch the engine without an edit; empty: nothing."""
-    if not engine.standing.place.may:
+    if not engine.role_state.place.may:
         return "give it `may: [prefill, decode]`"
     if moving is None or moving.dry_run:
         return "set `roles` to a policy (`fixed` moves nothing later)"
@@ -102,7 +102,7 @@ def _switched_by_others(engine: BackendEngine, side: Role, wish: Role) -> str:
 
 def _untold(engine: BackendEngine, started: str) -> str:
     """The engine tells only the side of its start."""
-    if engine.standing.wanted or started == _side(engine.role):
+    if engine.role_state.wanted or started == _side(engine.role):
         return ""
     return (
         f"{engine.url}: was started with --disaggregation-mode {started}, but the settings say {engine.role}. It does "
@@ -113,6 +113,6 @@ def _untold(engine: BackendEngine, started: str) -> str:
 
 def _say(engine: BackendEngine, problem: str) -> None:
     """Keep what is wrong with the engine's side. The log says it once."""
-    if problem and problem != engine.standing.problem:
+    if problem and problem != engine.role_state.problem:
         logger.warning("%s", problem)
-    engine.standing.problem = problem
+    engine.role_state.problem = problem

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pd_connector.errors import Cause
 from pd_connector.remedies import FAILING_GAUGE, samples_in
-from scheduler_plugins.router.pulse import Moved
+from scheduler_plugins.router.recent_history import Moved
 
 _WANTED = (
     b"pd_connector:",

@@ -19,8 +19,8 @@ from scheduler_plugins.router.engines.failures import (
 )
 from scheduler_plugins.router.engines.inquiry import Handover, Inquiry
 from scheduler_plugins.router.engines.kinds import Kind, SglangFacts
-from scheduler_plugins.router.engines.looks import Looks
 from scheduler_plugins.router.engines.sides import settle
+from scheduler_plugins.router.engines.slow_probes import SlowProbes
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -65,7 +65,7 @@ class EngineWatch:
         self._asking: asyncio.Task[None] | None = None
         self._config = config
         self.ask = self._ask = Inquiry(engine.url, config, session)
-        self._looks = Looks(engine, self._ask)
+        self._looks = SlowProbes(engine, self._ask)
         self._caches = caches
         self._on_change = on_change
 
@@ -174,7 +174,7 @@ class EngineWatch:
             return False
         if not engine.role_given:
             try:
-                engine.role = engine.standing.told_home = await self._side(facts)
+                engine.role = engine.role_state.told_home = await self._side(facts)
             except EngineFailedError as failure:
                 engine.reason = f"it does not report its side: {failure}"
                 return False

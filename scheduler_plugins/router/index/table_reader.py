@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks keys up in a hash table of 64-bit words. `table.HashTable` writes it, in this process or in another."""
+"""SlowProbes keys up in a hash table of 64-bit words. `table.HashTable` writes it, in this process or in another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Slots = NDArray[np.int64]
 
 
 class TableReader:
-    """Looks keys up in a table. The table may belong to another process, which writes to it at any time.
+    """SlowProbes keys up in a table. The table may belong to another process, which writes to it at any time.
 
     A key is searched in one bucket, then in further buckets (double hashing). The slots of a bucket are taken in
     order and stay taken, so the search ends at a bucket whose last slot is free.

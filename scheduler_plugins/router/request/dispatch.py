@@ -31,9 +31,9 @@ from scheduler_plugins.router.handoff import engine_bodies
 from scheduler_plugins.router.handoff.prefill import HandoffFailedError, PrefillCopy, as_told
 from scheduler_plugins.router.handoff.prompt_ids import prompt_ids
 from scheduler_plugins.router.prompt.body import encode
-from scheduler_plugins.router.request.asked import Asked
-from scheduler_plugins.router.request.noticed import Noticed
+from scheduler_plugins.router.request.client_request import ParsedRequest
 from scheduler_plugins.router.request.pace import Pace
+from scheduler_plugins.router.request.request_events import RequestEvents
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resume import StreamRecord
 from scheduler_plugins.router.request.resume_tokens import TokenRecord
@@ -51,12 +51,12 @@ class Dispatch:
     def __init__(
         self,
         shared: Shared,
-        asked: Asked,
+        asked: ParsedRequest,
         candidates: Candidates,
         responder: Responder,
         record: StreamRecord | TokenRecord | None,
         spans: Trace,
-        noticed: Noticed,
+        noticed: RequestEvents,
     ) -> None:
         """Send nothing yet.
 

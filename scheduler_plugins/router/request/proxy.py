@@ -15,10 +15,10 @@ from scheduler_plugins.router.engines.failures import EngineFailedError, Overloa
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
 from scheduler_plugins.router.policies.base import Reject, Request
 from scheduler_plugins.router.request.aborts import is_wanted_abort
-from scheduler_plugins.router.request.asked import Asked
+from scheduler_plugins.router.request.client_request import ParsedRequest
 from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.dispatch import Dispatch
-from scheduler_plugins.router.request.noticed import Noticed
+from scheduler_plugins.router.request.request_events import RequestEvents
 from scheduler_plugins.router.request.responder import Responder
 from scheduler_plugins.router.request.resumable import record_of
 from scheduler_plugins.router.request.shared import Shared
@@ -47,7 +47,7 @@ class ClientRequest:
     ) -> None:
         self._shared = shared
         arrived = asyncio.get_running_loop().time()
-        self._asked = asked = Asked(shared, request.path, headers, parsed, arrived)
+        self._asked = asked = ParsedRequest(shared, request.path, headers, parsed, arrived)
         self._record = record_of(asked)
         """The sent part of a stream that another engine can go on with."""
         self._client = Downstream(request, shared.config.idle_timeout_s)
@@ -68,7 +68,7 @@ class ClientRequest:
         )
         self.trace = shared.tracing.request(headers, request.path, asked.id)
         """The spans of the request; its server finishes them."""
-        self._noticed = Noticed(shared.pool.history, asked)
+        self._noticed = RequestEvents(shared.pool.history, asked)
         self._dispatch = Dispatch(
             shared,
             asked,

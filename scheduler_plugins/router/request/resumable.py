@@ -9,7 +9,7 @@ from typing import Any
 from scheduler_plugins.router.handoff.engine_bodies import has_inputs
 from scheduler_plugins.router.prompt.body import GENERATE
 from scheduler_plugins.router.prompt.transfer import why_not_disaggregated
-from scheduler_plugins.router.request.asked import Asked
+from scheduler_plugins.router.request.client_request import ParsedRequest
 from scheduler_plugins.router.request.resume import StreamRecord
 from scheduler_plugins.router.request.resume_tokens import TokenRecord
 
@@ -38,7 +38,7 @@ _LOGPROBS = ("logprobs", "top_logprobs", "logprob_token_ids")
 _ZERO_IS_ASKED_FOR = ("seed", "logprobs")
 
 
-def record_of(asked: Asked) -> StreamRecord | TokenRecord | None:
+def record_of(asked: ParsedRequest) -> StreamRecord | TokenRecord | None:
     """Notes the sent part of the request's stream; None if no other engine can go on with it."""
     ids = asked.path == GENERATE and asked.body.get("output_mode") != "text"
     if asked.one_engine or not resumable(asked.fields, but=_LOGPROBS if ids else ()):

@@ -112,7 +112,7 @@ class Candidates:
         engines, group = self._pool.engines, self._group
         if not group:
             return set()
-        return {one for one in engines if one.standing.place.group != group}
+        return {one for one in engines if one.role_state.place.group != group}
 
     def _of_sglang(self) -> set[BackendEngine]:
         """SGLang engines that would answer a request with a field that only vLLM knows, if the router has vLLM

@@ -12,14 +12,14 @@ from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.backend import watching_session
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.fellows.exchanging import exchanging
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.peer_routers.exchanging import exchanging
 from scheduler_plugins.router.reload import reloading
 from scheduler_plugins.router.server import AdminServer, cannot_listen, on_signals, say_running
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
 from scheduler_plugins.router.tracing import Tracing
-from scheduler_plugins.router.workers.keeper import Keeper
+from scheduler_plugins.router.workers.supervisor import Supervisor
 
 _GRACE_S = 5.0
 
@@ -31,7 +31,7 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
     with _reserved(config) as port:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(watching_session(config))
-            keeper = Keeper(config, metrics)
+            keeper = Supervisor(config, metrics)
             stack.callback(keeper.close)
             keeper.port = port
             keeper.pool = EnginePool(config, session, metrics, keeper.caches, keeper.changed.set)
@@ -61,7 +61,7 @@ async def keep(config: RouterConfig, settings: SettingsFile | None = None) -> No
             await ended.wait()
 
 
-async def _all_listen(keeper: Keeper, config: RouterConfig, port: int) -> None:
+async def _all_listen(keeper: Supervisor, config: RouterConfig, port: int) -> None:
     """Once all workers listen, log the router's address. Runs until cancelled."""
     for child in keeper.children:
         await child.listening.wait()
@@ -70,7 +70,7 @@ async def _all_listen(keeper: Keeper, config: RouterConfig, port: int) -> None:
         await asyncio.Event().wait()
 
 
-async def _end(keeper: Keeper, tasks: list[asyncio.Task[None]], limit_s: float) -> None:
+async def _end(keeper: Supervisor, tasks: list[asyncio.Task[None]], limit_s: float) -> None:
     for task in tasks:
         task.cancel()
     for child in keeper.children:

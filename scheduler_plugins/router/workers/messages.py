@@ -13,12 +13,12 @@ from scheduler_plugins.router.engines.about import About
 from scheduler_plugins.router.engines.counted_load import Correction
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.observed import Event
-from scheduler_plugins.router.engines.standing import Decision, Standing
+from scheduler_plugins.router.engines.role_state import Decision, RoleState
 from scheduler_plugins.router.engines.traffic import Traffic
-from scheduler_plugins.router.fellows.memory import MemoryRef
 from scheduler_plugins.router.index.stored import StorePlace
+from scheduler_plugins.router.peer_routers.memory import MemoryRef
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.pulse import Beat
+from scheduler_plugins.router.recent_history import Beat
 from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -65,7 +65,7 @@ class EngineState(msgspec.Struct, frozen=True):
     handoffs: dict[str, int]
     traffic: Traffic
     store: StorePlace | None
-    standing: Standing
+    role_state: RoleState
 
 
 class TableState(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ from scheduler_plugins.router.engines.engine_set import Pool, note_circuit
 from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.observed import Event, SentEvents
 from scheduler_plugins.router.engines.others import NoOthers
-from scheduler_plugins.router.fellows.counts import SharedCounts
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.peer_routers.counts import SharedCounts
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.workers import messages

@@ -52,7 +52,7 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.handoffs,
         engine.traffic,
         engine.store,
-        engine.standing,
+        engine.role_state,
     )
 
 
@@ -66,8 +66,8 @@ class FollowedElsewhere:
 def apply(state: EngineState, engine: BackendEngine) -> None:
     """Set a worker's engine to the keeper's state."""
     if engine.role is not state.role:
-        engine.change_role(Role(state.role), state.standing.since_s)
-    engine.role_given, engine.standing = state.role_given, state.standing
+        engine.change_role(Role(state.role), state.role_state.since_s)
+    engine.role_given, engine.role_state = state.role_given, state.role_state
     engine.begin_life(up=state.up)
     engine.up, engine.reason = state.up, state.reason
     engine.warning, engine.about = state.warning, state.about

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from scheduler_plugins.router.fellows.memory import MemoryRef, SharedWords, attach, words_in
 from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
 from scheduler_plugins.router.index.prefixes import PrefixReader
 from scheduler_plugins.router.index.prompt_keys import NO_HASHES
 from scheduler_plugins.router.index.table_reader import Keys, TableReader
+from scheduler_plugins.router.peer_routers.memory import MemoryRef, SharedWords, attach, words_in
 from scheduler_plugins.router.workers.messages import Engines, TableState
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ import aiohttp
 
 from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.engines.engine_set import Pool
-from scheduler_plugins.router.fellows.counts import SharedCounts
-from scheduler_plugins.router.fellows.memory import attach
 from scheduler_plugins.router.loop import run
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.peer_routers.counts import SharedCounts
+from scheduler_plugins.router.peer_routers.memory import attach
 from scheduler_plugins.router.reload import use_settings
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.server import RouterServer

@@ -41,7 +41,7 @@ def save(
     """Save a chain; returns how many chunks were taken.
 
     Args:
-        patience_s: on a busy machine another process may hold the books for longer than a save waits.
+        patience_s: on a busy machine another process may hold the catalog for longer than a save waits.
     """
     saved, until = 0, time.monotonic() + patience_s
     for key in keys:
@@ -55,7 +55,7 @@ def save(
 
 
 def _taken(store: Store, key: bytes, parent: bytes, nbytes: int, **more: object) -> bool | None:
-    """Whether a chunk was taken; None if the books were held for too long."""
+    """Whether a chunk was taken; None if the catalog was held for too long."""
     writing = begin(store, key, parent, nbytes, **more)
     if isinstance(writing, Refusal):
         return None if writing.why is Why.UNWELL else False

@@ -42,4 +42,4 @@ def open_store(folder: Path, tmp_path: Path) -> Iterator[Open]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores of this process remove parts that wait for the others of their chunk at once, not after a minute."""
-    monkeypatch.setattr("pd_connector.pool.store.keeper.STALE_S", 0.0)
+    monkeypatch.setattr("pd_connector.pool.store.tier_maintenance.STALE_S", 0.0)

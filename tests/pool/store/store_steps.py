@@ -17,7 +17,7 @@ from chunks import chain, content, save
 from pd_connector.errors import PoolError
 from pd_connector.pool.store import base
 from pd_connector.pool.store.base import Refusal
-from pd_connector.pool.store.books import BooksError
+from pd_connector.pool.store.catalog import CatalogError
 from pd_connector.pool.store.folder import charge_of
 from pd_connector.pool.store.local import LocalStore, Space
 
@@ -52,7 +52,7 @@ def act(store: LocalStore, action: str) -> None:
     elif action == "remove":
         store.remove(OLD[-1:])
     elif action == "copy":
-        with contextlib.suppress(BooksError):  # as the keeper's thread does: it tries again
+        with contextlib.suppress(CatalogError):  # as the keeper's thread does: it tries again
             store.keeper.copy(OLD[0], 1)
             store.keeper.copy(OLD[0], 0)
     elif action == "cancel":
@@ -60,11 +60,11 @@ def act(store: LocalStore, action: str) -> None:
         if not isinstance(writing, Refusal):
             writing.cancel()
     elif action == "sweep":
-        with contextlib.suppress(BooksError):
+        with contextlib.suppress(CatalogError):
             store.keeper.sweep()
     else:
-        assert action == "rebuild the books"
-        with contextlib.suppress(BooksError):
+        assert action == "rebuild the catalog"
+        with contextlib.suppress(CatalogError):
             store.keeper.rebuild_books("a test wants it")
 
 

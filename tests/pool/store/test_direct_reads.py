@@ -11,7 +11,7 @@ import pytest
 from chunks import chain, content, save
 
 from pd_connector.pool.store import parts
-from pd_connector.pool.store.ledger import DISK_TIER
+from pd_connector.pool.store.catalog_ops import DISK_TIER
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.parts import LocalReading
 
@@ -28,7 +28,7 @@ def reading(open_store: Open, tmp_path: Path) -> tuple[LocalReading, bytes]:
     save(store, [key], nbytes=NBYTES)
     store.keeper.stop()  # its thread opens files, too
     assert store.keeper.copy(key, DISK_TIER)
-    folder = store._holdings.folders[DISK_TIER]
+    folder = store._tier_storage.folders[DISK_TIER]
     entry = folder.entry(key)
     assert entry
     descriptor = folder.open_part(key, entry, "r0")

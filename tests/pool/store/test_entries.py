@@ -11,10 +11,10 @@ from chunks import chain, loads, save, there
 from support.waits import until
 from whole import problems, problems_now
 
-from pd_connector.pool.store import stocktaking
+from pd_connector.pool.store import reconcile as stocktaking
+from pd_connector.pool.store.catalog_ops import write_leaving
 from pd_connector.pool.store.eviction import make_room
 from pd_connector.pool.store.folder import Folder
-from pd_connector.pool.store.ledger import write_leaving
 from pd_connector.pool.store.local import LocalStore
 
 pytestmark = pytest.mark.quiet  # it waits for the threads of stores
@@ -26,9 +26,9 @@ Open = Callable[..., LocalStore]
 def test_a_chunk_whose_entry_was_altered_is_found_again(
     open_store: Open, folder: Path, entry: str
 ) -> None:
-    """The books say what the entry was. Until stock is taken, the chunk's files keep their room."""
+    """The catalog says what the entry was. Until stock is taken, the chunk's files keep their room."""
     store, (key,) = open_store(), chain("a", 1)
-    store.keeper.stop()  # it could hold the books while this test looks into them
+    store.keeper.stop()  # it could hold the catalog while this test looks into them
     assert save(store, [key]) == 1
     path = folder / "pool" / "v1" / "index" / key.hex()
     other = str(path.readlink()).replace(":", ":1") if entry == "of other sizes" else entry
@@ -36,13 +36,13 @@ def test_a_chunk_whose_entry_was_altered_is_found_again(
     if other:
         path.symlink_to(other)
     assert problems_now(store), "nothing was altered"
-    stocktaking.take_stock(store._holdings)
+    stocktaking.reconcile(store._tier_storage)
     assert problems_now(store) == []
     assert loads(store, key)
 
 
 @pytest.mark.parametrize("rotten", ["|a|", ":"], ids=["tenant", "colon"])
-@pytest.mark.parametrize("lost", ["", "its row", "the books"])
+@pytest.mark.parametrize("lost", ["", "its row", "the catalog"])
 @pytest.mark.usefixtures("impatient")
 def test_an_entry_that_is_not_utf_8_costs_its_chunk_and_no_books(
     open_store: Open, folder: Path, rotten: str, lost: str
@@ -56,16 +56,16 @@ def test_an_entry_that_is_not_utf_8_costs_its_chunk_and_no_books(
     path.unlink()
     path.symlink_to(os.fsdecode(bytes(text)))
     if lost == "its row":
-        with store._books.transaction(wait_s=10) as books:
-            books.execute("DELETE FROM chunks")
+        with store._catalog.transaction(wait_s=10) as catalog:
+            catalog.execute("DELETE FROM chunks")
     elif lost:
         (root / "books").unlink()
-    before = store._books.name
+    before = store._catalog.name
     other = open_store()
-    stocktaking.take_stock(other._holdings)
+    stocktaking.reconcile(other._tier_storage)
     assert problems(other) == []
     assert save(store, chain("b", 1), patience_s=30) == 1
-    assert (store._books.name == before) is (lost != "the books")
+    assert (store._catalog.name == before) is (lost != "the catalog")
     save(store, [key], tenant="a", patience_s=30)
     assert loads(store, key)
 
@@ -98,11 +98,11 @@ def test_an_engine_starts_although_an_entry_cannot_be_made(open_store: Open, fol
         (index / one.hex()).unlink()
     (index / key.hex()).mkdir()
     store.keeper.stop()
-    with store._books.transaction(wait_s=10) as books:
-        books.execute("DELETE FROM counters WHERE name LIKE 'stock_taken%'")
-    store._books.damaged = "a test wants it"
+    with store._catalog.transaction(wait_s=10) as catalog:
+        catalog.execute("DELETE FROM counters WHERE name LIKE 'stock_taken%'")
+    store._catalog.damaged = "a test wants it"
     other = open_store()
-    stocktaking.take_stock(other._holdings)
+    stocktaking.reconcile(other._tier_storage)
     assert loads(other, others[0])
     staged = folder / "pool" / "v1" / "staged"
     until(lambda: not list(staged.iterdir()), "the other store's thread takes stock as well")
@@ -111,12 +111,12 @@ def test_an_engine_starts_although_an_entry_cannot_be_made(open_store: Open, fol
 def test_an_evicted_chunk_whose_row_says_nonsense_leaves_nothing(open_store: Open) -> None:
     store = open_store()
     assert save(store, chain("a", 1)) == 1
-    with store._books.transaction(wait_s=10) as books:
-        books.execute("UPDATE chunks SET entry = 'nonsense'")
-        evicted = make_room(books, 0, 10_000, "", full=True)
-        write_leaving(books, evicted, store._holdings.alive.name)
-    store._holdings.erase(evicted)
-    stocktaking.take_stock(store._holdings)
+    with store._catalog.transaction(wait_s=10) as catalog:
+        catalog.execute("UPDATE chunks SET entry = 'nonsense'")
+        evicted = make_room(catalog, 0, 10_000, "", full=True)
+        write_leaving(catalog, evicted, store._tier_storage.alive.name)
+    store._tier_storage.erase(evicted)
+    stocktaking.reconcile(store._tier_storage)
     assert problems(store) == []
 
 
@@ -125,9 +125,9 @@ def test_a_chunk_whose_row_was_altered_is_kept_as_its_entry_says(open_store: Ope
     store, (key,) = open_store(), chain("a", 1)
     store.keeper.stop()
     assert save(store, [key]) == 1
-    with store._books.transaction(wait_s=10) as books:
-        books.execute("UPDATE chunks SET entry = replace(entry, ':', ':1')")
-    stocktaking.take_stock(store._holdings)
+    with store._catalog.transaction(wait_s=10) as catalog:
+        catalog.execute("UPDATE chunks SET entry = replace(entry, ':', ':1')")
+    stocktaking.reconcile(store._tier_storage)
     assert problems_now(store) == []
     assert loads(store, key)
 
@@ -139,12 +139,12 @@ def test_an_entry_that_is_made_while_its_chunk_is_removed_does_not_stay(
     store, (key,) = open_store(), chain("a", 1)
     store.keeper.stop()
     assert save(store, [key]) == 1
-    folder, discard = store._holdings.folders[0], Folder.discard
+    folder, discard = store._tier_storage.folders[0], Folder.discard
     entry = folder.entry(key)
     assert entry
 
     def enters(*arguments: Any) -> None:
-        folder.enter(key, entry, store._holdings.stamp())
+        folder.enter(key, entry, store._tier_storage.stamp())
         discard(*arguments)
 
     monkeypatch.setattr(Folder, "discard", enters)

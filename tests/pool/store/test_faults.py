@@ -150,7 +150,8 @@ def test_processes_killed_and_stopped_at_random(room: str, folder: Path, tmp_pat
         (found,) = store.find([key])
         if not found and room == "room for all":
             until(
-                partial(store.was_stored, key), f"{key.hex()} is there, or in the books as removed"
+                partial(store.was_stored, key),
+                f"{key.hex()} is there, or in the catalog as removed",
             )
         if found:
             with store.read(key, "r0") as reading:
@@ -181,10 +182,10 @@ def test_files_cut_swapped_and_deleted_while_processes_use_them(
         workers.end()
     store = LocalStore(memory, disk)
     sweep(store)
-    for folder_of in store._holdings.folders:  # what nobody has looked at
+    for folder_of in store._tier_storage.folders:  # what nobody has looked at
         for key in folder_of.entered():
             entry, text = folder_of.entry(key), folder_of.text(key)
             if entry is None or not folder_of.is_whole(key, entry):
-                store._holdings.forget(folder_of, key, text)
+                store._tier_storage.forget(folder_of, key, text)
     assert problems(store) == []
     store.close()

@@ -14,9 +14,9 @@ from chunks import begin, chain, content, loads, save, there
 from support.waits import until
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.pool.store import holdings
+from pd_connector.pool.store import tier_storage as tier_storage
 from pd_connector.pool.store.base import Found, Journal, Refusal, Store, Why
-from pd_connector.pool.store.books import BooksError
+from pd_connector.pool.store.catalog import CatalogError
 from pd_connector.pool.store.folder import Folder, charge_of
 from pd_connector.pool.store.local import LocalStore
 
@@ -33,7 +33,7 @@ def refused(answer: object) -> Why:
 
 def has_caught_up(store: LocalStore) -> bool:
     """Whether chunks of the memory are on the disk, too; not known while the keeper holds the books."""
-    with contextlib.suppress(BooksError):
+    with contextlib.suppress(CatalogError):
         return not store.keeper.is_behind()
     return False
 
@@ -117,7 +117,7 @@ def test_a_use_counts_although_another_thread_writes_others_down_meanwhile(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a store's own does every quarter of a second."""
-    store, real, writes = open_store(3 * CHARGE), holdings.touch, threading.Event()
+    store, real, writes = open_store(3 * CHARGE), tier_storage.touch, threading.Event()
     store.keeper.stop()
     used, unused, other = (chain(name, 1) for name in ("used", "unused", "other"))
     for keys in (used, unused, other):
@@ -129,8 +129,8 @@ def test_a_use_counts_although_another_thread_writes_others_down_meanwhile(
         real(*arguments)
 
     there(store, other)
-    monkeypatch.setattr(holdings, "touch", touch)
-    writer = threading.Thread(target=store._holdings.flush)
+    monkeypatch.setattr(tier_storage, "touch", touch)
+    writer = threading.Thread(target=store._tier_storage.flush)
     writer.start()
     assert writes.wait(30)
     there(store, used)
@@ -288,7 +288,7 @@ def test_missing_and_evicted_chunks_are_told_apart(open_store: Open) -> None:
     stored, never = chain("a", 1), chain("b", 1)
     save(store, stored)
     store.remove(stored)
-    # Later, if the keeper's own turn holds the books: neither a removal nor this question waits for them.
+    # Later, if the keeper's own turn holds the catalog: neither a removal nor this question waits for them.
     assert until(lambda: store.was_stored(stored[0]))
     assert not store.was_stored(never[0])
     with pytest.raises(PoolError) as caught:
@@ -403,7 +403,7 @@ def test_a_smaller_budget_is_met_by_eviction(open_store: Open) -> None:
 def test_a_chunk_entered_while_books_are_made_anew_is_kept(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new books find its file before its entry, and take it for a part that waits for others."""
+    """The a new catalog find its file before its entry, and take it for a part that waits for others."""
     store, other = open_store(), open_store()
     (key,) = chain("a", 1)
     real = Folder.enter
@@ -415,8 +415,8 @@ def test_a_chunk_entered_while_books_are_made_anew_is_kept(
     monkeypatch.setattr(Folder, "enter", enter)
     assert save(store, [key]) == 1
     monkeypatch.setattr(Folder, "enter", real)
-    # Not before: a keeper's own sweep may come between the books and the entry.
-    monkeypatch.setattr("pd_connector.pool.store.keeper.STALE_S", 0.0)
+    # Not before: a keeper's own sweep may come between the catalog and the entry.
+    monkeypatch.setattr("pd_connector.pool.store.tier_maintenance.STALE_S", 0.0)
     store.keeper.sweep()
     assert loads(store, key)
     assert store.status().writing == 0

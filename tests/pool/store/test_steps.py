@@ -22,7 +22,7 @@ from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.store.local import LocalStore
 
 pytestmark = pytest.mark.usefixtures("impatient")
-ACTIONS = ("save", "save parts", "load", "remove", "copy", "cancel", "sweep", "rebuild the books")
+ACTIONS = ("save", "save parts", "load", "remove", "copy", "cancel", "sweep", "rebuild the catalog")
 LINES = max(1, int(os.environ.get("PD_POOL_FAULTS", "0")) // (2 * len(ACTIONS)))
 """At which children are hit, of each action."""
 MOST_LINES = 450

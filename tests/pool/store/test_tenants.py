@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from chunks import chain, save, there
 
+from pd_connector.pool.store.catalog_ops import now_s
 from pd_connector.pool.store.folder import charge_of
-from pd_connector.pool.store.ledger import now_s
 from pd_connector.pool.store.local import LocalStore
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -28,7 +28,7 @@ def held(store: LocalStore) -> dict[str, int]:
 def use(store: LocalStore, keys: list[bytes]) -> None:
     """These chunks were used now."""
     assert all(there(store, [key]) for key in keys)
-    store._holdings.flush()
+    store._tier_storage.flush()
 
 
 def test_no_tenant_evicts_another_within_its_part(open_store: Open) -> None:
@@ -98,8 +98,8 @@ def test_a_pin_can_be_made_longer_however_much_it_keeps(open_store: Open) -> Non
     save(store, keys)
     for for_s in (0.5, 3600):
         store.pin(keys, for_s, holder="a")
-    with store._books.transaction(reading=True) as books:
-        ((for_s,),) = books.execute("SELECT until - ? FROM pins", (now_s(),))
+    with store._catalog.transaction(reading=True) as catalog:
+        ((for_s,),) = catalog.execute("SELECT until - ? FROM pins", (now_s(),))
     assert for_s > 3000
 
 

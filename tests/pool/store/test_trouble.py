@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Books that are held, damaged or gone, file systems without room, folders removed by hand: saves may fail, look-ups do not."""
+"""Catalog that are held, damaged or gone, file systems without room, folders removed by hand: saves may fail, look-ups do not."""
 
 import contextlib
 import itertools
@@ -20,12 +20,14 @@ from support.waits import until
 from whole import problems, problems_now, sweep
 
 from pd_connector.errors import ConfigError, PoolError
-from pd_connector.pool.store import claims, keeper, stocktaking
+from pd_connector.pool.store import reconcile as stocktaking
+from pd_connector.pool.store import tier_lock as claims
+from pd_connector.pool.store import tier_maintenance as keeper
 from pd_connector.pool.store.base import Refusal, Why
-from pd_connector.pool.store.books import BooksError
+from pd_connector.pool.store.catalog import CatalogError
 from pd_connector.pool.store.folder import Folder, charge_of
-from pd_connector.pool.store.holdings import Holdings, Space
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space, TierStorage
 
 pytestmark = pytest.mark.quiet  # it waits for other processes, which must have their processor
 
@@ -34,7 +36,7 @@ Open = Callable[..., LocalStore]
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
-from pd_connector.pool.store.holdings import Space
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.pool.store.local import LocalStore
 store = LocalStore(Space(Path(sys.argv[1]), 1 << 26))
 with store._books.transaction(reading=sys.argv[2] == "reads", wait_s=10):
@@ -79,7 +81,7 @@ def test_what_is_held_is_told_although_the_books_are_held_for_a_moment(
 def test_a_process_stopped_within_a_transaction_costs_saves_only(
     open_store: Open, holder: Callable[[], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd_connector.pool.store.books.PATIENCE_S", 3600.0)
+    monkeypatch.setattr("pd_connector.pool.store.catalog.PATIENCE_S", 3600.0)
     store = open_store()
     keys = chain("a", 3)
     save(store, keys)
@@ -103,7 +105,7 @@ def test_what_a_store_cannot_write_down_as_it_closes_others_remove(open_store: O
     one.pin(chain("a", 1), for_s=3600)
     writing = begin(one, *chain("b", 1))
     assert not isinstance(writing, Refusal)
-    with other._books.transaction(wait_s=10):
+    with other._catalog.transaction(wait_s=10):
         writing.cancel()
         one.close()
     until(lambda: other.status().writing == other.status().pinned == 0, "nobody's any more", 10.0)
@@ -117,7 +119,7 @@ def test_look_ups_while_the_books_are_held_count_as_uses(open_store: Open) -> No
         each.keeper.stop()
     for name in ("used", "unused"):
         save(store, chain(name, 1))
-    with other._books.transaction(wait_s=10):
+    with other._catalog.transaction(wait_s=10):
         assert there(store, chain("used", 1)) == 1
         assert isinstance(begin(store, *chain("new", 1)), Refusal)
     assert save(store, chain("new", 1)) == 1
@@ -127,7 +129,7 @@ def test_look_ups_while_the_books_are_held_count_as_uses(open_store: Open) -> No
 def test_after_a_while_the_others_make_books_of_their_own(
     open_store: Open, holder: Callable[[], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd_connector.pool.store.books.PATIENCE_S", 0.2)
+    monkeypatch.setattr("pd_connector.pool.store.catalog.PATIENCE_S", 0.2)
     store = open_store()
     keys = chain("a", 3)
     save(store, keys)
@@ -186,8 +188,10 @@ def test_an_engine_starts_with_books_whose_error_cannot_be_read(
     """SQLite quotes the damaged schema in its message, which is not UTF-8 then."""
     save(open_store(), chain("a", 2))
     root = folder / "pool" / "v1"
-    books = root / os.readlink(root / "books")
-    books.write_bytes(books.read_bytes().replace(b"TABLE chunks", b"\xec\xec\xec\xec\xec chunks"))
+    catalog = root / os.readlink(root / "books")
+    catalog.write_bytes(
+        catalog.read_bytes().replace(b"TABLE chunks", b"\xec\xec\xec\xec\xec chunks")
+    )
     store = open_store()
     assert save(store, chain("b", 2), patience_s=30) == 2
     assert there(store, chain("a", 2)) == 2
@@ -196,8 +200,8 @@ def test_an_engine_starts_with_books_whose_error_cannot_be_read(
 def test_rows_of_damaged_books_that_make_no_sense_make_new_books(open_store: Open) -> None:
     store = open_store(2 * CHARGE)
     save(store, chain("a", 2))
-    with store._books.transaction(wait_s=10) as books:
-        books.execute("UPDATE tiers SET bytes = x'ff'")
+    with store._catalog.transaction(wait_s=10) as catalog:
+        catalog.execute("UPDATE tiers SET bytes = x'ff'")
     assert save(store, chain("b", 2), patience_s=30) == 2
 
 
@@ -217,18 +221,18 @@ def test_values_of_another_type_or_meaning_make_new_books(open_store: Open, rott
     """SQLite does not notice a flipped byte of a row."""
     store = open_store(2 * CHARGE)
     save(store, chain("a", 2))
-    with store._books.transaction(wait_s=10) as books:
-        books.execute(rotten)
-    before, names = store._books.name, (f"b{number}" for number in itertools.count())
+    with store._catalog.transaction(wait_s=10) as catalog:
+        catalog.execute(rotten)
+    before, names = store._catalog.name, (f"b{number}" for number in itertools.count())
 
     def begins_anew() -> bool:
-        with contextlib.suppress(BooksError, PoolError):
-            stocktaking.take_stock(store._holdings)
+        with contextlib.suppress(CatalogError, PoolError):
+            stocktaking.reconcile(store._tier_storage)
             store.journal(0)
             store.keeper.is_behind()
             store.keeper.sweep()
         save(store, chain(next(names), 1))
-        return store._books.name != before
+        return store._catalog.name != before
 
     assert until(begins_anew)
     assert until(lambda: save(store, chain(next(names), 1)) == 1)
@@ -307,16 +311,16 @@ def test_processes_whose_locks_were_removed_are_seen_again(
     """Others would take what they write for that of dead processes, and not hear what they tell."""
     stores = one, other = open_store(), open_store()
     for store in stores:
-        store.tell(store._holdings.alive.name.encode())
+        store.tell(store._tier_storage.alive.name.encode())
     writers = folder / "pool" / "v1" / "writers"
     if removed == "a file":
-        (writers / one._holdings.alive.name).unlink()
+        (writers / one._tier_storage.alive.name).unlink()
     else:
         shutil.rmtree(writers)
-    names = {store._holdings.alive.name for store in stores}
+    names = {store._tier_storage.alive.name for store in stores}
     for store in (*stores, open_store()):
         assert until(lambda store=store: {told.decode() for told in store.told()} >= names)
-    assert all(other._holdings.alive.is_alive(name) for name in names)
+    assert all(other._tier_storage.alive.is_alive(name) for name in names)
 
 
 def test_an_engine_that_starts_after_the_memory_was_removed_shares_the_disk(
@@ -494,7 +498,7 @@ def test_two_pools_do_not_share_a_disk(folder: Path, tmp_path: Path) -> None:
 
 
 def test_engines_of_a_host_name_one_disk_folder(folder: Path, tmp_path: Path) -> None:
-    """Their books know one: an engine with another one would strike chunks of the first, and fill its disk."""
+    """Their catalog know one: an engine with another one would strike chunks of the first, and fill its disk."""
     memory = Space(folder / "pool", 1 << 26)
     one, two = (Space(tmp_path / name, 1 << 26) for name in ("one", "two"))
     without = LocalStore(memory)
@@ -524,7 +528,7 @@ def test_books_of_another_disk_folder_are_made_again(folder: Path, tmp_path: Pat
     store.close()
     store = LocalStore(memory, Space(tmp_path / "two", 1 << 26))
     try:
-        until(lambda: store.status().tiers[1].chunks == 0, "new books")
+        until(lambda: store.status().tiers[1].chunks == 0, "a new catalog")
         assert problems(store) == []
     finally:
         store.close()
@@ -560,7 +564,7 @@ def test_what_a_reboot_leaves_on_the_disk_is_found_at_once(folder: Path, tmp_pat
     store = LocalStore(Space(folder / "pool", 1 << 26), disk)
     keys = chain("a", 3)
     save(store, keys)
-    for key in keys:  # another thread may hold the books for longer than a copy waits
+    for key in keys:  # another thread may hold the catalog for longer than a copy waits
         until(partial(store.keeper.copy, key, 1), "a copy on the disk")
     store.close()
     shutil.rmtree(folder / "pool")
@@ -590,20 +594,20 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
     maker, other = open_store(), open_store()
     for store in (maker, other):
         store.keeper.stop()  # its own stocktaking could meet the failure
-    keys, failures = chain("a", 3), [BooksError("the machine is busy")]
+    keys, failures = chain("a", 3), [CatalogError("the machine is busy")]
 
     def fill(*arguments: Any) -> None:
         stocktaking.fill(*arguments)
-        assert save(other, keys) == 3, "into the books that are in force still"
+        assert save(other, keys) == 3, "into the catalog that is in force still"
 
-    def take_stock(store: Holdings) -> None:
+    def reconcile(store: TierStorage) -> None:
         if failures:
             raise failures.pop()
-        stocktaking.take_stock(store)
+        stocktaking.reconcile(store)
 
     monkeypatch.setattr(keeper, "fill", fill)
-    monkeypatch.setattr(keeper, "take_stock", take_stock)
-    with pytest.raises(BooksError):
+    monkeypatch.setattr(keeper, "take_stock", reconcile)
+    with pytest.raises(CatalogError):
         maker.keeper.rebuild_books("a test wants it")
     assert there(other, keys) == 3
     until(lambda: other.keeper._take_stock() or not problems_now(other), "stock was taken again")
@@ -612,7 +616,7 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
 def test_a_chunk_that_no_books_have_is_not_kept(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its books were replaced while it was published, and the new ones cannot be written."""
+    """Its catalog were replaced while it was published, and the new ones cannot be written."""
     maker, writer = open_store(), open_store()
     monkeypatch.setattr(keeper, "take_stock", lambda _: None)
     enter, (key,) = Folder.enter, chain("a", 1)
@@ -622,10 +626,10 @@ def test_a_chunk_that_no_books_have_is_not_kept(
         maker.keeper.rebuild_books("a test wants it")
 
     def adopts(*_: Any, **__: Any) -> None:
-        raise BooksError("the machine is busy")
+        raise CatalogError("the machine is busy")
 
     monkeypatch.setattr(Folder, "enter", enters)
-    monkeypatch.setattr(Holdings, "adopt", adopts)
+    monkeypatch.setattr(TierStorage, "adopt", adopts)
     assert save(writer, [key], patience_s=0) == 0
     assert there(writer, [key]) == 0
     assert problems(writer) == []

@@ -19,8 +19,8 @@ from pd_connector.errors import ConfigError, PoolError
 from pd_connector.pool.store import troubles
 from pd_connector.pool.store.base import DISK, MEMORY
 from pd_connector.pool.store.folder import Folder
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.cli import pool
 
 Mount = Callable[..., Path]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether books and folders of a store agree, and nothing is left that nobody uses."""
+"""Whether catalog and folders of a store agree, and nothing is left that nobody uses."""
 
 import contextlib
 import os
 import time
 from pathlib import Path
 
-from pd_connector.pool.store.books import BooksError
+from pd_connector.pool.store.catalog import CatalogError
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.store.stocktaking import sums_differ
+from pd_connector.pool.store.reconcile import sums_differ
 
 
 def problems(store: LocalStore, writing: int = 0) -> list[str]:
@@ -25,7 +25,7 @@ def sweep(store: LocalStore) -> None:
     while True:
         try:
             return store.keeper.sweep()
-        except BooksError:
+        except CatalogError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
@@ -41,14 +41,14 @@ def problems_now(store: LocalStore, writing: int = 0) -> list[str]:
     """What is wrong at this moment."""
     try:
         return _differences(store, writing)
-    except BooksError as error:
+    except CatalogError as error:
         return [str(error)]
 
 
 def _differences(store: LocalStore, writing: int) -> list[str]:
-    holdings, found = store._holdings, []
-    holdings.flush()
-    for tier, part in enumerate(holdings.folders):
+    tier_storage, found = store._tier_storage, []
+    tier_storage.flush()
+    for tier, part in enumerate(tier_storage.folders):
         staged = os.listdir(part.staged)
         if len(staged) > writing:
             found.append(f"{part.name}: staged {staged}")
@@ -62,14 +62,14 @@ def _differences(store: LocalStore, writing: int) -> list[str]:
             found.append(
                 f"{part.name}: data without entries {data - files}, missing {files - data}"
             )
-        with holdings.books.transaction() as books:
+        with tier_storage.catalog.transaction() as catalog:
             rows = {
-                key for (key,) in books.execute("SELECT key FROM chunks WHERE tier = ?", (tier,))
+                key for (key,) in catalog.execute("SELECT key FROM chunks WHERE tier = ?", (tier,))
             }
-            rest = books.execute("SELECT * FROM files WHERE tier = ?", (tier,)).fetchall()
-            leaving = books.execute("SELECT * FROM leaving WHERE tier = ?", (tier,)).fetchall()
-            pins = books.execute("SELECT * FROM pins WHERE NOT named").fetchall()
-            (budget, nbytes) = books.execute(
+            rest = catalog.execute("SELECT * FROM files WHERE tier = ?", (tier,)).fetchall()
+            leaving = catalog.execute("SELECT * FROM leaving WHERE tier = ?", (tier,)).fetchall()
+            pins = catalog.execute("SELECT * FROM pins WHERE NOT named").fetchall()
+            (budget, nbytes) = catalog.execute(
                 "SELECT budget, bytes FROM tiers WHERE tier = ?", (tier,)
             ).fetchone()
         if rows != set(entries):
@@ -78,11 +78,11 @@ def _differences(store: LocalStore, writing: int) -> list[str]:
                 f"{part.name}: rows without entries {lost}, entries without rows {unknown}"
             )
         if len(rest) > writing or leaving or pins:
-            found.append(f"{part.name}: left in the books: {rest} {leaving} {pins}")
+            found.append(f"{part.name}: left in the catalog: {rest} {leaving} {pins}")
         size = sum(_blocks(file) for file in (part.path / "data").iterdir())
         if size > budget or nbytes > budget:
-            found.append(f"{part.name}: {size} bytes, {nbytes} in the books, budget {budget}")
-    with holdings.books.transaction() as books:
-        if sums_differ(books):
+            found.append(f"{part.name}: {size} bytes, {nbytes} in the catalog, budget {budget}")
+    with tier_storage.catalog.transaction() as catalog:
+        if sums_differ(catalog):
             found.append("sums differ")
     return found

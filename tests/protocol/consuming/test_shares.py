@@ -22,7 +22,7 @@ CHUNK: Any = object()
 LEASE_S = 30.0
 
 
-class Books:
+class Catalog:
     """What producers have, kept beside `Shares`."""
 
     def __init__(self, slots: int, *, alone: bool = False) -> None:
@@ -58,7 +58,7 @@ class Books:
 @example(2, [("producer0", "early"), ("producer0", "ready")])
 @settings(max_examples=400, deadline=None)
 def test_each_has_a_part_in_any_order_of_events(slots: int, events: list[tuple[str, str]]) -> None:
-    books = Books(slots)
+    books = Catalog(slots)
     for producer, what in events:
         if what == "back":
             books.has = Counter({key: n for key, n in books.has.items() if key[0] != producer})
@@ -80,12 +80,12 @@ def test_each_has_a_part_in_any_order_of_events(slots: int, events: list[tuple[s
 def test_producers_that_stop_one_after_the_other_leave_slots_for_the_next(
     slots: int, each: list[int]
 ) -> None:
-    books = Books(slots)
+    books = Catalog(slots)
     assert [books.fill(producer) for producer in PRODUCERS[: len(each)]] == each
 
 
 def test_busy_producers_come_to_have_nearly_the_same() -> None:
-    books = Books(16)
+    books = Catalog(16)
     books.fill("first")
     for _ in range(16):
         books.fill("second")
@@ -97,7 +97,7 @@ def test_busy_producers_come_to_have_nearly_the_same() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
 def test_one_that_is_alone_may_have_all(slots: int) -> None:
-    books = Books(slots, alone=True)
+    books = Catalog(slots, alone=True)
     assert books.fill("only", early=True) == slots // 2
     assert books.fill("only") == slots - slots // 2
     assert books.free == 0

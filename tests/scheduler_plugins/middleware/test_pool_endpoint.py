@@ -17,11 +17,11 @@ from chunks import chain, save
 from support.pool_stores import wait_for_books
 from support.waits import until
 
+from pd_connector.pool.advertised import AdvertisedEngine
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store import reports
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.told import EngineInPool
+from pd_connector.pool.store.tier_storage import Space
 from scheduler_plugins.admission.pool_report import PATH, PoolReport, decode
 from scheduler_plugins.middleware.middleware import AdmissionMiddleware
 from scheduler_plugins.middleware.pool import PoolMiddleware
@@ -46,7 +46,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
 def told(store: LocalStore, engine: str = ENGINE, model: str = MODEL) -> None:
     """The engine's scheduler knows its model."""
     speeds = {"memory": 2e9}
-    about = EngineInPool(engine=engine, model=model, chunk_bytes=4096, bytes_per_s=speeds)
+    about = AdvertisedEngine(engine=engine, model=model, chunk_bytes=4096, bytes_per_s=speeds)
     store.tell(about.encode())
 
 

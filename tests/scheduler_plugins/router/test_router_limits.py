@@ -15,7 +15,7 @@ from router_fakes import World, hang, run, until
 from scheduler_plugins.router.client import connections
 from scheduler_plugins.router.endpoints import admin
 from scheduler_plugins.router.endpoints.admin import MOST_CONNECTIONS
-from scheduler_plugins.router.endpoints.app_keys import BODIES, CONNECTIONS, OPERATOR
+from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, BODIES, CONNECTIONS
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.prompt.pieces import PIECE_BYTES
 from scheduler_plugins.router.server import AdminServer
@@ -114,7 +114,7 @@ def test_half_open_connections_to_the_admin_port_keep_out_neither_clients_nor_th
             assert all([await closed(one) for one in opened[: 2 * MOST_CONNECTIONS]])
             assert len(admin_of(world).connections) == MOST_CONNECTIONS
             assert (await world.complete()).status == 200
-            token = {"Authorization": f"Bearer {world.app[OPERATOR].token}"}
+            token = {"Authorization": f"Bearer {world.app[ADMIN_AUTH].token}"}
             url = f"http://127.0.0.1:{port}/engines"
             async with world.client.get(url, headers=token) as told:
                 assert told.status == 200
@@ -157,7 +157,7 @@ def test_the_operators_bodies_have_a_bound_and_a_time(
 
     async def scenario() -> None:
         async with World(admin_port=0) as world:
-            token = f"Authorization: Bearer {world.app[OPERATOR].token}\r\n"
+            token = f"Authorization: Bearer {world.app[ADMIN_AUTH].token}\r\n"
             head = f"POST /engines HTTP/1.1\r\nHost: localhost\r\n{token}Content-Length: {length}"
             reader, writer = await asyncio.open_connection("127.0.0.1", world.server.admin_port)
             writer.write(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + sent)

@@ -72,7 +72,7 @@ def test_all_models_are_listed_once() -> None:
 
 def test_an_adapter_that_is_loaded_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("scheduler_plugins.router.engines.looks.MODELS_LOOK_S", 0.05)
+        monkeypatch.setattr("scheduler_plugins.router.engines.slow_probes.MODELS_LOOK_S", 0.05)
         async with two_models() as world:
             world.d[1].model = world.p[1].model = "new"
             pool = world.app[SHARED].pool

@@ -56,7 +56,7 @@ def test_what_the_router_cannot_make_a_request_of_is_an_error_of_openais_shape(
             def broken(*args: object) -> None:
                 raise RuntimeError("a mistake of the router's")
 
-            monkeypatch.setattr("scheduler_plugins.router.request.asked.describe", broken)
+            monkeypatch.setattr("scheduler_plugins.router.request.client_request.describe", broken)
             reply = await world.complete()
             assert (reply.status, reply.json["error"]["type"]) == (500, "internal_error")
             monkeypatch.undo()

@@ -6,7 +6,7 @@ import logging
 import pytest
 from router_fakes import World, run, until
 
-from scheduler_plugins.router.engines import looks
+from scheduler_plugins.router.engines import slow_probes as looks
 
 OUTAGE = """
 # TYPE pd_connector:failing_ranks gauge

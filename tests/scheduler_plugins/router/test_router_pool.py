@@ -16,7 +16,7 @@ from router_fakes import FakeEngine, World, run, until
 from pd_connector.pool.keys import chain
 from scheduler_plugins.admission.pool_report import PoolEvent, PoolReport
 from scheduler_plugins.router.endpoints.app_keys import SHARED
-from scheduler_plugins.router.engines import looks
+from scheduler_plugins.router.engines import slow_probes as looks
 from scheduler_plugins.router.engines.pool import EnginePool
 
 MODEL = b"m" * 32

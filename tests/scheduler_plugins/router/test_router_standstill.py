@@ -25,8 +25,8 @@ from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, SHARED
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.engines.lookup import Names
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.fellows import exchange_of_load
 from scheduler_plugins.router.loop import AsyncioLoop, new_loop
+from scheduler_plugins.router.peer_routers import load_exchange as load_exchange
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -223,11 +223,11 @@ def test_another_router_whose_messages_came_meanwhile_is_not_forgotten(
     monkeypatch: pytest.MonkeyPatch, loop: Loop
 ) -> None:
     """Both stand still, and their messages wait in sockets."""
-    monkeypatch.setattr(exchange_of_load, "FORGOTTEN_S", LIMIT_S)
+    monkeypatch.setattr(load_exchange, "FORGOTTEN_S", LIMIT_S)
     heard = []
-    show = exchange_of_load.Fellows.show
+    show = load_exchange.PeerRouters.show
 
-    def shown(self: exchange_of_load.Fellows, *arguments: Any, **named: Any) -> None:
+    def shown(self: load_exchange.PeerRouters, *arguments: Any, **named: Any) -> None:
         show(self, *arguments, **named)
         if self._named:
             heard.append(len(self._heard))
@@ -244,7 +244,7 @@ def test_another_router_whose_messages_came_meanwhile_is_not_forgotten(
             load = next(e for e in one.app[SHARED].pool.engines if e.role is Role.DECODE).load
             load.decode_sent("a", 1, 1)
             await until(lambda: 1 in heard, "it is heard")
-            monkeypatch.setattr(exchange_of_load.Fellows, "show", shown)
+            monkeypatch.setattr(load_exchange.PeerRouters, "show", shown)
             heard.clear()
             stand_still()
             await until(lambda: len(heard) > 20, "it was looked for")
@@ -252,7 +252,7 @@ def test_another_router_whose_messages_came_meanwhile_is_not_forgotten(
         for fake in fakes:
             await fake.end()
 
-    monkeypatch.setattr(exchange_of_load.Fellows, "show", shown)
+    monkeypatch.setattr(load_exchange.PeerRouters, "show", shown)
     run(scenario(), loop)
 
 

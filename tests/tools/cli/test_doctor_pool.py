@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from support.pool_stores import patient
 
+from pd_connector.pool.advertised import AdvertisedEngine
 from pd_connector.pool.settings import memory_folder
 from pd_connector.pool.store.base import Writing
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.told import EngineInPool
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.cli.checks import pool
 from pd_connector.tools.cli.checks.facts import Facts, Pool
 from pd_connector.tools.cli.checks.finding import Finding, Status
@@ -106,7 +106,7 @@ def test_it_looks_at_what_is_there_and_changes_nothing(shm: Path) -> None:
     folder.parent.mkdir(mode=0o700)
     store = LocalStore(Space(folder, 8 * MIB))
     try:
-        store.tell(EngineInPool(engine="engine-1", model="").encode())
+        store.tell(AdvertisedEngine(engine="engine-1", model="").encode())
         writing = store.begin(b"k" * 32, parent=b"", part="a", parts=1, nbytes=100)
         assert isinstance(writing, Writing)
         with writing:

@@ -16,7 +16,7 @@ from support.pool_records import record, sealed
 from support.pool_stores import patient
 from typer.testing import CliRunner, Result
 
-from pd_connector.pool.form import coded_run
+from pd_connector.pool.chunk_layout import coded_run
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.record import Record, Writer, encode
 from pd_connector.pool.settings import SHM_VARIABLE, PoolSettings, load

@@ -13,8 +13,8 @@ from random import Random
 from pd_bench.pool.folders import own_folder
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Refusal
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.bench.report import BenchError, Comparison
 from pd_connector.tools.bench.sample import Sample
 

@@ -63,8 +63,8 @@ class Ours:
     def __init__(self, objects: Objects, settings: dict[str, Any]) -> None:
         from pd_connector.pool.record import layer_sum
         from pd_connector.pool.store.base import Refusal
-        from pd_connector.pool.store.holdings import Space
         from pd_connector.pool.store.local import LocalStore
+        from pd_connector.pool.store.tier_storage import Space
 
         self._objects = objects
         self._sum, self._refusal = layer_sum, Refusal

@@ -23,8 +23,8 @@ from pd_bench.pool.engines import (
 )
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import VllmEngine, wait_all

@@ -20,8 +20,8 @@ from pd_bench.pool.folders import own_folder
 from pd_bench.serve.trace import TO_GET_ONE
 from pd_connector.pool.store.base import Refusal, Why
 from pd_connector.pool.store.folder import charge_of
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.bench.report import BenchError, Comparison
 from pd_connector.tools.bench.sample import Sample
 

@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 
 from pd_connector.errors import ConfigError, PDConnectorError
+from pd_connector.pool.advertised import advertised_engines
 from pd_connector.pool.room import file_system
 from pd_connector.pool.settings import SHM_VARIABLE, load, memory_folder, text_of
 from pd_connector.pool.store.base import DISK
-from pd_connector.pool.store.holdings import Space
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.told import engines_told
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.cli.checks.facts import Facts, Pool
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
@@ -55,7 +55,7 @@ def _inside(facts: Pool, memory: Path) -> Pool:
         held = tuple(
             (tier.name, tier.path, tier.chunks, tier.nbytes, tier.budget) for tier in found.tiers
         )
-        unknown = tuple(one.engine for one in engines_told(store.told()) if not one.model)
+        unknown = tuple(one.engine for one in advertised_engines(store.told()) if not one.model)
         return Pool(
             facts.folder,
             facts.kind,

@@ -79,7 +79,7 @@ def test_a_decision_is_carried_out_counted_logged_and_shown(
             await until(
                 lambda: state(world.app[SHARED], 0.0)["decisions"][0]["outcome"] == "done", "done"
             )
-            assert not engine.standing.pinned
+            assert not engine.role_state.pinned
             assert described(engine)["home"] == "decode"
             told = state(world.app[SHARED], 0.0)["engines"]
             (shown,) = [one for one in told if one["url"] == engine.url]

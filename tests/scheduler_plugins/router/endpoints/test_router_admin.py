@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from router_fakes import World, run
 
-from scheduler_plugins.router.client.operator import Operator, token_file
-from scheduler_plugins.router.endpoints.app_keys import OPERATOR
+from scheduler_plugins.router.client.admin_auth import AdminAuth, token_file
+from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH
 from scheduler_plugins.router.settings.config import RouterConfig
 
 EVIL = "http://evil.example.org"
@@ -59,7 +59,7 @@ def test_a_url_with_a_character_that_none_has_is_refused_by_name(stray: str, at:
 
     async def scenario() -> None:
         async with World(admin_port=0) as world:
-            count, token = len(world.engines), f"Bearer {world.app[OPERATOR].token}"
+            count, token = len(world.engines), f"Bearer {world.app[ADMIN_AUTH].token}"
             for base in (url, url.replace("http://127.0.0.1", "dns+http://engines.example")):
                 sent = json.dumps({"url": base, "role": "decode"})
                 status, said = await told(
@@ -81,7 +81,7 @@ def test_a_web_page_adds_no_engine() -> None:
 
     async def scenario() -> None:
         async with World(admin_port=0) as world:
-            count, token = len(world.engines), f"Bearer {world.app[OPERATOR].token}"
+            count, token = len(world.engines), f"Bearer {world.app[ADMIN_AUTH].token}"
             page = {"Origin": EVIL, "Content_Type": "text/plain"}
             assert await ask(world, "POST", ENGINE, **page) == 403
             # Each of the guards stands alone: the next ones have everything but what it asks for.
@@ -121,19 +121,19 @@ def test_a_token_that_was_made_is_in_a_file_that_only_its_user_can_read(
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     config = RouterConfig(prefill=("p:1",), decode=("d:1",), admin_port=0)
-    operator = Operator("")
+    operator = AdminAuth("")
     with operator.told(config, 8000):
         path = token_file(8000)
         assert path.read_text() == operator.token
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert f"http://127.0.0.1:8000/#token={operator.token}" in caplog.text
-        with Operator("").told(config, 8000):
+        with AdminAuth("").told(config, 8000):
             assert path.read_text() != operator.token, "each start has its own"
     assert not files(tmp_path)
 
     caplog.clear()
-    with Operator("0123456789abcdef0123-administrator").told(config, 8000):
+    with AdminAuth("0123456789abcdef0123-administrator").told(config, 8000):
         assert not files(tmp_path), "a key of the operator's is written nowhere"
     assert not caplog.text
 

@@ -14,12 +14,12 @@ import pytest
 from router_fakes import World, run, until
 
 from scheduler_plugins.router.endpoints import page
-from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
+from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, SHARED
+from scheduler_plugins.router.endpoints.diagnostics import Diagnostic
 from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.endpoints.pairs import row_of
-from scheduler_plugins.router.endpoints.troubles import Trouble
-from scheduler_plugins.router.engines import looks
-from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.engines import slow_probes as looks
+from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.engines.traffic import FromProducer
 
 SESSIONS = """
@@ -55,7 +55,7 @@ def test_the_page_needs_nothing_else_and_is_kept_up_to_date() -> None:
             script = re.search(r"<script>(.*)</script>", shown.text, re.DOTALL)
             assert script
             for name in re.findall(r"\b(?:engine|one)\.([a-z]\w+)", script[1]):
-                known = {**first, **Trouble("", "warning", "", (), "")._asdict(), **MOVE}
+                known = {**first, **Diagnostic("", "warning", "", (), "")._asdict(), **MOVE}
                 assert name in known, f"the page shows {name}"
             row = row_of("p", "d", [FromProducer()])
             assert set(re.findall(r"\bpair\.([a-z]\w+)", script[1])) == set(row)
@@ -158,7 +158,7 @@ def test_strangers_take_no_seat_of_the_operators() -> None:
             wrong = {"Authorization": "Bearer guessed"}
             async with world.client.get("/live", headers=wrong) as response:
                 assert response.status == 503, "a wrong token is a stranger's"
-            right = {"Authorization": f"Bearer {world.app[OPERATOR].token}"}
+            right = {"Authorization": f"Bearer {world.app[ADMIN_AUTH].token}"}
             for _ in range(page.MOST_WATCHERS):
                 opened.append(await world.client.get("/live", headers=right))
                 assert opened[-1].status == 200

@@ -10,11 +10,11 @@ import pytest
 from router_fakes import World, run, until
 from support.chromium import Browser, chromium
 
-from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
-from scheduler_plugins.router.engines import looks
+from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, SHARED
+from scheduler_plugins.router.engines import slow_probes as looks
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Inquiry
-from scheduler_plugins.router.engines.standing import Decision
+from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.index.stored import StorePlace
 
 HOSTILE = "<img src=x onerror='document.title=\"taken\"'><script>document.title='taken'</script>"
@@ -58,7 +58,9 @@ def test_the_page_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
             world.d[0].metrics = METRICS.format(bytes=0)
             growing = asyncio.create_task(metrics_that_grow(world))
             await browser.look(width=1280)
-            await browser.open(f"http://127.0.0.1:{world.port}/#token={world.app[OPERATOR].token}")
+            await browser.open(
+                f"http://127.0.0.1:{world.port}/#token={world.app[ADMIN_AUTH].token}"
+            )
             await browser.until(READY)
             assert await browser.value("location.hash") == "", "the token is in no copied link"
             await browser.until("document.querySelector('#kv-arrow.moving') !== null")

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from router_fakes import DONE, FAST, FakeEngine, World, choices, event, run, until
 
-from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
+from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, SHARED
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.settings_file import SettingsFile
@@ -20,7 +20,7 @@ from scheduler_plugins.router.settings.settings_file import SettingsFile
 
 async def ask(server: RouterServer, path: str, asked: Any) -> tuple[int, Any]:
     url = f"http://127.0.0.1:{server.admin_port}/engines{path}"
-    token = {"Authorization": f"Bearer {server.app[OPERATOR].token}"}
+    token = {"Authorization": f"Bearer {server.app[ADMIN_AUTH].token}"}
     async with aiohttp.ClientSession(headers=token) as client:
         call = client.get(url) if asked is None else client.post(url, json=asked)
         async with call as answer:
@@ -197,11 +197,11 @@ def test_an_edit_of_the_file_leaves_roles_alone_but_its_own(edit: str, tmp_path:
             if edit == "policy":
                 write("jsq", "prefill", "decode", "decode")
                 await until(lambda: shared.config.policy == "jsq", "the file was read")
-                assert (engine.role, engine.standing.pinned) == (Role.PREFILL, True)
+                assert (engine.role, engine.role_state.pinned) == (Role.PREFILL, True)
             else:
                 write("jsq", "prefill", "both", "decode")
                 await until(lambda: engine.role is Role.BOTH, "its own entry has changed")
-                assert not engine.standing.pinned
+                assert not engine.role_state.pinned
             assert len(shared.pool.engines) == 3
         for fake in fakes:
             await fake.die()

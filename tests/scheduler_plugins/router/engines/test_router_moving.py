@@ -52,7 +52,7 @@ def test_an_engine_is_drained_switched_and_used_on_its_new_side() -> None:
             asked = [asyncio.create_task(made.complete()) for _ in range(4)]
             await until(lambda: all(one.running for one in made.d), "both decode")
             moving = asyncio.create_task(to_prefill(mover, engine))
-            await until(lambda: engine.standing.moving is Role.PREFILL, "it drains")
+            await until(lambda: engine.role_state.moving is Role.PREFILL, "it drains")
             await asyncio.sleep(0.05)
             assert fake.asked == []
             assert described(engine)["moving"] == "prefill"
@@ -62,7 +62,7 @@ def test_an_engine_is_drained_switched_and_used_on_its_new_side() -> None:
             go_on.set()
             await moving
             assert fake.asked == ["prefill"]
-            assert (engine.role, engine.standing.moving) == (Role.PREFILL, None)
+            assert (engine.role, engine.role_state.moving) == (Role.PREFILL, None)
             assert all([(await one).status == 200 for one in (*asked, *more)])
             assert sum(len(one.bodies) for one in made.d) == 6
             assert engine.address is not None, "the move ends when it can be used"
@@ -95,7 +95,7 @@ def test_a_step_that_fails_leaves_the_old_role_and_the_engine_serves_on(
             with pytest.raises(MoveFailedError) as failed:
                 await to_prefill(mover, engine)
             assert failed.value.step == step
-            assert (engine.role, engine.standing.moving) == (Role.DECODE, None)
+            assert (engine.role, engine.role_state.moving) == (Role.DECODE, None)
             assert engine in made.app[SHARED].pool.up(Role.DECODE)
             assert await made.metric("role_moves_total", cause=f"failed_{step}") == 1
             assert await made.metric("role_moves_total") == 1
@@ -148,7 +148,11 @@ def test_the_settings_end_a_move_that_they_no_longer_allow() -> None:
             places(made, d1=ANY)
             with pytest.raises(MoveFailedError, match="its entry in the settings has changed"):
                 await moving
-            assert (engine.role, engine.standing.moving, fake.mode) == (Role.DECODE, None, "decode")
+            assert (engine.role, engine.role_state.moving, fake.mode) == (
+                Role.DECODE,
+                None,
+                "decode",
+            )
             assert await made.metric("role_moves_total") == 0, "no alert: nothing has failed"
 
     run(scenario())
@@ -168,7 +172,7 @@ def test_an_engine_that_switched_while_the_settings_changed_goes_home() -> None:
             await to_prefill(mover, engine)
             await until(lambda: engine.role is Role.DECODE, "the edit holds")
             assert (fake.asked, fake.mode) == (["prefill", "decode"], "decode")
-            await until(lambda: engine.standing.wanted is None, "it is where it should be")
+            await until(lambda: engine.role_state.wanted is None, "it is where it should be")
             assert await made.metric("role_moves_total", cause="settings") == 1
 
     run(scenario())
@@ -198,7 +202,7 @@ def test_a_router_that_ends_in_mid_move_leaves_the_engine_to_the_next_one() -> N
             await until(lambda: bool(fake.asked), "it is under way")
             moving.cancel()
             await asyncio.gather(moving, return_exceptions=True)
-            assert (engine.role, engine.standing.moving) == (Role.DECODE, None)
+            assert (engine.role, engine.role_state.moving) == (Role.DECODE, None)
             fake.mode = "prefill"  # what the lost move had done
             made.app[SHARED].pool.look_again(engine)
             await until(lambda: engine.role is Role.PREFILL, "its own word counts")

@@ -351,7 +351,7 @@ def test_text_that_looks_like_ids_reaches_the_client() -> None:
 
 
 class SlowRecord(StreamRecord):
-    """Looks at every event closely."""
+    """SlowProbes at every event closely."""
 
     def _plain(self, event: bytes) -> bytes | None:
         return None

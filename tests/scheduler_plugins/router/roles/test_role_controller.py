@@ -329,12 +329,12 @@ def test_a_role_that_is_given_as_a_word_is_that_role() -> None:
 def test_a_policy_sees_only_moves_that_are_possible() -> None:
     seen = list[Fleet]()
 
-    class Looks(RolePolicy):
+    class SlowProbes(RolePolicy):
         def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
             seen.append(fleet)
             return []
 
-    fleet = world(Looks(), 1, 2)
+    fleet = world(SlowProbes(), 1, 2)
     fleet.controller.pin("d0")
     fleet.tick(0.0)
     may = {one.name: one.may for one in seen[0].members}

@@ -19,14 +19,14 @@ from router_fakes import FakeEngine, World, answer, hang, run, status, until
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.qos.rules import ClassRule, Match
-from scheduler_plugins.router.client.operator import Operator
+from scheduler_plugins.router.client.admin_auth import AdminAuth
 from scheduler_plugins.router.endpoints.admin import create_admin
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.length import MAX_UNCACHED, MIN_UNCACHED
 from scheduler_plugins.router.prompt.describe import BYTES_PER_TOKEN
-from scheduler_plugins.router.pulse import BEAT_S
+from scheduler_plugins.router.recent_history import BEAT_S
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import parse
 
@@ -175,7 +175,7 @@ def test_such_engines_come_by_file_and_by_the_admin_api() -> None:
 def test_an_engine_becomes_one_by_the_admin_api() -> None:
     async def scenario() -> None:
         async with World(prefill=2, policy="length:round_robin", **CLASSED) as world:
-            operator = Operator("")
+            operator = AdminAuth("")
             app = create_admin(world.app[SHARED].pool, world.app[MOVER], operator, "127.0.0.1")
             token = {"Authorization": f"Bearer {operator.token}"}
             async with TestClient(TestServer(app), headers=token) as admin:

@@ -14,7 +14,7 @@ from aiohttp import web
 from router_fakes import FAST, FakeEngine, World, answer, run, slow, until
 
 from scheduler_plugins.router import reload
-from scheduler_plugins.router.endpoints.app_keys import OPERATOR, SHARED
+from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, SHARED
 from scheduler_plugins.router.engines import named as named_module
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -199,7 +199,7 @@ class Admin:
 
     def __init__(self, world: World) -> None:
         self._base = f"http://127.0.0.1:{world.server.admin_port}/engines"
-        self._headers = {"Authorization": f"Bearer {world.app[OPERATOR].token}"}
+        self._headers = {"Authorization": f"Bearer {world.app[ADMIN_AUTH].token}"}
 
     async def __call__(self, method: str, path: str = "", **body: Any) -> tuple[int, Any]:
         async with (

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which outcomes the agent owes to its engine, so that none is lost and none is told twice."""
+
+import queue
+import threading
+
+from pd_connector.agent.commands import Command, Drop, Hold, Withdraw
+from pd_connector.errors import Cause
+from pd_connector.pool.jobs import Fill, Save, Saved
+from pd_connector.protocol.consuming.incoming import Finished, Held, Load
+from pd_connector.protocol.producing.outgoing import Free, Offer
+
+Outcome = Free | Finished | Held | Saved
+
+
+class PendingOutcomes:
+    """Outcomes on their way from the agent's thread to the engine's. For any thread."""
+
+    def __init__(self) -> None:
+        self._reported: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._any = threading.Event()  # an outcome has been reported
+        self._lock = threading.Lock()
+        self._requests: dict[type[Outcome], set[str]] = {
+            kind: set() for kind in (Finished, Free, Held, Saved)
+        }
+
+    def expect(self, command: Command) -> None:
+        """Note which outcome a command will have."""
+        with self._lock:
+            match command:
+                case Offer() if command.final:
+                    self._requests[Free].add(command.request)
+                case Load():
+                    self._requests[Finished].add(command.request)
+                    self._requests[Held].discard(command.request)
+                case Fill():
+                    self._requests[Finished].add(command.request)
+                case Save():
+                    self._requests[Saved].add(command.request)
+                case Hold() if command.watch:
+                    self._requests[Held].add(command.request)
+                case Drop():
+                    self._requests[Held].discard(command.request)
+                case Withdraw():
+                    self._requests[Free].discard(command.request)
+
+    def report(self, outcome: Outcome) -> None:
+        """Something has ended. Only the first outcome of a request counts."""
+        self._reported.put(outcome)
+        self._any.set()
+
+    def fail_all(self, cause: Cause, detail: str, *, but: str | None = None) -> None:
+        """Report everything that is still owed as failed, except for the request `but`."""
+        with self._lock:
+            pending_outcomes = {kind: requests - {but} for kind, requests in self._requests.items()}
+        for request in pending_outcomes[Finished]:
+            self.report(Finished(request, cause, detail))
+        for request in pending_outcomes[Free]:
+            self.report(Free(request, cause))
+        for request in pending_outcomes[Held]:
+            self.report(Held(request, cause, detail))
+        for request in pending_outcomes[Saved]:
+            self.report(Saved(request))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until an outcome is reported; returns whether one was within `timeout_s`."""
+        return self._any.wait(timeout_s)
+
+    @property
+    def loads(self) -> bool:
+        """Whether a load from another engine or from the pool has yet to end."""
+        with self._lock:
+            return bool(self._requests[Finished])
+
+    def drain(self) -> list[Outcome]:
+        """Outcomes reported since the last call that were owed; each request's only once."""
+        self._any.clear()
+        taken: list[Outcome] = []
+        while not self._reported.empty():
+            outcome = self._reported.get()
+            with self._lock:
+                pending_outcomes = self._requests[type(outcome)]
+                if outcome.request in pending_outcomes:
+                    pending_outcomes.discard(outcome.request)
+                    taken.append(outcome)
+        return taken

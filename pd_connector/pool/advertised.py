@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine lets the other processes of its host know: the model that it has loaded, as the pool knows it, and how fast
+it loads chunks. Its API server reads it, which has neither weights nor pages."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+
+class AdvertisedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as its scheduler tells it."""
+
+    engine: str
+    """Its `engine_id`, which ends with `_dp` and a number for each data-parallel rank."""
+    model: str
+    """`keys.model_root` in hexadecimal digits; empty: its weights are not known (any more)."""
+    chunk_bytes: int = 0
+    """Bytes of a chunk of this model; 0: none was loaded yet."""
+    bytes_per_s: dict[str, float] = {}
+    """The speed of loads, by tier."""
+
+    def encode(self) -> bytes:
+        """In the form that `find_engine` reads."""
+        return msgspec.json.encode(self)
+
+
+def advertised_engines(told: Iterable[bytes]) -> Iterator[AdvertisedEngine]:
+    """The engines among what processes tell (`Store.told`)."""
+    for about in told:
+        try:
+            yield msgspec.json.decode(about, type=AdvertisedEngine)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue  # being written, or of another version
+
+
+def find_engine(told: Iterable[bytes], engine: str) -> AdvertisedEngine | None:
+    """The engine of this id among what processes tell (`Store.told`), or one of its data-parallel ranks. None: it has not
+    told its model."""
+    own = re.compile(re.escape(engine) + r"(_dp\d+)?")
+    known = (one for one in advertised_engines(told) if one.model and own.fullmatch(one.engine))
+    return next(known, None)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many chunks of a hit are loaded: as many as are loaded faster than computed, by measured speeds. Pure.
+
+What is not measured yet counts as fast, so the first hits are loaded. A tier that is too slow, or does not answer, is left
+alone for a while. Then one of its chunks is read for which no request waits (a probe), and the tier is used again if that
+was fast.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pd_connector.pool.keys import CHUNK_TOKENS
+
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 30.0
+"""How long a tier, or the whole store, is left alone: first for `FIRST_PAUSE_S`, then each time for twice as long, up to
+`LONGEST_PAUSE_S`."""
+
+_NEW = 0.5
+"""Weight of a new measurement. Two of them suffice to notice that a speed has changed."""
+
+
+@dataclass
+class _Pause:
+    """When something may be tried again that has failed. Without a length nothing has."""
+
+    length_s: float = 0.0
+    until: float = 0.0
+
+    def is_over(self, now: float) -> bool:
+        """Whether it failed, and may be tried again."""
+        return self.length_s > 0 and now >= self.until
+
+    def begin(self, now: float) -> None:
+        """It failed, perhaps again."""
+        self.length_s = min(max(FIRST_PAUSE_S, 2 * self.length_s), LONGEST_PAUSE_S)
+        self.until = now + self.length_s
+
+
+@dataclass
+class _Tier:
+    """What was measured of one tier of the store.
+
+    Attributes:
+        silent: the pause after it did not answer. No chunk of it is loaded until a probe is answered.
+        slow: the pause after it was found too slow.
+        probed: its speed is that of a probe, which writes no page. The next load will tell.
+    """
+
+    byte_s: float = 0.0  # seconds a byte
+    measured: bool = False
+    probed: bool = False
+    silent: _Pause = field(default_factory=_Pause)
+    slow: _Pause = field(default_factory=_Pause)
+
+
+@dataclass
+class LoadBreakeven:
+    """The speeds of an engine's prefill and of the tiers of its store, and what they make worth loading."""
+
+    _token_s: float | None = None
+    _tiers: dict[str, _Tier] = field(default_factory=dict)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A prefill computed these tokens in this time."""
+        new = seconds / tokens
+        self._token_s = new if self._token_s is None else (1 - _NEW) * self._token_s + _NEW * new
+
+    def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A load from one tier has ended: these bytes were read, verified and written into pages in this time."""
+        known = self._tier(tier)
+        old = 1 - _NEW if known.measured and not known.probed else 0.0
+        known.byte_s = old * known.byte_s + (1 - old) * seconds / nbytes
+        known.measured, known.probed, known.silent = True, False, _Pause()
+
+    def bytes_per_s(self) -> dict[str, float]:
+        """The measured speed of each tier that something was loaded from."""
+        known = ((name, tier) for name, tier in self._tiers.items() if tier.byte_s > 0)
+        return {name: 1 / tier.byte_s for name, tier in known}
+
+    def silent(self, tier: str, now: float) -> None:
+        """A tier did not answer in time."""
+        self._tier(tier).silent.begin(now)
+
+    def probe(self, found: Sequence[tuple[str, int]], now: float) -> int | None:
+        """The place of a chunk that is to be read as a probe, if its tier was left alone for long enough.
+
+        Args:
+            found: as for `chunks`.
+        """
+        for place, (name, _) in enumerate(found):
+            tier = self._tier(name)
+            for pause in (tier.silent, tier.slow):
+                if pause.is_over(now):
+                    pause.begin(now)
+                    return place
+        return None
+
+    def probed(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A probe has ended: the tier has this speed at best."""
+        known = self._tier(tier)
+        known.silent = _Pause()
+        known.byte_s = seconds / nbytes
+        known.measured = known.probed = True
+
+    def chunks(self, found: Sequence[tuple[str, int]], now: float) -> int:
+        """How many chunks of a hit to load, from its first one on.
+
+        Args:
+            found: tier and bytes of each chunk, in the order of the prompt.
+            now: of any steady clock, in seconds.
+        """
+        silent = (n for n, (tier, _) in enumerate(found) if self._tier(tier).silent.length_s)
+        found = found[: next(silent, len(found))]
+        best = self._best(found)
+        for tier in {tier for tier, _ in found[:best]}:
+            if not self._tier(tier).probed:
+                self._tier(tier).slow = _Pause()
+        if best < len(found):
+            slow = self._tier(found[best][0]).slow
+            if not slow.length_s:
+                slow.begin(now)
+        return best
+
+    def _best(self, found: Sequence[tuple[str, int]]) -> int:
+        """The number of chunks that saves most time."""
+        if self._token_s is None:
+            # Loads alone never tell how long computing takes: the last chunk of the next hit is computed.
+            measured = any(self._tier(name).measured for name, _ in found)
+            return len(found) - measured
+        best, most, saved = 0, 0.0, 0.0
+        for place, (name, nbytes) in enumerate(found):
+            saved += CHUNK_TOKENS * self._token_s - nbytes * self._tier(name).byte_s
+            if saved >= most:
+                best, most = place + 1, saved
+        return best
+
+    def _tier(self, name: str) -> _Tier:
+        return self._tiers.setdefault(name, _Tier())
+
+
+@dataclass
+class Answers:
+    """Whether the store answers look-ups in time. If not, it is left alone for a while; then a look-up is made for which
+    no request waits."""
+
+    _pause: _Pause = field(default_factory=_Pause)
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether requests may wait for their look-ups."""
+        return not self._pause.length_s
+
+    def asks(self, now: float) -> bool:
+        """Whether a look-up may begin. While the store is left alone, one look-up in each pause."""
+        if self.waited_for:
+            return True
+        if not self._pause.is_over(now):
+            return False
+        self._pause.begin(now)
+        return True
+
+    def late(self, now: float) -> None:
+        """A look-up has taken too long, or still does."""
+        if self.waited_for:
+            self._pause.begin(now)
+
+    def in_time(self) -> None:
+        """A look-up has been answered in time."""
+        self._pause = _Pause()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader's rank needs of the parts of a chunk. Pure functions."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Group, Shard
+from pd_connector.pool.chunk_layout import RUN_ALIGNMENT, Place, Run, group_of, kept_layers, places
+from pd_connector.pool.part_names import part_shard
+
+
+class ReadPlan(NamedTuple):
+    """What a reader's rank needs of one part.
+
+    Attributes:
+        form: the part's runs with the layers that are needed.
+        places: of these layers, in the order of the payload.
+        start: where the reader's buffer begins in the payload.
+        nbytes: of the buffer.
+    """
+
+    form: tuple[Run, ...]
+    places: tuple[Place, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Offset and bytes of each range of the payload that must be read. It belongs at `offset - start` in the
+        buffer."""
+        found: list[tuple[int, int]] = []
+        for _, offset, nbytes in self.places:
+            if found and sum(found[-1]) == offset:
+                found[-1] = found[-1][0], found[-1][1] + nbytes
+            else:
+                found.append((offset, nbytes))
+        return found
+
+
+def needed_parts(names: Iterable[str], own: Geometry) -> list[str]:
+    """The parts that have something for a rank with this geometry, of all parts of a chunk."""
+    found = []
+    for name in names:
+        shard = part_shard(name)
+        if shard is not None and any(_has_of(shard, own, group) for group in own.groups):
+            found.append(name)
+    return found
+
+
+def _has_of(shard: Shard, own: Geometry, group: Group) -> bool:
+    """Whether a rank with this shard writes something of a group of `own`."""
+    stage = range(shard.first_layer, shard.stop_layer)
+    kept = kept_layers(shard, group)
+    return _meet(shard.heads(group.heads), own.heads(group)) and any(
+        layer in stage or layer >= DRAFT_LAYERS for layer in kept
+    )
+
+
+def need(form: Sequence[Run], geometry: Geometry, own: Geometry) -> ReadPlan | None:
+    """What a rank with the geometry `own` needs of a part; None if that is nothing.
+
+    Args:
+        form, geometry: of the part's record.
+        own: see `record.readable`.
+    """
+    wanted = {layer: group for group in own.groups for layer in group.layers}
+    kept: list[Run] = []
+    for run in form:
+        group = group_of(geometry, run.layers[0])
+        assert group is not None
+        heads = geometry.heads(group)
+        layers = tuple(
+            layer
+            for layer in run.layers
+            if layer in wanted and _meet(heads, own.heads(wanted[layer]))
+        )
+        if layers:
+            kept.append(msgspec.structs.replace(run, layers=layers))
+    here = {layer for run in kept for layer in run.layers}
+    found = tuple(place for place in places(form, geometry) if place.layer in here)
+    if not found:
+        return None
+    start = found[0].offset // RUN_ALIGNMENT * RUN_ALIGNMENT
+    return ReadPlan(tuple(kept), found, start, found[-1].offset + found[-1].nbytes - start)
+
+
+def _meet(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)

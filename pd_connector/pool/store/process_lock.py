@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which processes use a store: each holds a lock on a file of its own, which the kernel frees when it dies.
+
+Process ids would say nothing to a container with ids of its own. A process that was stopped still holds its lock.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+from pd_connector.pool.store.folder import Folder, private_folder, unusable
+
+_TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
+_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+TOLD_BYTES = 4096
+"""The most bytes that a process tells others."""
+
+
+class ProcessLock:
+    """This process's own lock, and a look at those of others.
+
+    Attributes:
+        name: of this process, in names of files and in the books.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._path = folder.path / "writers"
+        self._folder = private_folder(self._path, "pool")
+        self.name, self._lock, self._told = "", -1, b""
+        try:
+            while self._lock < 0:
+                self.name = f"{os.getpid():x}x{secrets.token_hex(4)}"
+                self._lock = self._taken(self.name)
+        except OSError as error:
+            os.close(self._folder)
+            raise unusable(self._path, error, "pool.memory") from error
+        forgets_in_child(self)
+
+    def _taken(self, name: str) -> int:
+        """A descriptor that holds the lock of this name; -1 if a process that looks for dead ones was faster."""
+        lock = os.open(name, _FLAGS, 0o600, dir_fd=self._folder)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, _TAKE)
+            if os.fstat(lock).st_nlink:
+                return lock
+        os.close(lock)
+        return -1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds its lock: not after `close`, and not in a child of the process that took it."""
+        return self._lock >= 0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether others find this process's lock. A child of the process has none."""
+        try:
+            return not self.is_held or os.path.samestat(
+                os.lstat(self._path / self.name), os.fstat(self._lock)
+            )
+        except OSError:
+            return False
+
+    def renew(self) -> None:
+        """Take the lock again: its file, or a folder above it, was removed."""
+        fresh = private_folder(self._path, "pool")
+        os.dup2(fresh, self._folder, inheritable=False)
+        os.close(fresh)
+        if (lock := self._taken(self.name)) >= 0:
+            os.dup2(lock, self._lock, inheritable=False)
+            os.close(lock)
+            self.tell(self._told)
+
+    def tell(self, about: bytes) -> None:
+        """Let other processes read this about the process, while it lives. Always as long, so that no reader finds the end of
+        what was told before."""
+        self._told = about
+        if about and len(about) <= TOLD_BYTES and self._lock >= 0:
+            with contextlib.suppress(OSError):  # the file system is full
+                os.pwrite(self._lock, about.ljust(TOLD_BYTES), 0)
+
+    def told(self) -> list[bytes]:
+        """What living processes tell of themselves."""
+        found = []
+        for name in self.names():
+            with contextlib.suppress(OSError):
+                # Without waiting: the name could be a pipe's.
+                lock = os.open(name, _LOOK, dir_fd=self._folder)
+                try:
+                    if (about := os.read(lock, TOLD_BYTES).strip()) and self.is_alive(name):
+                        found.append(about)
+                finally:
+                    os.close(lock)
+        return found
+
+    def names(self) -> list[str]:
+        """All processes, alive or dead."""
+        with contextlib.suppress(OSError):
+            return os.listdir(self._folder)
+        return []
+
+    def is_alive(self, name: str) -> bool:
+        """Whether the process of this name has not ended."""
+        try:
+            lock = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._folder)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, _TAKE)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    @contextlib.contextmanager
+    def dead(self) -> Iterator[list[str]]:
+        """Processes that have ended. They are forgotten when the block ends without an exception."""
+        found: list[str] = []
+        with contextlib.ExitStack() as held:
+            for name in self.names():
+                if name == self.name:
+                    continue
+                with contextlib.suppress(OSError):
+                    lock = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._folder)
+                    held.callback(os.close, lock)
+                    fcntl.flock(lock, _TAKE)
+                    found.append(name)
+            yield found
+            for name in found:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._folder)
+
+    def close(self, *, told: bool = True) -> None:
+        """This process no longer uses the store.
+
+        Args:
+            told: its end is in the books. Otherwise its name stays, and others remove what it has left, as of a dead process.
+        """
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            if told:
+                os.unlink(self.name, dir_fd=self._folder)
+        os.close(self._lock)
+        os.close(self._folder)
+        self._lock = -1
+
+    def forget_in_child(self) -> None:
+        """A child of this process does not use the store, and must not keep its parent's lock when the parent dies."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class _Held(Protocol):
+    def forget_in_child(self) -> None: ...
+
+
+_held: "weakref.WeakSet[_Held]" = weakref.WeakSet()
+
+
+def forgets_in_child(one: _Held) -> None:
+    """Call this object's `forget_in_child` in each child of this process, as long as the object is used."""
+    _held.add(one)
+
+
+def _forget_all() -> None:
+    for one in list(_held):
+        one.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all)

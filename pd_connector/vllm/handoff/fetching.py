@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of a scheduler whose prompts are computed elsewhere: when their KV is wanted, and what became of it."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from pd_connector.agent.commands import Command, Drop, Hold
+from pd_connector.config import Config
+from pd_connector.errors import Cause
+from pd_connector.protocol.wire.params import TransferParams
+from pd_connector.protocol.wire.peers import Peer
+from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.handoff.audits import Audits
+from pd_connector.vllm.handoff.fetch import Fetch, Stage
+from pd_connector.vllm.handoff.recomputed import Recomputed
+from pd_connector.vllm.handoff.streaming import kept_pages
+from pd_connector.vllm.handoff.uncomputable import Uncomputable
+from pd_connector.vllm.identity.adapters import Adapters
+from pd_connector.vllm.messages import StepCommands, WorkerActivity
+from pd_connector.vllm.pages.partial import PartialPages
+from pd_connector.vllm.pages.stale_adapter import StaleAdapterPages
+from pd_connector.vllm.pages.status import PageRule, PageStatus, Use
+from pd_connector.vllm.pages.windows import Windows
+from pd_connector.vllm.part import Ended, Part
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class FetchGoesFirst(PageRule):
+    """The pool loads nothing for a request that waits for a handoff, or is computed to compare it.
+
+    Args:
+        computes: whether that is so, by request id.
+    """
+
+    cause = "handoff"
+    forbids = (Use.LOAD,)
+
+    def __init__(self, computes: Callable[[str], bool]) -> None:
+        self._computes = computes
+
+    def holds(self, request: "Request") -> bool:
+        return self._computes(request.request_id)
+
+
+class Fetching(Part):
+    """Used by the scheduler's thread only.
+
+    Attributes:
+        audits: the prompts that are computed here to compare them.
+        rules: what it knows of pages.
+
+    Args:
+        windows: page sizes and windows of the engine's page tables.
+        ranks: number of ranks of this engine.
+        status: says whether a request's KV may be compared.
+        unfilled: told of loads.
+        uncomputable: requests that only a fetch can serve.
+        adapters: what is known of the engine's adapters.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        windows: Windows,
+        ranks: int,
+        telemetry: Telemetry,
+        status: PageStatus,
+        unfilled: PartialPages,
+        uncomputable: Uncomputable,
+        adapters: Adapters,
+    ) -> None:
+        self._status = status
+        self._partial_pages = unfilled
+        self._telemetry = telemetry
+        self._uncomputable = uncomputable
+        self._fetches: dict[str, Fetch] = {}
+        self._adapters = adapters
+        outdated = StaleAdapterPages(adapters, uncomputable, self._given_up)
+        self.rules: tuple[PageRule, ...] = (outdated, FetchGoesFirst(self._computes))
+        self._recomputed = Recomputed(windows.page_sizes)
+        self.audits = Audits(config, windows, ranks)
+
+    def bind(self, manager: "KVCacheManager") -> None:
+        self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
+
+    @property
+    def pending(self) -> bool:
+        return self.audits.pending
+
+    @property
+    def expected(self) -> bool:
+        """Whether a request waits for its KV, or compares it."""
+        return any(fetch.stage is not Stage.OVER for fetch in self._fetches.values())
+
+    def fetches(self, transfer: str) -> bool:
+        """Whether some request fetches this transfer."""
+        return any(fetch.transfer == transfer for fetch in self._fetches.values())
+
+    def add(
+        self,
+        request: "Request",
+        params: TransferParams,
+        peers: tuple[Peer, ...],
+        identity: tuple[bytes, str],
+        *,
+        watch: bool,
+    ) -> None:
+        """A request has been queued whose KV is elsewhere.
+
+        Args:
+            identity: what KV of its prompt depends on, and its adapter.
+            watch: it waits without pages until its KV begins to arrive.
+        """
+        assert params.remote_request_id is not None
+        tokens = min(fetched_tokens(request, params), request.num_prompt_tokens - 1)
+        stage = Stage.WATCHED if watch else Stage.HELD
+        self._fetches[request.request_id] = Fetch(
+            params.remote_request_id, *identity, peers, params.wait, tokens, stage
+        )
+
+    def queued(self, request: "Request") -> None:
+        self._uncomputable.add(request)
+
+    def matched(self, request: "Request", computed: int) -> int | None:
+        request_id = request.request_id
+        fetch = self._fetches.get(request_id)
+        if fetch is not None:
+            fetch.outdated = self._adapters.replaced(request, look=False)
+        fetches = fetch is not None and fetch.waiting and not fetch.outdated
+        there = fetch.tokens if fetch is not None and fetches else computed
+        if self._uncomputable.waits(request_id, there):
+            return None
+        if fetch is None or not fetches:
+            if fetch is not None and fetch.failed and request_id not in self._uncomputable:
+                self._recomputed.asked(request, fetch)
+            return 0
+        fetch.computed_tokens = computed
+        missing = fetch.tokens - computed
+        audited = request_id not in self._uncomputable and self.audits.computes(
+            request_id, fetch, missing
+        )
+        if missing <= 0 or audited:
+            return 0
+        return None if fetch.stage is Stage.WATCHED else missing
+
+    def allocated(
+        self,
+        request: "Request",
+        blocks: "KVCacheBlocks",
+        external_tokens: int,
+    ) -> list[Command] | None:
+        fetch = self._fetches.get(request.request_id)
+        if fetch is None:
+            return None
+        if not fetch.waiting:
+            fetch.had_room = False
+            return None
+        if external_tokens:
+            fetch.stage = Stage.LOADING
+            first, stop = fetch.computed_tokens, fetch.computed_tokens + external_tokens
+            self._partial_pages.load(request.request_id, blocks, first, stop)
+            return [fetch.load(request.request_id, stop, kept_pages(blocks.get_block_ids()))]
+        if fetch.outdated:
+            fetch.stage, fetch.outcome = Stage.OVER, Cause.MODEL
+            return [Drop(request.request_id, Cause.MODEL)]
+
+        def comparable() -> bool:
+            return not self._status.problem(request, Use.COMPARE)
+
+        if self.audits.begin(request.request_id, fetch, comparable):
+            fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
+            held = Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
+            return [held]
+        missing = request.num_prompt_tokens - 1 - fetch.computed_tokens
+        fetch.outcome = "unaudited" if missing > 0 else "cached"
+        fetch.stage = Stage.OVER
+        return [Drop(request.request_id, Cause.NOT_NEEDED)]
+
+    def _computes(self, request_id: str) -> bool:
+        """Whether a request waits for its KV, or is computed here to compare it, or before its producer may be trusted."""
+        fetch = self._fetches.get(request_id)
+        return fetch is not None and fetch.stage is not Stage.OVER
+
+    def weights_changed(self) -> list[Command]:
+        return self.audits.weights_changed()
+
+    def step(self, output: "SchedulerOutput", commands: StepCommands) -> None:
+        compared, over = self.audits.step(output)
+        commands.commands += compared
+        commands.over += over
+
+    def load_ended(self, request_id: str, *, failed: bool) -> bool:
+        fetch = self._fetches.get(request_id)
+        if fetch is None:
+            return False
+        fetch.stage = Stage.OVER
+        fetch.failed = failed
+        fetch.outcome = fetch.outcome or ("recomputed" if failed else "handed_over")
+        return True
+
+    def reported(self, activity: WorkerActivity) -> list[Command]:
+        commands: list[Command] = []
+        for request_id, cause in activity.causes.items():
+            if fetch := self._fetches.get(request_id):
+                fetch.outcome = cause
+        for stage, requests in (
+            (Stage.HELD, activity.ready),
+            (Stage.OVER, activity.unavailable),
+        ):
+            for request_id in requests:
+                fetch = self._fetches.get(request_id)
+                if fetch is not None and fetch.stage is Stage.WATCHED:
+                    fetch.stage = stage
+                    if stage is Stage.OVER:  # other ranks may still wait
+                        commands.append(Drop(request_id, Cause.NOT_NEEDED))
+        for request_id in activity.unaudited:
+            if fetch := self._fetches.get(request_id):
+                self.audits.refused(fetch.pair)
+        return [*commands, *self.audits.reported(activity.audits)]
+
+    def finished(self, request: "Request", pages: tuple[list[int], ...]) -> Ended:
+        request_id = request.request_id
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is not None:
+            self._telemetry.count("handoffs", cause=fetch.outcome or Cause.ABORTED)
+        self._uncomputable.discard(request_id)
+        complete = (
+            request.status in _COMPLETE
+            and request_id in self.audits
+            and not self._status.problem(request, Use.COMPARE)
+        )
+        compared, commands = self.audits.finished(
+            request_id, request.num_computed_tokens, complete=complete
+        )
+        if not compared and fetch is not None and fetch.stage not in (Stage.AUDITED, Stage.OVER):
+            commands = [*commands, Drop(request_id, Cause.ABORTED)]
+        return Ended(compared, None, commands)
+
+    def _given_up(self, request_id: str) -> None:
+        """KV that was loaded for a request is not used: its adapter was replaced before its first step."""
+        if fetch := self._fetches.get(request_id):
+            fetch.failed, fetch.outcome = True, Cause.MODEL
+
+
+def fetched_tokens(request: "Request", params: TransferParams) -> int:
+    """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
+    appended its first token."""
+    return (
+        request.num_prompt_tokens if params.remote_num_tokens is None else params.remote_num_tokens
+    )

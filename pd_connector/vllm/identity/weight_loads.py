@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches vLLM's loads of weights at the moment they happen.
+
+A connector is made seconds after the weights were loaded, and vLLM tells it nothing when they are loaded again. So
+vLLM's loaders are watched: each file that they read is opened here as well, and read later through that handle. The
+worker's methods that change weights in place are watched, too, and the model's own `load_weights`, which trainers
+call.
+"""
+
+import inspect
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from pd_connector.kv.checkpoint_files import LoadedFiles
+from pd_connector.vllm.extension import WorkerExtension
+from pd_connector.vllm.identity.checkpoint import Place, open_files
+from pd_connector.vllm.wrap_once import with_subclasses, wrap_once
+
+logger = logging.getLogger("pd_connector.vllm")
+
+_LOADERS = "vllm.model_executor.model_loader"
+_WORKER = "vllm.v1.worker.worker_base"
+_CHANGES: tuple[tuple[str, dict[str, bool]], ...] = (
+    ("reload_weights", {"whole": True}),
+    ("reset_weights", {}),
+    ("load_model", {"whole": True}),
+    ("start_weight_update", {"begins": True}),
+    ("start_draft_weight_update", {"begins": True}),
+    ("update_weights", {}),
+    ("finish_weight_update", {"ends": True}),
+)
+"""Methods of vLLM's worker that change its weights, and what is told of each (`WeightLoads.change`). Between beginning and
+end, weights are neither old nor new."""
+
+
+_LOSES_WEIGHTS = 2
+"""Level of sleep from which on vLLM does not keep the weights: they are loaded again after it."""
+
+
+class Listener(Protocol):
+    """Receives events of weights that change in place."""
+
+    def loading(self) -> None:
+        """Weights begin to change now."""
+
+    def loaded(self, *, over: bool, whole: bool) -> None:
+        """Weights have changed: all of them, if `whole`. If not `over`, more changes may follow soon."""
+
+    def asleep(self, *, kept: bool) -> None:
+        """The engine sleeps: the weights' memory must not be read. If `kept`, they will be the same."""
+
+    def awake(self) -> None:
+        """The weights' memory can be read again."""
+
+
+class WeightLoads(LoadedFiles):
+    """The loads of this process; checkpoints are known by their `Place`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._depth = 0
+        self._session = False  # between the beginning and the end of an update
+
+    def listen(self, listener: Listener) -> None:
+        """Report changes to this listener from now on."""
+        self._listeners.add(listener)
+
+    def forget(self, listener: Listener) -> None:
+        """Report nothing more to this listener."""
+        self._listeners.discard(listener)
+
+    @contextmanager
+    def change(
+        self, *, begins: bool = False, ends: bool = False, whole: bool = False
+    ) -> Iterator[None]:
+        """A context in which weights change in place.
+
+        Args:
+            begins: an update of several parts begins.
+            ends: that update ends.
+            whole: all weights are loaded.
+        """
+        self._session |= begins
+        self._depth += 1
+        for listener in list(self._listeners):
+            listener.loading()
+        try:
+            yield
+        except BaseException:
+            whole = False
+            raise
+        finally:
+            self._depth -= 1
+            self._session &= not ends
+            if not self._depth:
+                self.end()
+                for listener in () if self._session else list(self._listeners):
+                    listener.loaded(over=whole or ends, whole=whole)
+
+    def sleep(self, *, kept: bool) -> None:
+        """Weights lose their memory now; if `kept`, they get their values back with it."""
+        for listener in list(self._listeners):
+            listener.asleep(kept=kept)
+
+    def wake(self) -> None:
+        """Weights have memory again."""
+        for listener in list(self._listeners):
+            listener.awake()
+
+
+class Caller(Protocol):
+    """Receives an event for each call of a worker method."""
+
+    def workers_called(self) -> None:
+        """A call has returned."""
+
+
+LOADS = WeightLoads()
+_callers: "weakref.WeakSet[Caller]" = weakref.WeakSet()
+_watching: list[Any] = []
+
+
+def watch() -> None:
+    """Watch vLLM's loaders. Watching begins with the first model that this process, or a fork of it, builds. The
+    loaders are not imported earlier: that takes a second, and most processes do not need it. Harmless to repeat."""
+    if not _watching:
+        _watching.append(register_module_module_registration_hook(_building))
+
+
+def watch_model(model: torch.nn.Module) -> None:
+    """Watch all methods that load weights into this model, which is loaded already."""
+    _watch_workers()
+    if hasattr(model, "load_weights"):
+        wrap_once(model, "load_weights", _changes())
+
+
+def watch_calls(side: Caller) -> None:
+    """Tell `side` of each call of a worker method: an operator may change weights by any of them."""
+    from vllm.v1.engine.core import EngineCore
+
+    _callers.add(side)
+    wrap_once(EngineCore, "collective_rpc", _calls)
+
+
+def _calls(original: Callable[..., Any], core: Any, method: Any, *args: Any, **options: Any) -> Any:
+    try:
+        return original(core, method, *args, **options)
+    finally:
+        if method != WorkerExtension.outgoing_transfers.__name__:  # it changes nothing
+            for caller in list(_callers):
+                caller.workers_called()
+
+
+def _building(_owner: torch.nn.Module, _name: str, _part: torch.nn.Module | None) -> None:
+    if len(_watching) == 1 and (module := sys.modules.get(_LOADERS)) is not None:
+        _watching.append(module)
+        for loader in set(getattr(module, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).values()):
+            _watch_loader(loader)
+
+
+def _watch_loader(loader: type) -> None:
+    for name, around in (("load_weights", _loads), ("_prepare_weights", _prepares)):
+        if hasattr(loader, name):
+            wrap_once(loader, name, around)
+
+
+def _loads(
+    original: Callable[..., Any],
+    loader: Any,
+    model: Any,
+    model_config: Any,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    with _quiet("the files that are loaded"):
+        name = getattr(model_config, "model_weights", "") or model_config.model
+        if Path(name).exists():  # a loader may read it directly
+            place = Place(name, model_config.revision)
+            LOADS.begin(place, open_files(Path(name), loader.load_config))
+    try:
+        return original(loader, model, model_config, *args, **options)
+    finally:
+        LOADS.end()
+
+
+def _prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: Any) -> Any:
+    """The loader finds or downloads the files, and reads them next."""
+    found = original(loader, *args, **options)
+    with _quiet("the files that are loaded"):
+        told = inspect.signature(original).bind(loader, *args, **options).arguments
+        place = Place(told["model_name_or_path"], told.get("revision"), told.get("subfolder") or "")
+        if (folder := _folder(found)) is not None:
+            LOADS.begin(place, open_files(folder, loader.load_config))
+    return found
+
+
+def _folder(prepared: Any) -> Path | None:
+    """The folder of the files that a loader has prepared. It returns the folder, a tuple with it, or the files."""
+    first = prepared[0] if isinstance(prepared, tuple | list) and prepared else prepared
+    if not isinstance(first, str) or "://" in first:
+        return None
+    path = Path(first)
+    return path.parent if isinstance(prepared, list) else path
+
+
+def _watch_workers() -> None:
+    module = sys.modules.get(_WORKER)
+    for worker in with_subclasses(module.WorkerBase) if module is not None else ():
+        for name, told in _CHANGES:
+            if hasattr(worker, name):
+                wrap_once(worker, name, _changes(**told))
+        for name, around in (("sleep", _sleeps), ("wake_up", _wakes)):
+            if hasattr(worker, name):
+                wrap_once(worker, name, around)
+
+
+def _sleeps(original: Callable[..., Any], worker: Any, level: int = 1, **options: Any) -> Any:
+    LOADS.sleep(kept=level < _LOSES_WEIGHTS)
+    return original(worker, level, **options)
+
+
+def _wakes(
+    original: Callable[..., Any], worker: Any, tags: list[str] | None = None, **options: Any
+) -> Any:
+    woken = original(worker, tags, **options)
+    if tags is None or "weights" in tags:
+        LOADS.wake()
+    return woken
+
+
+def _changes(**told: bool) -> Callable[..., Any]:
+    def changes(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with LOADS.change(**told):
+            return original(*args, **options)
+
+    return changes
+
+
+@contextmanager
+def _quiet(what: str) -> Iterator[None]:
+    """A fault in here must not stop the engine from loading; then nothing is known of the weights."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s cannot be looked at: %r", what, error)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads from the pool under way, and what the scheduler learns from how they end."""
+
+import time
+
+from pd_connector.errors import Cause, Miss
+from pd_connector.pool.jobs import Fill
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.load_breakeven import LoadBreakeven
+from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.messages import Cut, earliest
+from pd_connector.vllm.pool.audit import PoolAudit
+from pd_connector.vllm.pool.lookups import PoolLookups
+from pd_connector.vllm.pool.prompt import Loading, PoolPrompt
+
+
+class PoolLoads:
+    """Used by the scheduler's thread only.
+
+    Args:
+        looks: keeps chunks from being evicted while they are loaded, and has other requests wait for them.
+        audit: told of chunks whose writers are not believed.
+        worth: told how fast loads are.
+    """
+
+    def __init__(
+        self, looks: PoolLookups, audit: PoolAudit, worth: LoadBreakeven, telemetry: Telemetry
+    ) -> None:
+        self._looks = looks
+        self._audit = audit
+        self._breakeven = worth
+        self._telemetry = telemetry
+        self._pages: dict[str, frozenset[int]] = {}  # of loads under way, by request
+
+    @property
+    def requests(self) -> set[str]:
+        """Requests with a load under way."""
+        return set(self._pages)
+
+    @property
+    def pages(self) -> set[int]:
+        """What loads under way fill."""
+        return {page for pages in self._pages.values() for page in pages}
+
+    def begin(self, prompt: PoolPrompt, loading: Loading, fill: Fill) -> None:
+        """The ranks are told to load."""
+        prompt.loading = loading
+        pages = frozenset(page for table in fill.pages for page in table if page >= 0)
+        self._pages[fill.request] = pages
+        self._looks.pin(loading.keys)
+        self._looks.shared.begin(prompt.request.request_id, loading.keys)
+
+    def over(self, request_id: str) -> None:
+        """All ranks have ended a request's load, or the request has ended; it may have none."""
+        self._pages.pop(request_id, None)
+
+    def broke_off(self, prompt: PoolPrompt, cut: Cut) -> None:
+        """A rank could not load all chunks."""
+        if prompt.loading is not None:
+            known = {} if prompt.loading.cut is None else {"": prompt.loading.cut}
+            prompt.loading = prompt.loading._replace(cut=earliest(known, {"": cut})[""])
+
+    def ended(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> int:
+        """All ranks have ended a load. Returns the bytes of a chunk if it came as a whole.
+
+        Args:
+            failed: vLLM keeps none of its pages, otherwise those up to the load's cut.
+        """
+        request_id, prompt.loading = prompt.request.request_id, None
+        self._looks.unpin(loading.keys)
+        if failed:
+            self._looks.shared.forget(request_id)
+        else:
+            self._looks.shared.ended(request_id)
+        if failed or loading.cut:
+            self._cut(prompt, loading, failed=failed)
+            return 0
+        seconds = time.monotonic() - loading.began_s
+        nbytes = sum(one.nbytes for one in loading.found)
+        self._telemetry.count("pool_hits", len(loading.keys))
+        tiers = {one.tier for one in loading.found}
+        if len(tiers) == 1:
+            self._breakeven.loaded(tiers.pop(), nbytes, seconds)
+        return nbytes // len(loading.found)
+
+    def _cut(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> None:
+        """A load broke off. Chunks before the bad one count; it is not asked for again."""
+        cut = loading.cut or Cut(loading.tokens.start, Cause.INTERNAL, None)
+        loading = loading._replace(cut=cut)
+        prompt.failed, prompt.there = loading, None
+        bad = loading.loaded
+        prompt.kept = cut.stop_token // CHUNK_TOKENS  # what is damaged was removed: save it again
+        if cut.miss in (
+            Miss.UNLIKE,
+            Miss.CODEC,
+            Miss.DRAFT,
+        ):  # what is damaged or gone is found no more
+            self._audit.refuse(loading.keys[bad : bad + 1])
+        if not failed:
+            self._telemetry.count("pool_hits", bad)
+        elif bad and cut.cause is not Cause.STALLED:
+            # vLLM asks again. It has kept nothing, because a window slides over this cache.
+            prompt.look, prompt.pays = loading.look, prompt.kept
+
+    def failed(self, prompt: PoolPrompt, cause: Cause) -> None:
+        """A load of this prompt has failed, or broken off; the rest of the prompt is computed here."""
+        loading, prompt.failed = prompt.failed, None
+        if loading is None:
+            return
+        bad = loading.loaded
+        if cause is Cause.STALLED:
+            self._breakeven.silent(loading.found[bad].tier, time.monotonic())
+        elif cause is Cause.UNAUDITED:
+            self._audit.begin(prompt, range(loading.stop_token, loading.tokens.stop))
+        elif cause is Cause.AUDIT:
+            self._audit.refuse(loading.keys[bad:])

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request, as the pool knows it in the scheduler: its chunks, and how far they are looked up, loaded and saved."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
+
+from pd_connector.errors import Cause
+from pd_connector.pool.jobs import PromptChunk
+from pd_connector.pool.keys import (
+    CHUNK_TOKENS,
+    Input,
+    extend,
+    inputs_digest,
+    root,
+    salt_digest,
+    token_bytes,
+)
+from pd_connector.pool.store.base import Found
+from pd_connector.pool.store.entry import MOST_TENANT
+from pd_connector.vllm.handoff.ignored import IgnoredParams
+from pd_connector.vllm.messages import Cut
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+_MOST_PIN_S = 7 * 86400.0
+
+
+class PoolAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_transfer_params.pool` of a request: what its client wants of the pool."""
+
+    read: bool = True
+    """Whether chunks of the pool may be used for it."""
+    write: bool = True
+    """Whether its chunks are saved."""
+    pin_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_PIN_S)] = 0.0
+    """How long its prompt's chunks are not evicted, in seconds."""
+    tenant: Annotated[str, msgspec.Meta(max_length=MOST_TENANT)] = ""
+    """Whose share of the pool its chunks take. Requests without a name that the engine's config knows share one."""
+
+
+def asked(request: "Request", tenants: Sequence[str], ignored: IgnoredParams) -> PoolAsk:
+    """What the client wants of the pool. A name that is not among `tenants` is ignored: with each name that it invents, a
+    client would take a part of the pool from others.
+
+    Raises:
+        ValueError: the field cannot be followed.
+    """
+    params = request.kv_transfer_params
+    told = params.get("pool") if isinstance(params, dict) else None
+    try:
+        ask = PoolAsk() if told is None else msgspec.convert(told, PoolAsk)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"pool: {error}".replace("$.", "")) from None
+    if not ask.tenant or ask.tenant in tenants:
+        return ask
+    ignored.note(
+        request.request_id,
+        Cause.MALFORMED_PARAMS,
+        f"pool.tenant {ask.tenant!r}: not in the config key pool.tenants",
+        "its chunks take the share of requests without a tenant",
+    )
+    return msgspec.structs.replace(ask, tenant="")
+
+
+class Look(NamedTuple):
+    """What a look-up has found."""
+
+    keys: list[bytes]  # the root, then a key for each whole chunk
+    found: list[Found]  # of the first ones, up to the first that the pool lacks
+
+
+class Loading(NamedTuple):
+    """A load under way."""
+
+    keys: list[bytes]
+    found: list[Found]
+    tokens: range
+    began_s: float
+    look: "Future[Look]"
+    cut: Cut | None = None  # it broke off
+
+    @property
+    def loaded(self) -> int:
+        """Chunks that are in place once the load has ended."""
+        if self.cut is None:
+            return len(self.keys)
+        return self.cut.stop_token // CHUNK_TOKENS - self.tokens.start // CHUNK_TOKENS
+
+    @property
+    def stop_token(self) -> int:
+        """Tokens before this one are in place once the load has ended."""
+        return self.tokens.stop if self.cut is None else self.cut.stop_token
+
+
+@dataclass(slots=True)
+class PoolPrompt:
+    """What the scheduler knows of one request's chunks."""
+
+    request: "Request"
+    adapter: str
+    inputs: tuple[Input, ...]
+    look: "Future[Look] | None"
+    ask: PoolAsk
+    reads: bool
+    writes: bool
+    pages: list[list[int]] = field(default_factory=list)
+    handed_out: list[list[int]] = field(default_factory=list)  # as `PoolSaves.note` has it
+    keys: list[bytes] = field(default_factory=list)
+    stepped: bool = False  # the step that found its cached pages is over
+    handed_over: bool = False  # by another engine, which saves it if it is of this host
+    kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
+    found: list[Found] = field(default_factory=list)
+    unasked: bool = True  # its look-up has yet to begin
+    matched_s: float = 0.0  # when vLLM first asked how much of it can be loaded
+    asked_s: float = 0.0  # when its look-up began
+    there: "Future[Look] | None" = (
+        None  # the same look-up, until it was heard for the sake of saves
+    )
+    waits_until_s: float = 0.0  # the longest wait for loads of other requests
+    pays: int | None = None  # chunks from the beginning that are here or worth loading
+    loads: range = range(0)  # tokens that vLLM was told can be loaded
+    loading: "Loading | None" = None
+    failed: "Loading | None" = None  # its load, until its cause is told
+    audited: range = range(
+        0
+    )  # tokens that will be compared with the pool once they are computed here
+
+    def root(self, model: bytes) -> bytes:
+        """The parent of its first chunk."""
+        return root(model, adapter=self.adapter, salt=self.request.cache_salt or "")
+
+    def longer(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
+        """Keys of its first chunks (the root before them), and those of the chunks that `tokens` add."""
+        return keys + extend(keys[-1], tokens, self.inputs, first_chunk=len(keys) - 1)
+
+    def know_keys(self, model: bytes, chunks: int) -> None:
+        """Make the keys of its first `chunks` chunks."""
+        keys = self.keys or [self.root(model)]
+        known = (len(keys) - 1) * CHUNK_TOKENS
+        tokens = self.request.all_token_ids[known : chunks * CHUNK_TOKENS]
+        self.keys = self.longer(keys, tokens)
+
+    def new_chunks(self, computed: int, *, ended: bool = False) -> range:
+        """Numbers of the chunks to save now that `computed` tokens have their KV.
+
+        A prompt that was handed over is saved with the first chunk of the answer, or when the request has `ended`. A prefill
+        engine of this host saves it before, so that two engines do not do it while the first tokens are computed."""
+        # A token's KV is final once the token after it is known: drafts may be rejected.
+        stop = min(computed, self.request.num_tokens - 1) // CHUNK_TOKENS
+        waits = self.handed_over and stop <= self.request.num_prompt_tokens // CHUNK_TOKENS
+        return range(self.kept, self.kept if waits and not ended else stop)
+
+    def chunk(self, number: int) -> PromptChunk:
+        """One of its chunks, whose key is known."""
+        first, stop = number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS
+        return PromptChunk(
+            number,
+            self.keys[number + 1],
+            self.keys[number],
+            token_bytes(self.request.all_token_ids[first:stop]),
+            inputs_digest(self.inputs, number),
+            self.adapter,
+            salt_digest(self.request.cache_salt or ""),
+        )

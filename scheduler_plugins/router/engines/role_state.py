@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is settled about an engine's role: its place by the settings, and how it came by its present role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.settings.elastic import DEFAULT_GROUP, Place
+
+
+class Version(NamedTuple):
+    """Orders the roles of an engine among several routers. The larger one holds."""
+
+    number: int = 0  # 0: the role is its home
+    router: str = ""  # that gave the role
+
+
+MOST_DECISIONS = 20
+"""Decisions on roles that the live page shows."""
+
+
+class Decision(NamedTuple):
+    """A decision to change a role, for the live page."""
+
+    at_s: float  # on the event loop's clock, which all processes of a machine share
+    engine: str
+    before: str
+    after: str
+    why: str
+    outcome: str  # `moving`, `done`, `dry run`, `given up` (the settings changed), or why it failed
+
+
+@dataclass
+class RoleState:
+    """The standing of one engine. Changed by the pool, on the event loop only."""
+
+    place: Place = field(default_factory=Place)
+    since_s: float = 0.0
+    """When the engine got its role, on the event loop's clock."""
+    pinned: bool = False
+    """Whether an operator gave the role. The controller leaves the engine alone until it is released."""
+    moving: Role | None = None
+    """The role that the engine moves to; None: it is steady."""
+    wanted: Role | None = None
+    """The side that a steady SGLang engine is to be switched to; None: it is where it should be."""
+    problem: str = ""
+    """Why an SGLang engine is not on the side that the settings give it, and what to do. Empty: nothing is wrong."""
+    version: Version = field(default_factory=Version)
+    told_home: Role | None = None
+    """The role that the engine said it has, if the settings give it none."""
+
+    def home(self, role: Role) -> Role:
+        """Where the engine belongs. `role`: its present role, for an engine that has not said anything yet."""
+        return self.place.home or self.told_home or role
+
+    def allows(self, role: Role) -> bool:
+        """Whether the settings let the controller give it this role."""
+        return role in self.place.may or role is self.home(role)
+
+    def describe(self, role: Role) -> dict[str, Any]:
+        """The standing as `/health` and the admin API show it: only what differs from an engine that stays at
+        home."""
+        place, told = self.place, dict[str, Any]()
+        home = self.home(role)
+        if home is not role or (place.home is not None and place.may):
+            told["home"] = home
+        if place.may:
+            told["may"] = sorted(place.may)
+        if place.group != DEFAULT_GROUP:
+            told["group"] = place.group
+        if self.pinned:
+            told["pinned"] = True
+        if self.moving is not None:
+            told["moving"] = self.moving
+        if self.wanted is not None:
+            told["wanted"] = self.wanted
+        if self.problem:
+            told["problem"] = self.problem
+        return told

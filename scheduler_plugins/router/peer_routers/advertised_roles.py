@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roles that routers tell each other, and which of them decides.
+
+Each role of an engine has a version: a number, and the router that gave it. The larger version holds at all routers, so
+they agree whatever was lost or late. A router that was restarted has version 0 and learns from its fellows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.engines.role_state import Version
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.settings.elastic import MOVABLE
+
+logger = logging.getLogger(__name__)
+
+MOST_NUMBER = 1 << 53
+"""Upper bound of an accepted version."""
+
+
+class AdvertisedRole(msgspec.Struct, frozen=True, array_like=True):
+    """The role of one engine."""
+
+    role: Role
+    number: int
+    router: str
+    pinned: bool = False
+    moving: Role | None = None
+    """The role that the sender is moving the engine to; None: it is not moving it."""
+
+
+class AdvertisedRoles:
+    """What this router tells of the roles in its pool, and what it makes of its fellows' words."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self._moved_by: dict[str, str] = {}  # engine's URL to the fellow that moves it
+
+    def telling(self) -> dict[str, AdvertisedRole]:
+        """The roles that differ from the settings, by the engine's URL."""
+        found = {}
+        for engine in self._pool.engines:
+            role_state = engine.role_state
+            moving = None if engine.url in self._moved_by else role_state.moving
+            if role_state.version.number or moving is not None:
+                found[engine.url] = AdvertisedRole(
+                    engine.role, *role_state.version, role_state.pinned, moving
+                )
+        return found
+
+    def heard(self, router: str, told: Mapping[str, AdvertisedRole]) -> None:
+        """Take a fellow's roles. Unknown engines, and roles that no router gives, are ignored."""
+        for engine in self._pool.engines:
+            one = told.get(engine.url)
+            if one is None or self._pool.leaves(engine):
+                continue
+            self._note_move(engine.url, router, one.moving)
+            version = Version(one.number, one.router)
+            if one.role in MOVABLE and engine.role_state.version < version < (MOST_NUMBER,):
+                if one.role is not engine.role:
+                    logger.info(
+                        "%s is %s and no longer %s: router %s says so",
+                        *(engine.url, one.role, engine.role, router),
+                    )
+                self._pool.set_role(engine, one.role, pinned=one.pinned, version=version)
+        for url in [url for url, by in self._moved_by.items() if by == router and url not in told]:
+            self._note_move(url, router, None)
+
+    def forget(self, known: Collection[str]) -> None:
+        """Only these fellows are heard now. A move of another one has ended somehow: the engine is asked."""
+        for url, router in list(self._moved_by.items()):
+            if router not in known:
+                self._note_move(url, router, None)
+                for engine in self._pool.engines:
+                    if engine.url == url:
+                        self._pool.look_again(engine)
+
+    def _note_move(self, url: str, router: str, role: Role | None) -> None:
+        before = self._moved_by.get(url)
+        for engine in self._pool.engines:
+            if engine.url != url:
+                continue
+            if role is not None and (before == router or engine.role_state.moving is None):
+                self._moved_by[url] = router
+                self._pool.move(engine, role)
+            elif role is None and before == router:
+                del self._moved_by[url]
+                self._pool.move(engine, None)
