@@ -3,7 +3,7 @@
 
 | modules, in reading order | what they are |
 |---|---|
-| `trace`, `workload` | arriving requests |
+| `trace` | arriving requests |
 | `cache`, `prefill`, `decode`, `engine` | one engine: its prefix cache, its two stages, the whole |
 | `links`, `kv_pool` | KV between engines, and KV that all engines share |
 | `node`, `view`, `journey` | an engine and a cluster as a policy sees them, and one request's way |

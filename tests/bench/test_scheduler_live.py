@@ -11,6 +11,7 @@ from pd_bench.scheduler import live_admission, live_qos, live_traffic
 from pd_bench.scheduler.live_replay import Scale, scaled, summary
 from pd_bench.scheduler.runs import Runs
 from pd_bench.scheduler.sending import RequestRecord, prompt_ids
+from pd_bench.scheduler.workload import shared_profiles
 from pd_connector.tools.bench.report import BenchError
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
@@ -18,7 +19,6 @@ from scheduler_plugins.profile.client import Timed
 from scheduler_plugins.qos.classes import Slo
 from scheduler_plugins.qos.file import parse
 from scheduler_plugins.qos.rules import class_of
-from scheduler_plugins.sim.workload import shared_profiles
 
 MODEL = CostModel(a=1e-3)
 POOL = list(range(40))

@@ -15,7 +15,7 @@ from pd_bench.scheduler import classes, order, overhead
 from pd_bench.scheduler.order import Workload
 from pd_bench.scheduler.plot import svg
 from pd_bench.scheduler.replay import Setup
-from scheduler_plugins.sim.workload import merged
+from pd_bench.scheduler.workload import merged
 
 SMALL = Workload(users=8, posts=12, cached_profiles=5)
 

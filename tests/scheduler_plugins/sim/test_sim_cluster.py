@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd_bench.scheduler.workload import conversations, lengths, poisson
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.base import Role
@@ -21,7 +22,6 @@ from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
 from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.simulate import Scenario, simulate
-from scheduler_plugins.sim.workload import conversations, lengths, poisson
 
 ROLES = [Role.PREFILL, Role.DECODE, Role.BOTH, Role.WHOLE]
 TRUTH = CostModel(a=1e-3, c=0.1, d0=0.01, d1=1e-3, d2=1e-6)

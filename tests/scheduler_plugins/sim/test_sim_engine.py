@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_bench.scheduler.replay import Setup
+from pd_bench.scheduler.workload import lengths, poisson, shared_profiles
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import POLICIES
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.decode import DecodeStage
 from scheduler_plugins.sim.engine import SimulatedEngine, SimulatedStep
-from scheduler_plugins.sim.workload import lengths, poisson, shared_profiles
 
 ONE_S = CostModel(a=0.0, c=1.0)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from pd_bench.scheduler.workload import conversations, poisson
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.base import Role
@@ -18,7 +19,6 @@ from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
 from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.simulate import Scenario, simulate
-from scheduler_plugins.sim.workload import conversations, poisson
 
 TRUTH = CostModel(a=1e-3, c=0.1, d0=0.01, d1=1e-3, d2=1e-6)
 LINKS = Network(bytes_per_s=1e6, latency_s=0.005, kv_bytes_per_token=1000, layers=4, overlap=False)

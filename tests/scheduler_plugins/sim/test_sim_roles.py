@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from pd_bench.scheduler.workload import lengths, poisson
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.added import PolicyError
@@ -20,7 +21,6 @@ from scheduler_plugins.sim.cluster import Change, Cluster
 from scheduler_plugins.sim.node import Node, NodeSettings
 from scheduler_plugins.sim.simulate import Scenario
 from scheduler_plugins.sim.trace import one_after_another
-from scheduler_plugins.sim.workload import lengths, poisson
 
 TRUTH = CostModel(a=1e-4, c=0.01, d0=0.02, d1=1e-4, d2=1e-7, chunk_tokens=2048)
 SETTINGS = NodeSettings(truth=TRUTH, block_tokens=16, order="fcfs", kv_tokens=50_000)

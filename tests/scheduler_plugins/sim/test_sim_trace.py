@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pd_bench.scheduler.app import app
+from pd_bench.scheduler.workload import shared_profiles
 from scheduler_plugins.sim.trace import TraceError, at_rate, jittered, read
-from scheduler_plugins.sim.workload import shared_profiles
 
 LINE = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [%s]}\n'
 

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from pd_bench.scheduler import app as bench
 from pd_bench.scheduler import eviction
-from scheduler_plugins.sim.workload import conversations, shared_profiles
+from pd_bench.scheduler.workload import conversations, shared_profiles
 from scheduler_plugins.vllm.discard import SuffixDiscard
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 

@@ -22,11 +22,11 @@ from pd_bench.scheduler.live import (
 )
 from pd_bench.scheduler.overload import ATTAINED, GOODPUT, OVERLOAD
 from pd_bench.scheduler.sending import RequestRecord
+from pd_bench.scheduler.workload import poisson
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import Slo
-from scheduler_plugins.sim.workload import poisson
 
 _SEED = 5
 _BLOCK = traffic.PAGE_SIZE

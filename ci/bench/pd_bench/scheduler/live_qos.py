@@ -20,11 +20,11 @@ from pd_bench.scheduler.live import (
 )
 from pd_bench.scheduler.replay import p99
 from pd_bench.scheduler.sending import RequestRecord
+from pd_bench.scheduler.workload import merged
 from pd_connector.tools.bench.report import BenchError, Comparison
 from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.sim.workload import merged
 
 FREE_LOAD = 3.0
 PREMIUM_LOAD = 0.05

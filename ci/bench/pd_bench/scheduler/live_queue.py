@@ -21,8 +21,8 @@ from pd_bench.scheduler.live import (
 )
 from pd_bench.scheduler.replay import Outcome, per_second
 from pd_bench.scheduler.runs import Runs
+from pd_bench.scheduler.workload import poisson, shared_profiles
 from pd_connector.tools.bench.machine import Noise
-from scheduler_plugins.sim.workload import poisson, shared_profiles
 
 FCFS, MINE = "fcfs", order.OURS
 PROFILE_TOKENS = (1100, 1700)

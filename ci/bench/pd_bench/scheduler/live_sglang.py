@@ -24,12 +24,12 @@ from pd_bench.scheduler.replay import Outcome, per_second
 from pd_bench.scheduler.runs import Runs
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.sglang_bars import FCFS, OURS, THEIRS, comparisons
+from pd_bench.scheduler.workload import poisson, shared_profiles
 from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.launch.progress import wait_all
 from pd_connector.tools.launch.sglang import SglangEngine
 from scheduler_plugins.profile.client import connect
 from scheduler_plugins.qos.settings import SETTINGS_VARIABLE
-from scheduler_plugins.sim.workload import poisson, shared_profiles
 
 PAGE_SIZE = 16
 _UNDER_WAY = ("sglang:num_running_reqs", "sglang:num_queue_reqs")

@@ -9,11 +9,11 @@ from random import Random
 
 from pd_bench.scheduler.live import CHUNK_TOKENS, RunningEngine
 from pd_bench.scheduler.replay import per_second
+from pd_bench.scheduler.workload import lengths, poisson
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import fit
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.measure import Prober
-from scheduler_plugins.sim.workload import lengths, poisson
 
 MEDIAN_TOKENS = 400
 LONGEST_TOKENS = 4 * MEDIAN_TOKENS

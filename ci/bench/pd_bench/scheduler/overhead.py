@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from pd_bench.scheduler.replay import ENGINE, PAGE_SIZE, FixedCosts, p99
+from pd_bench.scheduler.workload import shared_profiles
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import BlockHash
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.sim.cache import LruBlocks
-from scheduler_plugins.sim.workload import shared_profiles
 
 LIMITS_S = {100: 50e-6, 10_000: 1e-3}
 _POSTS = 50

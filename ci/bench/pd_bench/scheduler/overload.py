@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pd_bench.scheduler.replay import ENGINE, Setup, capacity
+from pd_bench.scheduler.workload import lengths, poisson
 from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.admission.control import AdmissionControl
@@ -15,7 +16,6 @@ from scheduler_plugins.admission.predict import Prediction
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
 from scheduler_plugins.sim.engine import Served, SimulatedEngine
-from scheduler_plugins.sim.workload import lengths, poisson
 
 OVERLOAD = 2.0
 ATTAINED = 0.95
