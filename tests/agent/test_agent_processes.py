@@ -19,7 +19,9 @@ from support.agents import (
     until,
 )
 from support.children import Child, Children, children, nursery
+from support.waits import meanwhile
 
+from pd_connector.agent.commands import Withdraw
 from pd_connector.errors import Cause
 
 __all__ = ["children", "nursery", "ranks"]
@@ -101,6 +103,30 @@ def test_a_killed_consumer_is_gone_before_any_timeout(ranks: Ranks, children: Ch
     until(lambda: producer.gauge("outgoing_transfers") == 1)
     consumer.kill()
     until(lambda: producer.gauge("consumer_sessions") == producer.gauge("outgoing_transfers") == 0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_engine_takes_back_pages_without_waiting_for_the_stopped_consumer_that_they_are_sent_to(
+    ranks: Ranks, children: Children, transport: str
+):
+    """A preemption in the middle of a transfer. The engine waits for no more than its own agent's copy."""
+    settings = SHORT | PATIENT | TRANSPORTS[transport]
+    settings |= {"lease_s": 600.0, "wait_timeout_s": 600.0, "agent_timeout_s": 600.0}
+    large = {"geometry": geometry_of(page_size=1 << 13)}
+    producer = ranks(settings, consumes=False, **large)
+    consumer = children(settings, produces=False, **large)
+    producer.offer("t", [1, 2, 3], computed=1 << 13)
+    consumer.call("load", producer.source, "t", [1, 2, 3], wait=True)
+    until(lambda: producer.count("sent_chunks"))
+    consumer.signal(signal.SIGSTOP)
+    producer.offer("t", [1, 2, 3])
+    until(lambda: producer.gauge("leased_pages") == 3)
+    withdraw = Withdraw("t", "offer of t")
+    with meanwhile(producer.agent.take_back, [withdraw]):
+        pass  # it returns while the consumer stands still
+    producer.agent.submit(withdraw)
+    until(lambda: producer.gauge("leased_pages") == 0)
+    consumer.kill()
 
 
 @each_transport

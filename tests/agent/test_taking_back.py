@@ -2,12 +2,11 @@
 """An engine takes pages back in whatever state their transfer is: from then on nobody touches them."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from support.agents import LONG, TOKENS, WHOLE, Rank, Ranks, assert_pages, ranks, until
+from support.waits import meanwhile
 
 from pd_connector.agent.commands import Drop, Expect, Withdraw
 from pd_connector.agent.page_gate import PageGate
@@ -39,22 +38,6 @@ class Pausing:
             return copy(*arguments)
 
         monkeypatch.setattr(PagedCache, side, paused)
-
-
-@contextmanager
-def meanwhile(call: Any, *arguments: Any) -> Iterator[threading.Event]:
-    """Call something in a thread; the event is set when it has returned."""
-    returned = threading.Event()
-
-    def run() -> None:
-        call(*arguments)
-        returned.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield returned
-    thread.join(30.0)
-    assert returned.is_set()
 
 
 def withdraw(rank: Rank) -> None:
