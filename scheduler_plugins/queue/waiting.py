@@ -207,9 +207,9 @@ class WaitingQueue:
         if entry is None:
             raise IndexError("pop from a queue that has no request to start")
         request = entry.request
-        pending_outcomes = self.fair_share.is_owed(entry.class_name)  # before it pays
+        owed = self.fair_share.is_owed(entry.class_name)  # before it pays
         self._drop(entry)
-        if pending_outcomes and not len(self._class_queues[entry.class_name]):
+        if owed and not len(self._class_queues[entry.class_name]):
             self._batch.shield(request.id, self.fair_share.priority(entry.class_name))
         self._popped[request.id] = (
             entry,

@@ -19,8 +19,8 @@ from support.caches import LAYOUTS
 from support.caches import Rank as CacheRank
 from support.setups import LATENT, Layer, Model, Setup
 
-from pd_connector.agent.consuming import receive_pipeline as receive_pipeline
-from pd_connector.agent.producing import send_pipeline as send_pipeline
+from pd_connector.agent.consuming import receive_pipeline
+from pd_connector.agent.producing import send_pipeline
 from pd_connector.codec import DTYPES
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard

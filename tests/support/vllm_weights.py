@@ -30,6 +30,7 @@ class Model(nn.Module):
 
 class Recorder:
     pool_model = b""
+    pool_draft = ""
 
     def __init__(self):
         self.commands = []

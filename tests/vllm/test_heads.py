@@ -20,8 +20,8 @@ from pd_connector.pages.paged_cache import PagedCache  # noqa: E402
 from pd_connector.plan.chunks import plan  # noqa: E402
 from pd_connector.plan.coverage import uncovered  # noqa: E402
 from pd_connector.plan.route import routes  # noqa: E402
-from pd_connector.vllm import owners  # noqa: E402
 from pd_connector.vllm.cache import describe_cache  # noqa: E402
+from pd_connector.vllm.identity import owners  # noqa: E402
 from pd_connector.vllm.identity.heads import layer_heads  # noqa: E402
 
 PAGE, DIM, PAGES, TOKENS, WINDOW = 32, 32, 4, 70, 1000

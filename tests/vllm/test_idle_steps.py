@@ -23,6 +23,7 @@ class Agent:
     """Has no outcomes, and notes how long it may be waited for."""
 
     pool_model = b""
+    pool_draft = ""
 
     def __init__(self) -> None:
         self.waits: list[float] = []

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from agent.test_told_model import opened
+from agent.test_advertised_model import opened
 from kv.test_weights import save, tensors
 from support import vllm_computing
 from support.vllm_computing import ComputingEngine, until_over

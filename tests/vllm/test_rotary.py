@@ -12,7 +12,7 @@ from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 
 from pd_connector.kv.rotation import rotation_of  # noqa: E402
 from pd_connector.kv.rotation_table import agrees, table_row  # noqa: E402
-from pd_connector.vllm import owners, rotary  # noqa: E402
+from pd_connector.vllm.identity import owners, rotary  # noqa: E402
 
 
 def made(parameters, dtype=torch.float32, longest=1024):

@@ -86,7 +86,7 @@ class TierStorage:
             self.catalog = Catalog(self.folders[0])
             undo.callback(self.catalog.close)
             self.used: deque[Sequence[bytes]] = deque(maxlen=_MOST_UNTOLD)
-            self._pending_outcomes: deque[Part | Evicted] = deque()
+            self._owed: deque[Part | Evicted] = deque()
             self._flushing = threading.Lock()
             self.wake = threading.Event()
             self._stamps = itertools.count()
@@ -102,7 +102,7 @@ class TierStorage:
     def close(self) -> None:
         """End this process's pins and parts. If the catalog cannot be written, others find the process dead, and end them."""
         self.flush()
-        told = not self._pending_outcomes
+        told = not self._owed
         try:
             with self.catalog.transaction() as catalog:
                 catalog.execute("DELETE FROM pins WHERE holder = ?", (self.alive.name,))
@@ -242,7 +242,7 @@ class TierStorage:
 
     def _cancel(self, part: Part) -> None:
         self.folders[part.tier].discard(part.name)
-        self._pending_outcomes.append(part)
+        self._owed.append(part)
         self.flush()
 
     def forget(self, folder: Folder, key: bytes, text: str) -> None:
@@ -252,7 +252,7 @@ class TierStorage:
             folder.leave(key, text)
         else:
             folder.erase(key, gone.entry)
-        self._pending_outcomes.append(gone)
+        self._owed.append(gone)
         self.flush()
 
     def adopt(self, tier: int, key: bytes, wait_s: float = WAIT_S) -> None:
@@ -272,23 +272,21 @@ class TierStorage:
             if gone.tier < len(self.folders):
                 if gone.entry is not None:  # else stocktaking finds its files
                     self.folders[gone.tier].erase(gone.key, gone.entry)
-                self._pending_outcomes.append(gone)
+                self._owed.append(gone)
 
     def flush(self) -> None:
         """Write down what was used, and what is gone. If the catalog cannot be written, later. Waits while another thread does
         so: what this one has to tell may have come too late for that."""
-        if (not self._pending_outcomes and not self.used) or not self._flushing.acquire(
-            timeout=WAIT_S
-        ):
+        if (not self._owed and not self.used) or not self._flushing.acquire(timeout=WAIT_S):
             return
-        pending_outcomes, used = list(self._pending_outcomes), self._take_used()
+        owed, used = list(self._owed), self._take_used()
         try:
             with self.catalog.transaction() as catalog:
-                removed(catalog, pending_outcomes)
+                removed(catalog, owed)
                 for keys in used:
                     touch(catalog, keys)
-            for _ in pending_outcomes:
-                self._pending_outcomes.popleft()
+            for _ in owed:
+                self._owed.popleft()
         except CatalogError:
             room = _MOST_UNTOLD - len(self.used)  # else the youngest would be forgotten
             self.used.extendleft(used[: -room - 1 : -1])

@@ -30,7 +30,7 @@ class Retired:
     def __init__(self) -> None:
         self._maps: deque[mmap.mmap] = deque()
         self._given = 0  # freed bytes of the first piece
-        self._pending_outcomes = 0
+        self._owed = 0
 
     @property
     def nbytes(self) -> int:
@@ -47,13 +47,13 @@ class Retired:
 
     def give_back(self, count: int) -> None:
         """Free `count` more bytes. A small count is saved up for a later call."""
-        self._pending_outcomes += count if self._maps else 0
-        while self._maps and self._pending_outcomes >= _AT_ONCE:
+        self._owed += count if self._maps else 0
+        while self._maps and self._owed >= _AT_ONCE:
             first = self._maps[0]
             size = min(_AT_ONCE, len(first) - self._given)
             first.madvise(mmap.MADV_DONTNEED, self._given, size)
             self._given += size
-            self._pending_outcomes -= _AT_ONCE
+            self._owed -= _AT_ONCE
             if self._given == len(first):
                 self._maps.popleft()
                 self._given = 0

@@ -83,7 +83,7 @@ class HashTable(FixedTable):
         self._memory.adopted()
         self._larger: FixedTable | None = None
         self._copied = 0  # slots of this table that are copied to the larger one
-        self._pending_outcomes = 0  # slots that are due to be copied
+        self._owed = 0  # slots that are due to be copied
         self._retired = Retired()
 
     def claim(self, keys: Keys) -> Slots:
@@ -130,10 +130,10 @@ class HashTable(FixedTable):
             if self.used + more <= _LOAD_BEGIN * self.capacity:
                 return
             self._begin(more, self.words)
-        self._pending_outcomes += more * _COPIED
-        if self._pending_outcomes >= _PIECE:
-            self._advance(self._pending_outcomes)
-            self._pending_outcomes = 0
+        self._owed += more * _COPIED
+        if self._owed >= _PIECE:
+            self._advance(self._owed)
+            self._owed = 0
         # Copy a small table at once. Copy any table at once if too many keys come for a copy in pieces.
         if self.capacity <= _SMALL or self.used + more > _LOAD_MOST * self.capacity:
             self._finish()
@@ -153,7 +153,7 @@ class HashTable(FixedTable):
         slots = _slots(int((held + more + meanwhile) / _LOAD_AFTER))
         block = self._memory.new(slots * (1 + words))
         self._larger = FixedTable(block, slots, words, self.mix)
-        self._copied = self._pending_outcomes = 0
+        self._copied = self._owed = 0
 
     def finish(self) -> None:
         """Copy all remaining slots, if a larger table is being filled."""

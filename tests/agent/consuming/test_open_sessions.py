@@ -19,7 +19,7 @@ NOW = 100.0
 CONFIG = Config(session_timeout_s=10.0)
 
 
-class RoleState:
+class Standing:
     """One session with a producer that is played here."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -65,82 +65,82 @@ class RoleState:
 
 
 @pytest.fixture
-def role_state() -> Iterator[RoleState]:
+def standing() -> Iterator[Standing]:
     context: Any = zmq.Context()
-    made = RoleState(context)
+    made = Standing(context)
     yield made
     made.close()
     context.destroy(linger=0)
 
 
 def test_an_answer_of_which_the_descriptor_does_not_tell_is_found_a_moment_later(
-    role_state: RoleState,
+    standing: Standing,
 ) -> None:
-    sessions = role_state.sessions
-    role_state.ask(NOW)
-    role_state.answer()
-    role_state.miss()
+    sessions = standing.sessions
+    standing.ask(NOW)
+    standing.answer()
+    standing.miss()
     assert not sessions.urgent
     assert sessions.ready() == [], "nobody would know"
     sessions.look_for_answers(NOW)
     assert not sessions.urgent, "most answers come by themselves"
     sessions.look_for_answers(sessions.answers_due)
     assert sessions.urgent
-    assert sessions.ready() == [role_state.session]
-    assert sessions.received(role_state.session) == [b"answer"]
+    assert sessions.ready() == [standing.session]
+    assert sessions.received(standing.session) == [b"answer"]
 
 
-def test_where_chunks_are_under_way_it_is_found_at_once(role_state: RoleState) -> None:
-    role_state.ask(NOW, hurried=True)
-    role_state.answer()
-    role_state.miss()
-    assert role_state.sessions.urgent
-    assert role_state.sessions.ready() == [role_state.session]
+def test_where_chunks_are_under_way_it_is_found_at_once(standing: Standing) -> None:
+    standing.ask(NOW, hurried=True)
+    standing.answer()
+    standing.miss()
+    assert standing.sessions.urgent
+    assert standing.sessions.ready() == [standing.session]
 
 
-def test_who_has_answered_is_looked_at_no_more(role_state: RoleState) -> None:
-    sessions = role_state.sessions
-    role_state.ask(NOW)
-    sessions.heard(role_state.session, NOW)
+def test_who_has_answered_is_looked_at_no_more(standing: Standing) -> None:
+    sessions = standing.sessions
+    standing.ask(NOW)
+    sessions.heard(standing.session, NOW)
     assert sessions.answers_due == float("inf")
     assert sessions.due(NOW + CONFIG.session_timeout_s + 1) == []
 
 
-def test_who_is_silent_is_looked_at_when_its_session_ends(role_state: RoleState) -> None:
-    sessions, session = role_state.sessions, role_state.session
-    role_state.ask(NOW)
+def test_who_is_silent_is_looked_at_when_its_session_ends(standing: Standing) -> None:
+    sessions, session = standing.sessions, standing.session
+    standing.ask(NOW)
     sessions.look_for_answers(sessions.answers_due)
     assert sessions.due(session.deadline - 0.1) == []
     assert sessions.due(session.deadline) == [session]
 
 
 def test_a_producer_has_the_timeout_to_answer_however_long_ago_it_was_asked_before(
-    role_state: RoleState,
+    standing: Standing,
 ) -> None:
-    sessions, session = role_state.sessions, role_state.session
+    sessions, session = standing.sessions, standing.session
     later = NOW + 3 * CONFIG.session_timeout_s  # with many sessions they are asked at this interval
     assert sessions.due(later) == []
-    role_state.ask(later)
+    standing.ask(later)
     assert session.deadline == later + CONFIG.session_timeout_s
-    role_state.ask(later + 1)
+    standing.ask(later + 1)
     assert session.deadline == later + CONFIG.session_timeout_s, "it still owes the first answer"
 
 
-def test_the_least_patient_producer_counts(role_state: RoleState) -> None:
-    assert role_state.sessions.patience_s == float("inf")
-    role_state.session.patience_s = 5.0
-    assert role_state.sessions.patience_s == 5.0
+def test_the_least_patient_producer_counts(standing: Standing) -> None:
+    assert standing.sessions.patience_s == float("inf")
+    standing.session.patience_s = 5.0
+    assert standing.sessions.patience_s == 5.0
 
 
-def test_what_came_with_an_answer_is_found_at_once(role_state: RoleState) -> None:
-    sessions, session = role_state.sessions, role_state.session
-    role_state.ask(NOW)
-    sender, _ = role_state.producer.recv_multipart()
+def test_what_came_with_an_answer_is_found_at_once(standing: Standing) -> None:
+    sessions, session = standing.sessions, standing.session
+    standing.ask(NOW)
+    sender, _ = standing.producer.recv_multipart()
     for data in (b"answer", b"news"):
-        role_state.producer.send_multipart([sender, data])
-    role_state.miss()
+        standing.producer.send_multipart([sender, data])
+    standing.miss()
     assert sessions.received(session) == [b"answer"]
-    role_state.miss()  # the news has come, too
+    standing.miss()  # the news has come, too
     assert sessions.urgent
     assert sessions.ready() == [session]
     assert sessions.received(session) == [b"news"]

@@ -14,7 +14,7 @@ from chunks import begin, chain, content, loads, save, there
 from support.waits import until
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.pool.store import tier_storage as tier_storage
+from pd_connector.pool.store import tier_storage
 from pd_connector.pool.store.base import Found, Journal, Refusal, Store, Why
 from pd_connector.pool.store.catalog import CatalogError
 from pd_connector.pool.store.folder import Folder, charge_of

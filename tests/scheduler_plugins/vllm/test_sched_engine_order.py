@@ -285,12 +285,12 @@ def test_a_long_prefill_gives_way_to_a_class_that_is_owed_and_computes_nothing_t
     ],
 )
 def test_the_rest_of_a_prefill_gives_way_to_what_does_not_fit_beside_it(
-    section, left: int, pending_outcomes: int, step: dict[str, int]
+    section, left: int, owed: int, step: dict[str, int]
 ) -> None:
     rig = Rig(budget=64, additional=section("  policy: fcfs" + CLASSES))
     rig.add("long", words(1, 64 + left), qos="free")
     rig.step()
-    rig.add("owed", words(2, pending_outcomes), qos="premium")
+    rig.add("owed", words(2, owed), qos="premium")
     rig.set_balances({"premium": 0.5})
     assert rig.step() == step
     rig.run()

@@ -26,7 +26,7 @@ def section(tmp_path):
     return made
 
 
-def pending_outcomes(rig: Rig, seconds: float = 0.5) -> None:
+def owed(rig: Rig, seconds: float = 0.5) -> None:
     rig.set_balances({"premium": seconds})
 
 
@@ -37,7 +37,7 @@ def test_a_pause_waits_for_a_prefill_that_would_give_way(section, state: PauseSt
     rig.add("long", words(1, 320), qos="free")
     rig.step()
     rig.add("owed", words(2, 48), qos="premium")
-    pending_outcomes(rig)
+    owed(rig)
     rig.scheduler.set_pause_state(state)
     step = rig.step()
     if state == PauseState.UNPAUSED:
@@ -86,11 +86,11 @@ def test_a_head_that_vllm_holds_back_does_not_overtake_a_class_that_is_owed(sect
     # Two that are owed come and go: had the head been noted as lacking room, it would be first now.
     for n in range(3):
         rig.add(f"premium{n}", words(3 + n, 64), qos="premium")
-        pending_outcomes(rig)
+        owed(rig)
         step = rig.step()
         assert f"premium{n}" in step
         assert "free" not in step
-    pending_outcomes(rig, 0.0)
+    owed(rig, 0.0)
     rig.run()
     rig.assert_served()
 
