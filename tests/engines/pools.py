@@ -54,9 +54,10 @@ class PooledEngines:
         known: bool = True,
         apart: bool = False,
         vllm: Vllm = USUAL,
+        packages: Path | None = None,
         **more: Any,
     ) -> VllmEngine:
-        """`beside`: another connector in a `MultiConnector`. `known`: wait until it knows its weights. `apart`: workers have processes of their own. `more`: config keys."""
+        """`packages`: a folder whose packages go before the environment's. `beside`: another connector in a `MultiConnector`. `known`: wait until it knows its weights. `apart`: workers have processes of their own. `more`: config keys."""
         config: dict[str, Any] = {"audit": audit, "pool": {"memory": "256MiB"}, **more}
         connector = "PDConnector"
         if beside is not None:
@@ -75,12 +76,13 @@ class PooledEngines:
                 {} if apart else WORKER_IN_CORE,
                 {SHM_VARIABLE: str(self.shm)},
                 VLLM[vllm],
+                {"PYTHONPATH": str(packages)} if packages else {},
             ),
             "kv_both",
             connector,
             json.dumps(config),
         )
-        if vllm == "0.31":
+        if vllm == "0.31" or packages:
             recipe = recipe._replace(forked=False)
         log = self._logs / f"{len(self.started)}.log"
         engine = recipe.engine(f"engine {len(self.started)}", log)

@@ -52,7 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for package in TORCHVISION:
         (packages / package.name).symlink_to(package)
     with sharing_a_pool(tmp_path_factory.mktemp("logs")) as pool:
-        p, d = (pool.start(page, model=model, path=packages) for page in (32, 64))
+        p, d = (pool.start(page, model=model, packages=packages) for page in (32, 64))
         yield Served(pool, p, d)
 
 

@@ -48,7 +48,11 @@ def served(engine: VllmEngine) -> tuple[str, bool, bool]:
     """Its version, and whether it has Model Runner V2, and schedules steps ahead, as on a GPU."""
     version = json.loads(engine.client.get("/version"))["version"]
     release = ".".join(version.split(".")[:2])
-    return release, V2 in engine.log_path.read_text(), probe(engine, "schedules_ahead")
+    return (
+        release,
+        V2 in engine.log_path.read_text(),
+        str(probe(engine, "schedules_ahead")) == "True",
+    )
 
 
 @pytest.mark.parametrize("mixed", [name for name in VLLM if name != USUAL], indirect=True)
