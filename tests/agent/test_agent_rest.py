@@ -20,6 +20,13 @@ def empty(rank: Rank) -> None:
         layer.zero_()
 
 
+def wake(rank: Rank) -> None:
+    """Until its thread listens again, peers are refused, and then pause."""
+    before = rank.loop
+    rank.agent.wake()
+    until(lambda: rank.loop is not before)
+
+
 @pytest.mark.parametrize("who", ["producer", "consumer"])
 def test_what_was_under_way_ends_and_afterwards_it_serves_on_its_port(ranks: Ranks, who: str):
     producer, consumer = ranks.pair(SETTINGS)
@@ -37,7 +44,7 @@ def test_what_was_under_way_ends_and_afterwards_it_serves_on_its_port(ranks: Ran
     else:
         assert consumer.loaded("later").cause == Cause.ASLEEP
     rank.agent.rest()
-    rank.agent.wake()
+    wake(rank)
     assert_serves_on(producer, consumer)
     assert rank.agent.port == port
     assert not rank.count("agent_failures")
@@ -52,7 +59,7 @@ def test_kv_of_before_is_not_sent_afterwards(ranks: Ranks) -> None:
     producer.offer("t", [1])
     producer.agent.rest()
     empty(producer)
-    producer.agent.wake()
+    wake(producer)
     consumer.load(producer.source, "t", [5])
     assert consumer.loaded("t").cause in (Cause.UNKNOWN_TRANSFER, Cause.SESSION_LOST)
     assert producer.freed("t").cause == Cause.ASLEEP
@@ -76,8 +83,7 @@ def test_a_copy_that_is_under_way_ends_before_the_pages_go(
     assert not rests.is_alive()
     assert consumer.loaded("t").cause in (None, Cause.ASLEEP)
     empty(consumer)
-    consumer.agent.wake()
-    until(lambda: consumer.agent._thread._rested is False)
+    wake(consumer)
     assert not any(consumer.page(5)), "nothing of before is written afterwards"
     assert_serves_on(producer, consumer)
 
@@ -91,7 +97,7 @@ def test_what_is_submitted_meanwhile_is_done_afterwards(ranks: Ranks) -> None:
     assert not producer.look()
     assert not consumer.look(), "an agent at rest does not count as hung"
     for rank in (producer, consumer):
-        rank.agent.wake()
+        wake(rank)
     assert consumer.loaded("t").cause is None
     assert_pages(producer, [1], consumer, [5])
     assert producer.freed("t")

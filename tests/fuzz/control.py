@@ -403,6 +403,8 @@ class StillTransport(Transport):
 class _Wire:
     """Stands for a control connection to a producer (`control.sockets.Connection`)."""
 
+    is_unanswered = False
+
     def __init__(self) -> None:
         self.socket, self.monitor = _Bell(), _Bell()
         self._waiting: list[bytes] = []

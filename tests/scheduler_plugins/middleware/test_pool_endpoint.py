@@ -184,7 +184,7 @@ def test_a_dead_engine_tells_nothing(store: LocalStore) -> None:
     told(dead)
     assert Server().page().model == MODEL
     dead.keeper.stop()
-    dead._holdings.alive.forget_in_child()  # as when its process ends: the lock is free, its file stays
+    dead._tier_storage.alive.forget_in_child()  # as when its process ends: the lock is free, its file stays
     assert Server().refusal()[0] == 503
 
 

@@ -70,7 +70,7 @@ def test_what_engines_say_of_a_tier_is_seen(shm: Path) -> None:
     folder.parent.mkdir(mode=0o700)
     store = LocalStore(Space(folder, MIB))
     try:
-        told = store._holdings.troubles
+        told = store._tier_storage.troubles
         told.failed(store._folders[0], OSError(errno.EIO, "Input/output error"))
         ((tier, why),) = pool.look().unwritable
         assert (tier, str(folder) in why) == ("memory", True)
