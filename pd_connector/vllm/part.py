@@ -8,6 +8,8 @@ not in the list.
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.v1.request import RequestStatus
+
 from pd_connector.agent.commands import Command
 from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+"""States of a request that has come to its own end."""
 
 
 class Ended(NamedTuple):

@@ -4,8 +4,6 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.errors import Cause
@@ -23,15 +21,12 @@ from pd_connector.vllm.pages.partial import PartialPages
 from pd_connector.vllm.pages.stale_adapter import StaleAdapterPages
 from pd_connector.vllm.pages.status import PageRule, PageStatus, Use
 from pd_connector.vllm.pages.windows import Windows
-from pd_connector.vllm.part import Ended, Part
+from pd_connector.vllm.part import COMPLETE, Ended, Part
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-
-_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class FetchGoesFirst(PageRule):
@@ -234,7 +229,7 @@ class Fetching(Part):
             self._telemetry.count("handoffs", cause=fetch.outcome or Cause.ABORTED)
         self._uncomputable.discard(request_id)
         complete = (
-            request.status in _COMPLETE
+            request.status in COMPLETE
             and request_id in self.audits
             and not self._status.problem(request, Use.COMPARE)
         )

@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from pd_connector.agent.commands import Command, Expect, Withdraw
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import pages_for
@@ -19,14 +17,11 @@ from pd_connector.vllm.handoff.streaming import Streaming, kept_pages
 from pd_connector.vllm.messages import StepCommands
 from pd_connector.vllm.pages.status import PageStatus, Use
 from pd_connector.vllm.pages.windows import Windows
-from pd_connector.vllm.part import Ended, Part
+from pd_connector.vllm.part import COMPLETE, Ended, Part
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-
-_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class Offers(Part):
@@ -110,7 +105,7 @@ class Offers(Part):
             self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
         wanted = [pages_for(tokens, size) for size in self._windows.page_sizes]
-        complete = request.status in _COMPLETE and request.num_computed_tokens >= tokens
+        complete = request.status in COMPLETE and request.num_computed_tokens >= tokens
         if (
             self._status.problem(request, Use.OFFER)
             or not complete
