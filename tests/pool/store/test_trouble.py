@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Catalog that are held, damaged or gone, file systems without room, folders removed by hand: saves may fail, look-ups do not."""
+"""Catalogs that are held, damaged or gone, file systems without room, folders removed by hand: saves may fail, look-ups do not."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ from support.waits import until
 from whole import problems, problems_now, sweep
 
 from pd_connector.errors import ConfigError, PoolError
-from pd_connector.pool.store import reconcile as stocktaking
+from pd_connector.pool.store import reconcile as reconciling
 from pd_connector.pool.store import tier_lock as claims
 from pd_connector.pool.store import tier_maintenance as keeper
 from pd_connector.pool.store.base import Refusal, Why
@@ -39,8 +39,8 @@ from pathlib import Path
 from pd_connector.pool.store.tier_storage import Space
 from pd_connector.pool.store.local import LocalStore
 store = LocalStore(Space(Path(sys.argv[1]), 1 << 26))
-with store._books.transaction(reading=sys.argv[2] == "reads", wait_s=10):
-    store._books._connection.execute("SELECT * FROM chunks").fetchall()
+with store._catalog.transaction(reading=sys.argv[2] == "reads", wait_s=10):
+    store._catalog._connection.execute("SELECT * FROM chunks").fetchall()
     print("holds", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -227,7 +227,7 @@ def test_values_of_another_type_or_meaning_make_new_books(open_store: Open, rott
 
     def begins_anew() -> bool:
         with contextlib.suppress(CatalogError, PoolError):
-            stocktaking.reconcile(store._tier_storage)
+            reconciling.reconcile(store._tier_storage)
             store.journal(0)
             store.keeper.is_behind()
             store.keeper.sweep()
@@ -597,16 +597,16 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
     keys, failures = chain("a", 3), [CatalogError("the machine is busy")]
 
     def fill(*arguments: Any) -> None:
-        stocktaking.fill(*arguments)
+        reconciling.fill(*arguments)
         assert save(other, keys) == 3, "into the catalog that is in force still"
 
     def reconcile(store: TierStorage) -> None:
         if failures:
             raise failures.pop()
-        stocktaking.reconcile(store)
+        reconciling.reconcile(store)
 
     monkeypatch.setattr(keeper, "fill", fill)
-    monkeypatch.setattr(keeper, "take_stock", reconcile)
+    monkeypatch.setattr(keeper, "reconcile", reconcile)
     with pytest.raises(CatalogError):
         maker.keeper.rebuild_books("a test wants it")
     assert there(other, keys) == 3
@@ -616,9 +616,9 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
 def test_a_chunk_that_no_books_have_is_not_kept(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its catalog were replaced while it was published, and the new ones cannot be written."""
+    """Its catalog was replaced while it was published, and the new one cannot be written."""
     maker, writer = open_store(), open_store()
-    monkeypatch.setattr(keeper, "take_stock", lambda _: None)
+    monkeypatch.setattr(keeper, "reconcile", lambda _: None)
     enter, (key,) = Folder.enter, chain("a", 1)
 
     def enters(*arguments: Any) -> None:
