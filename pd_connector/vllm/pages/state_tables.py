@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page tables that list recurrent states: which of their pages holds the state at a position."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class StateTables:
+    """The page tables of an engine's states.
+
+    Args:
+        page_sizes: for each page table, 0 if it lists KV; else the tokens after which vLLM keeps a state in a page of
+            its own, or None if a request's first page holds its state at any position (`mamba_cache_mode` none).
+    """
+
+    def __init__(self, page_sizes: Iterable[int | None]) -> None:
+        self._page_sizes: Sequence[int | None] = tuple(page_sizes)
+
+    @classmethod
+    def of(cls, specs: Iterable[Any]) -> "StateTables":
+        """Those of vLLM's KV cache groups, from each group's `kv_cache_spec`."""
+        return cls(_page_size(spec) for spec in specs)
+
+    def __bool__(self) -> bool:
+        """Whether the model keeps states."""
+        return any(size != 0 for size in self._page_sizes)
+
+    def only(
+        self, tables: Iterable[Sequence[int]], position: int | None
+    ) -> tuple[Sequence[int], ...]:
+        """The same page tables. Of a table of states only the page that holds the state after `position` tokens is
+        left; none of them without a position. Scratch pages of speculation lie behind it.
+
+        >>> StateTables([0, 16, None]).only([[7, 8, 9], [0, 5, 6], [3, 4]], 32)
+        ([7, 8, 9], [5], [3])
+        """
+        return tuple(
+            table if size == 0 else self._page(table, size, position)
+            for table, size in zip(tables, self._page_sizes, strict=True)
+        )
+
+    @staticmethod
+    def _page(table: Sequence[int], size: int | None, position: int | None) -> Sequence[int]:
+        if position is None:
+            return []
+        place = (position - 1) // size if size else 0
+        return table[place : place + 1]
+
+
+def _page_size(spec: Any) -> int | None:
+    from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if not isinstance(spec, MambaSpec):
+        return 0
+    return None if spec.mamba_cache_mode == "none" else int(spec.block_size)
