@@ -35,6 +35,7 @@ from pd_connector.vllm.identity.inputs import adapter_settings, processor_settin
 from pd_connector.vllm.identity.weight_loads import watch_calls
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
+from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.plugin import join_engine_log
 from pd_connector.vllm.pool.attached import attach
@@ -111,6 +112,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
                 processor=processor_settings(vllm_config),
                 encoded_elsewhere=gets_embeddings(vllm_config),
                 whole=attends_ahead(kv_cache_config),
+                states=StateTables.of(group.kv_cache_spec for group in groups),
             )
             watch_calls(self._scheduler)
             if self._scheduler.pool is not None:

@@ -19,8 +19,9 @@ from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
-from pd_connector.vllm.handoff.fetching import Fetching, fetched_tokens
+from pd_connector.vllm.handoff.fetching import Fetching
 from pd_connector.vllm.handoff.ignored import IgnoredParams
+from pd_connector.vllm.handoff.last_token import leave_last_token
 from pd_connector.vllm.handoff.movable import check_movable
 from pd_connector.vllm.handoff.no_handoff_requests import NoHandoffRequests
 from pd_connector.vllm.handoff.offers import Offers
@@ -30,6 +31,7 @@ from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.pages.partial import PartialPages
 from pd_connector.vllm.pages.stale import StalePages
+from pd_connector.vllm.pages.state_tables import NO_STATES, StateTables
 from pd_connector.vllm.pages.status import PageStatus
 from pd_connector.vllm.pages.unverified import UnverifiedPages
 from pd_connector.vllm.pages.windows import Windows
@@ -60,6 +62,7 @@ class SchedulerSide:
         processor: how it processes images and other inputs (`inputs.processor_settings`).
         encoded_elsewhere: whether an encode engine sends it the embeddings of such inputs.
         whole: as `movable.check_movable` has it.
+        states: which page tables list states.
     """
 
     def __init__(
@@ -75,12 +78,14 @@ class SchedulerSide:
         processor: str = "",
         encoded_elsewhere: bool = False,
         whole: bool = False,
+        states: StateTables = NO_STATES,
     ) -> None:
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
         self._no_handoff = NoHandoffRequests(self.telemetry, max(windows.page_sizes, default=0))
         self._config = config
         self._produces, self._consumes, self._whole = produces, consumes, whole
+        self._states = states
         self.identity = RequestIdentity(adapters, processor)
         self._stale, unfilled = StalePages(), PartialPages(windows)
         self._status = PageStatus(
@@ -91,10 +96,12 @@ class SchedulerSide:
         )
         uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
         known = self._status, unfilled, uncomputable, self.identity.adapters
-        self._fetching = Fetching(config, windows, ranks, self.telemetry, *known)
+        self._fetching = Fetching(config, windows, states, ranks, self.telemetry, *known)
         self._status.add(*self._fetching.rules)
         address = transfer_params.ProducerAddress(engine_id, consumes=consumes)
-        self.offers = Offers(windows, self._status, address, streams=config.overlap != "off")
+        self.offers = Offers(
+            windows, states, self._status, address, streams=config.overlap != "off"
+        )
         self._parts: list[Part] = [self._fetching, self.offers]
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
@@ -148,6 +155,8 @@ class SchedulerSide:
                     self._no_handoff.note(request.num_prompt_tokens, request.kv_transfer_params)
                 return
             check_movable(request, parsed, whole=self._whole)
+            if self._states and self._produces and parsed.do_remote_decode and not parsed.describe:
+                leave_last_token(request)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
@@ -282,7 +291,7 @@ class SchedulerSide:
             return
         watch = parsed.wait and self._config.defer_pages
         self._no_handoff.used()
-        identity = self._identity_of(request, fetched_tokens(request, parsed))
+        identity = self._identity_of(request, self._fetching.tokens(request, parsed))
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
         if identity is None:  # its pages are not needed
             self._commands.append(Drop(request.request_id, Cause.MODEL))

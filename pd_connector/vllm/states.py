@@ -2,8 +2,8 @@
 """Recurrent states in vLLM's pages: the sections of each kind of layer, and views of them.
 
 A page of such a layer holds the state of one request. Its tensors lie one behind the other (`MambaSpec.shapes`),
-a convolution as `[row][dim]` (SD) or, with `VLLM_SSM_CONV_STATE_LAYOUT=DS`, as `[dim][row]`. A further kind of state
-is one more function in `_KINDS`.
+a convolution as `[row][channel]` (SD) or, with `VLLM_SSM_CONV_STATE_LAYOUT=DS`, as `[channel][row]`. A further kind of
+state is one more row of `_KINDS`.
 """
 
 import math
@@ -40,6 +40,19 @@ class _Part(NamedTuple):
 
 
 Parts = tuple[_Part, ...]
+_Shapes = Sequence[tuple[int, ...]]
+
+
+class _Kind(NamedTuple):
+    """A kind of recurrent layer.
+
+    Attributes:
+        tensors: of its state.
+        cut: the parts of each tensor, from the layer's name, this rank's shapes, the layer, and the number of ranks.
+    """
+
+    tensors: int
+    cut: Callable[[str, _Shapes, Any, int], tuple[Parts, ...]]
 
 
 def describe_states(
@@ -57,21 +70,21 @@ def describe_states(
     Raises:
         UnsupportedGeometryError: a kind of state, or a form of it, that cannot be moved.
     """
-    kind = str(spec.mamba_type.name)
-    parts_of = _KINDS.get(kind)
-    if parts_of is None:
+    name_of_kind = str(spec.mamba_type.name)
+    kind = _KINDS.get(name_of_kind)
+    if kind is None:
         raise UnsupportedGeometryError(
-            f"state of {name} is of kind {kind}: PDConnector moves states of {', '.join(_KINDS)}; serve this model "
+            f"state of {name} is of kind {name_of_kind}: PDConnector moves states of {', '.join(_KINDS)}; serve this model "
             "without disaggregation"
         )
     shapes = [tuple(int(extent) for extent in shape) for shape in spec.shapes]
-    tensors = parts_of(name, shapes, module, ranks)
-    if len(tensors) != len(shapes):
+    if len(shapes) != kind.tensors:
         raise UnsupportedGeometryError(
-            f"state of {name} ({kind}) has {len(shapes)} tensors, wanted {len(tensors)}: the others are records of "
+            f"state of {name} ({name_of_kind}) has {len(shapes)} tensors, wanted {kind.tensors}: the others are records of "
             "ReplaySSM or RecoverSSM, which PDConnector does not move; start the engine without --use-replayssm and "
             "--use-kda-recoverssm"
         )
+    tensors = kind.cut(name, shapes, module, ranks)
     sections: list[Section] = []
     views: list[torch.Tensor] = []
     for parts, state in zip(tensors, _tensors(tensor, shapes, spec.dtypes), strict=True):
@@ -119,7 +132,6 @@ def _views(name: str, parts: Parts, state: torch.Tensor) -> list[torch.Tensor]:
             run.unflatten(1, (part.units, part.dim)).transpose(2, 3)
             for part, run in zip(parts, state.split(sizes, 1), strict=True)
         ]
-    (part,) = parts
     return [state.unsqueeze(2) if state.ndim == 3 else state]
 
 
@@ -132,9 +144,6 @@ def _dims_first() -> bool:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return bool(is_conv_state_dim_first())
-
-
-_Shapes = Sequence[tuple[int, ...]]
 
 
 def _channels(shape: tuple[int, ...]) -> int:
@@ -201,11 +210,11 @@ def _linear(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts,
     return ((_Part("state", heads, dim),),)
 
 
-_KINDS: Mapping[str, Callable[[str, _Shapes, Any, int], tuple[Parts, ...]]] = {
-    "GDN_ATTN": _delta_net,
-    "MAMBA2": _mamba2,
-    "MAMBA1": _mamba1,
-    "SHORT_CONV": _short_conv,
-    "LINEAR": _linear,
+_KINDS: Mapping[str, _Kind] = {
+    "GDN_ATTN": _Kind(2, _delta_net),
+    "MAMBA2": _Kind(2, _mamba2),
+    "MAMBA1": _Kind(2, _mamba1),
+    "SHORT_CONV": _Kind(1, _short_conv),
+    "LINEAR": _Kind(1, _linear),
 }
-"""How the tensors of a state are cut, by the name of vLLM's backend."""
+"""By the name of vLLM's backend."""

@@ -19,6 +19,7 @@ from pd_connector.vllm.identity.adapters import Adapters
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.pages.partial import PartialPages
 from pd_connector.vllm.pages.stale_adapter import StaleAdapterPages
+from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.status import PageRule, PageStatus, Use
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.part import COMPLETE, Ended, Part
@@ -55,6 +56,7 @@ class Fetching(Part):
 
     Args:
         windows: page sizes and windows of the engine's page tables.
+        states: which of them list states.
         ranks: number of ranks of this engine.
         status: says whether a request's KV may be compared.
         unfilled: told of loads.
@@ -66,6 +68,7 @@ class Fetching(Part):
         self,
         config: Config,
         windows: Windows,
+        states: StateTables,
         ranks: int,
         telemetry: Telemetry,
         status: PageStatus,
@@ -73,7 +76,7 @@ class Fetching(Part):
         uncomputable: Uncomputable,
         adapters: Adapters,
     ) -> None:
-        self._status = status
+        self._status, self._states = status, states
         self._partial_pages = unfilled
         self._telemetry = telemetry
         self._uncomputable = uncomputable
@@ -116,11 +119,18 @@ class Fetching(Part):
             watch: it waits without pages until its KV begins to arrive.
         """
         assert params.remote_request_id is not None
-        tokens = min(fetched_tokens(request, params), request.num_prompt_tokens - 1)
+        tokens = min(self.tokens(request, params), request.num_prompt_tokens - 1)
         stage = Stage.WATCHED if watch else Stage.HELD
         self._fetches[request.request_id] = Fetch(
             params.remote_request_id, *identity, peers, params.wait, tokens, stage
         )
+
+    def tokens(self, request: "Request", params: TransferParams) -> int:
+        """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
+        appended its first token. A producer of states leaves the prompt's last token to its consumer."""
+        if params.remote_num_tokens is not None:
+            return params.remote_num_tokens
+        return request.num_prompt_tokens - (1 if self._states else 0)
 
     def queued(self, request: "Request") -> None:
         self._uncomputable.add(request)
@@ -163,7 +173,9 @@ class Fetching(Part):
             fetch.stage = Stage.LOADING
             first, stop = fetch.computed_tokens, fetch.computed_tokens + external_tokens
             self._partial_pages.load(request.request_id, blocks, first, stop)
-            return [fetch.load(request.request_id, stop, kept_pages(blocks.get_block_ids()))]
+            pages = kept_pages(self._states.only(blocks.get_block_ids(), stop))
+            position = stop if self._states else 0
+            return [fetch.load(request.request_id, stop, pages, state_token=position)]
         if fetch.outdated:
             fetch.stage, fetch.outcome = Stage.OVER, Cause.MODEL
             return [Drop(request.request_id, Cause.MODEL)]
@@ -244,11 +256,3 @@ class Fetching(Part):
         """KV that was loaded for a request is not used: its adapter was replaced before its first step."""
         if fetch := self._fetches.get(request_id):
             fetch.failed, fetch.outcome = True, Cause.MODEL
-
-
-def fetched_tokens(request: "Request", params: TransferParams) -> int:
-    """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
-    appended its first token."""
-    return (
-        request.num_prompt_tokens if params.remote_num_tokens is None else params.remote_num_tokens
-    )

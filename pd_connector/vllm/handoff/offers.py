@@ -15,6 +15,7 @@ from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.vllm.handoff.streaming import Streaming, kept_pages
 from pd_connector.vllm.messages import StepCommands
+from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.status import PageStatus, Use
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.part import COMPLETE, Ended, Part
@@ -29,6 +30,7 @@ class Offers(Part):
 
     Args:
         windows: page sizes and windows of the engine's page tables.
+        states: which of them list states.
         status: says whether a request's KV may be handed over.
         address: this engine's address, as proxies are told it.
         streams: whether KV is sent while its prompt is computed.
@@ -37,6 +39,7 @@ class Offers(Part):
     def __init__(
         self,
         windows: Windows,
+        states: StateTables,
         status: PageStatus,
         address: transfer_params.ProducerAddress,
         *,
@@ -45,10 +48,10 @@ class Offers(Part):
         self._status = status
         self.address = address
         self.model: ModelFacts | None = None  # of the first rank, as it was at the start
-        self._windows = windows
+        self._windows, self._states = windows, states
         self._known: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
         self._describes: set[str] = set()
-        self._streaming = Streaming(windows) if streams else None
+        self._streaming = Streaming(windows, states) if streams else None
 
     @property
     def expected(self) -> bool:
@@ -105,7 +108,10 @@ class Offers(Part):
             self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
         wanted = [pages_for(tokens, size) for size in self._windows.page_sizes]
-        complete = request.status in COMPLETE and request.num_computed_tokens >= tokens
+        computed = request.num_computed_tokens
+        complete = request.status in COMPLETE and computed >= tokens
+        if self._states:  # a state that has gone on stands for other tokens
+            complete &= computed == tokens
         if (
             self._status.problem(request, Use.OFFER)
             or not complete
@@ -116,12 +122,14 @@ class Offers(Part):
         offer = Offer(
             transfer,
             request_id,
-            kept_pages(kept),
+            kept_pages(self._states.only(kept, tokens)),
             identity,
             prompt_tokens=tokens,
             tokens=tokens,
             final=True,
-            words=_words(request, transfer, identity),
+            # What it has sampled does not follow a prompt whose last token was left to the consumer.
+            words=None if self._states else _words(request, transfer, identity),
+            state_token=tokens if self._states else 0,
         )
         answer = transfer_params.response(
             self.address,

@@ -34,6 +34,8 @@ class StateTables:
         >>> StateTables([0, 16, None]).only([[7, 8, 9], [0, 5, 6], [3, 4]], 32)
         ([7, 8, 9], [5], [3])
         """
+        if not self:
+            return tuple(tables)
         return tuple(
             table if size == 0 else self._page(table, size, position)
             for table, size in zip(tables, self._page_sizes, strict=True)
@@ -45,6 +47,10 @@ class StateTables:
             return []
         place = (position - 1) // size if size else 0
         return table[place : place + 1]
+
+
+NO_STATES = StateTables(())
+"""Those of a model that keeps KV alone."""
 
 
 def _page_size(spec: Any) -> int | None:
