@@ -304,7 +304,7 @@ def _backend(vllm_config: "VllmConfig", name: str) -> str:
 def _merge(groups: list[Group]) -> Group:
     """Merge layers that differ only in their number and scales."""
     ordered = sorted(groups, key=lambda group: group.layers)
-    scales = tuple(group.scales[0] for group in ordered)
+    scales = tuple(pair for group in ordered for pair in group.scales)  # states have none
     return msgspec.structs.replace(
         ordered[0],
         layers=tuple(group.layers[0] for group in ordered),
