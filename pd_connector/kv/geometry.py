@@ -164,6 +164,11 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         """Entries of a page: K and V, or latents."""
         return self.page_size // self.state_tokens
 
+    @property
+    def shares(self) -> frozenset[int]:
+        """Numbers of heads, or of units of sections, that ranks share."""
+        return frozenset(section.units for section in self.sections) or frozenset((self.heads,))
+
     def scale(self, layer: int) -> tuple[float, float]:
         """Scales of K and V of a layer, by its number in the model."""
         return self.scales[self.layers.index(layer)] if self.scales else (1.0, 1.0)

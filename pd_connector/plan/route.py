@@ -5,18 +5,20 @@ ranks' geometries; both sides compute the same routes.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.coding import ELEMENT_BYTES, FP8_E4M3, RAW, Elements, negotiate
-from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.geometry import STATE_BYTES, Geometry, Group, Section, Shard
 from pd_connector.plan.rules import NEWEST_RULES, PlanRules
+from pd_connector.plan.stripes import Stripes, common
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Layers and heads of one group that pass from one rank to a group of another rank.
+    """Layers and heads of one group that pass from one rank to a group of another rank. The heads of a route of a
+    state are units of one section.
 
     `routes` makes each route once. Routes are compared by identity, so that they are fast keys of
     caches.
@@ -31,6 +33,34 @@ class Route:
     codec: str
     verbatim: bool  # whole pages may pass as they are, without a codec
     rules: PlanRules  # by which its tokens are cut into chunks
+    section: Section | None = None  # of a state, which passes along this route; None: KV of tokens
+    stripes: Stripes | None = None  # the tokens that both sides hold; None: both hold all
+
+    @functools.cached_property
+    def source_page_tokens(self) -> int:
+        """Tokens of the sequence for which a table of the source has one page."""
+        return self.source.page_size * (self.stripes.source.size if self.stripes else 1)
+
+    @functools.cached_property
+    def destination_page_tokens(self) -> int:
+        """Tokens of the sequence for which a table of the destination has one page."""
+        return self.destination.page_size * (self.stripes.destination.size if self.stripes else 1)
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether there is an entry for each token, and both sides hold all of them."""
+        return self.section is None and self.stripes is None and self.source.state_tokens == 1
+
+    def entries(self, first_token: int, stop_token: int) -> int:
+        """Entries (one K and V, one latent) that pass of tokens [first_token, stop_token)."""
+        if self.stripes is None:
+            return (stop_token - first_token) // self.source.state_tokens
+        return self.stripes.count(first_token, stop_token) // self.source.state_tokens
+
+    def most_entries(self, tokens: int) -> int:
+        """Entries that pass of `tokens` tokens in a row, at most."""
+        most = tokens if self.stripes is None else self.stripes.most(tokens)
+        return -(-most // self.source.state_tokens)
 
     @property
     def error_of(self) -> str:
@@ -41,66 +71,96 @@ class Route:
         """The first token of [first_token, stop_token) that passes.
 
         It is the first one that the destination's window keeps. If whole pages can pass, it is the
-        first token of that one's page.
+        first token of that one's page. If there is an entry for several tokens, it is the first of them.
         """
         if not self.destination.window:
-            return first_token
+            return first_token - first_token % self.source.state_tokens
         kept = max(0, stop_token - self.destination.window + 1)
-        page_start = kept - kept % self.source.page_size
+        kept -= kept % self.source.state_tokens
+        page_start = kept - kept % self.source_page_tokens
         if self.verbatim and page_start >= first_token:
             return page_start
-        return max(first_token, kept)
+        return max(first_token - first_token % self.source.state_tokens, kept)
 
-    @property
+    @functools.cached_property
     def token_step(self) -> int:
         """Tokens between places where pages begin on both sides, if one page size divides the other."""
-        return max(self.source.page_size, self.destination.page_size)
+        return max(self.source_page_tokens, self.destination_page_tokens)
 
 
-def served(source: Shard, destination: Shard, heads: int) -> range:
+Splits = tuple[bool, bool]
+"""Whether the tokens are shared among context-parallel ranks: the producer's, the consumer's."""
+
+
+def served(
+    source: Shard, destination: Shard, heads: int, splits: Splits = (False, False)
+) -> range:
     """The heads, of a layer with `heads` KV heads, that `source` sends to `destination`.
 
-    If several ranks of the producer hold the same heads, the ranks of the consumer share them
+    If several ranks of the producer hold the same heads (of the same tokens), the ranks of the consumer share them
     out: each asks one of them. See also `shared_layers`.
 
     >>> served(Shard(0, 2, tp_rank=0, tp_size=2), Shard(0, 2, tp_rank=1, tp_size=4), heads=8)
     range(2, 4)
     """
     here, there = source.heads(heads), destination.heads(heads)
-    common = range(max(here.start, there.start), min(here.stop, there.stop))
-    have, want = source.replicas(heads), destination.replicas(heads)
-    if have <= want:
-        chosen = destination.replica(heads) % have == source.replica(heads)
-    else:
-        chosen = source.replica(heads) % want == destination.replica(heads)
-    return common if chosen and common else range(0)
+    both = range(max(here.start, there.start), min(here.stop, there.stop))
+    have, want = _copies(source, destination, heads, splits)
+    (number, count), (other, wanted) = have, want
+    chosen = other % count == number if count <= wanted else number % wanted == other
+    return both if chosen and both else range(0)
+
+
+def _copies(
+    source: Shard, destination: Shard, heads: int, splits: Splits
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The place of each side's rank among those that hold the same, and their number."""
+    ours, theirs = splits
+    return (
+        (source.replica(heads, split=ours), source.replicas(heads, split=ours)),
+        (destination.replica(heads, split=theirs), destination.replicas(heads, split=theirs)),
+    )
 
 
 def shared_layers(
-    source: Shard, destination: Shard, heads: int, layers: tuple[int, ...]
+    source: Shard,
+    destination: Shard,
+    heads: int,
+    layers: tuple[int, ...],
+    splits: Splits = (False, False),
 ) -> tuple[int, ...]:
     """The part of `layers` that `source` sends to `destination`.
 
     That is all of them, unless the producer has more ranks with the same heads than the consumer:
     then several of them serve `destination`, and each sends a run of the layers.
     """
-    have, want = source.replicas(heads), destination.replicas(heads)
+    (number, have), (other, want) = _copies(source, destination, heads, splits)
     if have <= want:
         return layers
-    servers = len(range(destination.replica(heads), have, want))
-    index = source.replica(heads) // want
+    servers = len(range(other, have, want))
+    index = number // want
     return layers[len(layers) * index // servers : len(layers) * (index + 1) // servers]
 
 
 def meet(source: Shard, destination: Shard, heads: Iterable[int]) -> bool:
-    """Whether anything passes from `source` to `destination`.
+    """Whether anything can pass from `source` to `destination`.
+
+    Without context parallelism, it does pass. With it, the geometries say which tokens do, and perhaps none.
 
     Args:
-        heads: numbers of KV heads that the model's layers have.
+        heads: numbers of KV heads, and of units of states, that the model's layers have.
     """
-    return max(source.first_layer, destination.first_layer) < min(
+    if max(source.first_layer, destination.first_layer) >= min(
         source.stop_layer, destination.stop_layer
-    ) and any(served(source, destination, total) for total in set(heads))
+    ):
+        return False
+    if source.cp_size > 1 or destination.cp_size > 1:
+        return any(_overlap(source.heads(total), destination.heads(total)) for total in set(heads))
+    return any(served(source, destination, total) for total in set(heads))
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def routes(
@@ -145,9 +205,48 @@ def _routes(
 ) -> tuple[Route, ...]:
     for name, geometry in (("producer", source), ("consumer", destination)):
         _check(name, geometry)
-    pairs = ((ours, theirs) for ours in source.groups for theirs in destination.groups)
-    found = (_route(source, destination, *pair, offered, accepted, rules) for pair in pairs)
-    return tuple(route for route in found if route)
+    found: list[Route] = []
+    for ours in source.groups:
+        for theirs in destination.groups:
+            layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
+            if not layers:
+                continue
+            if problem := _unlike(ours, theirs, layers):
+                raise UnsupportedGeometryError(problem)
+            pair = source, destination, ours, theirs, layers
+            if ours.kind == "state":
+                found += _state_routes(*pair, rules)
+            elif route := _route(*pair, offered, accepted, rules):
+                found.append(route)
+    return tuple(found)
+
+
+def _state_routes(
+    source: Geometry,
+    destination: Geometry,
+    ours: Group,
+    theirs: Group,
+    layers: tuple[int, ...],
+    rules: PlanRules,
+) -> Iterator[Route]:
+    """What passes of states: a route for each section, because each is shared among ranks by itself."""
+    for section in ours.sections:
+        shards = source.shard, destination.shard
+        units = served(*shards, section.units)
+        passing = shared_layers(*shards, section.units, layers)
+        if units and passing:
+            yield Route(
+                source=ours,
+                destination=theirs,
+                layers=passing,
+                heads=units,
+                source_head=units.start - source.shard.heads(section.units).start,
+                destination_head=units.start - destination.shard.heads(section.units).start,
+                codec=RAW.name,
+                verbatim=False,
+                rules=rules,
+                section=section,
+            )
 
 
 def _route(
@@ -155,19 +254,18 @@ def _route(
     destination: Geometry,
     ours: Group,
     theirs: Group,
+    layers: tuple[int, ...],
     offered: tuple[str, ...],
     accepted: tuple[str, ...],
     rules: PlanRules,
 ) -> Route | None:
-    """What passes from a group of the producer to one of the consumer; None if they share nothing."""
-    layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
-    if not layers:
-        return None
-    if problem := _unlike(ours, theirs, layers):
-        raise UnsupportedGeometryError(problem)
-    heads = served(source.shard, destination.shard, ours.heads)
-    layers = shared_layers(source.shard, destination.shard, ours.heads, layers)
-    if not layers or not heads:
+    """What passes from a group of the producer to one of the consumer; None if nothing does."""
+    stripe, other = source.stripe(ours), destination.stripe(theirs)
+    splits = stripe.size > 1, other.size > 1
+    stripes = common(stripe, other)
+    heads = served(source.shard, destination.shard, ours.heads, splits)
+    layers = shared_layers(source.shard, destination.shard, ours.heads, layers, splits)
+    if not layers or not heads or (stripes is not None and not stripes.tokens):
         return None
     codec = _codec(ours, theirs, offered, accepted)
     verbatim = codec == RAW.name and _alike(source, destination, ours, theirs, layers, heads)
@@ -187,6 +285,7 @@ def _route(
         codec=codec,
         verbatim=verbatim,
         rules=rules,
+        stripes=stripes,
     )
 
 
@@ -194,16 +293,24 @@ def _check(side: str, geometry: Geometry) -> None:
     shard = geometry.shard
     if shard.tp_rank >= shard.tp_size:
         raise UnsupportedGeometryError(f"{side} is rank {shard.tp_rank} of {shard.tp_size}")
+    if shard.pcp_rank >= shard.pcp_size:
+        raise UnsupportedGeometryError(
+            f"{side} is rank {shard.pcp_rank} of {shard.pcp_size} ranks of prefill context parallelism"
+        )
     seen: set[int] = set()
     for group in geometry.groups:
         if twice := seen.intersection(group.layers):
             raise UnsupportedGeometryError(f"{side} has layer {min(twice)} twice")
         seen.update(group.layers)
-        if group.heads % shard.tp_size and shard.tp_size % group.heads:
-            raise UnsupportedGeometryError(
-                f"{side} shares {group.heads} KV heads among {shard.tp_size} ranks: "
-                "one must divide the other"
-            )
+        for total in group.shares:
+            if total % shard.tp_size and shard.tp_size % total:
+                what = "units of a state" if group.sections else "KV heads"
+                raise UnsupportedGeometryError(
+                    f"{side} shares {total} {what} among {shard.tp_size} ranks: "
+                    "one must divide the other"
+                )
+        if problem := _misfit(shard, group):
+            raise UnsupportedGeometryError(f"{side} {problem}")
         if group.scales and len(group.scales) != len(group.layers):
             raise UnsupportedGeometryError(
                 f"{side} has {len(group.scales)} scales for {len(group.layers)} layers"
@@ -212,20 +319,70 @@ def _check(side: str, geometry: Geometry) -> None:
             raise UnsupportedGeometryError(f"{side} has scales {group.scales}: must be above 0")
 
 
+def _misfit(shard: Shard, group: Group) -> str:
+    """What is wrong with a group's states, entries or share of the tokens, whatever the other side has; empty: nothing."""
+    where = f"layers {group.layers[0]}-{group.layers[-1]}"
+    if group.kind == "state":
+        names = [section.name for section in group.sections]
+        if not names or len(set(names)) < len(names):
+            return f"has states with sections {', '.join(names) or 'none'} in {where}: names must differ"
+        for section in group.sections:
+            if section.dtype not in STATE_BYTES:
+                known = ", ".join(STATE_BYTES)
+                return f"has {section.name} of {section.dtype} in {where}: must be one of {known}"
+        if group.interleave or group.state_tokens > 1:
+            return f"has states in {where} that are split by tokens (interleave {group.interleave}): they never are"
+        return ""
+    if group.sections:
+        return f"has sections in {where}, which are of kind {group.kind}: only states have them"
+    if group.page_size % group.state_tokens:
+        return f"has an entry for {group.state_tokens} tokens in pages of {group.page_size} in {where}: must divide them"
+    if not group.interleave:
+        return ""
+    if group.page_size % group.interleave or group.interleave % group.state_tokens:
+        return (
+            f"has an interleave of {group.interleave} tokens in {where}, pages of {group.page_size} and an entry "
+            f"for {group.state_tokens}: each must be a multiple of the next smaller one"
+        )
+    holders = shard.replicas(group.heads)
+    if holders % shard.cp_size:
+        return (
+            f"shares the tokens of {where} among {shard.cp_size} context-parallel ranks, and {holders} ranks hold the "
+            "same heads: must be a multiple"
+        )
+    return ""
+
+
+def _unlike_states(ours: Group, theirs: Group, where: str) -> str:
+    """Why states cannot pass from one group to the other; empty if they can."""
+    sections = {section.name: section for section in theirs.sections}
+    if {section.name for section in ours.sections} != set(sections):
+        names = (", ".join(section.name for section in group.sections) for group in (ours, theirs))
+        return f"{where}: producer / consumer keep states with sections {' / '.join(names)}: must be alike"
+    hints = {
+        "rows": "; start both engines with the same number of speculative tokens",
+        "dtype": "; states are not converted: start both engines with the same --mamba-cache-dtype and --mamba-ssm-cache-dtype",
+    }
+    for mine in ours.sections:
+        other = sections[mine.name]
+        for name in ("units", "rows", "dim", "dtype"):
+            if (here := getattr(mine, name)) != (there := getattr(other, name)):
+                hint = hints.get(name, "")
+                return f"{where}: producer / consumer differ in {name} of {mine.name} {here} / {there}{hint}"
+    return ""
+
+
 def _unlike(ours: Group, theirs: Group, layers: tuple[int, ...]) -> str:
     """Why KV cannot pass from one group to the other; empty if it can."""
     where = f"layers {layers[0]}-{layers[-1]}"
-    for name in ("kind", "heads", "key_dim", "value_dim"):
+    for name in ("kind", "heads", "key_dim", "value_dim", "state_tokens"):
         if getattr(ours, name) != getattr(theirs, name):
             return (
                 f"{where}: producer / consumer differ in {name} "
                 f"{getattr(ours, name)} / {getattr(theirs, name)}"
             )
-    if ours.kind == "recurrent":
-        return (
-            f"{where}: recurrent state ({ours.layout} / {theirs.layout}, page size "
-            f"{ours.page_size} / {theirs.page_size}) cannot be moved"
-        )
+    if ours.kind == "state":
+        return _unlike_states(ours, theirs, where)
     if ours.window and not 0 < theirs.window <= ours.window:
         wanted = theirs.window or "all"
         return (
@@ -266,6 +423,7 @@ def _alike(
             for name in ("page_size", "dtype", "layout")
         )
         and all(ours.scale(layer) == theirs.scale(layer) for layer in layers)
+        and source.stripe(ours) == destination.stripe(theirs)
     )
     whole = source.heads(ours) == destination.heads(theirs) == heads
     return same and (whole or (ours.heads_apart and theirs.heads_apart))

@@ -43,7 +43,7 @@ class Load(NamedTuple):
 
     def pages_of(self, route: Route, chunk: Chunk) -> Sequence[int]:
         """Local page ids that hold the chunk's tokens, as far as there are any."""
-        span = chunk.pages(route.destination.page_size)
+        span = chunk.destination_pages(route)
         return self.pages[route.destination.table][span.start : span.stop]
 
 
@@ -83,7 +83,7 @@ class PlaceChunk(NamedTuple):
         nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
         if self.header != wanted or nbytes != wanted.nbytes:
             return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {wanted}, {nbytes} bytes"
-        count = len(chunk.pages(self.route.destination.page_size))
+        count = len(chunk.destination_pages(self.route))
         gone = self.comparison is None and min(self.pages, default=-1) < 0
         if len(self.pages) != count or gone:
             return Cause.WINDOW, f"no page for tokens {chunk.first_token}-{chunk.stop_token} here"

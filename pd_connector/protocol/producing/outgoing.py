@@ -85,7 +85,7 @@ class SendChunk(NamedTuple):
     @property
     def kept(self) -> bool:
         """Whether the engine still has all of these pages."""
-        wanted = len(self.chunk.pages(self.route.source.page_size))
+        wanted = len(self.chunk.source_pages(self.route))
         return len(self.pages) == wanted and min(self.pages) >= 0
 
     def header(self, epoch: int, nbytes: int, checksum: bytes, passed: str) -> ChunkHeader:

@@ -105,7 +105,7 @@ class OutgoingTransfer:
         self.moved = True
         chunk, slot = taken
         route = stream.routes[chunk.route]
-        span = chunk.pages(route.source.page_size)
+        span = chunk.source_pages(route)
         return SendChunk(
             transfer=self.transfer,
             request=offer.request,

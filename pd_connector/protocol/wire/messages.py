@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between a consumer and a producer, and nothing else.
 
-Schema history. A peer whose schema is one back is accepted, once there is a schema after the first:
+Schema history. A peer whose schema is one back is accepted:
     1  the first that was released, and so the first that is kept
+    2  states by section, context parallelism, several tokens an entry (`Geometry.needs_schema`). All that schema 1
+       can say has the same bytes and the same plan
 
 Within a schema a struct may gain fields at its end, with defaults; anything else is a new schema. What both
 sides compute by themselves and must compute alike is part of the schema, too: the routes of a pair, its plan,
@@ -16,12 +18,12 @@ from typing import Annotated
 import msgspec
 
 from pd_connector.config_rules import MAX_SLOTS
-from pd_connector.kv.geometry import Geometry, Shard
+from pd_connector.kv.geometry import Geometry, Group, Positive, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.wire.fields import Count, Fingerprint, Name, Text, decode
 from pd_connector.protocol.wire.final_token import FinalToken
 
-SCHEMA = 1
+SCHEMA = 2
 OLDEST_SCHEMA = 1
 MAX_PIECES = 1 << 14
 """Pieces of a chunk that is read from pages, at most."""
@@ -42,7 +44,8 @@ class Hello(Message, frozen=True):
     """Consumer, first message of a session: its identity, and what it can take.
 
     `codecs` are those the consumer permits; `readable` the transports over which it can read;
-    `needs` what it must be told with the end of each transfer (`final_token`).
+    `needs` what it must be told with the end of each transfer (`final_token`). `extended` is the
+    geometry if it needs schema 2; `geometry` is one that a peer of schema 1 can read then, and means nothing.
     """
 
     newest: Count
@@ -55,6 +58,12 @@ class Hello(Message, frozen=True):
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
     readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
     needs: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
+    extended: Geometry | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def cache(self) -> Geometry:
+        """The geometry of the consumer's rank."""
+        return self.geometry if self.extended is msgspec.UNSET else self.extended
 
 
 class Welcome(Message, frozen=True):
@@ -115,7 +124,8 @@ class Open(Message, frozen=True):
     its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
     move, 0 if it was not measured. With `direct` the consumer can read the producer's pages.
     With `provisional` it can wait as `Accept.provisional` asks. If it is not `coded`, all of it
-    comes in `raw`, which the producer must have said it can (`Welcome.plain`).
+    comes in `raw`, which the producer must have said it can (`Welcome.plain`). States are wanted as they
+    stand after `state_token` tokens; without it none are.
     """
 
     transfer: Name
@@ -130,6 +140,7 @@ class Open(Message, frozen=True):
     direct: bool = False
     provisional: bool = False
     coded: bool = True
+    state_token: Positive | msgspec.UnsetType = msgspec.UNSET
 
 
 class Accept(Message, frozen=True):
@@ -292,7 +303,22 @@ def decode_producer_message(data: bytes) -> ProducerMessage:
     return decode(_from_producer, data)
 
 
-def common_schema(newest: int, oldest: int) -> int | None:
-    """The schema version to speak with a peer that offers these, or None."""
+UNTOLD = Geometry(
+    Shard(0, 1, 0, 1), (Group("latent", (0,), 1, 1, 0, 1, 0, "extended", "", False),)
+)
+"""What `Hello.geometry` is if schema 1 cannot say the true one."""
+
+
+def oldest_schema(geometry: Geometry) -> int:
+    """The oldest schema that a rank with this geometry can speak."""
+    return max(OLDEST_SCHEMA, geometry.needs_schema)
+
+
+def common_schema(newest: int, oldest: int, own_oldest: int | None = None) -> int | None:
+    """The schema version to speak with a peer that offers these, or None.
+
+    Args:
+        own_oldest: from `oldest_schema`; None: `OLDEST_SCHEMA`.
+    """
     version = min(newest, SCHEMA)
-    return version if version >= max(oldest, OLDEST_SCHEMA) else None
+    return version if version >= max(oldest, own_oldest or OLDEST_SCHEMA) else None
