@@ -138,7 +138,9 @@ MODELS = (
         Support(
             Standing.SAME, "pages of the indexer pass as they are, between engines that are alike"
         ),
-        Support(Standing.REFUSED, "state of kind dsa", "use vLLM, or serve it without disaggregation"),
+        Support(
+            Standing.REFUSED, "state of kind dsa", "use vLLM, or serve it without disaggregation"
+        ),
     ),
     Model(
         "LFM2, LFM2.5",
@@ -264,3 +266,7 @@ def markdown() -> str:
 def _cell(support: Support) -> str:
     told = ". ".join(filter(None, (support.why, support.remedy)))
     return f"{support.standing}: {told}" if told else str(support.standing)
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -112,7 +112,9 @@ def test_without_the_state_or_without_the_kv_it_is_another_answer(
     prompt, wanted = prompt_and_answer(reference, 700)
     salt = fresh_salt()
     params = prefill_step(pair.p, prompt, cache_salt=salt)
-    states, attention = sorted(params["remote_block_ids"], key=lambda table: (0 in table, -len(table)))[::-1]
+    states, attention = sorted(
+        params["remote_block_ids"], key=lambda table: (0 in table, -len(table))
+    )[::-1]
     for page in states[-1:] if harm == "zero_states" else attention:
         probe_all(pair.p, harm, page)
     answer = completion(pair.d, prompt, cache_salt=salt, kv_transfer_params=params)

@@ -8,7 +8,7 @@ from typing import Any
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.models import Standing, Support, find
 
-_STATUS = {Standing.RUN: Status.OK, Standing.SAME: Status.WARN, Standing.REFUSED: Status.FAIL}
+_STATUS = {Standing.RUN: Status.OK, Standing.SAME: Status.WARN, Standing.REFUSED: Status.WARN}
 _SAID = {
     Standing.RUN: "hands over",
     Standing.SAME: "hands over; no test has run this architecture",
@@ -39,8 +39,10 @@ def _findings(area: str, architectures: list[str]) -> list[Finding]:
         found = f"{named}: not in the table of models"
         advice = "start an engine with it: what cannot be moved is refused by name at the start"
         return [Finding(area, "architecture", Status.WARN, found, advice)]
+    nowhere = known.vllm.standing is known.sglang.standing is Standing.REFUSED
+    architecture = f"{named} ({known.names}): {known.cache}"
     return [
-        Finding(area, "architecture", Status.OK, f"{named} ({known.names}): {known.cache}"),
+        Finding(area, "architecture", Status.FAIL if nowhere else Status.OK, architecture),
         _finding(area, "vLLM", known.vllm),
         _finding(area, "SGLang", known.sglang),
     ]
@@ -48,7 +50,7 @@ def _findings(area: str, architectures: list[str]) -> list[Finding]:
 
 def _finding(area: str, engine: str, support: Support) -> Finding:
     said = _SAID[support.standing]
-    found = f"{said}: {support.why}" if support.why else said
+    found = f"{said}. {support.why}" if support.why else said
     return Finding(area, engine, _STATUS[support.standing], found, support.remedy)
 
 
