@@ -156,7 +156,7 @@ def test_other_kinds_and_records_of_recomputation_are_refused_by_name() -> None:
         describe_states("layers.0.mixer", custom, torch.zeros(1), None, 1)
     spec = spec_of("MAMBA2")
     longer = spec_of("MAMBA2", shapes=(*spec.shapes, (8, 16)), dtypes=(*spec.dtypes, FLOAT))
-    with pytest.raises(UnsupportedGeometryError, match="has 3 tensors, wanted 2.*--use-replayssm"):
+    with pytest.raises(UnsupportedGeometryError, match=r"has 3 tensors, wanted 2.*--use-replayssm"):
         describe_states("layers.0.mixer", longer, pages_of(longer)[0], None, 1)
 
 
