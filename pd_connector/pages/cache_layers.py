@@ -35,9 +35,7 @@ class CacheLayers:
         UnsupportedGeometryError: a layer differs from the geometry.
     """
 
-    def __init__(
-        self, layers: Mapping[int, LayerPages | StatePages], geometry: Geometry
-    ) -> None:
+    def __init__(self, layers: Mapping[int, LayerPages | StatePages], geometry: Geometry) -> None:
         self.geometry = geometry
         self.by_number = {n: each for n, each in layers.items() if isinstance(each, LayerPages)}
         self.states = {n: each for n, each in layers.items() if isinstance(each, StatePages)}

@@ -34,7 +34,9 @@ def uncovered(known: tuple[tuple[Route, ...], ...], destination: Geometry) -> st
     brought: dict[tuple[int, str], list[Route]] = {}
     for route in (route for pair in known for route in pair):
         for layer in route.layers:
-            brought.setdefault((layer, route.section.name if route.section else ""), []).append(route)
+            brought.setdefault((layer, route.section.name if route.section else ""), []).append(
+                route
+            )
     for group in destination.groups:
         stripe = destination.stripe(group)
         parts = [(f"{one.name} unit", one.name, one.units) for one in group.sections]

@@ -92,9 +92,7 @@ Splits = tuple[bool, bool]
 """Whether the tokens are shared among context-parallel ranks: the producer's, the consumer's."""
 
 
-def served(
-    source: Shard, destination: Shard, heads: int, splits: Splits = (False, False)
-) -> range:
+def served(source: Shard, destination: Shard, heads: int, splits: Splits = (False, False)) -> range:
     """The heads, of a layer with `heads` KV heads, that `source` sends to `destination`.
 
     If several ranks of the producer hold the same heads (of the same tokens), the ranks of the consumer share them

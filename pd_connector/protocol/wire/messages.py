@@ -303,9 +303,7 @@ def decode_producer_message(data: bytes) -> ProducerMessage:
     return decode(_from_producer, data)
 
 
-UNTOLD = Geometry(
-    Shard(0, 1, 0, 1), (Group("latent", (0,), 1, 1, 0, 1, 0, "extended", "", False),)
-)
+UNTOLD = Geometry(Shard(0, 1, 0, 1), (Group("latent", (0,), 1, 1, 0, 1, 0, "extended", "", False),))
 """What `Hello.geometry` is if schema 1 cannot say the true one."""
 
 
