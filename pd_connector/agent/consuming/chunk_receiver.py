@@ -15,7 +15,7 @@ from pd_connector.errors import Cause, MalformedMessageError
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.protocol.consuming.consumer import Consumer
-from pd_connector.protocol.consuming.incoming import Action, PlaceChunk
+from pd_connector.protocol.consuming.incoming import Action, PlaceChunk, PlaceStates
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import decode_header
 from pd_connector.transport.base import Landed
@@ -98,16 +98,33 @@ class ChunkReceiver:
         session = self._sessions.get(place.source)
         assert session is not None
         assert session.path is not None  # it has been granted the slot
+        path = session.path
+        return self._placed(
+            place.header.transfer, "chunk", lambda: self._receive_pipeline.place(place, path)
+        )
+
+    def place_states(self, states: PlaceStates) -> tuple[Cause | None, str]:
+        """Write the states of a load into their pages; returns what went wrong."""
+
+        def write() -> tuple[Cause | None, str]:
+            self._receive_pipeline.place_states(states.request)
+            return None, ""
+
+        return self._placed(states.transfer, "state", write)
+
+    def _placed(
+        self, transfer: str, what: str, place: Callable[[], tuple[Cause | None, str]]
+    ) -> tuple[Cause | None, str]:
         try:
-            return self._receive_pipeline.place(place, session.path)
+            return place()
         except RevokedError:
             return Cause.ABORTED, "the request was dropped"
         except AbandonedError:
             raise
         except Exception as error:  # a codec or transport, which may be another package's
-            logger.exception("a chunk of transfer %s was not placed", place.header.transfer)
+            logger.exception("a %s of transfer %s was not placed", what, transfer)
             self._telemetry.count("session_errors")
-            return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
+            return Cause.INTERNAL, f"the {what} could not be decoded or copied: {error!r}"
 
     def _take_in(self, landing: Landed, now: float) -> None:
         slot, problem = landing.slot, landing.problem

@@ -38,6 +38,7 @@ from pd_connector.protocol.consuming.incoming import (
     Held,
     Load,
     PlaceChunk,
+    PlaceStates,
     Stalled,
     Tell,
 )
@@ -235,6 +236,11 @@ class ConsumerSide:
                 case PlaceChunk() as place:
                     pending.extend(
                         self._consumer.landings.placed(place, *self._receiver.place(place), now)
+                    )
+                case PlaceStates(transfer, request) as states:
+                    placed = self._receiver.place_states(states)
+                    pending.extend(
+                        self._consumer.landings.states_placed(transfer, request, *placed, now)
                     )
                 case Stalled(source):
                     self._keeper.stalled(source, now)

@@ -88,6 +88,7 @@ class ReceivePipeline:
     | `Pieces`, in an audit | the same | none: copied beside them, and compared | of the copy |
     | `Destination` | sealed slot written | the transport has opened each record into them | none: tags |
     | bytes | any other, or a sealed slot that arrived in a landing slot | scattered; in an audit, compared | of the slot, after the copy; none if `verified` |
+    | bytes of a state | the same | copied apart; `place_states` scatters all of the load at once | of the copy; none if `verified` |
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class ReceivePipeline:
         self._pairs = pairs
         self._reading: dict[Key, int] = {}  # the number that `Taken` repeats
         self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
+        # By request: chunks of states that were verified, each with a copy of its payload.
+        self._states: dict[str, list[tuple[PlaceChunk, memoryview]]] = {}
 
     def fill_after(self, load: Load, fence: Any) -> None:
         """The load's pages are filled after the work that `fence` stands for: it may still write
@@ -112,6 +115,7 @@ class ReceivePipeline:
         self._loads.setdefault(load.transfer, (load.request, fence))
 
     def forget(self, request: str) -> None:
+        self._states.pop(request, None)
         self._loads = {t: known for t, known in self._loads.items() if known[0] != request}
 
     def is_reading(self, source: Source, slot: int) -> bool:
@@ -193,6 +197,8 @@ class ReceivePipeline:
             if place.comparison is None:
                 return self._pull(place, payload, path), ()
             return self._pull_apart(place, payload, path, fence)
+        if place.route.section is not None and place.comparison is None:
+            return self._keep_state(place, payload), ()
         distances: Sequence[Distance] = ()
         where = place.route, place.chunk, place.pages, payload, fence
         if place.comparison is None:
@@ -203,6 +209,29 @@ class ReceivePipeline:
             # Its transport has checked every byte, and no other process can write them.
             return b"", distances
         return self._cache.last_checksum or _checksum(payload), distances
+
+    def _keep_state(self, place: PlaceChunk, payload: Payload) -> bytes:
+        """Copy a chunk of a state out of its landing slot, which is lent again at once; returns the checksum of the
+        copy."""
+        if isinstance(payload, memoryview):
+            memory = memoryview(np.frombuffer(payload, np.uint8).copy().data)
+        else:
+            memory = payload.to_host()
+        self._states.setdefault(place.request, []).append((place, memory))
+        if place.verified and not place.header.checksum:
+            return b""
+        return checksum_of(memory)
+
+    def place_states(self, request: str) -> None:
+        """Write all states of a load into their pages: the rest of it is verified.
+
+        Raises RevokedError if the request was dropped, AbandonedError as `place` does.
+        """
+        kept = self._states.pop(request, [])
+        with self._gate.touching(request):
+            for place, payload in kept:
+                _, fence = self._loads[place.header.transfer]
+                self._cache.scatter(place.route, place.chunk, place.pages, payload, fence)
 
     def destination(
         self, place: PlaceChunk, awaited: Callable[[PlaceChunk], bool]

@@ -80,14 +80,27 @@ class PlaceChunk(NamedTuple):
     def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
         """Why this is not what the plan wants, or None. Checksum and codecs are looked at when the chunk is placed."""
         chunk = self.chunk
+        if self.route.section is not None and self.header.stop_token != chunk.stop_token:
+            detail = f"a state after {self.header.stop_token} tokens landed, wanted after {chunk.stop_token}"
+            return Cause.CHUNK_MISMATCH, detail
         nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
         if self.header != wanted or nbytes != wanted.nbytes:
             return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {wanted}, {nbytes} bytes"
         count = len(chunk.destination_pages(self.route))
         gone = self.comparison is None and min(self.pages, default=-1) < 0
+        if (len(self.pages) != count or gone) and self.route.section is not None:
+            return Cause.WINDOW, f"{len(self.pages)} pages for a state here, wanted one"
         if len(self.pages) != count or gone:
             return Cause.WINDOW, f"no page for tokens {chunk.first_token}-{chunk.stop_token} here"
         return None
+
+
+class PlaceStates(NamedTuple):
+    """Everything else of this load is verified and in place: write its states, which were kept apart, into their pages,
+    then call `states_placed`."""
+
+    transfer: str
+    request: str
 
 
 class Held(NamedTuple):
@@ -122,7 +135,7 @@ class Stalled(NamedTuple):
     source: Source
 
 
-Action = Dial | Tell | PlaceChunk | Held | Finished | Stalled
+Action = Dial | Tell | PlaceChunk | PlaceStates | Held | Finished | Stalled
 
 
 @dataclass(slots=True)
