@@ -111,6 +111,7 @@ class Streaming:
             tokens=tokens,
             final=False,
             provisional=prompt.provisional,
+            state_token=prompt.tokens if self._states else 0,
         )
 
 
