@@ -16,9 +16,9 @@ from pathlib import Path
 import zmq
 
 import pd_connector
+from pd_bench.machine import cpu_seconds
 from pd_connector.config import CODEC_GROUP, TRANSPORT_GROUP
 from pd_connector.extensions import load_entry_points
-from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.cli.checks import pool
 from pd_connector.tools.cli.checks.facts import Addition, Facts, Limits, Software, Transports, Trial
 from pd_connector.tools.cli.checks.network import configured_host
