@@ -16,12 +16,9 @@ from collections.abc import Callable
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import Extension, Faults, load_entry_points, unknown_name
 from scheduler_plugins.order.base import QueuePolicy
-from scheduler_plugins.order.by_arrival import Fcfs, Priority
-from scheduler_plugins.order.length_grouped import LengthGrouped
-from scheduler_plugins.order.longest_prefix import LongestPrefix
-from scheduler_plugins.order.prefill_only import PrefillOnly
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.order.srjf import DEFAULT_LAMBDA, Srjf, SrjfCalibrated
+from scheduler_plugins.order.srjf import DEFAULT_LAMBDA, PrefillOnly, Srjf, SrjfCalibrated
+from scheduler_plugins.order.without_cost import Fcfs, LengthGrouped, LongestPrefix, Priority
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from scheduler_plugins.queue.class_queue import QueueEntry
 
 
 class PrefixIndex:
-    """SlowProbes up cached prefixes, and files each entry under its first block that is not cached.
+    """Looks up cached prefixes, and files each entry under its first block that is not cached.
 
     When that block is cached, the entries filed under it become `stale`. Becoming stale costs nothing
     per entry; stale entries are looked up when the order is next needed. So a prefill that fills

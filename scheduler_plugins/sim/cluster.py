@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated cluster: engines, links and a policy, driven by one heap of events."""
+"""A simulated cluster: engines, links, a policy, and prompts that wait for room, driven by one heap of events."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ from scheduler_plugins.sim.engine import ARRIVAL
 from scheduler_plugins.sim.journey import Journey
 from scheduler_plugins.sim.kv_pool import KvPool
 from scheduler_plugins.sim.links import Links, Network
-from scheduler_plugins.sim.node import Node
+from scheduler_plugins.sim.node import ClusterView, Node
 from scheduler_plugins.sim.prefill import RunningPrefill
-from scheduler_plugins.sim.roles import EVERY_S, Roles
-from scheduler_plugins.sim.rooms import Rooms
+from scheduler_plugins.sim.roles import EVERY_S, Roles, Ticks
 from scheduler_plugins.sim.served import Served
-from scheduler_plugins.sim.ticks import Ticks
 from scheduler_plugins.sim.timeline import Timeline
-from scheduler_plugins.sim.view import ClusterView
 
 
 class Change(NamedTuple):
@@ -305,3 +302,46 @@ class Cluster:
                 node.load.decode_ended(request.id)
         self._rooms.leave(journey)
         journey.go_on(left)
+
+
+class Rooms:
+    """For each decode engine, the prompts that wait for room, in order; and their transfers."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._waiting: dict[str, list[tuple[Journey, int]]] = {}
+
+    def clear(self, name: str) -> None:
+        """Nothing waits for this engine, because it is new or dead."""
+        self._waiting[name] = []
+
+    def wait(self, journey: Journey, size: int, now_s: float) -> None:
+        """A prompt of `size` bytes was computed. Its transfer begins when its decode engine has room."""
+        assert journey.d is not None
+        self._waiting[journey.d.name].append((journey, size))
+        self.give(journey.d, now_s)
+
+    def give(self, node: Node, now_s: float) -> None:
+        """Begin the transfers to an engine that has room for their KV, in the order in which they wait."""
+        waiting, engine = self._waiting[node.name], node.engine
+        while waiting and engine.has_room(waiting[0][0].waiting.tokens):
+            journey, size = waiting.pop(0)
+            engine.reserved_tokens += journey.waiting.tokens
+            journey.in_transfer = True
+            assert journey.p is not None
+            done = partial(self._received, journey, node, journey.attempt)
+            self._timeline.transfer(journey.p.name, node.name, size, now_s, done)
+
+    def leave(self, journey: Journey) -> None:
+        """A request no longer goes to its decode engine."""
+        if journey.d is not None:
+            waiting = self._waiting[journey.d.name]
+            waiting[:] = [pair for pair in waiting if pair[0] is not journey]
+            if journey.in_transfer:
+                journey.d.engine.reserved_tokens -= journey.waiting.tokens
+
+    def _received(self, journey: Journey, node: Node, attempt: int, now_s: float) -> None:
+        if journey.attempt == attempt:
+            journey.in_transfer, journey.p = False, None  # it no longer needs its prefill engine
+            node.engine.receive(journey.waiting, journey.record, now_s)
+            self._timeline.schedule(node)

@@ -31,7 +31,7 @@ from scheduler_plugins.qos.settings import cost_model_path, settings_path
 from scheduler_plugins.queue.waiting import LOOKS_PER_PEEK, WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView
 from scheduler_plugins.vllm.discard import SuffixDiscard
-from scheduler_plugins.vllm.give_way import GiveWay
+from scheduler_plugins.vllm.overtaking import GiveWay, StepShape
 from scheduler_plugins.vllm.reporter import Reporter
 from scheduler_plugins.vllm.request_queue import (
     OrderedRequests,
@@ -39,7 +39,6 @@ from scheduler_plugins.vllm.request_queue import (
     is_loaded,
     is_prefill_only,
 )
-from scheduler_plugins.vllm.shape import StepShape
 from scheduler_plugins.vllm.steps import StepTimer
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,7 +17,6 @@ from pd_connector.remedies import handoffs_in, outage_in
 from scheduler_plugins.admission import pool_report, report
 from scheduler_plugins.admission.pool_report import PoolReport
 from scheduler_plugins.router.engines.about import MOST_CHARACTERS
-from scheduler_plugins.router.engines.addresses import addresses_of, decoded
 from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
 from scheduler_plugins.router.engines.exchange import EngineCall
 from scheduler_plugins.router.engines.failures import (
@@ -31,7 +31,9 @@ from scheduler_plugins.router.engines.kinds import (
     SglangFacts,
     sglang_facts,
 )
+from scheduler_plugins.router.engines.ranks import HEADER
 from scheduler_plugins.router.engines.traffic import Reading, read, wanted_in
+from scheduler_plugins.router.prompt import body, transfer
 from scheduler_plugins.router.settings.config import RouterConfig
 
 PROBE_S = 30.0
@@ -252,3 +254,49 @@ def _name(listed: object) -> str | None:
     """Name of one listed model or adapter."""
     name = listed.get("id") if isinstance(listed, dict) else None
     return name if isinstance(name, str) else None
+
+
+Ask = Callable[[EngineCall], Awaitable[bytes]]
+"""Sends a call to the engine. Returns the body of an answer 200; raises EngineFailedError for any other answer."""
+
+
+async def addresses_of(
+    ask: Ask, headers: Mapping[str, str], model: str, ranks: int
+) -> tuple[ProducerAddress, ...]:
+    """The address of each data-parallel rank behind the engine's URL; empty if the engine hands nothing over.
+
+    Raises:
+        EngineFailedError: the engine did not answer, or another rank answered than the one asked.
+    """
+    if ranks < 2:
+        address = await _address_of(ask, headers, model)
+        return () if address is None else (address,)
+    found: list[ProducerAddress] = []
+    # Rank 0 is asked twice. An engine that ignores the header sends the two requests to different ranks.
+    for rank in (0, *range(ranks)):
+        address = await _address_of(ask, {**headers, HEADER: str(rank)}, model)
+        if address is None:
+            return ()
+        found.append(address)
+    again, *addresses = found
+    if again != addresses[0] or len({address.engine_id for address in addresses}) < ranks:
+        raise EngineFailedError(
+            "status",
+            f"its {ranks} data-parallel ranks cannot be distinguished by {HEADER}: give each a URL of its own "
+            "(--data-parallel-external-lb)",
+        )
+    return tuple(addresses)
+
+
+async def _address_of(ask: Ask, headers: Mapping[str, str], model: str) -> ProducerAddress | None:
+    question = body.encode(transfer.probe(model))
+    raw = await ask(EngineCall("POST", body.COMPLETIONS, dict(headers), question))
+    return transfer.address_in(decoded(raw))
+
+
+def decoded(raw: bytes) -> object:
+    """The JSON value in `raw`. Raises EngineFailedError if it is not JSON."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise EngineFailedError("status", "its answer is not JSON") from None

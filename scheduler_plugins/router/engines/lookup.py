@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SlowProbes up the host names of engines. While name servers do not answer, engines keep their last addresses."""
+"""Looks up the host names of engines. While name servers do not answer, engines keep their last addresses."""
 
 from __future__ import annotations
 

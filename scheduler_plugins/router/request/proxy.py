@@ -20,9 +20,8 @@ from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.dispatch import Dispatch
 from scheduler_plugins.router.request.request_events import RequestEvents
 from scheduler_plugins.router.request.responder import Responder
-from scheduler_plugins.router.request.resumable import record_of
+from scheduler_plugins.router.request.resumable import cut_to_whole_characters, record_of
 from scheduler_plugins.router.request.shared import Shared
-from scheduler_plugins.router.request.tail import cut_to_whole_characters
 from scheduler_plugins.router.routing.attempt import (
     AllOverloadedError,
     Attempt,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizes prompts, where that is possible.
 
-KV events and KV pools name blocks by tokens, so prompts for engines with either are tokenized here. The model's own tokenizer does
-it in worker processes, else an engine's `/tokenize`. If neither can, prompts are known by their text.
+KV events and KV pools name blocks by tokens, so prompts for engines with either are tokenized here. The model's own
+tokenizer does it in worker processes, otherwise an engine's `/tokenize`. If neither can, the index knows prompts by
+their text. `tokenize_body` says which prompts are tokenized.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.tokens.agreement import TOKENIZE, difference, tokens_in
 from scheduler_plugins.router.tokens.token_worker import TokenizerError
-from scheduler_plugins.router.tokens.tokenize_body import tokenize_body
 from scheduler_plugins.router.tokens.worker_pool import LIMIT_S, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -282,3 +282,43 @@ class PromptTokens:
             return msgspec.json.decode(raw) if response.status == 200 else {}
         except (ValueError, RecursionError):
             return None
+
+
+MOST_CHARACTERS = 1 << 20
+"""A longer prompt is not tokenized, because it would block the workers for seconds."""
+
+
+_BESIDE_TOKENS = ("prompt_embeds", "features", "content_parts")
+_CHAT_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+)
+
+
+def tokenize_body(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The body for `/tokenize` of a request `as_completion`; None for several prompts, images, or too much text."""
+    if "messages" in body:
+        messages = body["messages"]
+        if not all(_plain(message) for message in messages):
+            return None
+        if sum(len(message["content"]) for message in messages) > MOST_CHARACTERS:
+            return None
+        return {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and (not prompt or type(prompt[0]) is not int):
+        return None
+    if not isinstance(prompt, str | list) or any(body.get(name) for name in _BESIDE_TOKENS):
+        return None
+    if len(prompt) > MOST_CHARACTERS:
+        return None
+    return {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens", True)}
+
+
+def _plain(message: object) -> bool:
+    """Whether a message has only text."""
+    return isinstance(message, dict) and isinstance(message.get("content"), str)
