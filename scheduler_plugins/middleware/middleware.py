@@ -93,11 +93,11 @@ class AdmissionMiddleware:
         if scope["type"] == "http" and path.startswith("/metrics"):
             self._gate_of(scope).show()
         if scope["type"] == "http" and path == report.PATH and scope["method"] == "GET":
-            await self._tell(scope, send)
+            await self._report_load(scope, send)
             return
-        known = path in (*PATHS, GENERATE, *POOLING_PATHS)
-        wanted = scope["type"] == "http" and scope["method"] == "POST" and known
-        if not wanted or (path.startswith(GUARDED) and not may_enter(scope)):
+        has_class = path in (*PATHS, GENERATE, *POOLING_PATHS)
+        handled = scope["type"] == "http" and scope["method"] == "POST" and has_class
+        if not handled or (path.startswith(GUARDED) and not may_enter(scope)):
             await self._app(scope, receive, send)
             return
         raw = await read_body(scope, receive, BODY_BYTES)
@@ -111,16 +111,16 @@ class AdmissionMiddleware:
             return
         await self._serve(scope, path, body, receive, send, pools=pools)
 
-    async def _tell(self, scope: Scope, send: Send) -> None:
+    async def _report_load(self, scope: Scope, send: Send) -> None:
         """Tell a router the load of this machine's ranks."""
         if not may_enter(scope):
             await respond_json(
                 send, 401, b'{"error": {"message": "wrong or no API key", "code": 401}}'
             )
             return
-        told = self._gate_of(scope).report()
+        report_of_ranks = self._gate_of(scope).report()
         config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
-        await respond_json(send, 200, with_cache(told, config).encode())
+        await respond_json(send, 200, with_cache(report_of_ranks, config).encode())
 
     async def _serve(
         self,

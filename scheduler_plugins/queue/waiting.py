@@ -88,7 +88,7 @@ class WaitingQueue:
     def set_classes(self, classes: Sequence[QosClass]) -> None:
         """Use other classes. Requests move to their new classes, and keep their order of arrival."""
         arrived = sorted(self._entries.values(), key=lambda entry: entry.request.arrival_s)
-        self._class_queues = {one.name: ClassQueue() for one in classes}
+        self._class_queues = {qos_class.name: ClassQueue() for qos_class in classes}
         self.fair_share.update(classes, self._class_queues)
         for entry in arrived:
             self._queue_of(entry).append(entry)
@@ -317,7 +317,9 @@ class Batch:
     def begin(self, *, full: bool, prefilling: Collection[str]) -> None:
         """A new scan; see `WaitingQueue.begin_scan`."""
         if kept := self.shielded:
-            self.shielded = {one: kept[one] for one in prefilling if one in kept}
+            self.shielded = {
+                request_id: kept[request_id] for request_id in prefilling if request_id in kept
+            }
         self._started = set()
         self._own = "" if full else None
 

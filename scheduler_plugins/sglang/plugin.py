@@ -49,16 +49,16 @@ def register() -> None:
         HookRegistry.register(function.target, hook, HookType[kind])
 
 
-def _check(wanted: _Function) -> None:
+def _check(hooked: _Function) -> None:
     """Raises ConfigError if SGLang's function is missing or has other parameters."""
     try:
-        function = pkgutil.resolve_name(wanted.target)
+        function = pkgutil.resolve_name(hooked.target)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"this SGLang has no {wanted.target}: {error}") from error
-    found = tuple(inspect.signature(function).parameters)
-    if found[: len(wanted.parameters)] != wanted.parameters:
+        raise ConfigError(f"this SGLang has no {hooked.target}: {error}") from error
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters[: len(hooked.parameters)] != hooked.parameters:
         raise ConfigError(
-            f"{wanted.target} of this SGLang has the parameters {found}: wanted {wanted.parameters}"
+            f"{hooked.target} of this SGLang has the parameters {parameters}: wanted {hooked.parameters}"
         )
 
 
@@ -163,11 +163,9 @@ def check_supported(scheduler: Any, parallel: Any, disaggregation: Any) -> None:
         disaggregation: its disaggregation settings.
     """
     for name, option in _ALONE.items():
-        if (found := getattr(parallel, name, 1)) != 1:
+        if (size := getattr(parallel, name, 1)) != 1:
             raise ConfigError(
-                _refusal(
-                    f"{option} {found}", "its ranks do not schedule in the same step, use --tp"
-                )
+                _refusal(f"{option} {size}", "its ranks do not schedule in the same step, use --tp")
             )
     if disaggregation.disaggregation_mode == "decode":
         raise ConfigError(
@@ -193,5 +191,5 @@ def check_routes(tokenizer_workers: int, *, routes: bool) -> None:
         )
 
 
-def _refusal(found: str, why: str) -> str:
-    return f"{found}: not supported with --schedule-policy {POLICY}; {why}"
+def _refusal(setting: str, why: str) -> str:
+    return f"{setting}: not supported with --schedule-policy {POLICY}; {why}"

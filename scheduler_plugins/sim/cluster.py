@@ -68,7 +68,7 @@ class Cluster:
         self.view = ClusterView(self.nodes, self.links, pool)
         self._policy = policy
         self._random = Random(seed)
-        self._classes = {one.name: one for one in classes}
+        self._classes = {qos_class.name: qos_class for qos_class in classes}
         self._default_class = default_class(classes)
         self._timeline = Timeline(self.links)
         self._journeys: dict[str, Journey] = {}
@@ -122,8 +122,8 @@ class Cluster:
     def join(self, node: Node, now_s: float, start_s: float = 0.0) -> None:
         """Add an engine with an empty cache, which serves after `start_s`. Its name must be new, or belong to an engine
         that died."""
-        known = self.nodes.get(node.name)
-        if known is not None and known.up:
+        present = self.nodes.get(node.name)
+        if present is not None and present.up:
             raise ValueError(f"engine {node.name}: exists already; names must be unique")
         self.nodes[node.name] = node
         self._rooms.clear(node.name)
@@ -150,7 +150,11 @@ class Cluster:
         self._timeline.schedule_links()
         if self.pool is not None:
             self.pool.drop(name)
-        lost = [one for one in self._journeys.values() if node in (one.p, one.d, one.source)]
+        lost = [
+            travelling
+            for travelling in self._journeys.values()
+            if node in (travelling.p, travelling.d, travelling.source)
+        ]
         self._rooms.clear(name)
         self._changed(now_s)
         for journey in lost:
@@ -179,11 +183,11 @@ class Cluster:
             self._decide(journey, now_s)
 
     def _arrive(self, record: Served) -> None:
-        one = record.request
-        journey = Journey.begin(record, self._classes.get(one.qos, self._default_class))
-        self._journeys[one.id] = journey
-        self.roles.arrived(journey, one.arrival_s)
-        self._decide(journey, one.arrival_s)
+        request = record.request
+        journey = Journey.begin(record, self._classes.get(request.qos, self._default_class))
+        self._journeys[request.id] = journey
+        self.roles.arrived(journey, request.arrival_s)
+        self._decide(journey, request.arrival_s)
 
     def _decide(self, journey: Journey, now_s: float) -> None:
         view = self.view
@@ -193,7 +197,7 @@ class Cluster:
             self.roles.waits(journey)
             return
         view.begin(now_s)
-        decision = self._policy.decide(journey.asked, view, now_s, self._random)
+        decision = self._policy.decide(journey.request, view, now_s, self._random)
         if isinstance(decision, Route):
             self._send(journey, decision, now_s)
         elif isinstance(decision, Reject):
@@ -214,12 +218,12 @@ class Cluster:
         record.p, record.d = route.p, route.d
         computes = p or d
         (blocks,) = self.view.match(request.block_hashes, (computes,))
-        cached = cached_tokens(journey.asked, computes, blocks)
+        cached = cached_tokens(journey.request, computes, blocks)
         d.load.decode_sent(request.id, request.tokens, request.max_tokens)
         pulled, source = 0, self._source(route)
         if source is not None:
             (blocks,) = self.view.match(request.block_hashes, (source,))
-            pulled = cached_tokens(journey.asked, source, blocks) - cached
+            pulled = cached_tokens(journey.request, source, blocks) - cached
         cost_s = computes.costs.prefill_s(request.tokens, cached + max(0, pulled))
         fresh = request.tokens - cached - max(0, pulled)
         computes.load.prefill_sent(request.id, fresh, cost_s, now_s)
@@ -248,7 +252,7 @@ class Cluster:
         pool = self.pool
         if pool is None or not hashes:
             return
-        fresh = pool.wanted(hashes, node.name)
+        fresh = pool.missing(hashes, node.name)
         if fresh:
             size = len(fresh) * node.block_tokens * self.links.network.kv_bytes_per_token
             done = partial(pool.put, hashes, fresh)
@@ -270,16 +274,16 @@ class Cluster:
         node.engine.arrive(journey.waiting, journey.record, now_s)
         self._timeline.schedule(node)
 
-    def _computed(self, node: Node, one: RunningPrefill, now_s: float) -> bool:
+    def _computed(self, node: Node, prefill: RunningPrefill, now_s: float) -> bool:
         """Called when a prompt was computed. True if another engine decodes it."""
-        journey = self._journeys[one.request.id]
-        node.load.prefill_ended(one.request.id, now_s)
-        self._put(node, one.request.block_hashes, now_s)
+        journey = self._journeys[prefill.request.id]
+        node.load.prefill_ended(prefill.request.id, now_s)
+        self._put(node, prefill.request.block_hashes, now_s)
         if journey.p is None or journey.d is None or journey.d is node:
             return False
-        network, fresh = self.links.network, one.request.tokens - journey.record.cached_tokens
-        prefill_s = node.costs.prefill_s(one.request.tokens, one.request.tokens - fresh)
-        size = int(network.exposed_bytes(one.request.tokens, prefill_s))
+        network, fresh = self.links.network, prefill.request.tokens - journey.record.cached_tokens
+        prefill_s = node.costs.prefill_s(prefill.request.tokens, prefill.request.tokens - fresh)
+        size = int(network.exposed_bytes(prefill.request.tokens, prefill_s))
         self._rooms.wait(journey, size, now_s)
         return True
 

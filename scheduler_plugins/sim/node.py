@@ -114,10 +114,10 @@ class ClusterView:
 
     def update(self) -> None:
         """Called after engines came, went, or changed their role."""
-        able = [one for one in self._nodes.values() if one.up and not one.draining]
+        able = [node for node in self._nodes.values() if node.up and not node.draining]
 
         def having(*roles: Role) -> list[Node]:
-            return [one for one in able if one.role in roles]
+            return [node for node in able if node.role in roles]
 
         prefill = having(Role.PREFILL, Role.BOTH, Role.WHOLE)
         decode = having(Role.DECODE, Role.BOTH, Role.WHOLE)
@@ -143,15 +143,15 @@ class ClusterView:
 
     def match(self, hashes: Sequence[BlockHash], engines: Iterable[PrefixSource]) -> list[int]:
         """See `View.match`. Within a decision all calls are for the same prompt."""
-        matched, nodes, now_s, found = self._matched, self._nodes, self._now_s, []
-        for one in engines:
-            name = one.name
+        matched, nodes, now_s, counts = self._matched, self._nodes, self._now_s, []
+        for source in engines:
+            name = source.name
             count = matched.get(name)
             if count is None:
-                cache = one if isinstance(one, KvPool) else nodes[name].cache
+                cache = source if isinstance(source, KvPool) else nodes[name].cache
                 count = matched[name] = cache.seen(hashes, now_s)
-            found.append(count)
-        return found
+            counts.append(count)
+        return counts
 
     def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
         own_s = source.settings.latency_s if isinstance(source, KvPool) else 0.0

@@ -51,8 +51,10 @@ class Roles:
     def arrived(self, journey: Journey, now_s: float) -> None:
         """A request came."""
         if self.controller is not None:
-            one = journey.asked
-            self._history.arrived(now_s, GROUP, one.tokens, one.ttft_slo_s, one.tpot_slo_s)
+            request = journey.request
+            self._history.arrived(
+                now_s, GROUP, request.tokens, request.ttft_slo_s, request.tpot_slo_s
+            )
 
     def waits(self, journey: Journey) -> None:
         """A request waits in the router."""
@@ -73,14 +75,14 @@ class Roles:
         if self.controller is not None and record.first_token_s is not None:
             uncached = record.request.tokens - record.cached_tokens
             self._history.prefilled(
-                record.first_token_s, GROUP, uncached, record.ttft_s, journey.asked.ttft_slo_s
+                record.first_token_s, GROUP, uncached, record.ttft_s, journey.request.ttft_slo_s
             )
 
     def ended(self, journey: Journey) -> None:
         """A request got its last token."""
         record = journey.record
         if self.controller is not None and record.end_s is not None:
-            tokens, slo_s = record.request.max_tokens, journey.asked.tpot_slo_s
+            tokens, slo_s = record.request.max_tokens, journey.request.tpot_slo_s
             self._history.answered(record.end_s, GROUP, tokens, record.tpot_s, slo_s)
 
     def tick(self, now_s: float) -> None:
@@ -97,10 +99,10 @@ class Roles:
 
     def _fleet(self, now_s: float) -> Fleet:
         waiting = self._waiting.values()
-        oldest_s = max((now_s - one.waiting.arrival_s for one in waiting), default=0.0)
-        tokens = sum(one.waiting.tokens for one in waiting)
+        oldest_s = max((now_s - journey.waiting.arrival_s for journey in waiting), default=0.0)
+        tokens = sum(journey.waiting.tokens for journey in waiting)
         front = {GROUP: Front(len(self._waiting), tokens, oldest_s)}
-        members = [self._member(one) for one in self._nodes.values() if not one.draining]
+        members = [self._member(node) for node in self._nodes.values() if not node.draining]
         return Fleet(members, self._history, front)
 
     def _member(self, node: Node) -> Member:

@@ -60,7 +60,7 @@ class StepShape:
 
     def _step_tokens(self, prefills: Sequence[Request]) -> int:
         """The budget of the step. A short step limits prompts; decodes get their tokens in addition."""
-        classes = (qos_of(one) for one in prefills)
+        classes = (qos_of(prefill) for prefill in prefills)
         tokens = step_tokens(self._order, self._tokens, classes)
         decoding = len(self._scheduler.running) - len(prefills)
         return int(min(self._tokens, tokens + decoding * (1 + self._scheduler.num_spec_tokens)))
@@ -68,21 +68,21 @@ class StepShape:
     def _chunk_tokens(self, budget: int, prefills: Sequence[Request]) -> int:
         """The most tokens of a prefill; 0: no limit."""
         scheduler = self._scheduler
-        wanted = 0
+        reserved = 0
         if len(scheduler.running) < scheduler.max_num_active_reqs:
             shortest = min(prefills, key=tokens_left)
             loaded = self._loaded_tokens(tokens_left(shortest), budget)
-            wanted = loaded + self._waiting.tokens_before(shortest, budget - MOST_SHARED * loaded)
-        if not wanted and not self._holds_up_decoding(prefills):
+            reserved = loaded + self._waiting.tokens_before(shortest, budget - MOST_SHARED * loaded)
+        if not reserved and not self._holds_up_decoding(prefills):
             return 0
         decoding = sum(map(_may_decode, scheduler.running)) - len(prefills)
         budget -= int(decoding * (1 + scheduler.num_spec_tokens))
         left = sorted(map(tokens_left, prefills))
-        if sum(left) <= budget - wanted:
+        if sum(left) <= budget - reserved:
             return 0
-        share = largest_share(left, budget - wanted)
+        share = largest_share(left, budget - reserved)
         # vLLM's limit also applies to prefills that start.
-        if share < wanted:
+        if share < reserved:
             share = largest_share(left, budget) if self._holds_up_decoding(prefills) else 0
         return share
 
@@ -170,7 +170,9 @@ class GiveWay:
             if self._fits_beside(head, request):
                 return
             if scheduler._request_blocks_can_be_freed(request):
-                self._done_for = {one for one in self._done_for if one in self._order}
+                self._done_for = {
+                    request_id for request_id in self._done_for if request_id in self._order
+                }
                 self._done_for.add(head.request_id)
                 scheduler.running.remove(request)
                 prefills.remove(request)
@@ -183,12 +185,14 @@ class GiveWay:
         """Whether this step can compute all of `head`, or nearly as much as without `request`. A preempted prefill
         computes up to one block again."""
         scheduler = self._scheduler
-        wanted = sum(
-            one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
-            for one in scheduler.running
+        needed = sum(
+            running.num_tokens_with_spec
+            + running.num_output_placeholders
+            - running.num_computed_tokens
+            for running in scheduler.running
         )
         spared = self._order.estimator.known_tokens(describe(head, self._cache))
-        room: int = scheduler.max_num_scheduled_tokens - wanted
+        room: int = scheduler.max_num_scheduled_tokens - needed
         full = len(scheduler.running) >= scheduler.max_num_active_reqs
         small = tokens_left(request) <= 2 * self._cache.page_size and room > 0
         return not full and (small or head.num_tokens - spared <= room)

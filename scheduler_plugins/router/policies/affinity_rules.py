@@ -42,8 +42,12 @@ class Session(Rule):
             return self._new.choose(request, engines, view, now_s, random)
         name = blake2b(request.session.encode(errors="surrogatepass"), digest_size=16).digest()
         home = self._homes.get(name)
-        found = next((engine for engine in engines if engine.name == home), None)
-        choice = Choice(found) if found else self._new.choose(request, engines, view, now_s, random)
+        home_engine = next((engine for engine in engines if engine.name == home), None)
+        choice = (
+            Choice(home_engine)
+            if home_engine
+            else self._new.choose(request, engines, view, now_s, random)
+        )
         self._homes[name] = choice.engine.name
         self._homes.move_to_end(name)
         if len(self._homes) > self._remembered:

@@ -108,8 +108,8 @@ class PowerOfTwo(Rule):
         now_s: float,
         random: Random,
     ) -> Choice:
-        wanted = request.tokens + request.max_tokens
-        able = [engine for engine in engines if engine.free_kv >= wanted] or engines
+        needed = request.tokens + request.max_tokens
+        able = [engine for engine in engines if engine.free_kv >= needed] or engines
         two = random.sample(able, 2) if len(able) > 2 else able
         return Choice(
             least(two, lambda engine: (engine.heavy, engine.context, engine.batch), random)

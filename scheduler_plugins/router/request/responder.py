@@ -106,9 +106,9 @@ class Responder:
         kind, status = answer.headers.get("Content-Type", ""), answer.status
         streamed = kind.startswith(EVENT_STREAM)
         if status == 200 and self._completes and self._streams not in (None, streamed):
-            told = "a stream" if streamed else f"no stream ({kind}): {await excerpt(answer)}"
+            form = "a stream" if streamed else f"no stream ({kind}): {await excerpt(answer)}"
             raise EngineFailedError(
-                "malformed", f"it answered with {told}, which was not asked for"
+                "malformed", f"it answered with {form}, which was not asked for"
             )
         if status == 200 and streamed:
             stream = EngineStream(answer, copy, record, pace)

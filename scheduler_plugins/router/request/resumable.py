@@ -42,13 +42,15 @@ _LOGPROBS = ("logprobs", "top_logprobs", "logprob_token_ids")
 _ZERO_IS_ASKED_FOR = ("seed", "logprobs")
 
 
-def record_of(asked: ParsedRequest) -> StreamRecord | TokenRecord | None:
+def record_of(parsed: ParsedRequest) -> StreamRecord | TokenRecord | None:
     """Notes the sent part of the request's stream; None if no other engine can go on with it."""
-    ids = asked.path == GENERATE and asked.body.get("output_mode") != "text"
-    if asked.one_engine or not resumable(asked.fields, but=_LOGPROBS if ids else ()):
+    ids = parsed.path == GENERATE and parsed.body.get("output_mode") != "text"
+    if parsed.one_engine or not resumable(parsed.fields, but=_LOGPROBS if ids else ()):
         return None
     return (
-        TokenRecord(asked.body) if asked.path == GENERATE else StreamRecord(asked.body, asked.path)
+        TokenRecord(parsed.body)
+        if parsed.path == GENERATE
+        else StreamRecord(parsed.body, parsed.path)
     )
 
 

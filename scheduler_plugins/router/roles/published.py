@@ -22,14 +22,16 @@ class Mixed(GroupPolicy):
 
     def move(self, group: Group) -> Move | None:
         p, d = group.prefill_pressure(), group.decode_pressure()
-        told = f"prefill {p:.2f}, decode {d:.2f} of the promise"
+        pressures = f"prefill {p:.2f}, decode {d:.2f} of the promise"
         if max(p, d) > FULL:
             source = Role.DECODE if p >= d else Role.PREFILL
             mover = group.mover(source, Role.BOTH)
-            return None if mover is None else Move(mover.name, Role.BOTH, f"{told}; it overflows")
-        for one in group.members:
-            if one.role is Role.BOTH and one.home is not Role.BOTH and _free(one, p, d):
-                return Move(one.name, one.home, f"{told}; no help is needed")
+            return (
+                None if mover is None else Move(mover.name, Role.BOTH, f"{pressures}; it overflows")
+            )
+        for member in group.members:
+            if member.role is Role.BOTH and member.home is not Role.BOTH and _free(member, p, d):
+                return Move(member.name, member.home, f"{pressures}; no help is needed")
         return None
 
 

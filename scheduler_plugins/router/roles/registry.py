@@ -43,10 +43,10 @@ def create(name: str) -> RolePolicy:
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
         raise unknown_name("role policy", name, [*ROLES], GROUP, "roles")
-    found = extension.load()
-    if not (isinstance(found, type) and issubclass(found, RolePolicy)):
+    loaded = extension.load()
+    if not (isinstance(loaded, type) and issubclass(loaded, RolePolicy)):
         raise ConfigError(
-            f"role policy {name!r}, which {extension.source} adds, is {found!r}: must be a subclass of "
+            f"role policy {name!r}, which {extension.source} adds, is {loaded!r}: must be a subclass of "
             "scheduler_plugins.router.roles.base.RolePolicy"
         )
     policy: RolePolicy = extension.make()

@@ -48,14 +48,14 @@ class LiveView:
             return [0] * len(engines)
         if hashes is not self._prompt:
             self._prompt, self._matched = hashes, {}
-        unknown = [one for one in engines if one.name not in self._matched]
+        unknown = [source for source in engines if source.name not in self._matched]
         for store in unknown:
             if isinstance(store, HostStore):
                 self._matched[store.name] = store.match(self._prefixes, hashes)
-        if others := [one for one in unknown if not isinstance(one, HostStore)]:
-            found = self._prefixes.match(hashes, others, BLOCK_TOKENS, self._now_s)
-            self._matched.update(zip((one.name for one in others), found, strict=True))
-        return [self._matched[one.name] for one in engines]
+        if others := [source for source in unknown if not isinstance(source, HostStore)]:
+            blocks = self._prefixes.match(hashes, others, BLOCK_TOKENS, self._now_s)
+            self._matched.update(zip((source.name for source in others), blocks, strict=True))
+        return [self._matched[source.name] for source in engines]
 
     def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
         """From a host's KV pool: by the speed of the engine's loads; infinite for engines of other hosts. From an engine:

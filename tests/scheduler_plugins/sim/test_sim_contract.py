@@ -63,7 +63,7 @@ class Live:
         metrics = Metrics()
         self.prefixes = Prefixes()
         self.engines = {
-            name: BackendEngine(name, role, metrics, costs=COSTS, told_block_tokens=BLOCK)
+            name: BackendEngine(name, role, metrics, costs=COSTS, reported_block_tokens=BLOCK)
             for name, role in ROLES.items()
         }
         for engine in self.engines.values():
