@@ -29,6 +29,9 @@ class Offer(NamedTuple):
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
     words: FinalToken | None = None  # what else the engine decided; with the final offer
     provisional: bool = False  # it may be withdrawn, as wrong, when the prefill has ended
+    # The states in pages of `state` groups stand after tokens [0, state_token), once the prefill has ended; 0: none do.
+    # Each such table lists one page, in the final offer at the latest.
+    state_token: int = 0
 
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int
