@@ -284,6 +284,6 @@ def _pair(rank: StateRank) -> tuple[tuple[Route, ...], Chunk]:
 def test_a_unit_larger_than_a_chunk_says_what_to_do() -> None:
     rank = _one((Section("conv.x", 1, 4, 4096, "float32"),))
     pair = routes(rank.geometry, rank.geometry, ("raw",), ("raw",))
-    with pytest.raises(ValueError, match="a unit of conv.x has 65536; raise slot_mib"):
+    with pytest.raises(ValueError, match=r"a unit of conv\.x has 65536; raise slot_mib"):
         plan(pair, 0, 0, 32768, state_token=3)
     assert rank.cache.largest_page_bytes == 65536

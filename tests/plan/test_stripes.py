@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that context-parallel ranks share: which pass between two ranks, and that each passes once."""
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -38,7 +40,7 @@ def test_the_tokens_that_pass_are_those_that_both_hold(
     assert both.count(first, stop) == len(held) <= both.most(length)
     assert [t for run in both.runs_in(first, stop) for t in range(*run)] == held
     joined = list(both.runs_in(0, both.period))
-    assert all(stop < start for (_, stop), (start, _) in zip(joined, joined[1:], strict=False))
+    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(joined))
 
 
 @given(stripes(), st.integers(0, 500))
