@@ -11,7 +11,7 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause, MalformedMessageError
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.consuming.consumer import Consumer
-from pd_connector.protocol.consuming.incoming import Finished, Load, PlaceChunk, ProducerSession
+from pd_connector.protocol.consuming.incoming import Finished, IncomingChunk, Load, ProducerSession
 from pd_connector.protocol.producing.outgoing import Free, Offer, Reply
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
@@ -57,7 +57,7 @@ class Loading:
             (place,) = self.consumer.landings.landed(
                 header, slot, memoryview(bytes(header.nbytes)), 2.0
             )
-            assert isinstance(place, PlaceChunk)
+            assert isinstance(place, IncomingChunk)
             actions = self.consumer.landings.placed(place, None, "", 2.0)
             for action in actions:
                 message = getattr(action, "message", None)

@@ -16,6 +16,7 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
 
@@ -45,11 +46,13 @@ def finished(**changes: Any) -> Any:
 def last_command(request: Any) -> Any:
     side = SchedulerSide(
         Config(overlap="off"),
-        engine_id="e",
-        windows=Windows([(PAGE, 0)]),
-        ranks=1,
-        produces=True,
-        consumes=False,
+        EngineFacts(
+            engine_id="e",
+            windows=Windows([(PAGE, 0)]),
+            ranks=1,
+            produces=True,
+            consumes=False,
+        ),
     )
     side.set_peers((Peer(Source("127.0.0.1", 7000, "e"), Shard(0, 4, 0, 1)),))
     side.on_new_request(request)

@@ -5,7 +5,7 @@
 import logging
 from collections.abc import Sequence
 
-from pd_connector.agent.consuming.receive_pipeline import ReceivePath
+from pd_connector.agent.consuming.open_session import ReceivePath
 from pd_connector.agent.handshake import RefusedError, check_welcome, hello
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection

@@ -10,12 +10,10 @@ from pd_connector.agent.confined import confined
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.chunk_sender import ChunkSender
 from pd_connector.agent.producing.consumer_sessions import ConsumerSessions
-from pd_connector.agent.producing.in_flight import LEFT
 from pd_connector.agent.producing.producer_commands import ProducerCommands
 from pd_connector.agent.producing.refusals import Refusals, one_line
-from pd_connector.agent.producing.send_pipeline import SendPipeline
+from pd_connector.agent.producing.send_pipeline import LEFT, ChunkSender, SendPipeline
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import Cause, MalformedMessageError
@@ -203,9 +201,9 @@ class ProducerSide:
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
-        for send in self._sender.ready():
-            with self._ending_on_error(send.session, now):
-                self._sender.send(send, now)
+        for chunk in self._sender.ready():
+            with self._ending_on_error(chunk.session, now):
+                self._sender.send(chunk, now)
         self._sender.settle()
 
     def tick(self, now: float) -> None:

@@ -41,9 +41,9 @@ class Load(NamedTuple):
     # the one page that they go into. A load that does not compare wants them if this rank has such groups.
     state_token: int = 0
 
-    def pages_of(self, route: Route, chunk: Chunk) -> Sequence[int]:
-        """Local page ids that hold the chunk's tokens, as far as there are any."""
-        span = chunk.destination_pages(route)
+    def pages_of(self, route: Route, planned: Chunk) -> Sequence[int]:
+        """Ids of the local pages that hold the chunk's tokens. Fewer if the load has fewer."""
+        span = planned.destination_pages(route)
         return self.pages[route.destination.table][span.start : span.stop]
 
 
@@ -61,43 +61,64 @@ class Tell(NamedTuple):
     message: messages.Message
 
 
-class PlaceChunk(NamedTuple):
-    """A chunk fits the plan: copy it into these pages, verify its checksum, then call `placed`."""
+class IncomingChunk(NamedTuple):
+    """One chunk that a granted landing slot has received: the consumer's only record of it. As an action: copy it into
+    these pages, verify its checksum, then call `Landings.placed`.
+
+    Attributes:
+        source: the producer's rank that sent it.
+        request: the request whose pages these are.
+        route: of the chunk.
+        planned: the plan's chunk with the number that the header says.
+        pages: ids of this engine's pages that hold the chunk's tokens, in prompt order; -1: none.
+        slot: the landing slot.
+        header: what the producer says of the chunk.
+        payload: the bytes here, or where they lie in the producer's memory (`Pieces`), or the pages here that they
+            have already reached (`Destination`). None if they have not come yet.
+        verified: as in `transport.base.Landed`.
+        comparison: the audit that compares the chunk with these pages; None if the chunk is written into them.
+        early: it came while the prompt was still computed.
+    """
 
     source: Source
-    header: ChunkHeader
+    request: str
     route: Route
-    chunk: Chunk
-    pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
+    planned: Chunk
+    pages: Sequence[int]
     slot: int
-    # Here, or in the producer's memory, or in its pages already; None: still to come.
+    header: ChunkHeader
     payload: Payload | Pieces | Destination | None
-    request: str  # whose pages they are
-    verified: bool = False  # as in `transport.base.Landed`
-    comparison: Comparison | None = None  # to which it is added, in place of being written
-    early: bool = False  # it came while the prompt was still computed
+    verified: bool = False
+    comparison: Comparison | None = None
+    early: bool = False
 
-    def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
-        """Why this is not what the plan wants, or None. Checksum and codecs are looked at when the chunk is placed."""
-        chunk = self.chunk
-        if self.route.section is not None and self.header.stop_token != chunk.stop_token:
-            detail = f"a state after {self.header.stop_token} tokens landed, wanted after {chunk.stop_token}"
-            return Cause.CHUNK_MISMATCH, detail
+    def problem(self, expected: ChunkHeader) -> tuple[Cause, str] | None:
+        """What is wrong with the chunk, as (cause, detail), or None. Its checksum and codecs are checked when it is placed.
+
+        Args:
+            expected: the header by the plan.
+        """
+        if self.route.section is not None and self.header.stop_token != expected.stop_token:
+            where = (
+                f"after {self.header.stop_token} tokens landed, wanted after {expected.stop_token}"
+            )
+            return Cause.CHUNK_MISMATCH, f"a state {where}"
         nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
-        if self.header != wanted or nbytes != wanted.nbytes:
-            return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {wanted}, {nbytes} bytes"
-        count = len(chunk.destination_pages(self.route))
+        if self.header != expected or nbytes != expected.nbytes:
+            return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {expected}, {nbytes} bytes"
+        count = len(self.planned.destination_pages(self.route))
         gone = self.comparison is None and min(self.pages, default=-1) < 0
         if (len(self.pages) != count or gone) and self.route.section is not None:
-            return Cause.WINDOW, f"{len(self.pages)} pages for a state here, wanted one"
+            return Cause.WINDOW, f"pages {list(self.pages)} for a state here, wanted one"
         if len(self.pages) != count or gone:
-            return Cause.WINDOW, f"no page for tokens {chunk.first_token}-{chunk.stop_token} here"
+            tokens = f"{self.planned.first_token}-{self.planned.stop_token}"
+            return Cause.WINDOW, f"no page for tokens {tokens} here"
         return None
 
 
 class PlaceStates(NamedTuple):
     """Everything else of this load is verified and in place: write its states, which were kept apart, into their pages,
-    then call `states_placed`."""
+    then call `Landings.states_placed`."""
 
     transfer: str
     request: str
@@ -135,7 +156,7 @@ class Stalled(NamedTuple):
     source: Source
 
 
-Action = Dial | Tell | PlaceChunk | PlaceStates | Held | Finished | Stalled
+Action = Dial | Tell | IncomingChunk | PlaceStates | Held | Finished | Stalled
 
 
 @dataclass(slots=True)
@@ -174,16 +195,16 @@ class ProducerSession:
         return self.choice is None or self.choice.coded
 
     def header(
-        self, load: Load, route: Route, chunk: Chunk, checksum: bytes, passed: str = RAW.name
+        self, load: Load, route: Route, planned: Chunk, checksum: bytes, passed: str = RAW.name
     ) -> ChunkHeader:
-        """What the header of this chunk of a route must say."""
+        """The header that this chunk of a route must have."""
         return header_of(
-            chunk,
+            planned,
             transfer=load.transfer,
             epoch=self.epoch,
             identity=load.identity,
             codec=route.codec,
-            nbytes=chunk.nbytes(route),
+            nbytes=planned.nbytes(route),
             checksum=checksum,
             passed=passed,
         )

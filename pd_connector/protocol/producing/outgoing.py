@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a producer is told of its engine's KV, and what it has others do."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
@@ -49,7 +51,7 @@ class Offer(NamedTuple):
     def state_problem(
         self, message: messages.Open, routes: Sequence[Route]
     ) -> tuple[Cause, str] | None:
-        """Why its states do not stand where a consumer wants them; or None."""
+        """Why its states do not stand where a consumer wants them, as (cause, detail); or None."""
         wanted = message.state_token or 0
         if not wanted or wanted == self.state_token or all(r.section is None for r in routes):
             return None
@@ -78,36 +80,65 @@ class Free(NamedTuple):
     cause: Cause | None
 
 
-class SendChunk(NamedTuple):
-    """Send this chunk to the consumer, against a landing slot that it has granted."""
+@dataclass(slots=True)
+class OutgoingChunk:
+    """One chunk on its way to a consumer: the producer's only record of it, from `Producer.next_send` until the
+    consumer has it. The state machine fills in the first part, and the send pipeline the second.
+
+    Attributes:
+        planned: the plan's chunk: its number, layers and tokens.
+        pages: ids of this engine's pages that hold the chunk's tokens, in prompt order; -1: no longer kept.
+        identity: fingerprint of the tokens whose KV it is.
+        slot: the consumer's landing slot, granted for this chunk.
+        direct: the consumer may read the chunk in the leased pages.
+        early: the prefill of what this consumer asked for has not ended.
+        send_slot: the producer's send slot with the payload; None if it is sent or read from its pages.
+        nbytes: bytes of the payload.
+        checksum: of the payload; empty if the transport verifies every byte.
+        deadline: the chunk is late after this time, in seconds on the agent's clock.
+        session_limit: most chunks of this kind that its session may have under way at a time.
+        in_order: it arrives after the chunks that were written to its session before it.
+    """
 
     transfer: str
     request: str
     session: SessionId
     route: Route
-    chunk: Chunk
-    pages: Sequence[int]  # page ids that hold the chunk's tokens, in prompt order
+    planned: Chunk
+    pages: Sequence[int]
     identity: bytes
     slot: int
-    direct: bool  # it may be read where it lies: by this consumer, and the pages are leased
-    early: bool  # some of what this consumer asked for is still to be computed
+    direct: bool
+    early: bool
+
+    send_slot: int | None = None
+    nbytes: int = 0
+    checksum: bytes = b""
+    deadline: float = math.inf
+    session_limit: float = math.inf
+    in_order: bool = False
 
     @property
     def kept(self) -> bool:
         """Whether the engine still has all of these pages."""
-        wanted = len(self.chunk.source_pages(self.route))
-        return len(self.pages) == wanted and min(self.pages) >= 0
+        count = len(self.planned.source_pages(self.route))
+        return len(self.pages) == count and min(self.pages) >= 0
 
-    def header(self, epoch: int, nbytes: int, checksum: bytes, passed: str) -> ChunkHeader:
-        """What this producer says of the chunk."""
+    def header(self, epoch: int, passed: str) -> ChunkHeader:
+        """The header that travels with the chunk.
+
+        Args:
+            epoch: of this process.
+            passed: the coarsest codec in which KV had passed before, on which this KV may have been computed.
+        """
         return header_of(
-            self.chunk,
+            self.planned,
             transfer=self.transfer,
             epoch=epoch,
             identity=self.identity,
             codec=self.route.codec,
-            nbytes=nbytes,
-            checksum=checksum,
+            nbytes=self.nbytes,
+            checksum=self.checksum,
             passed=passed,
         )
 

@@ -9,7 +9,7 @@ from pd_connector.errors import Cause
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import bytes_per_token
-from pd_connector.protocol.producing.outgoing import Offer, SendChunk, Step
+from pd_connector.protocol.producing.outgoing import Offer, OutgoingChunk, Step
 from pd_connector.protocol.wire import messages
 
 _Layers = tuple[int, int, int]
@@ -94,9 +94,9 @@ class OutgoingStream:
         rate = self.message.bytes_per_s
         return self.token_bytes * tokens / rate if rate else float("inf")
 
-    def take_chunk(self, offer: Offer, step: Step | None) -> tuple[Chunk, int] | None:
-        """The chunk that comes first in the plan among those that are computed, and the landing
-        slot that it goes into; None if there is none. Call it only while there are credits."""
+    def take_chunk(self, offer: Offer, step: Step | None) -> Chunk | None:
+        """Take the first chunk of the plan that is computed; None if there is none. The caller takes a landing slot
+        from `credits` for it."""
         best: LayerQueue | None = None
         least = self.planned
         for queue in self.queues.values():
@@ -112,14 +112,14 @@ class OutgoingStream:
             return None
         self.unsent -= 1
         self.writing += 1
-        return best.chunks.popleft(), self.credits.popleft()
+        return best.chunks.popleft()
 
-    def unsend(self, send: SendChunk) -> None:
-        """What was taken last comes next again."""
+    def unsend(self, chunk: OutgoingChunk) -> None:
+        """Put back the chunk that was taken last, with its landing slot. It comes next again."""
         self.writing -= 1
         self.unsent += 1
-        self.credits.appendleft(send.slot)
-        self.queues[_layers(send.chunk)].chunks.appendleft(send.chunk)
+        self.credits.appendleft(chunk.slot)
+        self.queues[_layers(chunk.planned)].chunks.appendleft(chunk.planned)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if counts disagree."""

@@ -7,8 +7,8 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.producing.outgoing import (
     Action,
     Offer,
+    OutgoingChunk,
     Reply,
-    SendChunk,
     SessionId,
     Step,
 )
@@ -92,30 +92,29 @@ class OutgoingTransfer:
         """Whether all ranks have asked for the transfer, if a rank says that there are `readers` of them."""
         return len(self.streams) + len(self.finished) >= max(self.readers, readers)
 
-    def next_send(self, session: SessionId) -> SendChunk | None:
+    def next_send(self, session: SessionId) -> OutgoingChunk | None:
         """Take the next chunk that this session has granted a slot for, if it is computed."""
         stream, offer = self.streams.get(session), self.offer
         if stream is None or offer is None or not stream.credits or not stream.accepted:
             return None
         if stream.leased_only:
             return None
-        taken = stream.take_chunk(offer, self.step)
-        if taken is None:
+        planned = stream.take_chunk(offer, self.step)
+        if planned is None:
             return None
         self.moved = True
-        chunk, slot = taken
-        route = stream.routes[chunk.route]
-        span = chunk.source_pages(route)
-        return SendChunk(
+        route = stream.routes[planned.route]
+        span = planned.source_pages(route)
+        return OutgoingChunk(
             transfer=self.transfer,
             request=offer.request,
             session=session,
             route=route,
-            chunk=chunk,
+            planned=planned,
             pages=offer.pages[route.source.table][span.start : span.stop],
             identity=offer.identity,
-            slot=slot,
-            direct=stream.message.direct and offer.final and chunk.verbatim,
+            slot=stream.credits.popleft(),
+            direct=stream.message.direct and offer.final and planned.verbatim,
             early=offer.tokens < stream.message.stop_token,
         )
 

@@ -14,7 +14,14 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.plan.route import Route
 from pd_connector.protocol.producing.openings import Openings
-from pd_connector.protocol.producing.outgoing import Action, Free, Offer, SendChunk, SessionId, Step
+from pd_connector.protocol.producing.outgoing import (
+    Action,
+    Free,
+    Offer,
+    OutgoingChunk,
+    SessionId,
+    Step,
+)
 from pd_connector.protocol.producing.outgoing_transfer import OutgoingTransfer
 from pd_connector.protocol.producing.outgoing_transfers import OutgoingTransfers
 from pd_connector.protocol.producing.past_transfers import PastTransfers
@@ -194,7 +201,7 @@ class Producer:
             stream.credit(slots)
             self._queue.enqueue(transfer, session)
 
-    def next_send(self, busy: Collection[SessionId] = ()) -> SendChunk | None:
+    def next_send(self, busy: Collection[SessionId] = ()) -> OutgoingChunk | None:
         """The next chunk to send; None if there is none. Streams that have credit take turns.
 
         The caller gathers before it calls anything else here: pages may be freed after that.
@@ -204,21 +211,20 @@ class Producer:
         """
         return self._queue.next_send(busy)
 
-    def peek_send(self, busy: Collection[SessionId] = ()) -> SendChunk | None:
-        """What `next_send` will probably give next. Its pages may be freed before that."""
+    def peek_send(self, busy: Collection[SessionId] = ()) -> OutgoingChunk | None:
+        """The chunk that `next_send` will probably give next. Its pages may be freed before that."""
         return self._queue.peek(busy)
 
-    def gathered(self, send: SendChunk, step: int) -> None:
-        """A chunk has been read from its pages, and posted; `step` is the engine's, counted after
-        that."""
-        stream = self._transfers.stream(send.session, send.transfer)
+    def gathered(self, chunk: OutgoingChunk, step: int) -> None:
+        """A chunk has been read from its pages and posted. `step` is the engine's count of steps after that."""
+        stream = self._transfers.stream(chunk.session, chunk.transfer)
         if stream is not None:
             stream.last_gathered = step
 
-    def unsend(self, send: SendChunk) -> None:
-        """What `next_send` gave cannot be gathered now: its pages have been revoked. It is given
+    def unsend(self, chunk: OutgoingChunk) -> None:
+        """The chunk that `next_send` gave cannot be gathered now: its pages have been revoked. `next_send` gives it
         again only after something has changed, such as an offer."""
-        self._queue.unsend(send)
+        self._queue.unsend(chunk)
 
     def written(self, session: SessionId, transfer: str, ok: bool, detail: str) -> list[Action]:
         """A write has ended; `session` is the one it went to."""

@@ -29,8 +29,8 @@ from pd_connector.protocol.consuming.incoming import (
     Dial,
     Finished,
     Held,
+    IncomingChunk,
     Load,
-    PlaceChunk,
     ProducerSession,
     Stalled,
     Tell,
@@ -108,7 +108,7 @@ class Bench:
         header = self.header(sequence, source=source)
         payload = memoryview(bytes(header.nbytes))
         (place,) = self.consumer.landings.landed(header, slot, payload, now)
-        assert isinstance(place, PlaceChunk)
+        assert isinstance(place, IncomingChunk)
         return self.consumer.landings.placed(place, None, "", now)
 
 
@@ -162,7 +162,7 @@ def test_a_chunk_goes_into_the_pages_of_its_range():
     header = bench.header(3)
     payload = memoryview(bytes(header.nbytes))
     (place,) = bench.consumer.landings.landed(header, 0, payload, 1.0)
-    assert isinstance(place, PlaceChunk)
+    assert isinstance(place, IncomingChunk)
     assert list(place.pages) == [23, 24, 25]
 
 
