@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from harness import (
     largest_difference,
     prefill_step,
     two_step,
+    wait_until,
 )
 from pairs import Pair, Setup
 from test_handoff import prompt_of
@@ -32,12 +33,16 @@ TOLERANCES = {"short conv": 1e-4, "delta net": 0.04, "mamba2": 1e-3}
 SETUPS: dict[str, dict[str, Any]] = {
     "short conv": {},
     "short conv without a prefix cache here": {"decode_args": NO_CACHE},
-    "short conv, two ranks": {"prefill_args": TWO_RANKS},
     "delta net": {},
     "delta net, two ranks": {"prefill_args": TWO_RANKS},
     "mamba2": {},
     "mamba2, two ranks": {"prefill_args": TWO_RANKS},
 }
+"""Not short convolutions on two ranks: on a CPU, vLLM's own answers with two differ from those with one by up to 0.3."""
+
+
+AUDITED = "delta net, audited"
+SABOTEUR = ["--worker-extension-cls", "probe.Saboteur"]
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +60,13 @@ def setup(request: pytest.FixtureRequest, folder: Path) -> Setup:
     path = folder / kind.replace(" ", "_")
     if not path.exists():
         build(kind, path)
-    told = SETUPS[request.param]
+    told = SETUPS.get(request.param, {"audit": "first"})
+    more = SABOTEUR if request.param == AUDITED else []
     return Setup.of(
         model=path,
         both=True,
         vllm="0.32 V1",
-        args=ARGS[kind],
-        reference_args=ARGS[kind],
+        args=[*ARGS[kind], *more],
         **told,
     )
 
@@ -74,47 +79,52 @@ def kind(pair: Pair) -> str:
     return Path(pair.setup.model).name.replace("_", " ")
 
 
-def prompt_and_answer(reference: Any, tokens: int, start: int = 30) -> tuple[list[int], Answer]:
-    """A prompt, and what one engine answers that computes the prompt's last token alone: that token is the first one
-    of its answer to the rest."""
+def prompt_and_answer(
+    engine: Any, tokens: int, start: int = 30, **extra: Any
+) -> tuple[list[int], Answer]:
+    """A prompt, and what this engine alone answers, which computes the prompt's last token by itself: that token is the
+    first one of its answer to the rest.
+
+    It is the prefill engine. vLLM's short convolutions on a CPU depend on where a prompt is cut into steps.
+    """
     prompt = prompt_of(tokens - 1, start)
-    whole = reference(prompt, 33)
+    whole = completion(engine, prompt, 33, **extra)
     last = int(whole.tokens[0].removeprefix("token_id:"))
     rest = Answer(whole.tokens[1:], whole.logprobs[1:], whole.top[1:], "", {})
     return [*prompt, last], rest
 
 
+def received(pair: Pair, engine: Any, ask: Callable[[], Answer]) -> Answer:
+    """The answer to a request whose states and KV all ranks of this engine have received."""
+    ranks = 2 if engine is pair.p and TWO_RANKS[0] in pair.setup.prefill_args else 1
+    with delta(engine, "pd_connector:received_transfers_total") as transfers:
+        answer = ask()
+    assert transfers.amount == ranks
+    return answer
+
+
 @only(*SETUPS)
-@pytest.mark.parametrize("tokens", [2, 65, 128, 129, 700, 1300])
-def test_the_answer_is_that_of_one_engine(pair: Pair, reference: Any, tokens: int) -> None:
-    prompt, wanted = prompt_and_answer(reference, tokens)
-    ranks = 1
-    turned = pair.turned()
-    for first, second, ask in (
-        (pair.p, pair.d, lambda: two_step(pair.p, pair.d, prompt)),
-        (pair.p, pair.d, lambda: told_at_once(pair, prompt)),
-        (pair.d, pair.p, lambda: two_step(turned.p, turned.d, prompt)),
-    ):
-        with delta(second, "pd_connector:received_transfers_total") as received:
-            answer = ask()
-        ranks = 2 if first is pair.d and TWO_RANKS[0] in pair.setup.prefill_args else 1
-        assert received.amount == ranks
-        print(kind(pair), tokens, largest_difference(answer, wanted))
-        assert_same_logprobs(answer, wanted, TOLERANCES[kind(pair)])
+@pytest.mark.parametrize("tokens", [2, 65, 129, 700])
+def test_the_answer_is_that_of_one_engine(pair: Pair, tokens: int) -> None:
+    prompt, wanted = prompt_and_answer(pair.p, tokens)
+    for ask in (lambda: two_step(pair.p, pair.d, prompt), lambda: told_at_once(pair, prompt)):
+        assert_same_logprobs(received(pair, pair.d, ask), wanted, TOLERANCES[kind(pair)])
+    prompt, wanted = prompt_and_answer(pair.d, tokens)
+    answer = received(pair, pair.p, lambda: two_step(pair.d, pair.p, prompt))
+    assert_same_logprobs(answer, wanted, TOLERANCES[kind(pair)])
 
 
 @only("short conv", "delta net", "mamba2")
 @pytest.mark.parametrize("harm", ["zero_states", "negate_kv"])
-def test_without_the_state_or_without_the_kv_it_is_another_answer(
-    pair: Pair, reference: Any, harm: str
-) -> None:
+def test_without_the_state_or_without_the_kv_it_is_another_answer(pair: Pair, harm: str) -> None:
     """The negative control: the logprobs depend on either."""
-    prompt, wanted = prompt_and_answer(reference, 700)
+    prompt, wanted = prompt_and_answer(pair.p, 700)
     salt = fresh_salt()
     params = prefill_step(pair.p, prompt, cache_salt=salt)
+    # A table of states lists pages that are not kept (0), or one page only.
     states, attention = sorted(
-        params["remote_block_ids"], key=lambda table: (0 in table, -len(table))
-    )[::-1]
+        params["remote_block_ids"], key=lambda table: (0 not in table, len(table))
+    )
     for page in states[-1:] if harm == "zero_states" else attention:
         probe_all(pair.p, harm, page)
     answer = completion(pair.d, prompt, cache_salt=salt, kv_transfer_params=params)
@@ -122,14 +132,43 @@ def test_without_the_state_or_without_the_kv_it_is_another_answer(
 
 
 @only("short conv", "delta net")
-def test_prefixes_that_either_side_has_change_nothing(pair: Pair, reference: Any) -> None:
-    prompt, wanted = prompt_and_answer(reference, 700)
-    for salt in ("on P", "on D", "on both"):
-        for engine, name in ((pair.p, "P"), (pair.d, "D")):
-            if name in salt or salt == "on both":
-                completion(engine, prompt[:600], 1, cache_salt=salt)
-        with delta(pair.d, "pd_connector:received_transfers_total") as received:
-            answer = two_step(pair.p, pair.d, prompt, cache_salt=salt)
-        assert received.amount == 1
-        assert math.isfinite(largest_difference(answer, wanted))
-        assert_same_logprobs(answer, wanted, TOLERANCES[kind(pair)])
+@pytest.mark.parametrize("where", ["P", "D", "P and D"])
+def test_prefixes_that_either_side_has_change_nothing(pair: Pair, where: str) -> None:
+    alone, salt = fresh_salt(), fresh_salt()
+    beginning = prompt_of(600, 30)
+    for engine, name in ((pair.p, "P"), (pair.d, "D")):
+        if name in where:
+            completion(engine, beginning, 1, cache_salt=salt)
+    if "P" in where:  # what one engine finds there, too
+        completion(pair.p, beginning, 1, cache_salt=alone)
+    prompt, wanted = prompt_and_answer(pair.p, 700, cache_salt=alone)
+    answer = received(pair, pair.d, lambda: two_step(pair.p, pair.d, prompt, cache_salt=salt))
+    assert_same_logprobs(answer, wanted, TOLERANCES[kind(pair)])
+
+
+@only(AUDITED)
+def test_a_producer_passes_by_its_states_too(pair: Pair) -> None:
+    """The default: the first prompt is computed on both sides, and compared."""
+    prompt, wanted = prompt_and_answer(pair.p, 700)
+    with delta(pair.d, "pd_connector:audits_total", cause="passed") as audits:
+        two_step(pair.p, pair.d, prompt)
+        wait_until(lambda: audits.so_far() == 1, "the audit has passed")
+    answer = received(pair, pair.d, lambda: two_step(pair.p, pair.d, prompt))
+    assert_same_logprobs(answer, wanted, TOLERANCES[kind(pair)])
+    log = pair.d.log_path.read_text()
+    assert "audit of engine" in log
+
+
+@only(AUDITED)
+def test_an_audit_finds_states_that_are_not_what_this_engine_computes(pair: Pair) -> None:
+    """A part of the producer's states is zeroed at the boundary where they are compared."""
+    probe_all(pair.p, "restart_agent")  # it has to pass again
+    prompt, _ = prompt_and_answer(pair.p, 700)
+    salt = fresh_salt()
+    params = prefill_step(pair.p, prompt, cache_salt=salt)
+    states = next(table for table in params["remote_block_ids"] if 0 in table)
+    probe_all(pair.p, "zero_states", states[-2])
+    with delta(pair.d, "pd_connector:audits_total", cause="audit") as found:
+        completion(pair.d, prompt, cache_salt=salt, kv_transfer_params=params)
+        wait_until(lambda: found.so_far() == 1, "the audit has failed")
+    assert "of the state: KV is" in pair.d.log_path.read_text()

@@ -167,8 +167,8 @@ def _delta_net() -> Any:
         head_dim=32,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=128,  # what vLLM's CPU kernel takes
+        linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
         mlp_only_layers=[0, 1, 2],  # vLLM wants experts in one layer
         num_experts=4,

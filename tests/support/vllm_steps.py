@@ -48,6 +48,7 @@ class SteppedEngine:
         budget: tokens in a step.
         adapters: whether it is started with LoRA.
         ahead: the next step may be scheduled before the outcome of the last is known, as on a GPU.
+        states: `mamba_cache_mode`, if a group has states.
         extra: the connector's config.
     """
 
@@ -62,6 +63,7 @@ class SteppedEngine:
         budget: int = 64,
         adapters: bool = False,
         ahead: bool = False,
+        states: Any = "none",
         **extra: Any,
     ) -> None:
         config = config_of(
@@ -72,6 +74,7 @@ class SteppedEngine:
             async_scheduling=ahead,
             additional=additional,
         )
+        config.cache_config.mamba_cache_mode = states
         if ahead and scheduler is Scheduler:
             scheduler = AsyncScheduler
         config.kv_transfer_config = self._transfer_config(config, role, extra)

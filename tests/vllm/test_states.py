@@ -178,4 +178,4 @@ def test_the_page_of_a_state_is_found_by_its_position(mode: str) -> None:
     pages = [7, 8, 9], [0, 4, 5] if mode == "align" else [4, 5, 6]  # scratch pages behind it
     for position in (65, 127, 128):
         assert tables.only(pages, position)[1] == [4]
-    assert tables.only(pages, None) == ([7, 8, 9], [])
+    assert tables.only(pages) == ([7, 8, 9], [])

@@ -34,6 +34,7 @@ class Distance(NamedTuple):
         own: sum of squares of what was computed here.
         span: the tokens that were compared.
         moved: those that are further apart than rounding alone, the furthest first.
+        section: of a state, which counts as one page with one token; empty for K and V.
     """
 
     layer: int
@@ -46,6 +47,7 @@ class Distance(NamedTuple):
     own: float
     span: range
     moved: Sequence[Moved] = ()
+    section: str = ""
 
 
 def can_compare(route: Route) -> bool:
@@ -245,6 +247,12 @@ def _key(producer: Counterpart, adapter: str) -> tuple[Source, int, bytes, str, 
 
 def _far(one: Distance, page_size: int, allowed: Tolerance) -> Iterator[_Far]:
     """Pages that are too far, the furthest first; then tokens."""
+    if one.section:
+        for distance, most in ((one.by_page[0], allowed.page), (one.by_token[0], allowed.layer)):
+            if not distance <= most:
+                where = f"layer {one.layer}, {one.section} of the state"
+                yield _Far(range(0), _differs(where, distance, most))
+        return
     pages = zip(one.pages, one.by_page, strict=True)
     worst = zip(one.tokens, one.by_token, strict=True)
     tokens = [(moved.token, moved.distance) for moved in one.moved] or worst

@@ -30,8 +30,10 @@ class Offer(NamedTuple):
     words: FinalToken | None = None  # what else the engine decided; with the final offer
     provisional: bool = False  # it may be withdrawn, as wrong, when the prefill has ended
     # The states in pages of `state` groups stand after tokens [0, state_token), once the prefill has ended; 0: none do.
-    # Each such table lists one page, in the final offer at the latest.
+    # Each such table lists that page first, in the final offer at the latest.
     state_token: int = 0
+    # The page behind it has the states after [0, boundary_token), for audits; 0: there is none.
+    boundary_token: int = 0
 
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int
@@ -53,7 +55,8 @@ class Offer(NamedTuple):
     ) -> tuple[Cause, str] | None:
         """Why its states do not stand where a consumer wants them, as (cause, detail); or None."""
         wanted = message.state_token or 0
-        if not wanted or wanted == self.state_token or all(r.section is None for r in routes):
+        offered = 0, self.state_token, self.boundary_token
+        if wanted in offered or all(r.section is None for r in routes):
             return None
         here = f"stand after {self.state_token} tokens" if self.state_token else "are not kept"
         return Cause.TOKENS, f"states {here}, wanted after {wanted}"

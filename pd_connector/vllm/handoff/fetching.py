@@ -85,10 +85,11 @@ class Fetching(Part):
         outdated = StaleAdapterPages(adapters, uncomputable, self._given_up)
         self.rules: tuple[PageRule, ...] = (outdated, FetchGoesFirst(self._computes))
         self._recomputed = Recomputed(windows.page_sizes)
-        self.audits = Audits(config, windows, ranks)
+        self.audits = Audits(config, windows, states, ranks)
 
     def bind(self, manager: "KVCacheManager") -> None:
         self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
+        self.audits.bind(manager)
 
     @property
     def pending(self) -> bool:
@@ -151,7 +152,7 @@ class Fetching(Part):
         fetch.computed_tokens = computed
         missing = fetch.tokens - computed
         audited = request_id not in self._uncomputable and self.audits.computes(
-            request_id, fetch, missing
+            request, fetch, missing
         )
         if missing <= 0 or audited:
             return 0
@@ -183,7 +184,7 @@ class Fetching(Part):
         def comparable() -> bool:
             return not self._status.problem(request, Use.COMPARE)
 
-        if self.audits.begin(request.request_id, fetch, comparable):
+        if self.audits.begin(request, fetch, comparable):
             fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
             held = Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
             return [held]

@@ -122,7 +122,7 @@ class Offers(Part):
         offer = Offer(
             transfer,
             request_id,
-            kept_pages(self._states.only(kept, tokens)),
+            kept_pages(self._states.only(kept, *self._states.positions(tokens))),
             identity,
             prompt_tokens=tokens,
             tokens=tokens,
@@ -130,6 +130,7 @@ class Offers(Part):
             # What it has sampled does not follow a prompt whose last token was left to the consumer.
             words=None if self._states else _words(request, transfer, identity),
             state_token=tokens if self._states else 0,
+            boundary_token=self._states.boundary(tokens - 1),
         )
         answer = transfer_params.response(
             self.address,

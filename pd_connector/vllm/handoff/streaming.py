@@ -105,13 +105,14 @@ class Streaming:
         return Offer(
             prompt.transfer,
             request_id,
-            kept_pages(self._states.only(prompt.pages, None)),
+            kept_pages(self._states.only(prompt.pages)),
             prompt.identity,
             prompt_tokens=prompt.tokens,
             tokens=tokens,
             final=False,
             provisional=prompt.provisional,
             state_token=prompt.tokens if self._states else 0,
+            boundary_token=self._states.boundary(prompt.tokens - 1),
         )
 
 

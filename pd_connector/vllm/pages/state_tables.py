@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Page tables that list recurrent states: which of their pages holds the state at a position."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,11 +26,9 @@ class StateTables:
         """Whether the model keeps states."""
         return any(size != 0 for size in self._page_sizes)
 
-    def only(
-        self, tables: Iterable[Sequence[int]], position: int | None
-    ) -> tuple[Sequence[int], ...]:
-        """The same page tables. Of a table of states only the page that holds the state after `position` tokens is
-        left; none of them without a position. Scratch pages of speculation lie behind it.
+    def only(self, tables: Iterable[Sequence[int]], *positions: int) -> tuple[Sequence[int], ...]:
+        """The same page tables. Of a table of states, only the pages that hold the states after so many tokens are left, in
+        this order. Scratch pages of speculation lie behind the latest of them.
 
         >>> StateTables([0, 16, None]).only([[7, 8, 9], [0, 5, 6], [3, 4]], 32)
         ([7, 8, 9], [5], [3])
@@ -37,14 +36,37 @@ class StateTables:
         if not self:
             return tuple(tables)
         return tuple(
-            table if size == 0 else self._page(table, size, position)
+            table
+            if size == 0
+            else [page for position in positions for page in self._page(table, size, position)]
             for table, size in zip(tables, self._page_sizes, strict=True)
         )
 
+    def positions(self, tokens: int) -> tuple[int, ...]:
+        """Where states stand once a prompt of `tokens` tokens was computed: at its end and, if vLLM keeps it, at the last
+        boundary before."""
+        earlier = self.boundary(tokens - 1)
+        return (tokens, earlier) if earlier else (tokens,)
+
+    @property
+    def keeps_boundaries(self) -> bool:
+        """Whether vLLM keeps states after whole pages beside the latest one."""
+        return None not in self._page_sizes
+
+    def boundary(self, tokens: int) -> int:
+        """The last position up to `tokens` after which vLLM keeps a state in a page that it does not write again. It ends
+        a prefill step there (`mamba_cache_mode` align). 0: there is none.
+
+        >>> StateTables([0, 16]).boundary(40), StateTables([0, None]).boundary(40)
+        (32, 0)
+        """
+        if not self or not self.keeps_boundaries:
+            return 0
+        step = math.lcm(*(size for size in self._page_sizes if size))
+        return tokens // step * step
+
     @staticmethod
-    def _page(table: Sequence[int], size: int | None, position: int | None) -> Sequence[int]:
-        if position is None:
-            return []
+    def _page(table: Sequence[int], size: int | None, position: int) -> Sequence[int]:
         place = (position - 1) // size if size else 0
         return table[place : place + 1]
 
