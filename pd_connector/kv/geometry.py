@@ -53,6 +53,11 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     pcp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
     @property
+    def has_cp(self) -> bool:
+        """Whether there is context parallelism of either kind."""
+        return self.cp_size > 1 or self.pcp_size > 1
+
+    @property
     def cp_rank(self) -> int:
         """Which tokens this rank holds of a group that is split by tokens."""
         return (self.tp_rank * self.pcp_size + self.pcp_rank) % self.cp_size
@@ -193,7 +198,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def needs_schema(self) -> int:
         """The first wire schema in which this geometry can be said."""
-        plain = self.shard.cp_size == self.shard.pcp_size == 1 and not any(
+        plain = not self.shard.has_cp and not any(
             group.kind == "state" or group.state_tokens > 1 or group.interleave
             for group in self.groups
         )

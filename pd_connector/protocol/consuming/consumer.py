@@ -109,7 +109,8 @@ class Consumer:
         """The codec of this producer's KV, of a transfer that is coded or not."""
         session = self._sessions.get(source)
         routes = session.routes if session and coded else ()
-        return "+".join(sorted({route.codec for route in routes})) or RAW.name
+        kv = {route.codec for route in routes if route.section is None}
+        return "+".join(sorted(kv)) or RAW.name
 
     def codec_choice(self, source: Source) -> CodecChoice | None:
         """What decides whether transfers of this producer are coded; None without a choice."""

@@ -53,6 +53,12 @@ class TransferParams(msgspec.Struct, frozen=True):
     `remote_host` and `remote_port` name the only rank."""
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     """Tensor-parallel size of the producer."""
+    cp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    """Ranks of the producer that share the tokens of a sequence."""
+    pcp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    """Ranks of the producer with the same tensor-parallel rank, in one stage."""
+    remote_pcp_ranks: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    """For each of `remote_ranks`, its place among the `pcp_size` ranks; empty: 0."""
     remote_block_ids: Any = None
     """Null if the prefill may not have finished. Any other value is not used."""
     remote_num_tokens: _Count | None = None
@@ -74,9 +80,16 @@ class TransferParams(msgspec.Struct, frozen=True):
         if not self.remote_ranks:
             source = Source(self.remote_host, self.remote_port, engine_id)
             return (Peer(source, Shard(0, MAX_LAYERS, 0, 1)),)
+        pcp_ranks = self.remote_pcp_ranks or (0,) * len(self.remote_ranks)
+        sizes = self.tp_size, self.cp_size
         return tuple(
-            Peer(Source(host, port, engine_id), Shard(first, stop, rank, self.tp_size))
-            for host, port, first, stop, rank in self.remote_ranks
+            Peer(
+                Source(host, port, engine_id),
+                Shard(first, stop, rank, *sizes, pcp_rank, self.pcp_size),
+            )
+            for (host, port, first, stop, rank), pcp_rank in zip(
+                self.remote_ranks, pcp_ranks, strict=True
+            )
         )
 
     @property
@@ -116,8 +129,20 @@ class ProducerAddress(NamedTuple):
                 for source, shard in self.peers
             ],
             "tp_size": self.peers[0].shard.tp_size,
+            **self._context(),
             **({"remote_seal": self.seal} if self.seal else {}),
         }
+
+    def _context(self) -> dict[str, Any]:
+        """The fields of context parallelism; none without it."""
+        shards = [shard for _, shard in self.peers]
+        if not shards[0].has_cp:
+            return {}
+        pcp = {
+            "pcp_size": shards[0].pcp_size,
+            "remote_pcp_ranks": [shard.pcp_rank for shard in shards],
+        }
+        return {"cp_size": shards[0].cp_size, **(pcp if shards[0].pcp_size > 1 else {})}
 
 
 def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
@@ -222,8 +247,11 @@ def response(
         push: the proxy may start both sides of the next request at once. Only a proxy that names the KV itself can:
             vllm-router names it in no prefill request, and takes `push` as a reason to drop our name for it.
     """
-    ranks = tuple(tuple(rank) for rank in address.fields()["remote_ranks"])
-    named = engine_name.NamedEngine(address.engine_id, ranks, address.seal)
+    fields = address.fields()
+    ranks = tuple(tuple(rank) for rank in fields["remote_ranks"])
+    sizes = fields.get("cp_size", 1), fields.get("pcp_size", 1)
+    context = engine_name.Context(*sizes, tuple(fields.get("remote_pcp_ranks", ())))
+    named = engine_name.NamedEngine(address.engine_id, ranks, address.seal, context)
     return {
         **decode_params(address, transfer),
         "remote_engine_id": engine_name.write(named),
@@ -252,7 +280,12 @@ def _read(params: object) -> TransferParams:
             params["remote_engine_id"] = told.engine_id
             if told.ranks and "remote_ranks" not in params:
                 params |= {"remote_ranks": told.ranks, "remote_seal": told.seal}
-    return msgspec.convert(params, TransferParams)
+                params |= told.context._asdict()
+    found = msgspec.convert(params, TransferParams)
+    if found.remote_pcp_ranks and len(found.remote_pcp_ranks) != len(found.remote_ranks):
+        counts = f"{len(found.remote_pcp_ranks)} places for {len(found.remote_ranks)} ranks"
+        raise ValueError(f"remote_pcp_ranks: {counts}: must be as many")
+    return found
 
 
 def _stages(address: ProducerAddress) -> int:
