@@ -166,7 +166,7 @@ def _delta_net(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Par
             _Part("conv.k", keys, key_dim),
             _Part("conv.v", heads, value_dim),
         ),
-        (_Part("state", heads, key_dim),),
+        (_Part("ssm", heads, key_dim),),
     )
 
 
@@ -189,14 +189,14 @@ def _mamba2(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts,
             _Part("conv.b", groups, state, total),
             _Part("conv.c", groups, state, total),
         ),
-        (_Part("state", heads, state),),
+        (_Part("ssm", heads, state),),
     )
 
 
 def _mamba1(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts, ...]:
     """Mamba1 (Jamba): a convolution, and a row of state for each of its channels."""
     channels, state = shapes[1]
-    return (_Part("conv.x", channels, 1),), (_Part("state", channels, state),)
+    return (_Part("conv.x", channels, 1),), (_Part("ssm", channels, state),)
 
 
 def _short_conv(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts, ...]:
@@ -207,7 +207,7 @@ def _short_conv(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Pa
 def _linear(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts, ...]:
     """Linear attention (Ring, MiniMax-Text): a matrix of each head."""
     heads, _, dim = shapes[0]
-    return ((_Part("state", heads, dim),),)
+    return ((_Part("ssm", heads, dim),),)
 
 
 _KINDS: Mapping[str, _Kind] = {

@@ -159,7 +159,7 @@ def test_a_page_of_a_recurrent_layer_is_one_state() -> None:
     numbers = {"layers.0.mixer": 0}
     found = cache.describe_cache({"layers.0.mixer": view}, layout, one_layer(64)[2], numbers)
     (group,) = found.geometry.groups
-    assert [section.name for section in group.sections] == ["conv.x", "conv.b", "conv.c", "state"]
+    assert [section.name for section in group.sections] == ["conv.x", "conv.b", "conv.c", "ssm"]
     assert found.pages == 12
 
 

@@ -14,26 +14,29 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from pd_connector.errors import ConfigError
+from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
 
 FULL = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-LONGEST = 2048
 
 
 def engine_of(
     mode: str = "align", role: str = "kv_both", scratch: int = 0, **extra: object
 ) -> SteppedEngine:
     states = MambaSpec(
-        block_size=PAGE if mode == "align" else LONGEST,
+        block_size=PAGE,
         shapes=((2, 4),),
         dtypes=(torch.float32,),
         page_size_padded=FULL.page_size_bytes,
         mamba_cache_mode=mode,
         num_speculative_blocks=scratch,
     )
-    return SteppedEngine(role, specs=[FULL, states], states=mode, **extra)
+    engine = SteppedEngine(role, specs=[FULL, states], states=mode, **extra)
+    engine.side.set_peers((Peer(Source("127.0.0.1", 7, "producer"), Shard(0, 2, 0, 1)),))
+    return engine
 
 
 def told(engine: SteppedEngine, kind: type) -> list:

@@ -32,27 +32,27 @@ CASES = {
     "GDN_ATTN": (
         lambda ranks: Shapes.gated_delta_net_state_shape(ranks, 4, 8, 6, 5, ROWS + 1),
         (BFLOAT, FLOAT),
-        [{"conv.q": (4, 6), "conv.k": (4, 6), "conv.v": (8, 5)}, {"state": (8, 5, 6)}],
+        [{"conv.q": (4, 6), "conv.k": (4, 6), "conv.v": (8, 5)}, {"ssm": (8, 5, 6)}],
     ),
     "KDA": (
         lambda ranks: Shapes.kda_state_shape(ranks, 4, 6, conv_kernel_size=ROWS + 1),
         (BFLOAT, FLOAT),
-        [{"conv.q": (4, 6), "conv.k": (4, 6), "conv.v": (4, 6)}, {"state": (4, 6, 6)}],
+        [{"conv.q": (4, 6), "conv.k": (4, 6), "conv.v": (4, 6)}, {"ssm": (4, 6, 6)}],
     ),
     "MAMBA2": (
         lambda ranks: Shapes.mamba2_state_shape(ranks, 8 * 6, 4, 8, 6, 5, ROWS + 1),
         (BFLOAT, FLOAT),
-        [{"conv.x": (8, 6), "conv.b": (4, 5), "conv.c": (4, 5)}, {"state": (8, 6, 5)}],
+        [{"conv.x": (8, 6), "conv.b": (4, 5), "conv.c": (4, 5)}, {"ssm": (8, 6, 5)}],
     ),
     "MAMBA2, one group": (
         lambda ranks: Shapes.mamba2_state_shape(ranks, 8 * 6, 1, 8, 6, 5, ROWS + 1),
         (BFLOAT, FLOAT),
-        [{"conv.x": (8, 6), "conv.b": (1, 5), "conv.c": (1, 5)}, {"state": (8, 6, 5)}],
+        [{"conv.x": (8, 6), "conv.b": (1, 5), "conv.c": (1, 5)}, {"ssm": (8, 6, 5)}],
     ),
     "MAMBA1": (
         lambda ranks: Shapes.mamba1_state_shape(ranks, 16, 5, ROWS + 1),
         (BFLOAT, FLOAT),
-        [{"conv.x": (16, 1)}, {"state": (16, 1, 5)}],
+        [{"conv.x": (16, 1)}, {"ssm": (16, 1, 5)}],
     ),
     "SHORT_CONV": (
         lambda ranks: Shapes.short_conv_state_shape(ranks, 16, ROWS + 1),
@@ -62,7 +62,7 @@ CASES = {
     "LINEAR": (
         lambda ranks: Shapes.linear_attention_state_shape(8, ranks, 6),
         (FLOAT,),
-        [{"state": (8, 6, 6)}],
+        [{"ssm": (8, 6, 6)}],
     ),
 }
 BACKENDS = {"KDA": "GDN_ATTN", "MAMBA2, one group": "MAMBA2"}

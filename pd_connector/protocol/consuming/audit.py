@@ -52,6 +52,8 @@ class Distance(NamedTuple):
 
 def can_compare(route: Route) -> bool:
     """Whether elements of this route's caches can be read as numbers."""
+    if route.section is not None:
+        return route.section.dtype in ELEMENT_BYTES
     return route.source.dtype in ELEMENT_BYTES and route.destination.dtype in ELEMENT_BYTES
 
 
@@ -80,6 +82,7 @@ class Comparison:
     Args:
         adapter: name and content of the adapter that the KV was computed with; empty for none.
         experts: the model sends tokens to experts, so that rounding can move single ones.
+        states: states are compared, too. Where no position is kept by both sides, only KV is.
 
     Attributes:
         largest: the largest distance of a page, by K and V.
@@ -88,8 +91,9 @@ class Comparison:
         counterparts: whose KV it is; empty until `judge`.
     """
 
-    def __init__(self, adapter: str = "", *, experts: bool = False) -> None:
+    def __init__(self, adapter: str = "", *, experts: bool = False, states: bool = False) -> None:
         self.adapter = adapter
+        self._states = states
         self.largest: dict[Part, float] = {}
         self.largest_token: dict[Part, float] = {}
         self.pages = 0
@@ -139,6 +143,8 @@ class Comparison:
             return Cause.AUDIT, wrong[1]
         compared = {layer for layer, _ in self._sums}
         for route in routes:
+            if route.section is not None and not self._states:
+                continue
             wanted = {n for n in route.layers if n < DRAFT_LAYERS} if can_compare(route) else set()
             if missing := wanted - compared:
                 detail = f"no page of layer {min(missing)} was left here to be compared"
