@@ -49,6 +49,7 @@ class SteppedEngine:
         adapters: whether it is started with LoRA.
         ahead: the next step may be scheduled before the outcome of the last is known, as on a GPU.
         states: `mamba_cache_mode`, if a group has states.
+        caching: whether it has a prefix cache.
         extra: the connector's config.
     """
 
@@ -64,13 +65,14 @@ class SteppedEngine:
         adapters: bool = False,
         ahead: bool = False,
         states: Any = "none",
+        caching: bool = True,
         **extra: Any,
     ) -> None:
         config = config_of(
             budget=budget,
             seqs=16,
             max_model_len=2048,
-            caching=True,
+            caching=caching,
             async_scheduling=ahead,
             additional=additional,
         )

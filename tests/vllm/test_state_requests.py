@@ -23,18 +23,23 @@ from pd_connector.vllm.messages import AuditReport, WorkerActivity
 FULL = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
 
+LONGEST = 2048
+
+
 def engine_of(
     mode: str = "align", role: str = "kv_both", scratch: int = 0, **extra: object
 ) -> SteppedEngine:
     states = MambaSpec(
-        block_size=PAGE,
+        block_size=PAGE if mode == "align" else LONGEST,
         shapes=((2, 4),),
         dtypes=(torch.float32,),
         page_size_padded=FULL.page_size_bytes,
         mamba_cache_mode=mode,
         num_speculative_blocks=scratch,
     )
-    engine = SteppedEngine(role, specs=[FULL, states], states=mode, **extra)
+    engine = SteppedEngine(
+        role, specs=[FULL, states], states=mode, caching=mode == "align", **extra
+    )
     engine.side.set_peers((Peer(Source("127.0.0.1", 7, "producer"), Shard(0, 2, 0, 1)),))
     return engine
 
@@ -65,7 +70,11 @@ def test_a_prompt_is_computed_and_offered_without_its_last_token(mode: str, toke
     if mode == "align":
         before = (last - 1) // PAGE
         assert final.boundary_token == before * PAGE
-        pages = [tables[1][before], tables[1][before - 1]]
+        assert tables[1][before - 1] == 0, "vLLM has given it up"
+        pages = [tables[1][before], final.pages[1][1]]
+        blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
+        assert blocks[pages[1]].ref_cnt == 1
+        assert blocks[pages[1]].block_hash is not None, "it is also found in the prefix cache"
     else:
         assert final.boundary_token == 0
         pages = [tables[1][0]]
@@ -74,6 +83,9 @@ def test_a_prompt_is_computed_and_offered_without_its_last_token(mode: str, toke
     for offer in streamed:
         assert offer.pages[1] == [], "a state that goes on is not offered"
         assert offer.state_token == last, "and said where it will stand"
+    engine.step(finished_sending={"a"})
+    engine.step()
+    engine.assert_nothing_held()
 
 
 def test_scratch_pages_of_speculation_are_no_states() -> None:
@@ -81,7 +93,8 @@ def test_scratch_pages_of_speculation_are_no_states() -> None:
     engine.add("a", 40, 8, **OFFER)
     final = offers(engine)[-1]
     tables = engine.pages("a")
-    assert list(final.pages[1]) == [tables[1][2], tables[1][1]]
+    assert final.pages[1][0] == tables[1][2]
+    assert final.pages[1][1] not in (-1, *tables[1])
     assert len(tables[1]) == 5
 
 

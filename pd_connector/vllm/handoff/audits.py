@@ -23,12 +23,12 @@ from pd_connector.kv.geometry import pages_for
 from pd_connector.vllm.handoff.fetch import Fetch, Pair
 from pd_connector.vllm.handoff.streaming import kept_pages, scheduled
 from pd_connector.vllm.messages import AuditReport
+from pd_connector.vllm.pages.held_states import HeldStates
 from pd_connector.vllm.pages.state_tables import StateTables
-from pd_connector.vllm.pages.windows import NULL_PAGE, Windows
+from pd_connector.vllm.pages.windows import Windows
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -51,9 +51,6 @@ class _Audit:
     reports: int = 0  # ranks whose comparison is over
     more: bool = False  # a rank has passed, and can fetch by another path that has not
     state_token: int = 0  # where states are compared; 0: none are
-    states: "list[list[KVCacheBlock]]" = field(
-        default_factory=list
-    )  # by table: the page held for that
 
     @property
     def last(self) -> int:
@@ -78,7 +75,7 @@ class Audits:
         self._retry_s = config.session_timeout_s
         self._windows = windows
         self._states = states
-        self._manager: KVCacheManager | None = None
+        self._held = HeldStates(states)
         self._ranks = ranks
         self._passed: dict[Pair, None] = {}
         self._retry: dict[Pair, float] = {}
@@ -88,7 +85,7 @@ class Audits:
 
     def bind(self, manager: "KVCacheManager") -> None:
         """Attach vLLM's pages, before the first request."""
-        self._manager = manager
+        self._held.bind(manager)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether this request is computed here to compare it."""
@@ -240,27 +237,14 @@ class Audits:
         return missing >= LEAST_TOKENS and not under_way and not early
 
     def _hold(self, request_id: str, audit: _Audit, computed: int) -> bool:
-        """Hold the page of the states that will be compared, once a step computes them. vLLM frees it with one of the next
-        steps. Returns whether it is there.
+        """Hold the states that will be compared, once a step computes them. Returns whether they are there.
 
         Args:
             computed: tokens of the request that this step will have computed.
         """
-        if not audit.state_token or audit.states or computed < audit.state_token:
+        if not audit.state_token or computed < audit.state_token:
             return True
-        assert self._manager is not None
-        tables = self._manager.get_blocks(request_id).blocks
-        found = self._states.only(tables, audit.state_token)
-        audit.states = [
-            list(page) if page is not table else []
-            for page, table in zip(found, tables, strict=True)
-        ]
-        held = [block for page in audit.states for block in page]
-        if not held or any(block.block_id == NULL_PAGE for block in held):
-            audit.states = []
-            return False
-        self._manager.block_pool.touch(held)
-        return True
+        return self._held.hold(request_id, audit.state_token)
 
     def _load(self, request_id: str, audit: _Audit) -> Command:
         """Begin to compare. Only the later half of a window is compared: vLLM goes on to free the earlier half."""
@@ -275,8 +259,7 @@ class Audits:
             listed.append(begin)
             tables.append([0] * begin + pages[begin:count])
         audit.listed = tuple(listed)
-        if audit.states:
-            held = [[block.block_id for block in page] for page in audit.states]
+        if held := self._held.pages(request_id):
             tables = [page or table for page, table in zip(held, tables, strict=True)]
         return audit.fetch.load(
             request_id, stop, kept_pages(tables), compares=True, state_token=audit.state_token
@@ -290,11 +273,8 @@ class Audits:
         return [Drop(request_id, cause)]
 
     def _end(self, request_id: str) -> None:
-        audit = self._audits.pop(request_id)
-        if audit.states:
-            assert self._manager is not None
-            self._manager.block_pool.free_blocks([b for page in audit.states for b in page])
-        if audit.keep_until is not None:
+        self._held.release(request_id)
+        if self._audits.pop(request_id).keep_until is not None:
             self._over.append(request_id)
 
     def _pass(self, pair: Pair) -> None:

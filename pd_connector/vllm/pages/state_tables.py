@@ -42,12 +42,6 @@ class StateTables:
             for table, size in zip(tables, self._page_sizes, strict=True)
         )
 
-    def positions(self, tokens: int) -> tuple[int, ...]:
-        """Where states stand once a prompt of `tokens` tokens was computed: at its end and, if vLLM keeps it, at the last
-        boundary before."""
-        earlier = self.boundary(tokens - 1)
-        return (tokens, earlier) if earlier else (tokens,)
-
     @property
     def keeps_boundaries(self) -> bool:
         """Whether vLLM keeps states after whole pages beside the latest one."""
