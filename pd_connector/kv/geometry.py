@@ -93,8 +93,8 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a state that is shared among ranks by itself, such as Q's part of a convolution.
 
-    A layer's state is `[unit][row][dim]` for each of its sections. Where these elements lie in the engine's page
-    is no matter of the geometry: each rank's views have strides of their own (`pages/layer.py:StatePages`).
+    A layer's state is `[unit][row][dim]` for each of its sections. A geometry does not say where these elements
+    lie in the engine's page: each rank's views have strides of their own (`pages/layer.py:StatePages`).
 
     Attributes:
         name: both sides pair sections by it: `conv.q`, `ssm`. It says which tensor the section is a part of.

@@ -35,8 +35,9 @@ CHUNK_S = 0.03
 class Chunk(NamedTuple):
     """Tokens [first_token, stop_token) of the prompt in some layers of one route: those that both sides hold.
 
-    Of a state: as it stands after tokens [0, first_token), which is `stop_token`, too. Its layers and units are one
-    list, layer by layer, and `first_layer` and `stop_layer` are places in it: a layer's state can be larger than a slot.
+    A chunk of a state has it as it stands after tokens [0, first_token), and `stop_token` is the same. Its layers and
+    units are one list, layer by layer, and `first_layer` and `stop_layer` are places in it: a layer's state can be
+    larger than a slot.
     """
 
     sequence: int

@@ -24,6 +24,7 @@ from support.state_caches import Order, Sections, StateRank, gdn, mamba2
 
 from pd_connector.agent.commands import Computed, Drop
 from pd_connector.agent.handshake import RankIdentity, RefusedError, check_hello, hello
+from pd_connector.agent.page_gate import RevokedError
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
@@ -268,6 +269,41 @@ def test_a_corrupt_section_leaves_the_page_as_it_was(
     after = [view for pages in consumer.states.layers.values() for view in pages.sections]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     producer.freed("t")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_load_cut_at_any_chunk_writes_no_state(
+    ranks: Ranks, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = pair(ranks, LONG | TRANSPORTS[transport])
+    before = [view.clone() for pages in consumer.states.layers.values() for view in pages.sections]
+    side = consumer.loop.consumer_side
+    assert side is not None
+    pipeline, cut, placed = side._receive_pipeline, 0, 0
+    place = pipeline.place
+
+    def placing(*arguments: Any) -> Any:
+        nonlocal placed
+        placed += 1
+        if placed > cut:
+            raise RevokedError
+        return place(*arguments)
+
+    monkeypatch.setattr(pipeline, "place", placing)
+    for number in range(100):
+        placed, cut = 0, number
+        producer.offers(f"t{number}")
+        consumer.loads(f"t{number}", [producer.peer])
+        ended = consumer.loaded(f"t{number}")
+        producer.freed(f"t{number}")
+        assert not pipeline._states
+        if ended.cause is None:
+            break
+        assert ended.cause is Cause.ABORTED
+        after = [view for pages in consumer.states.layers.values() for view in pages.sections]
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert number >= 1 + len(GDN)
+    assert consumer.states.problem() == ""
 
 
 def test_unlike_states_are_refused_in_the_handshake(ranks: Ranks) -> None:

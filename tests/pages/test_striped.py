@@ -171,7 +171,7 @@ def test_what_the_consumer_has_already_is_not_written(first: int) -> None:
 
 
 def test_chunks_begin_and_end_at_whole_entries() -> None:
-    """Of 150 tokens with an entry for each 4, 37 entries are complete; the open one is no KV."""
+    """150 tokens with an entry for each 4 have 37 complete entries. The open one does not pass."""
     engine = Engine(state_tokens=4, page=32)
     ours, theirs = engine.ranks(150), engine._replace(page=64).ranks(150)
     ours[0].fill()
