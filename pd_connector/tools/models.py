@@ -53,7 +53,7 @@ _ALONE = "serve it without disaggregation"
 _SGLANG_STATE = Support(
     Standing.REFUSED, "state of kind mamba", "use vLLM, or serve it without disaggregation"
 )
-_STATES = "The prefill engine leaves a prompt's last token to the decode engine, and its own answer is no answer. No pool"
+_STATES = "The prefill engine leaves a prompt's last token to the decode engine, so its own answer is not used. Without a pool"
 
 MODELS = (
     Model(

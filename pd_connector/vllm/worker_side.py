@@ -95,7 +95,7 @@ class WorkerSide:
         assert transfer is not None
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
-        # With states a prompt is computed without its last token, and what is sampled after it is no answer.
+        # With states a prompt is computed without its last token, and what is sampled after it is not an answer.
         states = any(group.kind == "state" for group in cache.geometry.groups)
         loaded, files = loaded_weights(self._vllm_config), loaded_files(self._vllm_config)
         facts = model_facts(self._vllm_config, self._config, caches, shard, loaded, files)

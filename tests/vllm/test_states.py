@@ -27,7 +27,7 @@ PAGES, PAGE = 3, 2
 ROWS = 3
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
 
-# By kind: shapes on one of so many ranks, dtypes, units and dims of the parts of each tensor in the whole model.
+# By kind: shapes on one rank, by the number of ranks; dtypes; units and dims of each tensor's parts in the whole model.
 CASES = {
     "GDN_ATTN": (
         lambda ranks: Shapes.gated_delta_net_state_shape(ranks, 4, 8, 6, 5, ROWS + 1),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def leave_last_token(request: "Request") -> None:
     """Takes the last token off a prompt that has just been queued, and lets the engine stop after the prompt. What it
-    samples follows another prompt, and is no answer. A prompt of one token stays: its consumer computes it, and wants
+    samples follows another prompt, and is not an answer. A prompt of one token stays: its consumer computes it, and wants
     nothing.
 
     Raises:

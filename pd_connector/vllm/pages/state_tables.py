@@ -27,8 +27,8 @@ class StateTables:
         return any(size != 0 for size in self._page_sizes)
 
     def only(self, tables: Iterable[Sequence[int]], *positions: int) -> tuple[Sequence[int], ...]:
-        """The same page tables. Of a table of states, only the pages that hold the states after so many tokens are left, in
-        this order. Scratch pages of speculation lie behind the latest of them.
+        """The same page tables, but tables of states list only the pages of the states at these positions, in this order. A
+        position is the number of tokens before it. Scratch pages of speculation lie behind the latest state.
 
         >>> StateTables([0, 16, None]).only([[7, 8, 9], [0, 5, 6], [3, 4]], 32)
         ([7, 8, 9], [5], [3])
