@@ -68,11 +68,11 @@ class Probe:
             else:
                 layer[page].neg_()
 
-    def zero_states(self, page: int) -> None:
-        """Zero the recurrent states in a page, as if they had not been handed over."""
+    def zero_states(self, page: int | None = None) -> None:
+        """Zero the recurrent states in a page, or in all pages, as if they had not been handed over."""
         for module in self.vllm_config.compilation_config.static_forward_context.values():
             for state in module.kv_cache if hasattr(module, "mamba_type") else ():
-                state[page].zero_()
+                state[slice(None) if page is None else page].zero_()
 
     def negate_kv(self, page: int) -> None:
         """Negate K and V of a page in every layer with attention."""
