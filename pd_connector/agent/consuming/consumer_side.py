@@ -75,7 +75,7 @@ class ConsumerSide:
             self._pool,
             one_sided,
             shards,
-            needs_words=bool(resources.identity.needs),
+            needs_final_token=bool(resources.identity.needs),
             audits=resources.audits,
         )
         self._dialler = Dialler(resources)

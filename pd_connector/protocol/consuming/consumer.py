@@ -43,7 +43,7 @@ class Consumer:
         pool: landing slots; granted to producers, and home again when a transfer has ended.
         one_sided: whether a peer may still write into a slot after its session has ended.
         shards: what the ranks of this engine hold, this one included.
-        needs_words: whether a load is of no use without the producer's final token.
+        needs_final_token: whether a load is of no use without the producer's final token.
         audits: what is known of producers; with it, only KV of those that have passed is loaded.
 
     Attributes:
@@ -58,14 +58,14 @@ class Consumer:
         one_sided: bool,
         shards: Sequence[Shard] = (),
         *,
-        needs_words: bool = False,
+        needs_final_token: bool = False,
         audits: AuditBook | None = None,
     ) -> None:
         self._config = config
         self._geometry = geometry
         self._shards = tuple(shards) or (geometry.shard,)
         self._one_sided = one_sided
-        self._needs_words = needs_words
+        self._needs_final_token = needs_final_token
         self._audits = audits
         self._transfers = IncomingTransfers()
         self._sessions: dict[Source, ProducerSession] = {}
@@ -76,7 +76,7 @@ class Consumer:
             self._transfers,
             self._sessions,
             self._grants,
-            needs_words=needs_words,
+            needs_final_token=needs_final_token,
             audits=audits,
         )
         self.landings = Landings(
@@ -287,7 +287,7 @@ class Consumer:
     def _new(
         self, request: str, transfer: str, peers: Sequence[Peer], engine_id: str, now: float
     ) -> IncomingTransfer:
-        parts = streams(peers, self._geometry, self._shards, waits_for_words=self._needs_words)
+        parts = streams(peers, self._geometry, self._shards, waits_for_final_token=self._needs_final_token)
         return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
 
     def _comparison(self, load: Load) -> Comparison:

@@ -26,7 +26,7 @@ class Fetches:
     Args:
         geometry: of this rank.
         sessions: those that stand.
-        needs_words: whether a load is of no use without the producer's final token.
+        needs_final_token: whether a load is of no use without the producer's final token.
         audits: what is known of producers; None where none has to be audited.
     """
 
@@ -38,7 +38,7 @@ class Fetches:
         sessions: dict[Source, ProducerSession],
         grants: Grants,
         *,
-        needs_words: bool,
+        needs_final_token: bool,
         audits: AuditBook | None,
     ) -> None:
         self._config = config
@@ -46,7 +46,7 @@ class Fetches:
         self._transfers = transfers
         self._sessions = sessions
         self._grants = grants
-        self._needs_words = needs_words
+        self._needs_final_token = needs_final_token
         self._audits = audits
         self._stalls = PeerBackoff(config.stall_timeout_s)
         # Last messages to producers whose session does not stand, by when each was due.
@@ -117,10 +117,10 @@ class Fetches:
         if message.chunks != stream.planned:
             detail = f"producer plans {message.chunks} chunks, {stream.planned} wanted"
             return self.finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
-        if message.words is not None and incoming.load is not None:
-            if problem := message.words.problem(incoming.transfer, incoming.load.identity):
+        if message.final_token is not None and incoming.load is not None:
+            if problem := message.final_token.problem(incoming.transfer, incoming.load.identity):
                 return self.finish(incoming, *problem, now)
-            incoming.words = message.words
+            incoming.final_token = message.final_token
         if incoming.accepted(source, message.complete, now):
             stream.deadline = now + self._config.stall_timeout_s
             self._transfers.schedule(incoming)
@@ -150,7 +150,7 @@ class Fetches:
             wrong = incoming.comparison.judge(producers, [r for pair in known for r in pair])
             cause, detail = wrong or (None, "")
             return self.finish(incoming, cause, detail, now)
-        if self._needs_words and incoming.words is None:
+        if self._needs_final_token and incoming.final_token is None:
             detail = "the producer sent KV alone, and this engine needs its final token, too"
             return self.finish(incoming, Cause.WORDS, detail, now)
         return self.finish(incoming, None, "", now)

@@ -124,7 +124,7 @@ class Finished(NamedTuple):
     nbytes: int = 0  # received and verified
     chunks: int = 0
     seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
-    words: FinalToken | None = None  # what the producer's engine decided besides
+    final_token: FinalToken | None = None  # what the producer's engine decided besides
     comparison: Comparison | None = None  # of a load that compares: what it has found
     stop_token: int = 0  # of a load from the pool: tokens before this one are in place and verified
     miss: Miss | None = None  # of a load from the pool: what is wrong with the chunk at that token

@@ -16,7 +16,7 @@ class IncomingStream:
     """What one rank of the producer sends."""
 
     readers: int  # ranks of this engine that read from it
-    waits_for_words: bool = False  # not received before the prefill has ended, and told so
+    waits_for_final_token: bool = False  # not received before the prefill has ended, and told so
     deadline: float = float("inf")
     waits: bool = False  # for a prefill that need not have ended
     opened: bool = False
@@ -36,7 +36,7 @@ class IncomingStream:
     @property
     def received(self) -> bool:
         """Whether all that it sends is in pages, and all that it tells has been told."""
-        told = self.complete or not (self.waits_for_words or self.provisional)
+        told = self.complete or not (self.waits_for_final_token or self.provisional)
         return self.accepted and told and not self.missing
 
     @property

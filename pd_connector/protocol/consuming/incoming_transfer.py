@@ -32,7 +32,7 @@ class IncomingTransfer:
     since: float = 0.0  # it waits for its prefill
     nbytes: int = 0
     chunks: int = 0
-    words: FinalToken | None = None
+    final_token: FinalToken | None = None
     comparison: Comparison | None = None  # of a load that compares
 
     @property
@@ -80,7 +80,7 @@ class IncomingTransfer:
                     nbytes=self.nbytes,
                     chunks=self.chunks,
                     seconds=now - self.began,
-                    words=self.words,
+                    final_token=self.final_token,
                     comparison=self.comparison,
                     source=next(iter(self.streams), None),
                 )
@@ -110,7 +110,7 @@ def streams(
     geometry: Geometry,
     shards: Sequence[Shard],
     *,
-    waits_for_words: bool,
+    waits_for_final_token: bool,
 ) -> dict[Source, IncomingStream]:
     """A stream of each rank of a producer that holds a part of what this rank holds.
 
@@ -118,12 +118,12 @@ def streams(
         peers: all ranks of the producer.
         geometry: of this rank.
         shards: what all ranks of this engine hold.
-        waits_for_words: see `IncomingStream`.
+        waits_for_final_token: see `IncomingStream`.
     """
     heads = frozenset(group.heads for group in geometry.groups)
     return {
         peer.source: IncomingStream(
-            sum(meet(peer.shard, shard, heads) for shard in shards), waits_for_words
+            sum(meet(peer.shard, shard, heads) for shard in shards), waits_for_final_token
         )
         for peer in peers
         if meet(peer.shard, geometry.shard, heads)

@@ -166,7 +166,7 @@ class Openings:
         self._queue.enqueue(transfer, session)
         if known and not offer.final:
             return []
-        accept = messages.Accept(transfer, stream.planned, offer.final, offer.words, provisional)
+        accept = messages.Accept(transfer, stream.planned, offer.final, offer.final_token, provisional)
         return [Reply(session, accept)]
 
     def written(self, session: SessionId, transfer: str, ok: bool, detail: str) -> list[Action]:

@@ -27,7 +27,7 @@ class Offer(NamedTuple):
     prompt_tokens: int
     tokens: int  # [0, tokens) are computed in all layers
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
-    words: FinalToken | None = None  # what else the engine decided; with the final offer
+    final_token: FinalToken | None = None  # what else the engine decided; with the final offer
     provisional: bool = False  # it may be withdrawn, as wrong, when the prefill has ended
 
     def problem(

@@ -136,14 +136,14 @@ class Accept(Message, frozen=True):
     """Producer: there is KV to send, and `chunks` chunks will follow.
 
     Sent when the first of it has been computed, and again, `complete`, when the prefill has ended.
-    Then it has the engine's `words`, if there are any. A transfer that is `provisional` may still be
-    refused, so the consumer uses nothing of it before all is complete.
+    Then it has the prompt's `final_token`, if there is one (`words` on the wire). A transfer that is `provisional`
+    may still be refused, so the consumer uses nothing of it before it is complete.
     """
 
     transfer: Name
     chunks: Count
     complete: bool
-    words: FinalToken | None = None
+    final_token: FinalToken | None = msgspec.field(default=None, name="words")
     provisional: bool = False
 
 
