@@ -15,7 +15,7 @@ from pd_connector.protocol.consuming.incoming import Finished, IncomingChunk, Lo
 from pd_connector.protocol.producing.outgoing import Free, Offer, Reply
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.final_token import FIRST_TOKEN, MAX_ALTERNATIVES, FinalToken, untold
+from pd_connector.protocol.wire.final_token import FIRST_TOKEN, MAX_ALTERNATIVES, FinalToken, unsent
 from pd_connector.protocol.wire.peers import Peer, Source
 
 SOURCE = Source("p", 1, "")
@@ -29,7 +29,9 @@ class Loading:
 
     def __init__(self, *, needs_final_token: bool = True, first_token: int = 0) -> None:
         config = Config(slots=4)
-        self.consumer = Consumer(config, GEOMETRY, SlotPool(4), False, needs_final_token=needs_final_token)
+        self.consumer = Consumer(
+            config, GEOMETRY, SlotPool(4), False, needs_final_token=needs_final_token
+        )
         self.session = ProducerSession(1, config.slot_bytes, ROUTES)
         self.consumer.session_up(SOURCE, self.session, 0.0)
         load = Load("r", "t", (Peer(SOURCE, WHOLE),), TOKENS, first_token, 8, ([0, 1, 2, 3],), True)
@@ -108,7 +110,9 @@ def test_nothing_left_to_load_but_the_words() -> None:
         msgspec.structs.replace(WORDS, identity=b"other tokens"),
     ],
 )
-def test_missing_words_and_words_of_another_request_fail_the_load(final_token: FinalToken | None) -> None:
+def test_missing_words_and_words_of_another_request_fail_the_load(
+    final_token: FinalToken | None,
+) -> None:
     loading = Loading()
     ended = loading.accept(complete=True, final_token=final_token) or loading.place_all()
     assert [end.cause for end in ended] == [Cause.WORDS]
@@ -157,9 +161,9 @@ def test_a_producer_lets_a_consumer_ask_for_the_words_alone() -> None:
 
 
 def test_what_is_not_told_is_named() -> None:
-    assert untold([FIRST_TOKEN], []) == "first_token"
-    assert untold([FIRST_TOKEN], [FIRST_TOKEN, "more"]) == ""
-    assert untold([], [FIRST_TOKEN]) == ""
+    assert unsent([FIRST_TOKEN], []) == "first_token"
+    assert unsent([FIRST_TOKEN], [FIRST_TOKEN, "more"]) == ""
+    assert unsent([], [FIRST_TOKEN]) == ""
 
 
 @pytest.mark.parametrize(
