@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether the next transfer of a session is coded, with `codec: auto`.
 
-A codec halves the bytes, and costs processor time on both sides. The rate of KV is the smaller of two rates: that of the
-link times the codec's saving, and that of the coding. Both rates change with the load of the link and of the processors.
+A codec halves the bytes, and costs processor time on both sides. The rate of KV is the smaller of two rates: the
+link's rate times the codec's saving, and the coders' rate. Both rates change with the load of the link and of the processors.
 So the rate of KV is measured, with the codec and without.
 """
 

@@ -38,6 +38,9 @@ class Load(NamedTuple):
     # and no page is written. Pages that are not here (-1) are skipped.
     compares: bool = False
     adapter: str = ""  # name and content of the adapter that the KV was computed with
+    # States are wanted as they stand after tokens [0, state_token); 0: none are. Each table of a `state` group lists
+    # the one page that they go into. A load that does not compare wants them if this rank has such groups.
+    state_token: int = 0
 
     def pages_of(self, route: Route, planned: Chunk) -> Sequence[int]:
         """Ids of the local pages that hold the chunk's tokens. Fewer if the load has fewer."""

@@ -29,6 +29,9 @@ class Offer(NamedTuple):
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
     final_token: FinalToken | None = None  # with the final offer, if the engine has chosen it
     provisional: bool = False  # it may turn out to be wrong when the prefill has ended
+    # In the final offer: the pages of `state` groups hold the states after tokens [0, state_token);
+    # 0: they hold none. Each such table lists one page.
+    state_token: int = 0
 
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int

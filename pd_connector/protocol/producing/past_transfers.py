@@ -58,7 +58,7 @@ class PastTransfers:
         return self._unwanted[transfer][0]
 
     def remember(self, transfer: str, cause: Cause | None, *, request_ended: bool) -> None:
-        """The transfer has ended. The last thousand are remembered. Of several ends of one transfer the first cause counts."""
+        """The transfer has ended. The last thousand are remembered. If one ends several times, its first cause counts."""
         earlier = self._ended.get(transfer)
         self._ended[transfer] = _End(earlier.cause if earlier else cause, request_ended)
         if len(self._ended) > _REMEMBERED:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
 from pathlib import Path
 
+from pd_bench.machine import Noise
 from pd_bench.scheduler.live import (
     CHUNK_TOKENS,
     Contender,
@@ -25,7 +26,6 @@ from pd_bench.scheduler.runs import Runs
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.sglang_bars import FCFS, OURS, THEIRS, comparisons
 from pd_bench.scheduler.workload import poisson, shared_profiles
-from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.launch.progress import wait_all
 from pd_connector.tools.launch.sglang import SglangEngine
 from scheduler_plugins.profile.client import connect

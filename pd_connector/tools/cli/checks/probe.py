@@ -18,7 +18,6 @@ import zmq
 import pd_connector
 from pd_connector.config import CODEC_GROUP, TRANSPORT_GROUP
 from pd_connector.extensions import load_entry_points
-from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.cli.checks import pool
 from pd_connector.tools.cli.checks.facts import Addition, Facts, Limits, Software, Transports, Trial
 from pd_connector.tools.cli.checks.network import configured_host
@@ -138,10 +137,17 @@ def _printed(process: "subprocess.Popen[str]", timeout_s: float) -> tuple[str, s
         try:
             return process.communicate(timeout=timeout_s / _LOOKS)
         except subprocess.TimeoutExpired:
-            before_s, used_s = used_s, cpu_seconds([process.pid])
+            before_s, used_s = used_s, _cpu_seconds(process.pid)
             if look >= _LOOKS - 1 and used_s == before_s:
                 raise
     raise subprocess.TimeoutExpired(process.args, _LONGER * timeout_s)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a child that has not been waited for."""
+    # The name, in parentheses, may hold spaces; utime and stime are fields 14 and 15.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _software() -> Software:
