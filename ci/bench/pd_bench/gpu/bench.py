@@ -6,13 +6,13 @@ Everything runs in the same two processes, one contender after the other, with t
 Received KV is verified after each run, outside the measured time.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pd_bench.harness import NIXL, require
 from pd_bench.kernels.caches import MODELS, Model
 from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.bench.report import BenchError, Comparison, Param
@@ -94,12 +94,7 @@ class GpuBench:
         return [f"GPU: {names[0]}, CUDA {torch.version.cuda}, {where}"]
 
     def _check_possible(self) -> None:
-        for module, mend in (
-            ("nixl", "pip install 'pd-connector[nixl]'"),
-            ("triton", "every engine for GPUs brings it"),
-        ):
-            if importlib.util.find_spec(module) is None:
-                raise BenchError(f"{module} is not installed: {mend}")
+        require(NIXL, ("triton", "every engine for GPUs brings it"))
         import torch
 
         count = torch.cuda.device_count() if self.on_gpu else 0

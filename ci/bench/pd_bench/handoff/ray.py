@@ -8,12 +8,10 @@ time to the first token is the part after the prefill.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 import secrets
 import string
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 
 from pd_bench.handoff.contender import Contender, by_name
 from pd_bench.handoff.ray_stack import OURS, RAYS, RayStack
+from pd_bench.harness import NIXL, missing_module, wait_for
 from pd_bench.model import write_model
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.trace import TimedRequest
@@ -99,13 +98,9 @@ class RayBench:
 
     def problem(self) -> str:
         """Why nothing can be measured here, with advice; empty if it can."""
-        for module, mend in (
-            ("ray", "use an environment that has it: pip install 'pd-connector[ray]'"),
-            ("nixl", "the baseline needs it: pip install 'pd-connector[nixl]'"),
-        ):
-            if importlib.util.find_spec(module) is None:
-                return f"{module} is not installed: {mend}"
-        return ""
+        return missing_module(
+            ("ray", "use an environment that has it: pip install 'pd-connector[ray]'"), NIXL
+        )
 
     def measure(self, say: Say) -> list[RayMeasured]:
         """Measure everything, the baseline first. At the end no process and no namespace is left.
@@ -172,20 +167,25 @@ class RayBench:
 
     def _check(self, contender: Contender, stack: RayStack) -> None:
         """Verify that all prompts' KV came over the link."""
-        deadline = time.monotonic() + _REPORT_TIMEOUT_S
-        while True:
+
+        def counts() -> tuple[float, float]:
             samples = stack.head.metrics()
             fetched = samples.total(_PROMPT_TOKENS, source="external_kv_transfer")
-            failed = samples.total(_FAILED)
-            if not failed and fetched >= 0.95 * self._sent_tokens:
-                return
-            if time.monotonic() > deadline:
-                raise BenchError(
-                    f"{contender.name}: the decode engine fetched {fetched:.0f} of "
-                    f"{self._sent_tokens} prompt tokens ({failed:.0f} transfers failed): its times "
-                    f"are not those of a handoff. See {stack.head.folder}"
-                )
-            time.sleep(0.5)
+            return fetched, samples.total(_FAILED)
+
+        def came() -> bool | None:
+            fetched, failed = counts()
+            return True if not failed and fetched >= 0.95 * self._sent_tokens else None
+
+        def problem() -> str:
+            fetched, failed = counts()
+            return (
+                f"{contender.name}: the decode engine fetched {fetched:.0f} of "
+                f"{self._sent_tokens} prompt tokens ({failed:.0f} transfers failed): its times "
+                f"are not those of a handoff. See {stack.head.folder}"
+            )
+
+        wait_for(came, _REPORT_TIMEOUT_S, problem, 0.5)
 
     def _run(self, stack: RayStack, tokens: int) -> TimedAnswer:
         """One request, alone."""
@@ -194,18 +194,17 @@ class RayBench:
         (answer,) = send(stack.serve.client, stack.serve.client.model(), [request])
         if answer.failure:
             raise BenchError(f"a request failed: {answer.failure}; see {stack.serve.log_path}")
-        deadline = time.monotonic() + _REPORT_TIMEOUT_S
-        while True:
-            found = stack.prefills_s()
-            if len(found) == before + 1:
-                return TimedAnswer(answer.ttft_s, found[-1])
-            if time.monotonic() > deadline:
-                raise BenchError(
-                    f"the prefill replica has not logged a request of {tokens} tokens within "
-                    f"{_REPORT_TIMEOUT_S:.0f} s: the decode replica computed it itself; see "
-                    f"{stack.head.folder}"
-                )
-            time.sleep(0.1)
+        problem = (
+            f"the prefill replica has not logged a request of {tokens} tokens within "
+            f"{_REPORT_TIMEOUT_S:.0f} s: the decode replica computed it itself; see {stack.head.folder}"
+        )
+
+        def logged() -> float | None:
+            prefills_s = stack.prefills_s()
+            return prefills_s[-1] if len(prefills_s) == before + 1 else None
+
+        prefill_s = wait_for(logged, _REPORT_TIMEOUT_S, lambda: problem, 0.1)
+        return TimedAnswer(answer.ttft_s, prefill_s)
 
     def _requests(self, per_s: float) -> list[TimedRequest]:
         """All lengths in turn, at random times, `per_s` requests a second."""

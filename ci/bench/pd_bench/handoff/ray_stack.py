@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from pd_bench.harness import pids_of
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.tools.launch import HttpError, Service, stop_services
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT, LINK_ONLY, PAGE_TOKENS, on_cpu
@@ -172,8 +173,7 @@ class RayStack:
     @property
     def pids(self) -> list[int]:
         """All processes of the cluster."""
-        families = [service.family for service in self.services if service.family]
-        return [process.pid for family in families for process in family.members()]
+        return pids_of(self.services)
 
     def __enter__(self) -> Self:
         try:

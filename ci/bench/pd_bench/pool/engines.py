@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
+from pd_bench.harness import pids_of, require
 from pd_bench.model import write_model, write_weights
 from pd_bench.pool.folders import own_folder
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
@@ -131,8 +131,7 @@ Made = TypeVar("Made", bound=Engines)
 
 def need_vllm() -> None:
     """Raises BenchError if vLLM is missing."""
-    if importlib.util.find_spec("vllm") is None:
-        raise BenchError("vllm is not installed: use the environment that has it, or --raw")
+    require(("vllm", "use the environment that has it, or --raw"))
 
 
 @contextlib.contextmanager
@@ -168,12 +167,6 @@ def wait_for_pool(engines: Iterable[VllmEngine], timeout_s: float) -> None:
             timeout_s,
             f"{engine.name} does not use the pool; see {engine.log_path}",
         )
-
-
-def pids_of(engines: Iterable[VllmEngine]) -> list[int]:
-    """Processes of engines that run."""
-    families = [engine.family for engine in engines if engine.family]
-    return [process.pid for family in families for process in family.members()]
 
 
 def first_token(client: Client, body: Mapping[str, Any]) -> tuple[float, str]:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from pd_bench.handoff.pair import Prompts
+from pd_bench.harness import pids_of
 from pd_bench.peer_environment import installed_version
 from pd_bench.pool.engines import (
     begun,
     first_token,
-    pids_of,
     until,
     wait_for_pool,
 )

@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from pd_bench.handoff.pair import Prompts
+from pd_bench.harness import pids_of
 from pd_bench.pool.engines import (
     MEMORY,
     begun,
     first_token,
-    pids_of,
     until,
     wait_for_pool,
 )

@@ -7,9 +7,8 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from pd_bench.router.contenders import Contender
+from pd_bench.router.contenders import Contender, Engines
 from pd_bench.router.mocks import MockProcess
 from pd_bench.router.rotations import Say, cluster
 from pd_bench.router.scaled import Sent
@@ -33,18 +32,12 @@ class Promising(Contender):
     promises: bool = True
     speed: float = 1.0
 
-    def router(
-        self,
-        prefill: Sequence[MockProcess],
-        decode: Sequence[MockProcess],
-        profile: Path,
-        log: Path,
-    ) -> Service:
-        settings = log.with_name("router.yaml")
-        settings.write_text(json.dumps(self.settings(prefill, decode)))  # JSON is YAML too
-        urls = [[one.base_url for one in side] for side in (prefill, decode)]
-        args = ["--config", str(settings), "--profile", str(profile), "--log-level", "WARNING"]
-        return RouterProcess(*urls, name=self.name, args=args, log_path=log)
+    def router(self, engines: Engines) -> Service:
+        settings = engines.log.with_name("router.yaml")
+        settings.write_text(json.dumps(self.settings(*engines[:2])))  # JSON is YAML too
+        args = ["--config", str(settings), "--profile", str(engines.profile)]
+        args += ["--log-level", "WARNING"]
+        return RouterProcess(*engines.urls, name=self.name, args=args, log_path=engines.log)
 
     def settings(
         self, prefill: Sequence[MockProcess], decode: Sequence[MockProcess]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_bench.router import scaled
-from pd_bench.router.contenders import OURS, Contender
+from pd_bench.router.contenders import OURS, Contender, Engines
 from pd_bench.router.mocks import Found, MockProcess, found
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import Outcome, play
@@ -89,7 +89,7 @@ def cluster(contenders: Sequence[Contender], speed: float) -> Iterator[Cluster]:
 
     prefill, decode = mocks("p", contender.prefill), mocks("d", contender.decode)
     fronts = [
-        one.router(prefill, decode, profile, logs / f"router{n}.log")
+        one.router(Engines(prefill, decode, profile, logs / f"router{n}.log"))
         for n, one in enumerate(contenders)
     ]
     services = [*prefill, *decode, *fronts]

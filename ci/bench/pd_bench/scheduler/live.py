@@ -10,11 +10,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from pd_bench.harness import VLLM, pids_of, require
 from pd_bench.scheduler.replay import Outcome, p99
 from pd_bench.scheduler.sending import RequestRecord, send_all
 from pd_connector.tools.bench.machine import Noise
@@ -200,8 +200,7 @@ async def running(
     with engine:
         wait_all([engine])
         async with connect(engine.base_url) as client:
-            processes = engine.family.members() if engine.family else []
-            pids = [process.pid for process in processes]
+            pids = pids_of([engine])
             found = RunningEngine(contender, client, settings, pids, Noise(pids))
             await warm_up(found, setup.max_model_len)
             yield found
@@ -225,5 +224,4 @@ def outcome(records: Sequence[RequestRecord], hit: float) -> Outcome:
 
 def check_possible() -> None:
     """Raises BenchError if no engine can be started."""
-    if find_spec("vllm") is None:
-        raise BenchError("vllm is not installed: use the environment that has it")
+    require(VLLM)

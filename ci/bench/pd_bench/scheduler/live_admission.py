@@ -20,7 +20,7 @@ from pd_bench.scheduler.live import (
     Say,
     running,
 )
-from pd_bench.scheduler.overload import ATTAINED, GOODPUT, OVERLOAD
+from pd_bench.scheduler.overload import OVERLOAD, compared
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.workload import poisson
 from pd_connector.tools.bench.report import Comparison
@@ -166,26 +166,7 @@ def _comparisons(
     goodput = good / span_s
     without = max(sum(kept(one, slo) for one in admitted(free)) / span_s, 1e-3)
     params = {"promise": promise.name}
-    return [
-        Comparison(
-            "admitted and kept",
-            {**params, "against": "wanted"},
-            Sample((attained,)),
-            Sample((ATTAINED,)),
-            "",
-            1.0,
-            more_is_better=True,
-        ),
-        Comparison(
-            "goodput",
-            {**params, "against": "accept all"},
-            Sample((goodput,)),
-            Sample((without,)),
-            "/s",
-            GOODPUT,
-            more_is_better=True,
-        ),
-    ]
+    return compared(params, Sample((attained,)), Sample((goodput,)), Sample((without,)))
 
 
 def _line(promise: PromisedRequests, records: Sequence[RequestRecord], duration_s: float) -> str:

@@ -8,7 +8,6 @@ killed and restarted, and all requests come again. Until then both stacks have t
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import shutil
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pd_bench.harness import VLLM, require
 from pd_bench.model import KV_BYTES_PER_TOKEN, write_model, write_weights
 from pd_bench.serve.measure import AT_ONCE, WARM_UPS, Plan, Say
 from pd_bench.serve.pool_turns import AGAIN, PLAIN, POOL, Round, Turns, compared
@@ -80,9 +80,7 @@ class PoolServeBench:
             PDConnectorError: nothing could be measured.
         """
         lines = read(self.trace, self.plan.requests * self.plan.rounds)
-        for module in ("vllm", "aiohttp"):
-            if importlib.util.find_spec(module) is None:
-                raise BenchError(f"{module} is not installed: use the environment that has it")
+        require(VLLM, ("aiohttp", "our router needs it: pip install 'pd-connector[router]'"))
         memory = memory_for(lines, self.plan)
         logs = log_folder()
         console.print(f"logs in {logs}", highlight=False)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pd_bench.harness import Processes
 from pd_bench.peer_environment import installed_version
-from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.launch import HttpError, RouterProcess, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role
 from pd_connector.tools.launch.netns import Namespace
@@ -82,7 +82,7 @@ class Stack(ABC):
     def __init__(self, prefill: VllmEngine, decode: VllmEngine, router: Service) -> None:
         self.engines = (prefill, decode)
         self.router = router
-        self._pids: list[int] = []
+        self._processes = Processes(lambda: self.services)
 
     @property
     def services(self) -> tuple[Service, ...]:
@@ -92,14 +92,11 @@ class Stack(ABC):
     @property
     def pids(self) -> list[int]:
         """Processes of the whole stack, as they were when it became ready."""
-        if not self._pids:
-            families = [one.family for one in self.services if one.family]
-            self._pids = [process.pid for family in families for process in family.members()]
-        return self._pids
+        return self._processes.pids
 
     def cpu_seconds(self) -> float:
         """CPU time used by the whole stack."""
-        return cpu_seconds(self.pids)
+        return self._processes.cpu_seconds()
 
     @abstractmethod
     def rest(self) -> None:
@@ -165,7 +162,7 @@ class PoolStack(OurStack):
             engine.kill()
         for engine in self.engines:
             engine.start()
-        self._pids = []
+        self._processes = Processes(lambda: self.services)
 
     def uses_pool(self) -> bool:
         """Whether both engines use the pool, and the router knows what is in it."""
