@@ -147,16 +147,18 @@ class RayBench:
         noise = Noise(stack.pids)
         runs: dict[int, list[TimedAnswer]] = {}
         for tokens in self.prompt_tokens:
-            found = [self._run(stack, tokens) for _ in range(self.warm_ups + self.runs)]
-            runs[tokens] = found[self.warm_ups :]
-            times = ", ".join(f"{one.ttft_s:.2f} ({one.after_s:.2f})" for one in runs[tokens])
+            answered = [self._run(stack, tokens) for _ in range(self.warm_ups + self.runs)]
+            runs[tokens] = answered[self.warm_ups :]
+            times = ", ".join(
+                f"{answer.ttft_s:.2f} ({answer.after_s:.2f})" for answer in runs[tokens]
+            )
             say(f"{contender.name}, {tokens:,} tokens: {times} s")
         client = stack.serve.client
         model = client.model()
         rate, answers = completion_rate(client, model, self._requests(1.0), AT_ONCE)
         say(f"{contender.name}: {rate:.2f} requests/s with {AT_ONCE} under way")
         loaded = send(client, model, self._requests(LOAD * (capacity or rate)))
-        failures = [one.failure for one in (*answers, *loaded) if one.failure]
+        failures = [answer.failure for answer in (*answers, *loaded) if answer.failure]
         if failures:
             raise BenchError(
                 f"{contender.name}: {len(failures)} requests failed, one of them: {failures[0]}; see "
@@ -209,12 +211,12 @@ class RayBench:
     def _requests(self, per_s: float) -> list[TimedRequest]:
         """All lengths in turn, at random times, `per_s` requests a second."""
         moves = random.Random(LOADED)
-        at_s, found = 0.0, []
+        at_s, requests = 0.0, []
         for number in range(LOADED):
             tokens = self.prompt_tokens[number % len(self.prompt_tokens)]
-            found.append(TimedRequest(at_s, self._prompt(tokens), ANSWER_TOKENS))
+            requests.append(TimedRequest(at_s, self._prompt(tokens), ANSWER_TOKENS))
             at_s += moves.expovariate(per_s)
-        return found
+        return requests
 
     def _prompt(self, tokens: int) -> str:
         """A prompt of `tokens` tokens. Each letter is a token of the served model, which adds a first one."""
@@ -226,7 +228,7 @@ class RayBench:
 def compared(measured: Sequence[RayMeasured]) -> list[Comparison]:
     """Ours beside the baseline, which is the first."""
     baseline, *ours = measured
-    return [row for one in ours for row in _rows(one, baseline)]
+    return [row for application in ours for row in _rows(application, baseline)]
 
 
 def _rows(ours: RayMeasured, baseline: RayMeasured) -> list[Comparison]:
@@ -240,12 +242,15 @@ def _rows(ours: RayMeasured, baseline: RayMeasured) -> list[Comparison]:
             ("prefill", "prefill_s", None),
         ):
             mine, theirs = (
-                _ms([getattr(run, part) for run in one.runs[tokens]]) for one in (ours, baseline)
+                _ms([getattr(run, part) for run in application.runs[tokens]])
+                for application in (ours, baseline)
             )
             rows.append(Comparison(name, params, mine, theirs, "ms", bar))
-    mine, theirs = (_ms([answer.ttft_s for answer in one.loaded]) for one in (ours, baseline))
+    mine, theirs = (
+        _ms([answer.ttft_s for answer in application.loaded]) for application in (ours, baseline)
+    )
     rows.append(Comparison("first token", {"load": LOAD, **codec}, mine, theirs, "ms"))
-    mine, theirs = (Sample((one.capacity,)) for one in (ours, baseline))
+    mine, theirs = (Sample((application.capacity,)) for application in (ours, baseline))
     rows.append(Comparison("requests", codec, mine, theirs, "/s", RATE_BAR, True))
     return rows
 

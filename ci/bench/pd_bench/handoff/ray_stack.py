@@ -160,10 +160,12 @@ class RayStack:
 
         Ray's histograms would only tell a time's bucket.
         """
-        found = []
+        seconds = []
         for log in self.head.folder.glob("session_2*/logs/worker-*.err"):
-            found += [float(ms) / 1e3 for ms in _PREFILLED.findall(log.read_text(errors="replace"))]
-        return found
+            seconds += [
+                float(ms) / 1e3 for ms in _PREFILLED.findall(log.read_text(errors="replace"))
+            ]
+        return seconds
 
     @property
     def services(self) -> tuple[Service, ...]:

@@ -143,7 +143,7 @@ def _link(raw: Bars, fp8: Bars, int8: Bars, streamed: Bars) -> LineUp:
     fixed = [_over_link(codec, "off", bars) for codec, bars in codecs.items()]
     fixed += [_over_link(codec, "auto", streamed) for codec in codecs]
     ours = by_name(*fixed, _over_link("auto", "off", {}))
-    default = [one.name for one in fixed]
+    default = [contender.name for contender in fixed]
     return LineUp("vllm", by_name(BASELINE), ours, default, VllmPair.of, _problem, True)
 
 

@@ -128,22 +128,22 @@ def peers(vllm_env: Path | None, sglang_env: Path | None) -> list[Contender]:
     Raises:
         BenchError: an environment lacks its router; the message says how to make it.
     """
-    found: list[Contender] = []
+    contenders: list[Contender] = []
     if vllm_env is not None:
         version(vllm_env, "vllm-router")
-        found.append(Vllms(VLLM, env=vllm_env))
+        contenders.append(Vllms(VLLM, env=vllm_env))
     if sglang_env is not None:
         version(sglang_env, "sglang-router")
-        found.append(Sglangs(SGLANG, mock_args=("--sglang",), env=sglang_env))
+        contenders.append(Sglangs(SGLANG, mock_args=("--sglang",), env=sglang_env))
         apart = ("--sglang", "--decode-apart")
-        found.append(Sglangs(SGLANG_REGULAR, 4, 0, apart, env=sglang_env))
-    return found
+        contenders.append(Sglangs(SGLANG_REGULAR, 4, 0, apart, env=sglang_env))
+    return contenders
 
 
 def version(env: Path, package: str) -> str:
     """The version of a peer. Raises BenchError: the peer is missing; the message says how to make it."""
-    if found := installed_version(env, package):
-        return found
+    if installed := installed_version(env, package):
+        return installed
     raise BenchError(
         f"no {package} in {env}: {how_to_make(env, f'{package}=={_PACKAGES[package]}')}"
     )

@@ -131,9 +131,9 @@ class RunningEngine:
     ) -> tuple[list[RequestRecord], float]:
         """Like `serve`. Also returns the fraction of prompt tokens that came from the prefix cache."""
         before = await self.client.metrics()
-        found = await self.serve(requests, **how)
+        records = await self.serve(requests, **how)
         grown = (await self.client.metrics()).since(before)
-        return found, grown.total(HITS) / max(1.0, grown.total(QUERIES))
+        return records, grown.total(HITS) / max(1.0, grown.total(QUERIES))
 
     async def drained(self) -> None:
         """Wait until the engine has nothing to do."""
@@ -201,9 +201,9 @@ async def running(
         wait_all([engine])
         async with connect(engine.base_url) as client:
             pids = pids_of([engine])
-            found = RunningEngine(contender, client, settings, pids, Noise(pids))
-            await warm_up(found, setup.max_model_len)
-            yield found
+            engine_running = RunningEngine(contender, client, settings, pids, Noise(pids))
+            await warm_up(engine_running, setup.max_model_len)
+            yield engine_running
 
 
 async def warm_up(engine: RunningEngine, longest: int) -> None:
@@ -218,7 +218,7 @@ async def warm_up(engine: RunningEngine, longest: int) -> None:
 
 def outcome(records: Sequence[RequestRecord], hit: float) -> Outcome:
     """Mean, 99th percentile and hit rate. All requests must have been answered."""
-    times = [one.ttft_s for one in records]
+    times = [record.ttft_s for record in records]
     return Outcome(sum(times) / len(times), p99(times), hit)
 
 

@@ -66,7 +66,10 @@ async def compare(
     cache_tokens = CACHED_PROFILES * sum(PROFILE_TOKENS) // 2
     setup = EngineSetup(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(running(one, setup, say)) for one in CONTENDERS]
+        engines = [
+            await stack.enter_async_context(running(contender, setup, say))
+            for contender in CONTENDERS
+        ]
         turns = await take_turns(engines, RunningEngine.hit, posts, loads, rounds, say)
     comparisons = [
         comparison

@@ -48,13 +48,13 @@ async def compare(
     cache_tokens = CACHED_PROFILES * sum(PROFILE_TOKENS) // 2
     setup = EngineSetup(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
     async with AsyncExitStack() as stack:
-        services = [_service(one, setup, say) for one in CONTENDERS]
+        services = [_service(contender, setup, say) for contender in CONTENDERS]
         for service in services:
             stack.enter_context(service)
         wait_all(services)
         engines = [
-            await stack.enter_async_context(_running(one, service, setup, say))
-            for one, service in zip(CONTENDERS, services, strict=True)
+            await stack.enter_async_context(_running(contender, service, setup, say))
+            for contender, service in zip(CONTENDERS, services, strict=True)
         ]
         turns = await take_turns(engines, _serve, posts, loads, rounds, say)
     compared = [row for load in loads for row in comparisons(load, turns.outcomes)]
@@ -70,9 +70,9 @@ async def _serve(
 
 def _hit(records: Sequence[RequestRecord]) -> float:
     """The fraction of prompt tokens that came from the prefix cache, according to the answers."""
-    answers = [one.answer for one in records if one.answer is not None]
-    cached = sum(one.cached_tokens or 0 for one in answers)
-    return cached / max(1, sum(one.prompt_tokens for one in answers))
+    answers = [record.answer for record in records if record.answer is not None]
+    cached = sum(answer.cached_tokens or 0 for answer in answers)
+    return cached / max(1, sum(answer.prompt_tokens for answer in answers))
 
 
 def _service(contender: Contender, setup: EngineSetup, say: Say) -> SglangEngine:
@@ -109,9 +109,9 @@ async def _running(
     async with connect(service.base_url) as client:
         pids = pids_of([service])
         settings = setup.folder / contender.name / "settings.yaml"
-        found = RunningEngine(
+        engine = RunningEngine(
             contender, client, settings, pids, Noise(pids), under_way=_UNDER_WAY, reset=_RESET
         )
         say(f"warming {contender.name} up")
-        await warm_up(found, setup.max_model_len)
-        yield found
+        await warm_up(engine, setup.max_model_len)
+        yield engine

@@ -109,12 +109,12 @@ class Stack(ABC):
 
     def prompt_tokens(self) -> dict[str, float]:
         """The decode engine's prompt tokens up to now, by their source."""
-        found: dict[str, float] = {}
+        tokens: dict[str, float] = {}
         for (name, labels), value in self.engines[1].metrics().items():
             if name == _PROMPT_TOKENS:
                 source = dict(labels)["source"]
-                found[source] = found.get(source, 0.0) + value
-        return found
+                tokens[source] = tokens.get(source, 0.0) + value
+        return tokens
 
 
 class OurStack(Stack):
@@ -173,8 +173,8 @@ class PoolStack(OurStack):
             state = json.loads(self.router.client.get("/health", timeout_s=10.0))
         except HttpError:  # the router has not seen yet that the engines are back
             return False
-        up = all(one["state"] == "up" for one in state["engines"])
-        return up and all(one.get("cache", {}).get("pool") for one in state["engines"])
+        up = all(state_of["state"] == "up" for state_of in state["engines"])
+        return up and all(state_of.get("cache", {}).get("pool") for state_of in state["engines"])
 
     def named_pool(self) -> float:
         """Decisions of the router that named a pool."""
@@ -182,7 +182,9 @@ class PoolStack(OurStack):
 
     def loaded_chunks(self) -> float:
         """Chunks that both engines have loaded since their start."""
-        return sum(one.metrics().total("pd_connector:pool_hits_total") for one in self.engines)
+        return sum(
+            engine.metrics().total("pd_connector:pool_hits_total") for engine in self.engines
+        )
 
 
 class RivalStack(Stack):
