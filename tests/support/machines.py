@@ -642,7 +642,7 @@ class World:
     def beat(self, link: Link) -> None:
         for line in link.lines:
             if line.session is not None:
-                wanted = link.consumer.wanted(line.rank.source)
+                wanted = link.consumer.transfers_of(line.rank.source)
                 line.to_producer.append(messages.Heartbeat(wanted))
 
     def pass_time(self, seconds: float) -> None:

@@ -66,7 +66,7 @@ def test_a_prompt_is_computed_and_offered_without_its_last_token(mode: str, toke
     tables = engine.pages("a")  # kept for the consumer
     assert (final.final, final.tokens, final.state_token) == (True, last, last)
     assert request.num_output_tokens == 1, "it stops after the prompt"
-    assert final.words is None, "what was sampled is no answer"
+    assert final.final_token is None, "what was sampled is no answer"
     if mode == "align":
         before = (last - 1) // PAGE
         assert final.boundary_token == before * PAGE

@@ -65,16 +65,16 @@ def test_the_last_offer_has_the_first_token_under_the_room_of_the_other_engine()
     assert isinstance(offer, Offer)
     assert offer.final
     assert offer.transfer == ROOM
-    assert offer.words == FinalToken(ROOM, offer.identity, 417)
-    assert offer.words.problem(offer.transfer, offer.identity) is None
+    assert offer.final_token == FinalToken(ROOM, offer.identity, 417)
+    assert offer.final_token.problem(offer.transfer, offer.identity) is None
 
 
 def test_of_several_tokens_it_is_the_first() -> None:
-    assert last_command(finished(output_token_ids=[5, 6, 7])).words.first_token == 5
+    assert last_command(finished(output_token_ids=[5, 6, 7])).final_token.first_token == 5
 
 
 def test_a_prefill_that_has_no_token_tells_none() -> None:
-    assert last_command(finished(output_token_ids=[])).words is None
+    assert last_command(finished(output_token_ids=[])).final_token is None
 
 
 def test_a_prefill_that_was_aborted_offers_nothing() -> None:

@@ -13,10 +13,9 @@ from pd_connector.agent.commands import Distrust, Drop, Hold
 from pd_connector.agent.consuming.auditor import Auditor
 from pd_connector.agent.consuming.consumer_commands import ConsumerCommands
 from pd_connector.agent.consuming.dialler import Dialler
-from pd_connector.agent.consuming.load_ends import LoadEnds
 from pd_connector.agent.consuming.name_queue import NameQueue
 from pd_connector.agent.consuming.open_sessions import OpenSessions
-from pd_connector.agent.consuming.outage import OutageWatch
+from pd_connector.agent.consuming.outage import LoadEnds, OutageWatch
 from pd_connector.agent.consuming.pair_counts import PairCounts
 from pd_connector.agent.consuming.receive_pipeline import ChunkReceiver, ReceivePipeline
 from pd_connector.agent.consuming.session_keeper import SessionKeeper
@@ -77,7 +76,7 @@ class ConsumerSide:
             self._pool,
             one_sided,
             shards,
-            needs_words=bool(resources.identity.needs),
+            needs_final_token=bool(resources.identity.needs),
             audits=resources.audits,
         )
         self._dialler = Dialler(resources)

@@ -114,7 +114,7 @@ class Dialler:
             way=way,
             engine_id=welcome.engine_id,
             model=model_digest(facts),
-            told=described(facts),
+            model_text=described(facts),
             plain=plain,
             choice=CodecChoice(bytes_per_token(plain) / bytes_per_token(routes)) if plain else None,
         )

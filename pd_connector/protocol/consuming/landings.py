@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunk that lands in a slot is believed, and what follows once it is in its pages."""
+"""Decides which landed chunk is used, and what follows when it is in its pages."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ class Landings:
     """The chunks of all transfers of a consumer. Used by one thread.
 
     Args:
-        sessions: those that stand.
+        sessions: with producers, as they come and go.
     """
 
     def __init__(
@@ -48,15 +48,14 @@ class Landings:
         problem: str = "",
         verified: bool = False,
     ) -> list[Action]:
-        """A chunk has landed. Its bytes are used only if its header fits the plan.
+        """A chunk has landed. It is used only if its header fits the plan.
 
-        A chunk of a transfer that has ended, or that came twice, is dropped: its slot may be
-        another transfer's by now.
+        A chunk of an ended transfer is dropped, and so is a chunk that came twice: another transfer may have its slot by
+        now.
 
         Args:
-            payload: the bytes in the slot, or the producer's pages they can be read from, or where they are
-                already.
-            problem: why the chunk will not come, if so.
+            payload: as in `IncomingChunk`.
+            problem: why the chunk was not read; empty if it was.
             verified: as in `transport.base.Landed`.
         """
         incoming = self._transfers.get(header.transfer)
@@ -160,8 +159,8 @@ class Landings:
         return self._fetches.finish(incoming, problem, detail, now)
 
     def _writer(self, incoming: IncomingTransfer, header: ChunkHeader, slot: int) -> Source | None:
-        """The producer that has the header's epoch and was granted this slot for this transfer.
-        One producer may be known by several addresses, and each has a session."""
+        """The producer with the header's epoch that was granted this slot for this transfer. One producer can have several
+        addresses, each with a session."""
         for source in incoming.streams:
             session = self._sessions.get(source)
             same_epoch = session is not None and session.epoch == header.epoch

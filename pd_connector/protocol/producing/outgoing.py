@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer is told of its engine's KV, and what it has others do."""
+"""The records that pass through a producer's state machine: the engine's offers, its actions, and the chunks that it sends."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SessionId = bytes
 
 
 class Offer(NamedTuple):
-    """KV of one request, as far as it has been computed. A later offer replaces it."""
+    """The KV of one request, as far as it is computed. A later offer replaces an earlier one."""
 
     transfer: str
     request: str
@@ -27,10 +27,10 @@ class Offer(NamedTuple):
     prompt_tokens: int
     tokens: int  # [0, tokens) are computed in all layers
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
-    words: FinalToken | None = None  # what else the engine decided; with the final offer
-    provisional: bool = False  # it may be withdrawn, as wrong, when the prefill has ended
-    # The states in pages of `state` groups stand after tokens [0, state_token), once the prefill has ended; 0: none do.
-    # Each such table lists that page first, in the final offer at the latest.
+    final_token: FinalToken | None = None  # with the final offer, if the engine has chosen it
+    provisional: bool = False  # it may turn out to be wrong when the prefill has ended
+    # In the final offer: the pages of `state` groups hold the states after tokens [0, state_token);
+    # 0: they hold none. Each such table lists that page first.
     state_token: int = 0
     # The page behind it has the states after [0, boundary_token), for audits; 0: there is none.
     boundary_token: int = 0
@@ -38,12 +38,17 @@ class Offer(NamedTuple):
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int
     ) -> tuple[Cause, str] | None:
-        """Why this KV is not what a consumer asks for, to pass along these routes; or None."""
+        """Why this KV does not fit a consumer's `Open`, as (cause, detail); None if it fits.
+
+        Args:
+            routes: along which it would pass.
+            slot_bytes: of a send slot.
+        """
         if message.identity != self.identity:
             return Cause.TOKENS, "the pages belong to other tokens, images, salt or adapter"
         if not message.first_token <= message.stop_token <= self.prompt_tokens:
-            asked = f"tokens {message.first_token}-{message.stop_token}"
-            return Cause.TOKENS, f"{asked} of a prompt of {self.prompt_tokens}"
+            tokens = f"tokens {message.first_token}-{message.stop_token}"
+            return Cause.TOKENS, f"{tokens} of a prompt of {self.prompt_tokens}"
         least = least_chunk_limit(routes, slot_bytes)
         if not least <= message.chunk_bytes <= slot_bytes:
             fits = f"{least} to {slot_bytes} (a slot)"
@@ -63,10 +68,10 @@ class Offer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How far a prefill step that is under way has come."""
+    """The progress of a prefill step that is under way."""
 
-    tokens: int  # [0, tokens) will be computed when it has ended
-    stop_layer: int  # and are so already in the model's layers below this one
+    tokens: int  # [0, tokens) are computed when the step has ended
+    stop_layer: int  # they are computed now in the model's layers below this one
 
 
 class Reply(NamedTuple):
@@ -77,7 +82,7 @@ class Reply(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The pages of this request are no longer needed; without a cause they were delivered."""
+    """The pages of this request are no longer needed. `cause` is None if they were delivered."""
 
     request: str
     cause: Cause | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer knows of one consumer rank that reads a transfer: its chunks, and its slots."""
+"""A producer's record of one consumer rank that reads a transfer: the chunks left to send, and its granted slots."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,15 +18,14 @@ _Layers = tuple[int, int, int]
 
 @dataclass(slots=True)
 class LayerQueue:
-    """Chunks of the same layers that are not sent yet, by token. If the first of them is not
-    computed, none is."""
+    """The unsent chunks of the same layers, in the order of their tokens. If the first is not computed, none is."""
 
-    last_layer: int  # in model numbering
+    last_layer: int  # by its number in the model
     chunks: deque[Chunk] = field(default_factory=deque)
     of_state: bool = False  # there is no state before the prefill has ended
 
     def computed_in(self, step: Step) -> bool:
-        """Whether the first chunk is computed by a step that is still under way."""
+        """Whether a step that is still under way has computed the first chunk."""
         return (
             self.chunks[0].stop_token <= step.tokens
             and self.last_layer < step.stop_layer
@@ -36,36 +35,36 @@ class LayerQueue:
 
 @dataclass(slots=True)
 class OutgoingStream:
-    """One consumer rank that has opened the transfer."""
+    """A consumer rank that has opened the transfer."""
 
     message: messages.Open
     routes: Sequence[Route]
-    credits: deque[int]  # landing slots that it has granted
-    leased_only: bool = False  # nothing is sent to it before the prefill has ended
+    credits: deque[int]  # landing slots that the consumer has granted and no chunk has taken
+    leased_only: bool = False  # no chunk is sent before the prefill has ended
     planned: int = 0  # chunks
-    unsent: int = 0
-    token_bytes: float = 0.0  # on the wire, in all layers
+    unsent: int = 0  # chunks
+    token_bytes: float = 0.0  # bytes of a token on the wire, in all layers
     accepted: bool = False
     writing: int = 0  # writes that have not ended
-    last_gathered: float = float("-inf")  # the engine's step in which a chunk was gathered last
+    last_gathered: float = float("-inf")  # the engine's step in which the last chunk was gathered
     queues: dict[_Layers, LayerQueue] = field(default_factory=dict)
 
     @property
     def begun(self) -> bool:
-        """Whether a chunk was sent to it, or it has room for one."""
+        """Whether a chunk was sent, or a slot is free for one."""
         return bool(self.credits) or self.unsent < self.planned
 
     def prepare(self) -> tuple[Cause, str] | None:
-        """Plan the chunks; returns why there is no plan, if so."""
-        asked = self.message
+        """Plan the chunks. Returns why that is not possible, as (cause, detail), or None."""
+        opening = self.message
         try:
             chunks = plan(
                 self.routes,
-                asked.first_token,
-                asked.stop_token,
-                asked.chunk_bytes,
-                streamed=asked.wait,
-                state_token=asked.state_token or 0,
+                opening.first_token,
+                opening.stop_token,
+                opening.chunk_bytes,
+                streamed=opening.wait,
+                state_token=opening.state_token or 0,
             )
         except ValueError as error:
             return Cause.GEOMETRY, str(error)
@@ -84,13 +83,12 @@ class OutgoingStream:
         return None
 
     def credit(self, slots: Sequence[int]) -> None:
-        """Take slots that were granted; more than there are chunks left have no meaning."""
+        """Add slots that the consumer has granted. Slots beyond the number of unsent chunks are ignored."""
         room = self.unsent - len(self.credits)
         self.credits.extend(slots[: max(0, room)])
 
     def link_s(self, tokens: int) -> float:
-        """How long the link takes for `tokens` tokens, in seconds; infinite if its speed was not
-        measured."""
+        """Seconds that the link takes for `tokens` tokens; infinity if its speed was not measured."""
         rate = self.message.bytes_per_s
         return self.token_bytes * tokens / rate if rate else float("inf")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stream of a producer sends its next chunk, and which chunk that is."""
+"""Chooses the next chunk that a producer sends."""
 
 from collections.abc import Collection
 
@@ -8,14 +8,14 @@ from pd_connector.protocol.producing.outgoing_transfers import OutgoingTransfers
 
 
 class SendQueue:
-    """Streams that may have something to send, in the order of their turns. Used by one thread."""
+    """Streams that may have a chunk to send. They take turns. Used by one thread."""
 
     def __init__(self, transfers: OutgoingTransfers) -> None:
         self._transfers = transfers
         self._ready: dict[tuple[str, SessionId], None] = {}
 
     def enqueue(self, transfer: str, session: SessionId) -> None:
-        """More of this stream is computed, or more slots are granted to it."""
+        """More of this stream is computed, or it has got slots: it may have a chunk to send."""
         stream = self._transfers.stream(session, transfer)
         if stream is not None and stream.accepted and stream.credits:
             self._ready.setdefault((transfer, session))
@@ -35,7 +35,7 @@ class SendQueue:
                 return chunk
 
     def peek(self, busy: Collection[SessionId]) -> OutgoingChunk | None:
-        """What `next_send` gives, if nothing happens before. Nothing is taken."""
+        """The chunk that `next_send` returns, if nothing happens before. It is not taken."""
         for transfer, session in self._ready:
             if session in busy:
                 continue

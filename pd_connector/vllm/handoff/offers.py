@@ -155,7 +155,7 @@ class Offers(Part):
             tokens=tokens,
             final=True,
             # What it has sampled does not follow a prompt whose last token was left to the consumer.
-            words=None if self._states else _words(request, transfer, identity),
+            final_token=None if self._states else _final_token(request, transfer, identity),
             state_token=tokens if self._states else 0,
             boundary_token=boundary,
         )
@@ -173,7 +173,7 @@ class Offers(Part):
         self._held.release(request_id)
 
 
-def _words(request: "Request", transfer: str, identity: bytes) -> FinalToken | None:
+def _final_token(request: "Request", transfer: str, identity: bytes) -> FinalToken | None:
     """The first token, for decode engines that continue from it. vLLM does not tell a connector the token's log
     probability; a router takes that from this engine's answer."""
     if not request.output_token_ids:
