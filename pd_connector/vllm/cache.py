@@ -199,7 +199,7 @@ def _kind(layer: _Layer) -> tuple[Kind, int]:
             return "attention", window
         raise UnsupportedGeometryError(
             f"cache of {layer.name} has no V, and each rank holds a part of it, as Inkling's short convolutions do: "
-            f"PDConnector does not move states of convolutions; {mend}"
+            f"PDConnector does not move such windows, but states (MambaSpec); {mend}"
         )
     if isinstance(spec, kv.ChunkedLocalAttentionSpec):  # Llama 4's; full attention keeps all KV
         mend = "start both engines with --disable-hybrid-kv-cache-manager"
