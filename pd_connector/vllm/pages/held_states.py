@@ -38,7 +38,7 @@ class HeldStates:
             return True
         assert self._manager is not None
         tables = self._manager.get_blocks(request_id).blocks
-        only = self._states.only(tables, position)  # type: ignore[arg-type]
+        only = self._states.only(tables, position)
         held = [
             [] if page is table else list(page) for page, table in zip(only, tables, strict=True)
         ]
@@ -46,7 +46,7 @@ class HeldStates:
         if not blocks or any(block.block_id == NULL_PAGE for block in blocks):  # type: ignore[attr-defined]
             return False
         self._manager.block_pool.touch(blocks)
-        self._held[request_id] = held  # type: ignore[assignment]
+        self._held[request_id] = held
         return True
 
     def pages(self, request_id: str) -> list[list[int]]:
