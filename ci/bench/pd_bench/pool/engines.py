@@ -86,7 +86,7 @@ class PoolEngines:
         return self._store.status().tiers[0].chunks
 
     def saved(self, before: int, chunks: int) -> int:
-        """Wait until `wanted` chunks more are in the pool, or no more come; returns how many did."""
+        """Wait until `chunks` chunks more are in the pool, or no more come; returns how many did."""
         ends = time.monotonic() + _SAVES_S
         while (there := self.chunks() - before) < chunks and time.monotonic() < ends:
             time.sleep(0.05)
