@@ -15,7 +15,7 @@ from pd_bench.handoff import command, cross, sglang, vllm
 from pd_bench.handoff.bench import HandoffBench
 from pd_bench.handoff.findings import HandoffFindings, Series
 from pd_bench.handoff.vllm import BASELINE
-from pd_connector.tools.bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison
 from pd_connector.tools.cli.bench import app as bench
 
 

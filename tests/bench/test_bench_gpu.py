@@ -19,9 +19,9 @@ from pd_bench.gpu import bench as gpu_module
 from pd_bench.gpu.bench import CODECS, GpuBench, GpuPair
 from pd_bench.gpu.cache import PAGE_TOKENS, GpuCache
 from pd_bench.kernels.caches import LLAMA_8B, MODELS, Model
-from pd_connector.tools.bench.machine import cpu_seconds
-from pd_connector.tools.bench.report import BenchError, Comparison, missed
-from pd_connector.tools.bench.wire.pair import WireRun
+from pd_bench.machine import cpu_seconds
+from pd_bench.report import BenchError, Comparison, missed
+from pd_bench.wire.pair import WireRun
 from pd_connector.tools.cli import bench as command
 from pd_connector.tools.launch import proc
 

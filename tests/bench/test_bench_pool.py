@@ -14,7 +14,7 @@ from pd_bench.model import HEAD_DIM, KV_HEADS, LAYERS, write_model, write_weight
 from pd_bench.pool import trace as hit_rates
 from pd_bench.pool.raw import RawPair
 from pd_bench.pool.raw_party import OBJECT_BYTES, Objects
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.report import BenchError
 from pd_connector.tools.cli import bench as command
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from pd_bench.report import BenchError
 from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
@@ -19,7 +20,6 @@ from pd_connector.protocol.wire.params import (
     parse_address,
     prefill_params,
 )
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Client
 
 DECODED_TOKENS = 2  # the first ends the measurement, the second shows that decoding continues

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from pd_connector.tools.bench.machine import cpu_seconds
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.machine import cpu_seconds
+from pd_bench.report import BenchError
 from pd_connector.tools.launch import Service
 
 T = TypeVar("T")

@@ -9,10 +9,10 @@ from typing import Annotated, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
+from pd_bench.command_output import exit_codes, noise_note, report
+from pd_bench.machine import Noise
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_connector.tools.output import Json
 
 BUDGET_MS = 1.0

@@ -9,12 +9,12 @@ import msgspec
 import torch
 
 from pd_bench.core.overhead import planning_overhead
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.plan.chunks import plan
 from pd_connector.plan.route import routes
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 _LAYERS = 8
 _HEADS = 8

@@ -12,6 +12,7 @@ import msgspec
 import torch
 import zmq
 
+from pd_bench.report import BenchError
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Hold
 from pd_connector.config import Config
@@ -21,7 +22,6 @@ from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.transport import ShmTransport
 

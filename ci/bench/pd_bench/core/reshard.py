@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from pd_bench.report import BenchError, Comparison, Param
+from pd_bench.sample import Sample
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
-from pd_connector.tools.bench.report import BenchError, Comparison, Param
-from pd_connector.tools.bench.sample import Sample
 
 TP_SIZES = (1, 2, 4, 8)
 PAGE_SIZES = (16, 128)

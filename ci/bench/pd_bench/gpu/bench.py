@@ -14,11 +14,11 @@ from typing import Any
 
 from pd_bench.harness import NIXL, require
 from pd_bench.kernels.caches import MODELS, Model
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison, Param
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.bench.wire.measure import Say, WireFindings
-from pd_connector.tools.bench.wire.pair import PartyProcess, WirePair, WireRun
+from pd_bench.machine import Noise
+from pd_bench.report import BenchError, Comparison, Param
+from pd_bench.sample import Sample
+from pd_bench.wire.measure import Say, WireFindings
+from pd_bench.wire.pair import PartyProcess, WirePair, WireRun
 from pd_connector.tools.launch import Family
 
 CODECS = ("raw", "fp8_e4m3", "int8")

@@ -11,7 +11,7 @@ from pd_bench.kernels.caches import Model
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.tools.bench.wire.cache import LOSSY_ERROR
+from pd_connector.tools.wire import LOSSY_ERROR
 
 PAGE_TOKENS = 16
 _SHIFT = 977

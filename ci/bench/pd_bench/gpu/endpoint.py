@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_bench.gpu.cache import GpuCache
-from pd_connector.tools.bench.wire.movers import MoveError
+from pd_connector.tools.wire import MoveError
 from pd_connector.transport.nixl.library import import_nixl, persistently
 
 _BACKEND = "UCX"

@@ -18,12 +18,12 @@ from pd_bench.handoff.line_up import LineUp
 from pd_bench.handoff.measure import TurnMeasurement
 from pd_bench.handoff.pair import PairSetup
 from pd_bench.model import MADE_UP_WEIGHTS, write_model
+from pd_bench.netns import Bed
+from pd_bench.report import BenchError
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
-from pd_connector.tools.launch.netns import Bed
 from pd_connector.tools.launch.service import log_folder
 
 

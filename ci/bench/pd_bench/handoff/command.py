@@ -12,13 +12,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import NOT_MEASURED, exit_codes, noise_note, report
 from pd_bench.handoff import cross, ray, sglang, vllm
 from pd_bench.handoff.bench import HandoffBench
 from pd_bench.handoff.contender import Contender, Contenders
 from pd_bench.handoff.findings import HandoffFindings
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
-from pd_connector.tools.launch.netns import available
+from pd_bench.netns import available
+from pd_bench.report import BenchError
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 

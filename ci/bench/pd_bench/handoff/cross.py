@@ -20,6 +20,8 @@ from pd_bench.handoff import sglang, vllm
 from pd_bench.handoff.contender import Bars, Contender, by_name
 from pd_bench.handoff.line_up import LineUp
 from pd_bench.handoff.pair import Pair, PairSetup
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
 from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
@@ -27,10 +29,8 @@ from pd_connector.protocol.wire.params import (
     parse_address,
     prefill_params,
 )
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Client, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role
-from pd_connector.tools.launch.netns import Namespace
 from pd_connector.tools.launch.sglang import SglangEngine, SglangRole
 
 Kind = Literal["vLLM", "SGLang"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pd_bench.flow import Run
 from pd_bench.handoff.contender import Contender
 from pd_bench.handoff.receiving import Receiving
-from pd_connector.tools.bench.report import Comparison, Param
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.report import Comparison, Param
+from pd_bench.sample import Sample
 
 TOKEN_RATE_BAR = 0.95
 """Least share of the baseline's token rate that a decode engine must keep while it receives."""

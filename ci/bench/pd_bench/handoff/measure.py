@@ -17,7 +17,7 @@ from pd_bench.flow import Run
 from pd_bench.handoff.findings import MeasuredPairs, Series
 from pd_bench.handoff.pair import Pair, Prompts
 from pd_bench.handoff.receiving import Receiving, measure_receiving
-from pd_connector.tools.bench.machine import Noise
+from pd_bench.machine import Noise
 
 SPINNING_CORES = 0.2
 """A pair that uses more cores than this at rest polls. A pair that waits uses a hundredth of a core."""

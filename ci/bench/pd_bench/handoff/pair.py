@@ -13,9 +13,9 @@ from pathlib import Path
 from pd_bench.flow import Run
 from pd_bench.handoff.contender import Contender
 from pd_bench.harness import Processes
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
 from pd_connector.tools.launch import Client, Samples, Service
-from pd_connector.tools.launch.netns import Namespace
 
 _POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were counting, or why. "
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 from pd_bench.handoff.contender import Contender, by_name
 from pd_bench.handoff.ray_stack import OURS, RAYS, RayStack
 from pd_bench.harness import NIXL, missing_module, wait_for
+from pd_bench.machine import Noise
 from pd_bench.model import write_model
+from pd_bench.netns import Bed, Namespace
+from pd_bench.report import BenchError, Comparison, Param
+from pd_bench.sample import Sample
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.trace import TimedRequest
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison, Param
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.launch.netns import Bed, Namespace
 from pd_connector.tools.launch.service import log_folder
 
 BASELINE = Contender("NixlConnector", "NixlConnector")

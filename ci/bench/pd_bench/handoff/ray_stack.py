@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from pd_bench.harness import pids_of
+from pd_bench.netns import Namespace
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.tools.launch import HttpError, Service, stop_services
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT, LINK_ONLY, PAGE_TOKENS, on_cpu
-from pd_connector.tools.launch.netns import Namespace
 
 MODEL_ID = "bench"
 OURS = "pd_connector.ray:build_pd_app"

@@ -11,10 +11,10 @@ from pd_bench.handoff.contender import Bars, Contender, by_name
 from pd_bench.handoff.line_up import LineUp
 from pd_bench.handoff.pair import Pair, PairSetup
 from pd_bench.harness import NIXL, VLLM, missing_module
-from pd_connector.tools.bench.report import BenchError, Param
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError, Param
 from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.engine import Role
-from pd_connector.tools.launch.netns import Namespace
 
 BASELINE = Contender("NixlConnector", "NixlConnector")
 

@@ -14,14 +14,14 @@ from typing import TypeVar
 
 from pd_bench.pool.folders import own_folder
 from pd_bench.pool.raw_party import OBJECT_BYTES
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.record import SUM_BYTES, layer_sum
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.catalog_ops import DISK_TIER
 from pd_connector.pool.store.folder import PAGE, charge_of
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 BAR = 0.8
 READERS = 2

@@ -15,10 +15,10 @@ from rich.console import Console
 from pd_bench.harness import pids_of, require
 from pd_bench.model import write_model, write_weights
 from pd_bench.pool.folders import own_folder
+from pd_bench.report import BenchError
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Client, VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 from pd_connector.tools.launch.service import log_folder

@@ -11,12 +11,12 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.pool.folders import own_folder
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 LIMITS_MS = {4_000: 1.0, 131_072: 8.0}
 """For a prompt of that many tokens, all stored: from its token ids to the chunks found."""

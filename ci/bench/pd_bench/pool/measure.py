@@ -13,9 +13,9 @@ from typing import NamedTuple
 from pd_bench.flow import two_steps
 from pd_bench.handoff.pair import Prompts
 from pd_bench.pool.engines import PoolEngines, first_token
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import VllmEngine
 
 PROMPT_TOKENS = 3500

@@ -25,9 +25,9 @@ from pd_bench.pool.engines import (
     wait_for_pool,
 )
 from pd_bench.pool.raw import RIVAL_PACKAGE, RIVAL_VERSION, mooncake_master
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.settings import SHM_VARIABLE
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import VllmEngine, wait_all
 from pd_connector.tools.launch.family import Family
 from pd_connector.tools.launch.ports import Port

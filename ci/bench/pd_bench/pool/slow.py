@@ -21,12 +21,12 @@ from pd_bench.pool.engines import (
     until,
     wait_for_pool,
 )
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import VllmEngine, wait_all
 
 BAR = 1.05

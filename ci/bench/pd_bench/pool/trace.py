@@ -17,13 +17,13 @@ from typing import NamedTuple
 import msgspec
 
 from pd_bench.pool.folders import own_folder
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_bench.serve.trace import TO_GET_ONE
 from pd_connector.pool.store.base import Refusal, Why
 from pd_connector.pool.store.folder import charge_of
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 SHARES = (0.1, 0.2, 0.3)
 """Room of the pool, as shares of all blocks of the trace."""

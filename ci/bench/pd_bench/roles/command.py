@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pd_bench.command_output import exit_codes, report
+from pd_bench.report import BenchError, Comparison
 from pd_bench.roles import decision_cost, request_cost
 from pd_bench.roles import dop as paralleling
 from pd_bench.roles import shift as shifting
@@ -23,9 +25,7 @@ from pd_bench.roles.truth import (
     POLICIES,
     compared,
 )
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.cli.bench_report import exit_codes, report
+from pd_bench.sample import Sample
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting

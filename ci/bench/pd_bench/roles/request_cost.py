@@ -17,11 +17,11 @@ from pathlib import Path
 
 import aiohttp
 
+from pd_bench.report import BenchError, Comparison
 from pd_bench.roles.play import Say
 from pd_bench.router import scaled
 from pd_bench.router.mocks import MockProcess
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from pd_connector.tools.launch import RouterProcess, stop_services, wait_all
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.profile import save

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import NamedTuple, Protocol
 
+from pd_bench.report import Comparison
 from pd_bench.roles.fleets import FleetKind
 from pd_bench.roles.play import Say, Sustained, in_parallel, run, sustained
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.cluster import Change, Cluster

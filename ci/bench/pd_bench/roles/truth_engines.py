@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.model import KV_BYTES_PER_TOKEN, MADE_UP_WEIGHTS, write_model
+from pd_bench.report import BenchError
 from pd_bench.roles import truth
 from pd_bench.roles.fleets import FleetKind
 from pd_bench.roles.play import Say
@@ -21,7 +22,6 @@ from pd_bench.roles.truth_live import Live, routed
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
 from pd_bench.serve.stack import OUR_SCHEDULER
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.model import CostModel, StepLoad

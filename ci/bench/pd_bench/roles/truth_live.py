@@ -11,13 +11,13 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from pd_bench.report import BenchError
 from pd_bench.roles.fleets import FleetKind
 from pd_bench.roles.play import Say
 from pd_bench.roles.truth import Figures, Plan
 from pd_bench.router import sending
 from pd_bench.router.mocks import MockProcess
 from pd_bench.router.scaled import Sent
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import RouterProcess, Service, stop_services, wait_all
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.profile import save

@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import BAR_MISSED, exit_codes, report
+from pd_bench.report import BenchError
 from pd_bench.router import deaths as dying
 from pd_bench.router import overload as overloaded
 from pd_bench.router import rotations, scaled, truth, truth_engines
 from pd_bench.router import two as doubled
 from pd_bench.router.contenders import OURS, Ours, peers, version
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.cli.bench_report import BAR_MISSED, exit_codes, report
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting

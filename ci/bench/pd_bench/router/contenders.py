@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pd_bench.peer_environment import how_to_make, installed_version
+from pd_bench.report import BenchError
 from pd_bench.router.mocks import MockProcess
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import RouterProcess, Service
 from scheduler_plugins.router.policies.registry import DEFAULT
 

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pd_bench.report import BenchError, Comparison
 from pd_bench.router import scaled
 from pd_bench.router.contenders import OURS, Contender, Engines
 from pd_bench.router.mocks import MockProcess, PrefixHits, prefix_hits
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import Outcome, play
 from pd_bench.router.truth import Seen
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from pd_connector.tools.launch import Service, stop_services
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.profile import save

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
 from pd_bench.router import scaled
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.simulate import Scenario
 

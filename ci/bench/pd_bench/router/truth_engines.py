@@ -14,12 +14,12 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.model import KV_BYTES_PER_TOKEN, LAYERS, MADE_UP_WEIGHTS, write_model
+from pd_bench.report import BenchError
 from pd_bench.router.rotations import Say
 from pd_bench.router.truth import Seen
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.stack import OUR_SCHEDULER
 from pd_bench.serve.trace import Line, TimedRequest, read, timed
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import RouterProcess, VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.engine import Role
 from pd_connector.tools.launch.service import log_folder

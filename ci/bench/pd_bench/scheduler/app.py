@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import exit_codes
+from pd_bench.report import Comparison, missed, table, write_json
 from pd_bench.scheduler import classes, order, overhead, overload, plot
 from pd_bench.scheduler.options import EngineKind, Live, Minutes, Quick, Seeds, tell
 from pd_bench.scheduler.replay_command import replay
-from pd_connector.tools.bench.report import Comparison, missed, table, write_json
-from pd_connector.tools.cli.bench_report import exit_codes
 from pd_connector.tools.output import Json, checked
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)

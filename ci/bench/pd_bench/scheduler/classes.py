@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import ENGINE, Setup, capacity, p99
 from pd_bench.scheduler.workload import lengths, merged, poisson
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass

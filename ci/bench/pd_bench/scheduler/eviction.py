@@ -20,10 +20,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from pd_bench.report import Comparison, Param
+from pd_bench.sample import Sample
 from pd_bench.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from pd_bench.scheduler.workload import shared_profiles
-from pd_connector.tools.bench.report import Comparison, Param
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.request import BlockHash, Waiting
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 

@@ -15,10 +15,10 @@ from random import Random
 from typing import Any, NamedTuple
 
 from pd_bench.harness import VLLM, pids_of, require
+from pd_bench.machine import Noise
+from pd_bench.report import BenchError, Comparison
 from pd_bench.scheduler.replay import Outcome, p99
 from pd_bench.scheduler.sending import RequestRecord, send_all
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.engine import PAGE_TOKENS

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler import live_traffic as traffic
 from pd_bench.scheduler.live import (
     MIDDLEWARE,
@@ -23,8 +25,6 @@ from pd_bench.scheduler.live import (
 from pd_bench.scheduler.overload import OVERLOAD, compared
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.workload import poisson
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import Slo
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler import live_traffic as traffic
 from pd_bench.scheduler.classes import CLASSES, PREMIUM_P99, SHARE_POINTS, WINDOW_S
 from pd_bench.scheduler.live import (
@@ -21,8 +23,6 @@ from pd_bench.scheduler.live import (
 from pd_bench.scheduler.replay import p99
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.workload import merged
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from pd_bench.machine import Noise
 from pd_bench.scheduler import order
 from pd_bench.scheduler.live import (
     OURS,
@@ -25,7 +26,6 @@ from pd_bench.scheduler.replay import Outcome, per_second
 from pd_bench.scheduler.runs import Runs
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.workload import poisson, shared_profiles
-from pd_connector.tools.bench.machine import Noise
 
 FCFS, MINE = "fcfs", order.OURS
 PROFILE_TOKENS = (1100, 1700)

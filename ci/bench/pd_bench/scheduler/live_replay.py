@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from pd_bench.report import BenchError
 from pd_bench.scheduler.live import HITS, QUERIES, Say
 from pd_bench.scheduler.replay import p99
 from pd_bench.scheduler.sending import RequestRecord, send_all
-from pd_connector.tools.bench.report import BenchError
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.client import EngineClient, connect
 from scheduler_plugins.sim import trace

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pd_bench.harness import pids_of
+from pd_bench.machine import Noise
 from pd_bench.scheduler.live import (
     CHUNK_TOKENS,
     Contender,
@@ -21,7 +22,6 @@ from pd_bench.scheduler.live import (
 from pd_bench.scheduler.live_queue import CACHED_PROFILES, PAGE_SIZE, PROFILE_TOKENS, take_turns
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.sglang_bars import OURS, THEIRS, comparisons
-from pd_connector.tools.bench.machine import Noise
 from pd_connector.tools.launch.progress import wait_all
 from pd_connector.tools.launch.sglang import SglangEngine
 from scheduler_plugins.order.request import Waiting

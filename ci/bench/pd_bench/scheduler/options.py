@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_connector.tools.bench.report import Comparison, missed, table, write_json
+from pd_bench.report import Comparison, missed, table, write_json
 
 Seeds = Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")]
 Minutes = Annotated[float, typer.Option(min=2.0, help="Simulated time.")]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import Outcome, Setup, capacity
 from pd_bench.scheduler.workload import poisson, shared_profiles
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.sim import trace

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import ENGINE, PAGE_SIZE, FixedCosts, p99
 from pd_bench.scheduler.workload import shared_profiles
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import BlockHash
 from scheduler_plugins.queue.waiting import WaitingQueue

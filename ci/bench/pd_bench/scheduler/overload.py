@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import ENGINE, Setup, capacity
 from pd_bench.scheduler.workload import lengths, poisson
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.admission.control import AdmissionControl
 from scheduler_plugins.admission.load import Decoding, LoadReport
 from scheduler_plugins.admission.predict import Prediction

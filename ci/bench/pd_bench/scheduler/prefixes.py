@@ -8,8 +8,8 @@ from time import perf_counter, thread_time
 
 import numpy as np
 
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.events import Batch, BlockName, Stored
 from scheduler_plugins.router.index.hashes import Hashes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.report import BenchError
 from scheduler_plugins.order.request import BlockHash, Waiting
 from scheduler_plugins.profile.client import EngineClient, Timed, at
 

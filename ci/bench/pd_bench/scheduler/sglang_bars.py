@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import Outcome
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 
 FCFS, OURS = "fcfs", "srjf_calibrated"
 THEIRS = (FCFS, "lpm", "hrrn", "shortest-prefill-first")

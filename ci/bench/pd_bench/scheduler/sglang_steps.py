@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from pd_bench.report import Comparison
 from pd_bench.scheduler.replay import Outcome, p99
 from pd_bench.scheduler.sending import prompt_ids
 from pd_bench.scheduler.sglang_bars import FCFS, OURS, POLICIES, comparisons
 from pd_bench.scheduler.workload import poisson, shared_profiles
-from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.demo import MODEL_DIR
 from scheduler_plugins.order.request import Waiting
 

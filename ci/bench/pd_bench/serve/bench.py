@@ -13,7 +13,9 @@ from rich.console import Console
 
 from pd_bench.harness import NIXL, VLLM, require
 from pd_bench.model import MADE_UP_WEIGHTS, write_model
+from pd_bench.netns import Bed, available
 from pd_bench.peer_environment import how_to_make
+from pd_bench.report import BenchError
 from pd_bench.serve.measure import Measurement, Plan, ServeFindings
 from pd_bench.serve.stack import (
     RIVAL_ROUTER,
@@ -24,9 +26,7 @@ from pd_bench.serve.stack import (
 )
 from pd_bench.serve.trace import Line, longest, read
 from pd_connector.config import KEY_VARIABLE
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
-from pd_connector.tools.launch.netns import Bed, available
 from pd_connector.tools.launch.service import log_folder
 
 TESTED_VERSION = "0.1.17"

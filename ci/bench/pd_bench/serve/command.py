@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.serve.bench import ServeBench
 from pd_bench.serve.measure import Plan, ServeFindings
 from pd_bench.serve.pool import PoolServeBench
 from pd_bench.serve.pool_turns import AGAIN, PLAIN, POOL
 from pd_bench.serve.stack import PARTS, RIVAL
-from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.tools.output import Json
 
 LOADS = (0.5, 0.8, 1.1)

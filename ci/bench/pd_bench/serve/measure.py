@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pd_bench.machine import Noise
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.stack import Stack
 from pd_bench.serve.trace import Line, TimedRequest, timed
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import Client
 
 TTFT_BARS = {0.8: 0.5}

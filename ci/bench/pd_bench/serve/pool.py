@@ -20,7 +20,9 @@ from pathlib import Path
 from rich.console import Console
 
 from pd_bench.harness import VLLM, require
+from pd_bench.machine import Noise
 from pd_bench.model import KV_BYTES_PER_TOKEN, write_model, write_weights
+from pd_bench.report import BenchError, Comparison
 from pd_bench.serve.measure import AT_ONCE, WARM_UPS, Plan, Say
 from pd_bench.serve.pool_turns import AGAIN, PLAIN, POOL, Round, Turns, compared
 from pd_bench.serve.sending import Answer, completion_rate, send
@@ -28,8 +30,6 @@ from pd_bench.serve.stack import PoolStack, StackSetup
 from pd_bench.serve.trace import Line, TimedRequest, longest, read, timed
 from pd_connector.errors import ConfigError
 from pd_connector.pool.settings import SHM_VARIABLE, load, memory_folder
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.tools.launch.service import log_folder
 

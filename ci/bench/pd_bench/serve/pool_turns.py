@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.serve.sending import Answer
 from pd_bench.serve.trace import TimedRequest
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 
 POOL, PLAIN, AGAIN = "with the pool", "no pool", "after kill -9"
 BARS = {PLAIN: 1.1, POOL: 0.5}

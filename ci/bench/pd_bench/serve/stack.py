@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pd_bench.harness import Processes
+from pd_bench.netns import Namespace
 from pd_bench.peer_environment import installed_version
 from pd_connector.tools.launch import HttpError, RouterProcess, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role
-from pd_connector.tools.launch.netns import Namespace
 
 RIVAL_ROUTER = "vllm-router"
 OUR_SCHEDULER = ("--scheduler-cls", "scheduler_plugins.vllm.PrefixAwareScheduler")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.report import BenchError
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 
 TO_GET_ONE = (

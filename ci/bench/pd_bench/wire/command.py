@@ -12,22 +12,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import exit_codes, noise_note, report
+from pd_bench.netns import Bed, available
+from pd_bench.report import BenchError
+from pd_bench.wire import measure as wires
+from pd_bench.wire.pair import WirePair
 from pd_connector.config import KEY_VARIABLE
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.bench.wire import measure as wires
-from pd_connector.tools.bench.wire.pair import WirePair
-from pd_connector.tools.bench.wire.size import TOKEN_BYTES
-from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
-from pd_connector.tools.launch.netns import Bed, available
+from pd_connector.tools.cli.bench import STEP_MIB, TOKENS_PER_MIB
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
 LOCAL_TRANSPORTS = ("shm", "nixl")
 LINK_TRANSPORTS = ("tcp",)
-
-TOKENS_PER_MIB = (1 << 20) // TOKEN_BYTES
-STEP_MIB = 2
-"""A page of 16 tokens in all layers."""
 
 Codecs = Annotated[
     list[str] | None,

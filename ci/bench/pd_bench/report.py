@@ -14,8 +14,8 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from pd_bench.sample import Sample
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.bench.sample import Sample
 
 Param = str | int | float
 

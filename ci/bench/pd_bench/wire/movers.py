@@ -6,48 +6,22 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from pd_connector.agent.agent import Agent
-from pd_connector.config import Config
-from pd_connector.errors import PDConnectorError
-from pd_connector.kv.geometry import Geometry
-from pd_connector.kv.model import ModelFacts
-from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.protocol.consuming.incoming import Finished, Load
-from pd_connector.protocol.producing.outgoing import Offer
-from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.tools.bench.wire.cache import WireCache
+import numpy as np
+import numpy.typing as npt
+
+from pd_connector.tools.wire import (
+    PAGE_BYTES,
+    POLL_S,
+    TIMEOUT_S,
+    MoveError,
+    WireAgent,
+    WireCache,
+)
 from pd_connector.transport.nixl.library import import_nixl, persistently
 
-POLL_S = 0.0005
-TIMEOUT_S = 120.0
-
-_IDENTITY = b"wire"
-_ENGINE = "bench"
 _BUFFER_BYTES = 1 << 20
-_WAIT_S = 0.1
-
-
-class BenchCache(Protocol):
-    """A cache whose prompt is moved: its tokens, the pages that hold them, and its geometry."""
-
-    tokens: int
-
-    @property
-    def pages(self) -> Sequence[int]:
-        """The pages that hold the prompt, in its order."""
-
-    @property
-    def geometry(self) -> Geometry:
-        """What the cache looks like."""
-
-    def paged(self) -> PagedCache:
-        """The cache as an agent takes it."""
-
-
-class MoveError(PDConnectorError):
-    """KV did not arrive."""
 
 
 class Mover(abc.ABC):
@@ -70,8 +44,7 @@ class Mover(abc.ABC):
         """As the consumer: fetch transfer `number`, and wait until it has arrived.
 
         Returns:
-            The number of descriptors. For ours these are chunks, or pieces if it reads pages in place; plain TCP
-            has one.
+            The number of descriptors; plain TCP has one.
 
         Raises:
             MoveError: it did not arrive.
@@ -82,59 +55,7 @@ class Mover(abc.ABC):
         """Free everything except the cache."""
 
 
-class Ours(Mover):
-    """A real agent, with the given settings."""
-
-    def __init__(self, role: str, cache: BenchCache, settings: Mapping[str, Any]) -> None:
-        self._cache = cache
-        self._config = Config.load(settings)
-        self._peer: Peer | None = None
-        self._agent = Agent(
-            self._config,
-            _ENGINE,
-            ModelFacts(b"model", b"model"),
-            cache.paged(),
-            produces=role == "producer",
-            consumes=role == "consumer",
-        )
-
-    def address(self) -> dict[str, Any]:
-        return {"host": self._config.host, "port": self._agent.port}
-
-    def meet(self, peer: Mapping[str, Any]) -> None:
-        source = Source(peer["host"], peer["port"], _ENGINE)
-        self._peer = Peer(source, self._cache.geometry.shard)
-
-    def offer(self, number: int) -> None:
-        self._agent.outcomes()
-        name, tokens = f"transfer {number}", self._cache.tokens
-        pages = (tuple(self._cache.pages),)
-        self._agent.submit(Offer(name, name, pages, _IDENTITY, tokens, tokens, final=True))
-
-    def fetch(self, number: int) -> int:
-        assert self._peer is not None, "the other side is known"
-        name, tokens = f"transfer {number}", self._cache.tokens
-        pages = (tuple(self._cache.pages),)
-        load = Load(name, name, (self._peer,), _IDENTITY, 0, tokens, pages, wait=True)
-        self._agent.submit(load)
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (ended := self._agent.outcomes()):
-            if time.monotonic() > deadline:
-                raise MoveError(f"nothing has ended within {TIMEOUT_S:g} s")
-            # Waits as the worker of an idle engine does. Until the agent has the load, there is nothing to wait
-            # for.
-            time.sleep(POLL_S)
-            self._agent.wait_for_outcome(_WAIT_S)
-        (finished,) = ended
-        assert isinstance(finished, Finished)
-        if finished.cause is not None:
-            raise MoveError(f"{finished.cause}: {finished.detail}")
-        snapshot = self._agent.telemetry.take()
-        pulled = snapshot.counts.get(("pulled_pieces", ()), 0) if snapshot else 0
-        return int(pulled) or finished.chunks
-
-    def close(self) -> None:
-        self._agent.close()
+AnyMover = Mover | WireAgent
 
 
 class PagePerDescriptor(Mover):
@@ -163,7 +84,7 @@ class PagePerDescriptor(Mover):
     def meet(self, peer: Mapping[str, Any]) -> None:
         remote = self._nixl.add_remote_agent(peer["metadata"])
         for owner, bases in (("NIXL_INIT_AGENT", self._bases), (remote, peer["bases"])):
-            every = self._nixl.get_xfer_descs(self._cache.descriptors(bases), "DRAM")
+            every = self._nixl.get_xfer_descs(descriptors(bases, self._cache.page_count), "DRAM")
             self._lists.append(self._nixl.prep_xfer_dlist(owner, every))
 
     def offer(self, number: int) -> None:
@@ -196,6 +117,19 @@ class PagePerDescriptor(Mover):
         """Places of the prompt's pages in the prepared list, layer by layer."""
         count, pages = self._cache.page_count, self._cache.tables[side]
         return [layer * count + page for layer in range(len(self._bases)) for page in pages]
+
+
+def descriptors(bases: Sequence[int], page_count: int) -> npt.NDArray[np.uint64]:
+    """Address, length and device of every page of every layer, `[layers * pages, 3]`.
+
+    Args:
+        bases: address of each layer.
+    """
+    offsets = np.arange(page_count, dtype=np.uint64) * np.uint64(PAGE_BYTES)
+    table = np.zeros((len(bases), page_count, 3), np.uint64)
+    table[:, :, 0] = np.asarray(bases, np.uint64)[:, None] + offsets
+    table[:, :, 1] = PAGE_BYTES
+    return table.reshape(-1, 3)
 
 
 class PlainTcp(Mover):
@@ -244,15 +178,15 @@ class PlainTcp(Mover):
         return 1
 
     def close(self) -> None:
-        for one in (self._connection, self._listener):
-            if one is not None:
-                one.close()
+        for each in (self._connection, self._listener):
+            if each is not None:
+                each.close()
 
 
 def make_mover(
     kind: str, role: str, cache: WireCache, host: str, settings: Mapping[str, Any]
-) -> Mover:
+) -> AnyMover:
     """The side `role` of a mover of this kind: `ours`, `pages` or `plain`."""
     if kind == "ours":
-        return Ours(role, cache, {"host": host, **settings})
+        return WireAgent(role, cache, {"host": host, **settings})
     return PagePerDescriptor(role, cache) if kind == "pages" else PlainTcp(role, cache, host)

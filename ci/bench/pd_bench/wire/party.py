@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of either process of `bench wire`: `python -m pd_connector.tools.bench.wire.party SOCKET ROLE TOKENS HOST`."""
+"""The program of either process of `bench wire`: `python -m pd_bench.wire.party SOCKET ROLE TOKENS HOST`."""
 
 import sys
 import threading
 from typing import Any
 
+from pd_bench.party import Party, obey
+from pd_bench.wire.movers import PlainTcp, make_mover
 from pd_connector.config_rules import PYTHON_SWITCH_MS
-from pd_connector.tools.bench.party import Party, obey
-from pd_connector.tools.bench.wire.cache import WireCache
-from pd_connector.tools.bench.wire.movers import PlainTcp, make_mover
+from pd_connector.tools.wire import WireCache
 
 
 class WireParty(Party):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from pd_connector.tools.bench.wire.movers import Mover
+from pd_bench.wire.movers import AnyMover
 
 
 class MovedCache(Protocol):
@@ -28,7 +28,7 @@ class Party(abc.ABC):
     """Its public methods are the calls. `open` sets the cache and the way to move it."""
 
     cache: MovedCache | None = None
-    mover: Mover | None = None
+    mover: AnyMover | None = None
 
     @abc.abstractmethod
     def open(self, kind: str, settings: dict[str, Any]) -> dict[str, Any]:

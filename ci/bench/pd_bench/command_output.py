@@ -10,9 +10,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from pd_bench import machine
+from pd_bench.report import Comparison, missed, table, write_json
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.bench import machine
-from pd_connector.tools.bench.report import Comparison, missed, table, write_json
 
 BAR_MISSED = 1
 NOT_MEASURED = 2

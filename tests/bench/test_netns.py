@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pd_connector.tools.launch import netns
+from pd_bench import netns
+from pd_bench.netns import Bed, Namespace, NetnsError, available, remove_stale
 from pd_connector.tools.launch.engine import VllmEngine
 from pd_connector.tools.launch.family import Family
-from pd_connector.tools.launch.netns import Bed, Namespace, NetnsError, available, remove_stale
 from pd_connector.tools.launch.service import Service
 
 RATE_MBIT = 200
@@ -159,7 +159,7 @@ def test_two_beds_at_once_have_different_addresses(bed):
 def test_the_next_bed_removes_what_a_killed_owner_left_and_nothing_else(bed):
     code = (
         "import os, signal, sys\n"
-        "from pd_connector.tools.launch.netns import Bed\n"
+        "from pd_bench.netns import Bed\n"
         "bed = Bed(); bed.__enter__()\n"
         "print(*(side.name for side in bed.namespaces), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import Comparison, Param
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.bench.wire.pair import WirePair, WireRun
-from pd_connector.tools.bench.wire.size import TOKEN_BYTES
+from pd_bench.machine import Noise
+from pd_bench.report import Comparison, Param
+from pd_bench.sample import Sample
+from pd_bench.wire.pair import WirePair, WireRun
 
 MAX_DESCRIPTORS = 1 / 50
 """Largest share of the baseline's descriptors that ours may need when it collates. Pages that are read in place
@@ -105,14 +104,17 @@ def measure(
     Raises:
         BenchError: KV did not arrive, or not all of it was right.
     """
+    from pd_connector.tools.wire import TOKEN_BYTES
+
     baselines = [PAGES, LINE] if place == "link" else [PAGES]
+    gb = tokens * TOKEN_BYTES / _GB
     found: dict[str, list[WireRun]] = {}
     noise = Noise(pair.pids)
     for contender in (*baselines, *ours, *baselines):
         pair.open(contender.kind, contender.settings)
         for number in range(warm_ups + runs):
             run = pair.run(contender.lossy)
-            gb_per_s = tokens * TOKEN_BYTES / run.seconds / _GB
+            gb_per_s = gb / run.seconds
             label = "warm-up" if number < warm_ups else f"run {number - warm_ups + 1}/{runs}"
             say(f"{place}, {contender.name}, {label}: {gb_per_s:.2f} GB/s")
             if number >= warm_ups:
@@ -121,7 +123,7 @@ def measure(
     tables = [
         (
             base.name,
-            [one for contender in ours for one in _compare(contender, base, place, found, tokens)],
+            [one for contender in ours for one in _compare(contender, base, place, found, gb)],
         )
         for base in baselines
     ]
@@ -133,9 +135,8 @@ def _compare(
     base: WireContender,
     place: str,
     found: Mapping[str, list[WireRun]],
-    tokens: int,
+    gb: float,
 ) -> list[Comparison]:
-    gb = tokens * TOKEN_BYTES / _GB
     at_home = place == "local"
 
     def compare(

@@ -30,10 +30,10 @@ from typing import Self
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.launch import proc
+from pd_connector.tools.launch.service import LINK
 
-LINK = "link0"
 MANAGEMENT = "mgmt0"
-"""Names of the two devices in each namespace."""
+"""Name of the second device in each namespace; the first is `LINK`."""
 
 BURST = "256k"
 """Burst of the link: at 1 Gbit/s, two milliseconds."""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol, Self
 import msgspec
 import zmq
 
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
 from pd_connector.tools.launch import Family
 from pd_connector.tools.launch.engine import LINK_ONLY
-from pd_connector.tools.launch.netns import Namespace
 
 START_S = 120.0
 CALL_S = 180.0
@@ -127,7 +127,7 @@ class WirePair:
         host = namespace.address if namespace else "127.0.0.1"
         env = {**self._env, **(LINK_ONLY if namespace else {})}
         path, log = folder / role, folder / f"{role}.log"
-        program = [sys.executable, "-m", "pd_connector.tools.bench.wire.party"]
+        program = [sys.executable, "-m", "pd_bench.wire.party"]
         arguments = [str(path), role, str(self._tokens), host]
         family = Family([*prefix, *program, *arguments], env=env, log=log)
         return PartyProcess(family, self._context, path, log)
