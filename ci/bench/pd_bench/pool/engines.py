@@ -93,7 +93,7 @@ class PoolEngines:
         return there
 
     def hits(self, engine: VllmEngine) -> float:
-        """Chunks that this engine has loaded, told with one more step."""
+        """Chunks that this engine has loaded. One more step is run first, because steps update the metric."""
         first_token(engine.client, self.body([1, 2, 3]))
         return engine.metrics().total("pd_connector:pool_hits_total")
 
