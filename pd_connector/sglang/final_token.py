@@ -50,7 +50,9 @@ def write_row(buffers: Any, row: int, final_token: FinalToken, room: int) -> Non
     buffers.output_ids[row, 0] = final_token.first_token
     counts = [final_token.counts.get(name, 0) for name in _COUNTS]
     buffers.cached_tokens[row, : len(counts)] = torch.tensor(counts, dtype=torch.int32)
-    buffers.output_token_logprobs_val[row, 0] = final_token.logprob if final_token.logprob is not None else 0.0
+    buffers.output_token_logprobs_val[row, 0] = (
+        final_token.logprob if final_token.logprob is not None else 0.0
+    )
     buffers.output_token_logprobs_idx[row, 0] = final_token.first_token
     # Rows are reused: the final_token of an earlier request must not remain.
     buffers.output_top_logprobs_idx[row] = 0
