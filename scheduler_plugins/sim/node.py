@@ -14,6 +14,7 @@ from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.engine import SimulatedEngine
+from scheduler_plugins.sim.links import NOWHERE, Place
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class NodeSettings:
     """Delay until the router knows of cached blocks."""
     pull_prefix: bool = False
     """Whether an engine fetches cached prefixes from others."""
+    place: Place = NOWHERE
 
 
 class Node(Loaded):
@@ -48,6 +50,7 @@ class Node(Loaded):
     def __init__(self, name: str, role: Role, settings: NodeSettings) -> None:
         self.name = name
         self.role = role
+        self.place = settings.place
         self.up = True
         self.draining = False
         self.costs = settings.truth
