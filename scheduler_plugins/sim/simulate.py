@@ -106,7 +106,9 @@ class Scenario:
         number = self.parts.number
         if not number(Role.DECODE, Role.WHOLE):
             raise ValueError("decode 0: at least one engine must answer (--decode or --both)")
-        if number(Role.DECODE) and not number(Role.PREFILL, Role.WHOLE):
+        # A fleet's decode engines without others serve alone, as behind the live router.
+        alone = self.fleet is not None
+        if number(Role.DECODE) and not alone and not number(Role.PREFILL, Role.WHOLE):
             raise ValueError("prefill 0: at least one engine must compute prompts (--prefill)")
         if number(Role.DECODE) and number(Role.WHOLE):
             raise ValueError(
