@@ -160,7 +160,7 @@ def _scripts(engines: list[Engine], model: str) -> Iterator[tuple[str, str]]:
     apart = len(nodes) > 1
     for node in nodes:
         lines = ["#!/bin/sh", "set -eu"]
-        if apart:
+        if apart and not all(one.alone for one in engines):
             lines.append(
                 ': "${PD_CONNECTOR_KEY:?all engines need one key: export PD_CONNECTOR_KEY of pd-connector key}"'
             )
@@ -170,10 +170,11 @@ def _scripts(engines: list[Engine], model: str) -> Iterator[tuple[str, str]]:
 
 def _router(plan: Plan, engines: list[Engine]) -> bytes:
     apart = len({one.node for one in engines}) > 1
-    entries = [
-        {"url": f"http://{one.node if apart else '127.0.0.1'}:{one.port}", "role": str(one.role)}
-        for one in engines
-    ]
+    entries = []
+    for one in engines:
+        entry = {"url": f"http://{one.node if apart else '127.0.0.1'}:{one.port}"}
+        # Without a role an engine is asked: it takes part in no handoff, and answers alone.
+        entries.append(entry if one.alone else {**entry, "role": str(one.role)})
     return msgspec.yaml.encode({"engines": entries, "policy": plan.policy or DEFAULT})
 
 

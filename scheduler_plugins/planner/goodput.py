@@ -19,7 +19,9 @@ BETTER = 1.02
 """A fleet is looked at only if it holds this many times the best rate so far: one run refutes it."""
 CLOSE = 0.015
 """Relative error of a rate."""
-LEAST_PER_S, MOST_PER_S = 0.01, 2000.0
+LEAST_PER_S = 0.01
+LASTS = 5
+"""A window lasts at least this many promised TTFTs. In a shorter one every rate is in time."""
 
 
 class Promise(NamedTuple):
@@ -66,6 +68,9 @@ class Judge:
 
     def __post_init__(self) -> None:
         self._hardest = list(range(len(self.windows)))
+        fewest = min(len(one.requests) for one in self.windows)
+        self.most_per_s = fewest / (LASTS * max(1e-9, self.promise.ttft_s))
+        """No higher rate can be told apart with windows of this length."""
 
     def served(self, fleet: Fleet, per_s: float, window: int) -> list[Served]:
         """Play a window. `pd-router simulate` does exactly this."""
@@ -127,12 +132,12 @@ class Judge:
         return Late(prefill / n, decode / n, handoff / n)
 
     def _highest(self, keeps: Callable[[float], bool], floor: float, close: float = CLOSE) -> float:
-        low, high = 0.0, floor * BETTER or self.first_per_s
-        while high < MOST_PER_S and keeps(high):
+        low, high = 0.0, floor * BETTER or min(self.first_per_s, self.most_per_s / 2)
+        while high < self.most_per_s and keeps(high):
             low, high = high, high * (1.15 if floor else 2.0)
         if not low and floor:
             return 0.0
         while not low and high > LEAST_PER_S:  # the first guess was too high
             low = high / 2 if keeps(high / 2) else 0.0
             high = high if low else high / 2
-        return largest(keeps, low, high, close) if low else 0.0
+        return largest(keeps, low, min(high, self.most_per_s), close) if low else 0.0

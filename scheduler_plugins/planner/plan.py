@@ -12,7 +12,7 @@ from scheduler_plugins.planner.bound import Bounds, Workload
 from scheduler_plugins.planner.colocated import colocated, uniform
 from scheduler_plugins.planner.errors import PlanError
 from scheduler_plugins.planner.front import front
-from scheduler_plugins.planner.goodput import Judge, Late, Promise, Window, windows_of
+from scheduler_plugins.planner.goodput import LASTS, Judge, Late, Promise, Window, windows_of
 from scheduler_plugins.planner.inventory import Inventory
 from scheduler_plugins.planner.mix import Mix, name_of, placed
 from scheduler_plugins.planner.papers import distserve, hexgen2, splitwise
@@ -149,7 +149,12 @@ def make(
         rows.append(replace(same, search=name))
     if not rows:
         raise PlanError(f"promise: no fleet keeps it at any rate; {_possible(judge, bounds)}")
-    chosen, why = _chosen(rows, judge)
+    if (most := max(one.found.unit_per_s for one in rows)) > judge.most_per_s * 0.97:
+        raise PlanError(
+            f"requests {each * len(judge.windows)}: at {most:.1f} requests a second a window lasts less than {LASTS} promised "
+            "first tokens, and every rate is in time; give more --requests, of a longer trace"
+        )
+    chosen, why = _chosen(rows)
     if per_s and chosen.per_s < per_s:
         raise PlanError(
             f"per_s {per_s:g}: no fleet keeps the promise at this rate; the best possible is {chosen.per_s:.2f} requests a "
@@ -190,7 +195,7 @@ def _row(name: str, found: Found, judge: Judge, inventory: Inventory) -> Row:
     )
 
 
-def _chosen(rows: Sequence[Row], judge: Judge) -> tuple[Row, str]:
+def _chosen(rows: Sequence[Row]) -> tuple[Row, str]:
     """The recommended row, and why."""
     apart = [one for one in rows if one.search != COLOCATED]
     both = [one for one in rows if one.search == COLOCATED]
