@@ -72,8 +72,8 @@ class EngineProfile(
     @property
     def doubt(self) -> str:
         """The largest known error above 15 %, in words; empty: there is none."""
-        found = {"all steps": self.costs.error, **msgspec.structs.asdict(self.errors)}
+        errors = {"all steps": self.costs.error, **msgspec.structs.asdict(self.errors)}
         kind, worst = max(
-            ((kind, one or 0.0) for kind, one in found.items()), key=lambda one: one[1]
+            ((kind, error or 0.0) for kind, error in errors.items()), key=lambda pair: pair[1]
         )
         return f"error {worst:.0%} ({kind})" if worst > MOST_ERROR else ""

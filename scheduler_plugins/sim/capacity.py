@@ -17,7 +17,8 @@ MOST_PER_S = 1000.0
 def kept(served: Iterable[Served], ttft_s: float, tpot_s: float) -> float:
     """Part of the requests that were served within both promises. Refused ones were not. No request: 1."""
     in_time = [
-        one.end_s is not None and one.ttft_s <= ttft_s and one.tpot_s <= tpot_s for one in served
+        request.end_s is not None and request.ttft_s <= ttft_s and request.tpot_s <= tpot_s
+        for request in served
     ]
     return sum(in_time) / len(in_time) if in_time else 1.0
 

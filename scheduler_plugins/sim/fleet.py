@@ -54,7 +54,7 @@ class Fleet:
 
     def number(self, *roles: Role) -> int:
         """Engines of these roles."""
-        return sum(one.number for one in self.parts if one.role in roles)
+        return sum(part.number for part in self.parts if part.role in roles)
 
 
 class NodeFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -97,16 +97,16 @@ class FleetFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, 
         Raises:
             ValueError: a part names a profile or node that is not there, or a rate is not above 0.
         """
-        parts = tuple(self._part(one) for one in self.parts)
+        parts = tuple(self._part(part) for part in self.parts)
         return Fleet(parts=parts, network=self._network())
 
-    def _part(self, one: PartFile) -> Part:
-        profile = named("profile", one.profile, self.profiles)
+    def _part(self, part: PartFile) -> Part:
+        profile = named("profile", part.profile, self.profiles)
         place = NOWHERE
-        if one.node:
-            node = named("node", one.node, self.nodes)
-            place = Place("", one.node, node.rack, node.nic_bytes_per_s)
-        return Part(role=one.role, profile=profile, number=one.number, place=place)
+        if part.node:
+            node = named("node", part.node, self.nodes)
+            place = Place("", part.node, node.rack, node.nic_bytes_per_s)
+        return Part(role=part.role, profile=profile, number=part.number, place=place)
 
     def _network(self) -> Network:
         links, known = self.links, self.profiles.values()
@@ -118,8 +118,10 @@ class FleetFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, 
             other_bytes_per_s=links.other,
             latency_s=links.latency_s,
         )
-        size = next((one.kv_bytes_per_token for one in known if one.kv_bytes_per_token), None)
-        layers = next((one.layers for one in known if one.layers), None)
+        size = next(
+            (profile.kv_bytes_per_token for profile in known if profile.kv_bytes_per_token), None
+        )
+        layers = next((profile.layers for profile in known if profile.layers), None)
         return replace(
             network,
             kv_bytes_per_token=network.kv_bytes_per_token if size is None else size,
@@ -154,7 +156,7 @@ def read(path: Path, wanted: type[T]) -> tuple[T, YamlText]:
         raw = path.read_bytes()
         if len(raw) > MOST_BYTES:
             raise FleetError(f"{path}: {len(raw):,} bytes; at most {MOST_BYTES:,} are read")
-        aliases = [one for one in yaml.scan(raw) if isinstance(one, yaml.AliasToken)]
+        aliases = [token for token in yaml.scan(raw) if isinstance(token, yaml.AliasToken)]
         if aliases:
             line = aliases[0].start_mark.line + 1
             raise FleetError(

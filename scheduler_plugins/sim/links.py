@@ -73,16 +73,16 @@ class Network:
         rate = self.bytes_per_s if rate is None else rate
         return max(size / self.layers, size - prefill_s * rate)
 
-    def pair_rate(self, one: Place, other: Place) -> tuple[str, float]:
+    def pair_rate(self, source: Place, target: Place) -> tuple[str, float]:
         """The kind of a pair (`device`, `node`, `rack`, `other`), and the rate of an engine's transfers of this
         kind."""
-        if one.node and one.node == other.node:
-            if one.device and one.device == other.device:
+        if source.node and source.node == target.node:
+            if source.device and source.device == target.device:
                 return "device", self.device_bytes_per_s
             return "node", self.node_bytes_per_s
-        if one.rack and one.rack == other.rack:
+        if source.rack and source.rack == target.rack:
             return "rack", min(self.bytes_per_s, self.rack_bytes_per_s)
-        if one.node and other.node:
+        if source.node and target.node:
             return "other", min(self.bytes_per_s, self.other_bytes_per_s)
         return "other", self.bytes_per_s
 
@@ -142,22 +142,22 @@ class Links:
     def advance(self, now_s: float) -> None:
         """End the transfers whose last byte has left at `now_s`, which is `next_event_s`."""
         self._pass(now_s)
-        ended = [one for one in self._flows if one.ended(now_s)]
-        self._flows = [one for one in self._flows if not one.ended(now_s)]
+        ended = [flow for flow in self._flows if flow.ended(now_s)]
+        self._flows = [flow for flow in self._flows if not flow.ended(now_s)]
         self._share()
-        for one in ended:
-            one.done(now_s)
+        for flow in ended:
+            flow.done(now_s)
 
     def drop(self, engine: str) -> None:
         """Drop the transfers of an engine that died."""
-        self._flows = [one for one in self._flows if engine not in (one.source, one.target)]
+        self._flows = [flow for flow in self._flows if engine not in (flow.source, flow.target)]
         self._share()
 
     def estimate_s(self, source: str, target: str, tokens: int) -> float:
         """Time to move the KV of `tokens` tokens if the running transfers stay."""
         path, network = self._path(source, target), self.network
         rate = min(
-            rate / (1 + sum(key in one.path for one in self._flows)) for key, rate in path.items()
+            rate / (1 + sum(key in flow.path for flow in self._flows)) for key, rate in path.items()
         )
         return network.latency_s + tokens * network.kv_bytes_per_token / rate
 
@@ -185,7 +185,7 @@ class Links:
         return found
 
     def _new_path(self, source: str, target: str) -> Mapping[_Key, float]:
-        ends = [self._places.get(one, NOWHERE) for one in (source, target)]
+        ends = [self._places.get(end, NOWHERE) for end in (source, target)]
         kind, rate = self.network.pair_rate(*ends)
         path, inside = dict[_Key, float](), kind in ("device", "node")
         for name, end, way in zip((source, target), ends, ("out", "in"), strict=True):
@@ -197,10 +197,10 @@ class Links:
 
     def _pass(self, now_s: float) -> None:
         elapsed_s = now_s - self._now_s
-        for one in self._flows:
-            one.left -= one.rate * elapsed_s
+        for flow in self._flows:
+            flow.left -= flow.rate * elapsed_s
         for key, rate in self._nics.items():
-            spare = max(0.0, rate - sum(one.rate for one in self._flows if key in one.path))
+            spare = max(0.0, rate - sum(flow.rate for flow in self._flows if key in flow.path))
             self._spare[key] = min(rate * _SPARE_S, self._spare.get(key, 0.0) + spare * elapsed_s)
         self._now_s = now_s
 
@@ -212,26 +212,26 @@ class Links:
         elif flows:
             _share_fairly(flows)
         self.next_event_s = min(
-            (self._now_s + max(0.0, one.left) / one.rate for one in flows), default=inf
+            (self._now_s + max(0.0, flow.left) / flow.rate for flow in flows), default=inf
         )
 
 
 def _share_fairly(flows: list[_Flow]) -> None:
     links: dict[_Key, list[_Flow]] = {}
     room: dict[_Key, float] = {}
-    for one in flows:
-        room.update(one.path)
-        for link in one.path:
-            links.setdefault(link, []).append(one)
+    for flow in flows:
+        room.update(flow.path)
+        for link in flow.path:
+            links.setdefault(link, []).append(flow)
     waiting = set(flows)
     while waiting:
         share, tightest = min(
             ((room[link] / len(using), link) for link, using in links.items() if using),
             key=lambda pair: pair[0],
         )
-        for one in list(links[tightest]):
-            one.rate = max(share, 1e-6)  # rounding must not leave nothing
-            waiting.discard(one)
-            for link in one.path:
-                links[link].remove(one)
+        for flow in list(links[tightest]):
+            flow.rate = max(share, 1e-6)  # rounding must not leave nothing
+            waiting.discard(flow)
+            for link in flow.path:
+                links[link].remove(flow)
                 room[link] -= share

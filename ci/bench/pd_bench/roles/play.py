@@ -116,11 +116,11 @@ def in_parallel(
     done: Callable[[tuple[object, ...], T], None],
 ) -> list[T]:
     """Call `work` with each of the arguments in processes of their own. `done` is called with each result in order."""
-    found = list[T]()
+    results = list[T]()
     with ProcessPoolExecutor(jobs) as pool:
         for given, result in zip(
             arguments, pool.map(work, *zip(*arguments, strict=True)), strict=True
         ):
             done(given, result)
-            found.append(result)
-    return found
+            results.append(result)
+    return results
