@@ -27,9 +27,9 @@ class Workload(NamedTuple):
     def of(cls, requests: Sequence[Waiting], tpot_s: float) -> Workload:
         """The workload of these requests."""
         n = len(requests)
-        prompt = sum(one.tokens for one in requests) / n
-        squares = sum(one.tokens**2 for one in requests) / n
-        answer = sum(one.max_tokens for one in requests) / n
+        prompt = sum(request.tokens for request in requests) / n
+        squares = sum(request.tokens**2 for request in requests) / n
+        answer = sum(request.max_tokens for request in requests) / n
         return cls(prompt, squares / prompt**2, answer, tpot_s)
 
 
@@ -62,13 +62,13 @@ class Bounds:
 
     def __init__(self, inventory: Inventory, load: Workload) -> None:
         self.inventory = inventory
-        self.rates = {name: rates_of(one, load) for name, one in inventory.kinds.items()}
+        self.rates = {name: rates_of(profile, load) for name, profile in inventory.kinds.items()}
 
     def of(self, mix: Mix) -> float:
         """Requests a second: the slower of both sides, or the sum of engines that do both."""
         sums = dict.fromkeys((Role.PREFILL, Role.DECODE, Role.WHOLE), 0.0)
         for kind, role, n in mix:
             rates = self.rates[kind]
-            one = {Role.PREFILL: rates.prefill, Role.DECODE: rates.decode}.get(role, rates.whole)
-            sums[role] += n * one
+            rate = {Role.PREFILL: rates.prefill, Role.DECODE: rates.decode}.get(role, rates.whole)
+            sums[role] += n * rate
         return min(sums[Role.PREFILL], sums[Role.DECODE]) + sums[Role.WHOLE]

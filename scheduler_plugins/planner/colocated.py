@@ -25,7 +25,7 @@ def colocated(judge: Judge, bounds: Bounds) -> Found | None:
     The chunk is tuned on the mix with the highest closed-form rate first, then the mixes are tried with it.
     """
     inventory = bounds.inventory
-    shares = any(one.block_hashes for window in judge.windows for one in window.requests)
+    shares = any(request.block_hashes for window in judge.windows for request in window.requests)
     mixes = sorted(uniform(bounds), key=bounds.of, reverse=True)
     found: Found | None = None
 
@@ -58,7 +58,7 @@ def uniform(bounds: Bounds) -> list[Mix]:
         for kind in kinds:
             gpus = inventory.kinds[kind].gpus
             its = device_of(kind)
-            on_nodes = [one.gpus // gpus for one in inventory.nodes if one.device == its]
+            on_nodes = [node.gpus // gpus for node in inventory.nodes if node.device == its]
             counts[kind, Role.WHOLE] = sum(on_nodes)
         mix = mix_of(counts)
         if mix and fits(mix, inventory):

@@ -116,12 +116,12 @@ def _requests(given: SimpleNamespace) -> Sequence[Waiting]:
     """The trace, or one of two lengths."""
     lengths = (given.prompt_tokens, given.answer_tokens)
     if given.trace is not None:
-        if any(one is not None for one in lengths):
+        if any(length is not None for length in lengths):
             raise PlanError(
                 "trace and lengths: both are given; give a trace, or --prompt-tokens and --answer-tokens"
             )
         return trace.load(given.trace)
-    if any(one is None or one < 1 for one in lengths):
+    if any(length is None or length < 1 for length in lengths):
         raise PlanError(
             "trace: none is given; name a file, or give --prompt-tokens and --answer-tokens of 1 or more"
         )
@@ -146,7 +146,7 @@ def _generated(prompt: int, answer: int) -> Iterator[str]:
         at_s += random.expovariate(1.0)
         hours, rest = divmod(at_s, 3600)
         minutes, seconds = divmod(rest, 60)
-        tokens, more = (max(1, round(one * random.uniform(0.5, 1.5))) for one in (prompt, answer))
+        tokens, more = (max(1, round(mean * random.uniform(0.5, 1.5))) for mean in (prompt, answer))
         yield f"2026-01-01 {int(hours):02d}:{int(minutes):02d}:{seconds:09.6f},{tokens},{more}"
 
 
@@ -158,9 +158,11 @@ def _check_context(requests: Sequence[Waiting], model: Model | None) -> None:
     """Raises PlanError for requests that the model cannot serve."""
     if model is None or not model.context:
         return
-    beyond = [one for one in requests if one.tokens + one.max_tokens > model.context]
+    beyond = [
+        request for request in requests if request.tokens + request.max_tokens > model.context
+    ]
     if beyond:
-        longest = max(one.tokens + one.max_tokens for one in beyond)
+        longest = max(request.tokens + request.max_tokens for request in beyond)
         raise PlanError(
             f"trace: {len(beyond):,} of {len(requests):,} requests are longer than the model's context of {model.context:,} "
             f"tokens (the longest has {longest:,}); leave them out, or plan for a model with a longer context"
@@ -201,10 +203,10 @@ def _table(found: Plan) -> Table:
         box=None,
         padding=(0, 2, 0, 0),
     )
-    for one in found.rows:
+    for row in found.rows:
         table.add_row(
-            one.search, one.found.name, f"{one.per_s:.2f}", f"{min(one.windows):.1f} - {max(one.windows):.1f}",
-            f"{one.per_s / one.gpus:.2f}", one.binds, ", ".join(found.sources),
+            row.search, row.found.name, f"{row.per_s:.2f}", f"{min(row.windows):.1f} - {max(row.windows):.1f}",
+            f"{row.per_s / row.gpus:.2f}", row.binds, ", ".join(found.sources),
         )  # fmt: skip
     return table
 

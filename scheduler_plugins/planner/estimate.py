@@ -62,8 +62,8 @@ def read_model(path: Path) -> Model:
         raise PlanError(f"model {path}: must be an object, as config.json is")
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
-    kinds = {str(one) for one in config.get("layer_types") or ()}
-    if strange := sorted(one for one in kinds if any(word in one for word in _STRANGE)):
+    kinds = {str(kind) for kind in config.get("layer_types") or ()}
+    if strange := sorted(kind for kind in kinds if any(word in kind for word in _STRANGE)):
         raise PlanError(
             f"model {path}: has layers of kind {', '.join(strange)}, which are not estimated; measure it with "
             "`pd-connector profile` and name the profile in the inventory"
@@ -73,7 +73,7 @@ def read_model(path: Path) -> Model:
 
 def _sized(config: dict[str, Any], path: Path) -> Model:
     def size(*names: str, default: float | None = None) -> float:
-        found = next((config[one] for one in names if config.get(one) is not None), default)
+        found = next((config[name] for name in names if config.get(name) is not None), default)
         if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < 1e12:
             raise PlanError(
                 f"model {path}: {names[0]} is {found!r}; must be a number, as in the model's own config.json"

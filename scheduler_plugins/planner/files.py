@@ -59,8 +59,8 @@ def engines_of(plan: Plan) -> list[Engine]:
     """The engines of the recommended fleet, every copy of it, with their ports and GPUs."""
     found, next_gpu = list[Engine](), Counter[str]()
     chosen = plan.chosen.found
-    nodes = [one.place.node for one in plan.inventory.nodes]
-    alone = not any(one.role is Role.PREFILL for one in chosen.fleet.parts)
+    nodes = [node.place.node for node in plan.inventory.nodes]
+    alone = not any(part.role is Role.PREFILL for part in chosen.fleet.parts)
     for copy in range(chosen.copies):
         for part in chosen.fleet.parts:
             # Copies of a fleet are on one node each.
@@ -68,7 +68,7 @@ def engines_of(plan: Plan) -> list[Engine]:
             for _ in range(part.number):
                 first, size = next_gpu[node], part.profile.gpus
                 next_gpu[node] += size
-                number = sum(one.node == node for one in found)
+                number = sum(engine.node == node for engine in found)
                 gpus = tuple(range(first, first + size))
                 chunk = part.profile.costs.chunk_tokens or CHUNK_TOKENS
                 found.append(Engine(part.role, node, FIRST_PORT + number, gpus, chunk, alone))
@@ -156,39 +156,39 @@ def write(plan: Plan, folder: Path, model: str, values: Values, page: str) -> No
 
 def _scripts(engines: list[Engine], model: str) -> Iterator[tuple[str, str]]:
     """For each node, the script that starts its engines."""
-    nodes = list(dict.fromkeys(one.node for one in engines))
+    nodes = list(dict.fromkeys(engine.node for engine in engines))
     apart = len(nodes) > 1
     for node in nodes:
         lines = ["#!/bin/sh", "set -eu"]
-        if apart and not all(one.alone for one in engines):
+        if apart and not all(engine.alone for engine in engines):
             lines.append(
                 ': "${PD_CONNECTOR_KEY:?all engines need one key: export PD_CONNECTOR_KEY of pd-connector key}"'
             )
-        lines += [f"{one.command(model, apart)} &" for one in engines if one.node == node]
+        lines += [f"{engine.command(model, apart)} &" for engine in engines if engine.node == node]
         yield f"start-{node}.sh", "\n".join([*lines, "wait", ""])
 
 
 def _router(plan: Plan, engines: list[Engine]) -> bytes:
-    apart = len({one.node for one in engines}) > 1
+    apart = len({engine.node for engine in engines}) > 1
     entries = []
-    for one in engines:
-        entry = {"url": f"http://{one.node if apart else '127.0.0.1'}:{one.port}"}
+    for engine in engines:
+        entry = {"url": f"http://{engine.node if apart else '127.0.0.1'}:{engine.port}"}
         # Without a role an engine is asked: it takes part in no handoff, and answers alone.
-        entries.append(entry if one.alone else {**entry, "role": str(one.role)})
+        entries.append(entry if engine.alone else {**entry, "role": str(engine.role)})
     return msgspec.yaml.encode({"engines": entries, "policy": plan.policy or DEFAULT})
 
 
 def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
     """Values of our chart, or why it cannot start this fleet."""
     found = dict[str, object](model=model)
-    if any(one.alone for one in engines):
+    if any(engine.alone for engine in engines):
         return (
             None,
             "our chart starts prefill and decode engines; this fleet has engines that do both",
         )
     for role in (Role.PREFILL, Role.DECODE):
-        side = [one for one in engines if one.role is role]
-        kinds = {(len(one.gpus), one.chunk_tokens) for one in side}
+        side = [engine for engine in engines if engine.role is role]
+        kinds = {(len(engine.gpus), engine.chunk_tokens) for engine in side}
         if len(kinds) > 1:
             return (
                 None,

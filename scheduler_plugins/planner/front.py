@@ -49,7 +49,7 @@ def front(bounds: Bounds) -> list[Mix]:
                 if a.cost + b.cost <= inventory.most_cost
             ]
         )
-    able = [tuple(sorted(one.counts)) for one in merged if one.prefill and one.decode]
+    able = [tuple(sorted(point.counts)) for point in merged if point.prefill and point.decode]
     return sorted(able, key=bounds.of, reverse=True)
 
 
@@ -66,18 +66,18 @@ def _of_device(bounds: Bounds, device: str) -> list[Point]:
         ):
             for used in range(size, gpus + 1):
                 more = [
-                    one.with_one(kind, role, prefill, decode, cost)
-                    for one in best[used - size]
-                    if one.cost + cost <= most
+                    point.with_one(kind, role, prefill, decode, cost)
+                    for point in best[used - size]
+                    if point.cost + cost <= most
                 ]
                 best[used] = pareto(best[used] + more)
-    return pareto([one for points in best for one in points])
+    return pareto([point for points in best for point in points])
 
 
 def pareto(points: list[Point]) -> list[Point]:
     """The points that no other point equals or beats in both rates and cost."""
     kept = list[Point]()
-    for one in sorted(points, key=lambda one: (-one.prefill, -one.decode, one.cost)):
-        if not any(it.decode >= one.decode and it.cost <= one.cost for it in kept):
-            kept.append(one)
+    for point in sorted(points, key=lambda point: (-point.prefill, -point.decode, point.cost)):
+        if not any(it.decode >= point.decode and it.cost <= point.cost for it in kept):
+            kept.append(point)
     return kept

@@ -68,7 +68,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         self._hardest = list(range(len(self.windows)))
-        fewest = min(len(one.requests) for one in self.windows)
+        fewest = min(len(window.requests) for window in self.windows)
         self.most_per_s = fewest / (LASTS * max(1e-9, self.promise.ttft_s))
         """No higher rate can be told apart with windows of this length."""
 
@@ -89,9 +89,9 @@ class Judge:
     def kept(self, fleet: Fleet, per_s: float, window: int) -> float:
         """Part of a window's requests in time: of the class that has the fewest."""
         classes = dict[str, list[Served]]()
-        for one in self.served(fleet, per_s, window):
-            classes.setdefault(one.request.qos, []).append(one)
-        return min(kept(one, *self.promise) for one in classes.values())
+        for outcome in self.served(fleet, per_s, window):
+            classes.setdefault(outcome.request.qos, []).append(outcome)
+        return min(kept(part, *self.promise) for part in classes.values())
 
     def holds(self, fleet: Fleet, per_s: float) -> bool:
         """Whether every window keeps the promise. The window that failed last is played first."""
@@ -121,13 +121,15 @@ class Judge:
         served = self.served(fleet, per_s, window)
         (ttft_s, tpot_s), n = self.promise, len(served)
         prefill = decode = handoff = 0
-        for one in served:
-            computed_s = inf if one.prefilled_s is None else one.prefilled_s
-            if one.rejected == "tpot" or (one.end_s is not None and one.tpot_s > tpot_s):
+        for outcome in served:
+            computed_s = inf if outcome.prefilled_s is None else outcome.prefilled_s
+            if outcome.rejected == "tpot" or (
+                request.end_s is not None and request.tpot_s > tpot_s
+            ):
                 decode += 1
-            elif one.rejected or computed_s - one.request.arrival_s > ttft_s:
+            elif outcome.rejected or computed_s - outcome.request.arrival_s > ttft_s:
                 prefill += 1
-            elif one.ttft_s > ttft_s:
+            elif outcome.ttft_s > ttft_s:
                 handoff += 1
         return Late(prefill / n, decode / n, handoff / n)
 

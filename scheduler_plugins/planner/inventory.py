@@ -104,20 +104,20 @@ class Inventory:
     @property
     def devices(self) -> list[str]:
         """Devices that can be used, in the order of the nodes."""
-        return list(dict.fromkeys(one.device for one in self.nodes if one.gpus))
+        return list(dict.fromkeys(node.device for node in self.nodes if node.gpus))
 
     def gpus(self, device: str = "") -> int:
         """GPUs that may be used: of a device, or of all."""
-        return sum(one.gpus for one in self.nodes if device in ("", one.device))
+        return sum(node.gpus for node in self.nodes if device in ("", node.device))
 
     def of(self, device: str) -> dict[str, EngineProfile]:
         """Kinds of engines of a device, by name."""
-        return {name: one for name, one in self.kinds.items() if device_of(name) == device}
+        return {name: profile for name, profile in self.kinds.items() if device_of(name) == device}
 
     def cost(self, kind: str) -> float:
         """What an engine takes of the budget."""
-        one = self.kinds[kind]
-        return one.watts if self.budget.watts else one.price_per_h
+        profile = self.kinds[kind]
+        return profile.watts if self.budget.watts else profile.price_per_h
 
     @property
     def most_cost(self) -> float:
@@ -127,7 +127,7 @@ class Inventory:
     @property
     def binds(self) -> bool:
         """Whether engines can be on several nodes whose NICs are known."""
-        return sum(one.gpus > 0 for one in self.nodes) > 1
+        return sum(node.gpus > 0 for node in self.nodes) > 1
 
 
 def device_of(kind: str) -> str:
@@ -163,28 +163,28 @@ def one_device(device: str, gpus: int, model: Model) -> Inventory:
 
 def _checked(found: InventoryFile, folder: Path, model: Model | None, force: bool) -> Inventory:
     nodes = tuple(_nodes(found))
-    if not any(one.gpus for one in nodes):
+    if not any(node.gpus for node in nodes):
         raise PlanError("nodes: no GPU may be used; give gpus, or fewer reserved")
     if found.budget.watts and found.budget.price_per_h:
         raise PlanError("budget: has both price_per_h and watts; give one")
     kinds = dict[str, EngineProfile]()
-    for name in dict.fromkeys(one.device for one in nodes):
-        most = max(one.gpus for one in nodes if one.device == name)
+    for name in dict.fromkeys(node.device for node in nodes):
+        most = max(node.gpus for node in nodes if node.device == name)
         kinds |= _kinds(name, found.devices.get(name, Device()), most, folder, model, force)
     if not kinds:
         weights = f"{model.weight_bytes / 1e9:.0f} GB of weights" if model else "the profiles' GPUs"
         raise PlanError(
             f"gpus: too few for {weights} on any node; use devices with more memory, or more GPUs a node"
         )
-    if found.budget.price_per_h and not all(one.price_per_h for one in kinds.values()):
+    if found.budget.price_per_h and not all(profile.price_per_h for profile in kinds.values()):
         raise PlanError(
             "budget: price_per_h needs a price_per_h of every device (devices: {NAME: {price_per_h: 2.5}})"
         )
-    if len({one.kv_bytes_per_token for one in kinds.values()}) > 1:
+    if len({profile.kv_bytes_per_token for profile in kinds.values()}) > 1:
         raise PlanError(
             "profiles: kv_bytes_per_token differ; all engines must have one model and one dtype of KV"
         )
-    nics = [one.place.nic_bytes_per_s for one in nodes if one.place.nic_bytes_per_s < inf]
+    nics = [node.place.nic_bytes_per_s for node in nodes if node.place.nic_bytes_per_s < inf]
     engine = max(nics, default=25e9)
     other = found.links.other_gbit_per_s
     return Inventory(
@@ -194,26 +194,34 @@ def _checked(found: InventoryFile, folder: Path, model: Model | None, force: boo
 
 
 def _nodes(found: InventoryFile) -> Iterator[PlanNode]:
-    several, names = sum(one.number for one in found.nodes) > 1, set[str]()
-    for one in found.nodes:
-        for kind, name in (("name", one.name), ("device", one.device), ("rack", one.rack or "r")):
+    several, names = sum(entry.number for entry in found.nodes) > 1, set[str]()
+    for entry in found.nodes:
+        for kind, name in (
+            ("name", entry.name),
+            ("device", entry.device),
+            ("rack", entry.rack or "r"),
+        ):
             if not _NAME.fullmatch(name):
                 raise PlanError(
                     f"{kind} '{name}': must be letters, digits, dots and dashes: it becomes part of commands"
                 )
-        if one.reserved > one.gpus:
-            raise PlanError(f"reserved {one.reserved}: node '{one.name}' has only {one.gpus} GPUs")
-        if several and one.nic_gbit_per_s is None:
+        if entry.reserved > entry.gpus:
             raise PlanError(
-                f"nic_gbit_per_s: node '{one.name}' has none; with several nodes KV passes over it"
+                f"reserved {entry.reserved}: node '{entry.name}' has only {entry.gpus} GPUs"
             )
-        for n in range(one.number):
-            name = f"{one.name}{n}" if one.number > 1 else one.name
+        if several and entry.nic_gbit_per_s is None:
+            raise PlanError(
+                f"nic_gbit_per_s: node '{entry.name}' has none; with several nodes KV passes over it"
+            )
+        for n in range(entry.number):
+            name = f"{entry.name}{n}" if entry.number > 1 else entry.name
             if name in names:
                 raise PlanError(f"name '{name}': two nodes have it; names must be unique")
             names.add(name)
-            rate = inf if one.nic_gbit_per_s is None else one.nic_gbit_per_s * _PER_GBIT
-            yield PlanNode(Place("", name, one.rack, rate), one.device, one.gpus - one.reserved)
+            rate = inf if entry.nic_gbit_per_s is None else entry.nic_gbit_per_s * _PER_GBIT
+            yield PlanNode(
+                Place("", name, entry.rack, rate), entry.device, entry.gpus - entry.reserved
+            )
 
 
 def _kinds(
@@ -221,7 +229,7 @@ def _kinds(
 ) -> dict[str, EngineProfile]:
     """Kinds of engines of a device that fit on one of its nodes."""
     if device.profiles:
-        made = [_measured(folder / one, model, force) for one in device.profiles]
+        made = [_measured(folder / file, model, force) for file in device.profiles]
     elif name not in SHEETS:
         near = did_you_mean(name, SHEETS) or f"known are {', '.join(SHEETS)}"
         raise PlanError(
@@ -232,15 +240,17 @@ def _kinds(
             f"device '{name}': has no profile; give --model, or measure one with `pd-connector profile`"
         )
     else:
-        made = [one for tp in TPS if tp <= most and (one := estimated(model, SHEETS[name], tp))]
+        made = [
+            profile for tp in TPS if tp <= most and (profile := estimated(model, SHEETS[name], tp))
+        ]
     return {
-        f"{name}-tp{one.gpus}": msgspec.structs.replace(
-            one,
-            price_per_h=device.price_per_h * one.gpus or one.price_per_h,
-            watts=device.watts * one.gpus or one.watts,
+        f"{name}-tp{profile.gpus}": msgspec.structs.replace(
+            profile,
+            price_per_h=device.price_per_h * profile.gpus or profile.price_per_h,
+            watts=device.watts * profile.gpus or profile.watts,
         )
-        for one in made
-        if one.gpus <= most
+        for profile in made
+        if profile.gpus <= most
     }
 
 

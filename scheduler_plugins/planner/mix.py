@@ -44,7 +44,7 @@ def cost_of(mix: Mix, inventory: Inventory) -> float:
 
 def name_of(mix: Mix) -> str:
     """Such as `5P H100-tp1 + 3D H100-tp1`."""
-    order = sorted(mix, key=lambda one: ("prefill", "decode", "whole").index(one[1]))
+    order = sorted(mix, key=lambda count: ("prefill", "decode", "whole").index(count[1]))
     return " + ".join(f"{n}{_LETTERS[role]} {kind}" for kind, role, n in order)
 
 
@@ -55,7 +55,7 @@ def fits(mix: Mix, inventory: Inventory) -> bool:
         used[device_of(kind)] += inventory.kinds[kind].gpus * n
     roles = {role for _, role, _ in mix}
     return (
-        all(used[one] <= inventory.gpus(one) for one in used)
+        all(used[device] <= inventory.gpus(device) for device in used)
         and cost_of(mix, inventory) <= inventory.most_cost * (1 + 1e-9)
         and (roles == {Role.WHOLE} or roles == {Role.PREFILL, Role.DECODE})
     )
@@ -81,24 +81,26 @@ def placed(
     on = Counter[tuple[str, Role]]()
     found = Counter[tuple[str, Role, str]]()
     engines = [(kind, role) for kind, role, n in mix for _ in range(n)]
-    engines.sort(key=lambda one: (-inventory.kinds[one[0]].gpus, one[1] is Role.DECODE, one[0]))
+    engines.sort(
+        key=lambda engine: (-inventory.kinds[engine[0]].gpus, engine[1] is Role.DECODE, engine[0])
+    )
     for kind, role in engines:
         gpus, device = inventory.kinds[kind].gpus, device_of(kind)
         able = [
-            one.place.node
-            for one in inventory.nodes
-            if one.device == device and free[one.place.node] >= gpus
+            plan_node.place.node
+            for plan_node in inventory.nodes
+            if plan_node.device == device and free[plan_node.place.node] >= gpus
         ]
         if not able:
             return None
         if together:
-            node = min(able, key=lambda one: (on[one, role], -free[one]))
+            node = min(able, key=lambda name: (on[name, role], -free[name]))
         else:
             node = able[-1] if role is Role.DECODE else able[0]
         free[node] -= gpus
         on[node, role] += 1
         found[kind, role, node] += 1
-    places = {one.place.node: one.place for one in inventory.nodes}
+    places = {node.place.node: node.place for node in inventory.nodes}
     parts = tuple(
         Part(
             role=Role.DECODE if role is Role.WHOLE else role,  # alone: see `ClusterView.update`
@@ -114,23 +116,25 @@ def placed(
 def _profile(
     kind: str, role: Role, inventory: Inventory, chunk_tokens: int, cached: float
 ) -> EngineProfile:
-    one, whole = inventory.kinds[kind], role is Role.WHOLE
-    costs = replace(one.costs, chunk_tokens=chunk_tokens or one.costs.chunk_tokens or CHUNK_TOKENS)
+    profile, whole = inventory.kinds[kind], role is Role.WHOLE
+    costs = replace(
+        profile.costs, chunk_tokens=chunk_tokens or profile.costs.chunk_tokens or CHUNK_TOKENS
+    )
     return msgspec.structs.replace(
-        one,
+        profile,
         costs=costs,
-        kv_tokens=one.kv_tokens * (1 - cached) if whole else one.kv_tokens,
-        cache_blocks=max(1, int(one.kv_tokens * (cached if whole else 1) / PAGE_SIZE)),
+        kv_tokens=profile.kv_tokens * (1 - cached) if whole else profile.kv_tokens,
+        cache_blocks=max(1, int(profile.kv_tokens * (cached if whole else 1) / PAGE_SIZE)),
     )
 
 
 def _network(inventory: Inventory) -> Network:
-    one = next(iter(inventory.kinds.values()))
+    profile = next(iter(inventory.kinds.values()))
     return Network(
         bytes_per_s=max(inventory.engine_bytes_per_s, inventory.other_bytes_per_s),
         node_bytes_per_s=inventory.node_bytes_per_s,
         rack_bytes_per_s=inventory.engine_bytes_per_s,
         other_bytes_per_s=inventory.other_bytes_per_s,
-        kv_bytes_per_token=one.kv_bytes_per_token,
-        layers=one.layers or Network.layers,
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+        layers=profile.layers or Network.layers,
     )

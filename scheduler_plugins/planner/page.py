@@ -42,13 +42,13 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
     yield ""
     yield "| search | fleet | requests a second | spread | per GPU | per unit of price and hour | per kW | what binds | costs |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for one in plan.rows:
-        yield _row(one, engines)
+    for row in plan.rows:
+        yield _row(row, engines)
     yield ""
     losers = [
-        one.search
-        for one in plan.rows
-        if not one.wins and one.search not in ("planner", "colocated")
+        row.search
+        for row in plan.rows
+        if not row.wins and row.search not in ("planner", "colocated")
     ]
     if losers:
         yield f"Never within 2 % of the best here: {', '.join(losers)}."
@@ -56,7 +56,7 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
     yield "By what a request costs, best first:"
     yield ""
     for what, uses in _uses(plan.rows):
-        ranked = sorted((one.per_s / used, one.search) for one, used in uses)
+        ranked = sorted((row.per_s / used, row.search) for row, used in uses)
         told = ", ".join(f"{search} {rate:.3g}" for rate, search in reversed(ranked))
         yield f"- per {what}: {told}"
     yield ""
@@ -73,11 +73,11 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
     yield ""
     yield "Column `in time` of each command is the part in time of the worst window at the row's rate. Run them in this folder."
     yield ""
-    for n, one in enumerate(plan.rows):
-        copies = f", one of {one.found.copies} copies" if one.found.copies > 1 else ""
-        yield f"- {one.search}{copies}: {one.in_time:.3f}"
+    for n, row in enumerate(plan.rows):
+        copies = f", one of {row.found.copies} copies" if row.found.copies > 1 else ""
+        yield f"- {row.search}{copies}: {row.in_time:.3f}"
         yield ""
-        yield f"      {simulate_command(plan, one, trace, fleet_name(n))}"
+        yield f"      {simulate_command(plan, row, trace, fleet_name(n))}"
         yield ""
     yield "## Not simulated"
     yield ""
@@ -91,18 +91,18 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
 
 def _uses(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[Row, float]]]]:
     """What a fleet can be divided by, as far as it is known."""
-    yield "GPU", [(one, float(one.gpus)) for one in rows]
-    if all(one.price_per_h for one in rows):
-        yield "unit of price and hour", [(one, one.price_per_h) for one in rows]
-    if all(one.watts for one in rows):
-        yield "kW", [(one, one.watts / 1e3) for one in rows]
+    yield "GPU", [(row, float(row.gpus)) for row in rows]
+    if all(row.price_per_h for row in rows):
+        yield "unit of price and hour", [(row, row.price_per_h) for row in rows]
+    if all(row.watts for row in rows):
+        yield "kW", [(row, row.watts / 1e3) for row in rows]
 
 
-def _row(one: Row, engines: str) -> str:
-    low, high = min(one.windows), max(one.windows)
-    price = f"{one.per_s / one.price_per_h:.3f}" if one.price_per_h else "-"
-    power = f"{one.per_s / one.watts * 1e3:.2f}" if one.watts else "-"
+def _row(row: Row, engines: str) -> str:
+    low, high = min(row.windows), max(row.windows)
+    price = f"{row.per_s / row.price_per_h:.3f}" if row.price_per_h else "-"
+    power = f"{row.per_s / row.watts * 1e3:.2f}" if row.watts else "-"
     return (
-        f"| {one.search} | {one.found.name} | {one.per_s:.2f} | {low:.1f} - {high:.1f} | {one.per_s / one.gpus:.2f} | "
-        f"{price} | {power} | {one.binds} | {engines} |"
+        f"| {row.search} | {row.found.name} | {row.per_s:.2f} | {low:.1f} - {high:.1f} | {row.per_s / row.gpus:.2f} | "
+        f"{price} | {power} | {row.binds} | {engines} |"
     )

@@ -90,14 +90,14 @@ class Plan:
     @property
     def sources(self) -> list[str]:
         """Where the figures of the engines come from: `measured`, `estimated`, `assumed`."""
-        return sorted({one.source for one in self.inventory.kinds.values()})
+        return sorted({profile.source for profile in self.inventory.kinds.values()})
 
     @property
     def doubts(self) -> list[str]:
         """What to know before it is believed."""
         kinds = self.inventory.kinds
-        found = [f"{name}: {one.doubt}" for name, one in kinds.items() if one.doubt]
-        if any(one.errors.mixed is None for one in kinds.values()):
+        found = [f"{name}: {profile.doubt}" for name, profile in kinds.items() if profile.doubt]
+        if any(profile.errors.mixed is None for profile in kinds.values()):
             found.append(
                 "steps with both prompts and decoding sequences were not measured: they decide between engines of one "
                 "role and engines that do both, and simulators differ there by up to 16 points"
@@ -149,7 +149,7 @@ def make(
         rows.append(replace(same, search=name))
     if not rows:
         raise PlanError(f"promise: no fleet keeps it at any rate; {_possible(judge, bounds)}")
-    if (most := max(one.found.unit_per_s for one in rows)) > judge.most_per_s * 0.97:
+    if (most := max(row.found.unit_per_s for row in rows)) > judge.most_per_s * 0.97:
         raise PlanError(
             f"requests {each * len(judge.windows)}: at {most:.1f} requests a second a window lasts less than {LASTS} promised "
             "first tokens, and every rate is in time; give more --requests, of a longer trace"
@@ -160,9 +160,9 @@ def make(
             f"per_s {per_s:g}: no fleet keeps the promise at this rate; the best possible is {chosen.per_s:.2f} requests a "
             f"second ({chosen.found.name}). Add GPUs, or promise less"
         )
-    rest = sorted((one for one in rows if one is not chosen), key=lambda one: -one.per_s)
-    most = max(one.per_s for one in rows)
-    rows = [replace(one, wins=one.per_s >= most * 0.98) for one in [chosen, *rest]]
+    rest = sorted((row for row in rows if row is not chosen), key=lambda row: -row.per_s)
+    most = max(row.per_s for row in rows)
+    rows = [replace(row, wins=row.per_s >= most * 0.98) for row in [chosen, *rest]]
     varied = list(_varied(rows[0], judge))
     return Plan(
         inventory, promise, judge.windows, rows, why, varied, judge.simulated, judge.runs, order, policy
@@ -185,9 +185,9 @@ def _row(name: str, found: Found, judge: Judge, inventory: Inventory) -> Row:
     return Row(
         search=name,
         found=found,
-        gpus=sum(one.gpus * n for one, n in kinds),
-        price_per_h=sum(one.price_per_h * n for one, n in kinds),
-        watts=sum(one.watts * n for one, n in kinds),
+        gpus=sum(profile.gpus * n for profile, n in kinds),
+        price_per_h=sum(profile.price_per_h * n for profile, n in kinds),
+        watts=sum(profile.watts * n for profile, n in kinds),
         windows=windows,
         worst=worst,
         in_time=in_time,
@@ -197,9 +197,9 @@ def _row(name: str, found: Found, judge: Judge, inventory: Inventory) -> Row:
 
 def _chosen(rows: Sequence[Row]) -> tuple[Row, str]:
     """The recommended row, and why."""
-    apart = [one for one in rows if one.search != COLOCATED]
-    both = [one for one in rows if one.search == COLOCATED]
-    best = max(apart, key=lambda one: one.per_s, default=None)
+    apart = [row for row in rows if row.search != COLOCATED]
+    both = [row for row in rows if row.search == COLOCATED]
+    best = max(apart, key=lambda row: row.per_s, default=None)
     if best is None:
         return both[0], "no fleet of prefill and decode engines keeps the promise"
     if not both:
@@ -208,7 +208,7 @@ def _chosen(rows: Sequence[Row]) -> tuple[Row, str]:
     ratios = [
         ours / max(theirs, 1e-9) for ours, theirs in zip(best.windows, rival.windows, strict=True)
     ]
-    told = ", ".join(f"{one:.2f}" for one in ratios)
+    told = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     if min(ratios) >= WORTH:
         return (
             best,
@@ -227,7 +227,7 @@ def _varied(row: Row, judge: Judge) -> list[tuple[str, float]]:
         (f"rate {by:+.0%}", judge.worst_window(fleet, rate * (1 + by))[1]) for by in (-0.2, 0.2)
     ]
     for by in (-0.2, 0.2):
-        longer = replace(judge, windows=[_longer(one, 1 + by) for one in judge.windows])
+        longer = replace(judge, windows=[_longer(window, 1 + by) for window in judge.windows])
         found.append((f"lengths {by:+.0%}", longer.worst_window(fleet, rate)[1]))
         judge.runs, judge.simulated = longer.runs, longer.simulated
     return found
@@ -237,12 +237,12 @@ def _longer(window: Window, times: float) -> Window:
     return window._replace(
         requests=[
             replace(
-                one,
-                tokens=max(1, round(one.tokens * times)),
-                max_tokens=max(1, round(one.max_tokens * times)),
-                block_hashes=one.block_hashes[: int(one.tokens * times) // 512],
+                request,
+                tokens=max(1, round(request.tokens * times)),
+                max_tokens=max(1, round(request.max_tokens * times)),
+                block_hashes=request.block_hashes[: int(request.tokens * times) // 512],
             )
-            for one in window.requests
+            for request in window.requests
         ]
     )
 
@@ -255,8 +255,8 @@ def _possible(judge: Judge, bounds: Bounds) -> str:
         return "its engines do not fit the nodes"
     free = replace(judge, promise=Promise(inf, inf))
     served = free.served(fleet, judge.first_per_s * _LITTLE, 0)
-    ttft_s = spread([one.ttft_s for one in served])["p90"]
-    tpot_s = spread([one.tpot_s for one in served])["p90"]
+    ttft_s = spread([request.ttft_s for request in served])["p90"]
+    tpot_s = spread([request.tpot_s for request in served])["p90"]
     return (
         f"the best possible at little load is, for nine of ten requests, a first token within {ttft_s * 1e3:.0f} ms and "
         f"a token within {tpot_s * 1e3:.1f} ms ({name_of(mix)}). Promise less, or use faster devices"

@@ -86,16 +86,20 @@ def _swaps(mix: Mix, inventory: Inventory) -> Iterator[dict[tuple[str, Role], in
         other = SIDES[role is Role.PREFILL]
         yield {(kind, role): -1, (kind, other): 1}
         device, gpus = device_of(kind), inventory.kinds[kind].gpus
-        for one, profile in inventory.of(device).items():
+        for second, profile in inventory.of(device).items():
             for its in SIDES:
                 if profile.gpus == 2 * gpus:
-                    yield {(kind, role): -2, (one, its): 1}
+                    yield {(kind, role): -2, (second, its): 1}
                     # Two engines of unlike roles, joined
                     if (kind, other) != (kind, role):
-                        yield {(kind, role): -1, (kind, other): -1, (one, its): 1}
+                        yield {(kind, role): -1, (kind, other): -1, (second, its): 1}
                 if 2 * profile.gpus == gpus:
-                    yield {(kind, role): -1, (one, its): 2}
-                    yield {(kind, role): -1, (one, its): 1, (one, SIDES[its is Role.PREFILL]): 1}
+                    yield {(kind, role): -1, (second, its): 2}
+                    yield {
+                        (kind, role): -1,
+                        (second, its): 1,
+                        (second, SIDES[its is Role.PREFILL]): 1,
+                    }
         for second, its, _ in mix:
             if its is other and device_of(second) != device:
                 yield {(kind, role): -1, (kind, other): 1, (second, other): -1, (second, role): 1}

@@ -29,7 +29,7 @@ def high(judge: Judge, bounds: Bounds) -> Found | None:
 def low(judge: Judge, bounds: Bounds) -> Found | None:
     """The best pair of sides within a node, copied to each; None if nodes are unlike or there is one."""
     nodes = bounds.inventory.nodes
-    if len(nodes) < 2 or len({(one.device, one.gpus) for one in nodes}) > 1:
+    if len(nodes) < 2 or len({(node.device, node.gpus) for node in nodes}) > 1:
         return None
     unit = replace(bounds.inventory, nodes=nodes[:1])
     mixes = sorted(set(_mixes(unit)), key=bounds.of, reverse=True)
@@ -46,7 +46,9 @@ def low(judge: Judge, bounds: Bounds) -> Found | None:
 def _mixes(inventory: Inventory) -> Iterator[Mix]:
     """Every division of the GPUs, for every pair of tensor parallelisms."""
     for tp_p, tp_d in product(TPS, TPS):
-        slots = [one.device for one in inventory.nodes for _ in range(one.gpus // max(tp_p, tp_d))]
+        slots = [
+            node.device for node in inventory.nodes for _ in range(node.gpus // max(tp_p, tp_d))
+        ]
         for prefill in range(1, len(slots)):
             counts = Counter[tuple[str, Role]]()
             for n, device in enumerate(slots):

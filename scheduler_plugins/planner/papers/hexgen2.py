@@ -37,7 +37,7 @@ def _groups(inventory: Inventory) -> list[str]:
         kinds = inventory.of(device)
         if not kinds:
             continue
-        smallest = min(kinds, key=lambda one: kinds[one].gpus)
+        smallest = min(kinds, key=lambda kind: kinds[kind].gpus)
         for node in inventory.nodes:
             for _ in range(node.gpus // kinds[smallest].gpus if node.device == device else 0):
                 cost += inventory.cost(smallest)
@@ -49,7 +49,7 @@ def _groups(inventory: Inventory) -> list[str]:
 def _roles(groups: list[str], bounds: Bounds) -> Mix:
     """Phase 2: each group, those that prefill relatively best first, gets the role that raises the flow more."""
     rates = bounds.rates
-    order = sorted(groups, key=lambda one: rates[one].decode / rates[one].prefill)
+    order = sorted(groups, key=lambda kind: rates[kind].decode / rates[kind].prefill)
     best: Mix = ()
     for prefill in range(1, len(order)):
         counts = Counter[tuple[str, Role]]()
