@@ -42,9 +42,9 @@ class EngineProfile(
     start_s: float = 0.0
     """Time from the start of the process until it serves."""
     price_per_h: float = 0.0
-    """Of the whole engine, in the user's currency; 0: unknown."""
+    """Price of the whole engine, in the user's currency; 0: unknown."""
     watts: float = 0.0
-    """Of the whole engine; 0: unknown."""
+    """Power of the whole engine; 0: unknown."""
     source: Literal["measured", "estimated", "assumed"] = "assumed"
     model: str = ""
     dtype: str = ""

@@ -41,7 +41,7 @@ class Rates(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """Of an engine that does both."""
+        """Rate of an engine that does both."""
         return 1 / (1 / self.prefill + 1 / self.decode)
 
 

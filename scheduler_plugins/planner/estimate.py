@@ -118,7 +118,7 @@ def _sized(config: dict[str, Any], path: Path) -> Model:
 
 
 def estimated(model: Model, sheet: Sheet, gpus: int) -> EngineProfile | None:
-    """The profile of an engine on so many GPUs; None if weights and a few sequences do not fit."""
+    """The profile of an engine on `gpus` GPUs; None if weights and a few sequences do not fit."""
     speed = gpus * OF_TP[gpus]
     flops, bandwidth = (
         sheet.flops_per_s * OF_FLOPS * speed,

@@ -124,7 +124,7 @@ class Judge:
         for outcome in served:
             computed_s = inf if outcome.prefilled_s is None else outcome.prefilled_s
             if outcome.rejected == "tpot" or (
-                request.end_s is not None and request.tpot_s > tpot_s
+                outcome.end_s is not None and outcome.tpot_s > tpot_s
             ):
                 decode += 1
             elif outcome.rejected or computed_s - outcome.request.arrival_s > ttft_s:

@@ -34,9 +34,9 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """A kind of device."""
 
     price_per_h: float = 0.0
-    """Of one GPU."""
+    """Price of one GPU."""
     watts: float = 0.0
-    """Of one GPU; 0: the data sheet's."""
+    """Power of one GPU; 0: the data sheet's."""
     profiles: tuple[str, ...] = ()
     """Files of measured engines (`EngineProfile`), one for each tensor parallelism; empty: the data sheet."""
 
@@ -51,7 +51,7 @@ class NodeEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     reserved: Count = 0
     """GPUs of each of these nodes that may not be used."""
     nic_gbit_per_s: Positive | None = None
-    """Of a node's NICs together, in each direction."""
+    """Rate of a node's NICs together, in each direction."""
     rack: str = ""
 
 
@@ -59,9 +59,9 @@ class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Links that are not a node's NICs."""
 
     node_gbit_per_s: Positive = 1600.0
-    """Of an engine, to engines of its node."""
+    """Rate of an engine, to engines of its node."""
     other_gbit_per_s: Positive | None = None
-    """Of an engine, to engines of other racks; the default is the NIC's."""
+    """Rate of an engine, to engines of other racks; the default is the NIC's."""
 
 
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

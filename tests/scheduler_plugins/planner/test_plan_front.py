@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front of closed forms is that of all mixes, and estimates are those of the data sheets."""
+"""The front of closed forms has the best of all mixes, and estimates follow the data sheets."""
 
 from __future__ import annotations
 
