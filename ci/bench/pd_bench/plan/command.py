@@ -34,7 +34,7 @@ app = typer.Typer(
 
 
 @app.command("search")
-def search(traces: Traces, each: Each = 150, json: Json = None) -> None:
+def search(traces: Traces, each: Each = 200, json: Json = None) -> None:
     """Eight H100, tensor parallelism 1, 2, 4: ours beside every mix, and on the other half of the trace."""
     rows, counts = list[Comparison](), list[Comparison]()
     with exit_codes(Console(stderr=True)):
@@ -62,7 +62,7 @@ def search(traces: Traces, each: Each = 150, json: Json = None) -> None:
 
 
 @app.command("unlike")
-def unlike(traces: Traces, each: Each = 150, json: Json = None) -> None:
+def unlike(traces: Traces, each: Each = 200, json: Json = None) -> None:
     """A node of eight H100 and one of eight A100: ours beside the searches of papers, and what all took."""
     rows, counts = list[Comparison](), list[Comparison]()
     with exit_codes(Console(stderr=True)):

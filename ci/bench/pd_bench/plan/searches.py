@@ -18,7 +18,7 @@ from scheduler_plugins.planner.plan import SEARCHES
 from scheduler_plugins.planner.search import Found, best_of
 from scheduler_plugins.router.policies.base import Role
 
-PROMISE = Promise(1.0, 0.05)
+PROMISE = Promise(0.5, 0.05)
 
 
 class Searched(NamedTuple):
