@@ -190,9 +190,9 @@ class KernelPages:
         sums = self.gather(route, chunk, pages, staging.room[:nbytes])
         if sums is None:
             return None
-        found = _to_host(sums)
+        on_host = _to_host(sums)
         self._stagings.unload(staging, torch.from_numpy(np.frombuffer(filled, np.uint8)))
-        return Moving(found, nbytes, staging.free)
+        return Moving(on_host, nbytes, staging.free)
 
     def stage(self, payload: Payload) -> None:
         """Begin to copy the payload of the scatter after the next one."""
@@ -270,14 +270,14 @@ class KernelPages:
         whole = self._make_part(route, 0, count, verbatim, gathers).planes
         if whole is None:
             return
-        known = {(whole.wide, whole.step)}
+        seen = {(whole.wide, whole.step)}
         yield whole.stand_in()
-        if known == {(True, "none")}:
+        if seen == {(True, "none")}:
             return
         for layer in range(count):
             planes = self._make_part(route, layer, layer + 1, verbatim, gathers).planes
-            if planes is not None and (planes.wide, planes.step) not in known:
-                known.add((planes.wide, planes.step))
+            if planes is not None and (planes.wide, planes.step) not in seen:
+                seen.add((planes.wide, planes.step))
                 yield planes.stand_in()
 
     def _make_part(

@@ -115,6 +115,6 @@ class OneAhead:
             self._begun = call, moving
 
 
-def _share_slot(one: GatherCall, other: GatherCall) -> bool:
+def _share_slot(call: GatherCall, other: GatherCall) -> bool:
     """Whether both fill the same slot: then the call expected between them was not made."""
-    return address_of(one.slot) == address_of(other.slot)
+    return address_of(call.slot) == address_of(other.slot)

@@ -25,18 +25,20 @@ class AdvertisedEngine(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
 
-def advertised_engines(told: Iterable[bytes]) -> Iterator[AdvertisedEngine]:
-    """The engines among what processes tell (`Store.told`)."""
-    for about in told:
+def advertised_engines(published: Iterable[bytes]) -> Iterator[AdvertisedEngine]:
+    """The engines among what processes tell (`Store.advertised`)."""
+    for about in published:
         try:
             yield msgspec.json.decode(about, type=AdvertisedEngine)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue  # being written, or of another version
 
 
-def find_engine(told: Iterable[bytes], engine: str) -> AdvertisedEngine | None:
-    """The engine of this id among what processes tell (`Store.told`), or one of its data-parallel ranks. None: it has not
+def find_engine(published: Iterable[bytes], engine: str) -> AdvertisedEngine | None:
+    """The engine of this id among what processes tell (`Store.advertised`), or one of its data-parallel ranks. None: it has not
     told its model."""
     own = re.compile(re.escape(engine) + r"(_dp\d+)?")
-    known = (one for one in advertised_engines(told) if one.model and own.fullmatch(one.engine))
-    return next(known, None)
+    matching = (
+        each for each in advertised_engines(published) if each.model and own.fullmatch(each.engine)
+    )
+    return next(matching, None)

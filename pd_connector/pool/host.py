@@ -17,13 +17,13 @@ def settings_of(value: object) -> PoolSettings | None:
     Raises:
         ConfigError: the value is wrong, or a folder cannot be used.
     """
-    asked = repr(value), memory_folder()
-    if asked not in _settings:
+    key = repr(value), memory_folder()
+    if key not in _settings:
         settings = load(value)
         if settings is not None:
             settings.try_out()
-        _settings[asked] = settings
-    return _settings[asked]
+        _settings[key] = settings
+    return _settings[key]
 
 
 def open_pool(value: object) -> tuple[Store, PoolSettings] | None:

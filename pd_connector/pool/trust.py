@@ -24,7 +24,7 @@ def writer_of(record: Record) -> bytes:
         msgspec.structs.replace(group, layers=(0,), scales=(), table=0)
         for group in record.geometry.groups
     }
-    told = (
+    kind = (
         record.writer.engine,
         record.writer.codec,
         sorted({run.codec for run in record.form}),
@@ -33,7 +33,7 @@ def writer_of(record: Record) -> bytes:
         (model_root(record.facts) or b"").hex(),
         record.adapter,
     )
-    return hashlib.blake2b(msgspec.json.encode(told), digest_size=WRITER_BYTES).digest()
+    return hashlib.blake2b(msgspec.json.encode(kind), digest_size=WRITER_BYTES).digest()
 
 
 class WriterTrust:

@@ -77,7 +77,7 @@ def _opened() -> LocalStore:
 def _report(store: LocalStore, engine: str, after: str) -> PoolReport | Refusal:
     """In a thread: the store's files are read."""
     store.see_to_the_folders()
-    told = find_engine(store.told(), engine)
+    told = find_engine(store.advertised(), engine)
     if told is None:
         return _refusal(
             503,

@@ -861,7 +861,7 @@ def test_what_routers_want_to_know_is_told_while_the_weights_are_known() -> None
     store = of.store
 
     def told() -> Any:
-        return find_engine(store.told(), of.side.offers.address.engine_id)
+        return find_engine(store.advertised(), of.side.offers.address.engine_id)
 
     assert told().model == MODEL.hex()
     assert told().bytes_per_s == {}

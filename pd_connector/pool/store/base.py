@@ -8,7 +8,7 @@ Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
 Loading     `read` -> `Reading`: `take`, `into`, `close`
 Keeping     `remove`, `journal`, `status`, `take_failures`, `close`
-Knowing     `keys`, `id`, `tell`, `told`
+Knowing     `keys`, `id`, `advertise`, `advertised`
 
 Every method may be called from any thread. Those of `Store` block for milliseconds at most, `status` for a second, those of
 `Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any
@@ -290,11 +290,11 @@ class Store(ABC):
         """The same for all processes that share the store, and for no others: 32 hexadecimal digits."""
 
     @abstractmethod
-    def tell(self, about: bytes) -> None:
+    def advertise(self, about: bytes) -> None:
         """Let the other processes read this about this process, as long as it lives; 4 KiB at most."""
 
     @abstractmethod
-    def told(self) -> list[bytes]:
+    def advertised(self) -> list[bytes]:
         """What living processes tell of themselves."""
 
     @abstractmethod

@@ -195,8 +195,8 @@ class Catalog:
 
     def _replace(self, old: str, fill: Callable[[sqlite3.Connection], None]) -> None:
         root = self._folder.root
-        found = _NAME.fullmatch(old)
-        before = int(found[1]) if found else _GENERATIONS
+        match = _NAME.fullmatch(old)
+        before = int(match[1]) if match else _GENERATIONS
         generation = 1 + (before if before < _GENERATIONS else time.monotonic_ns() % (1 << 20))
         name = f"books.{generation}-{secrets.token_hex(4)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

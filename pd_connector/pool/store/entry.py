@@ -53,8 +53,8 @@ class Entry(NamedTuple):
 def head_of(text: str) -> Head | None:
     """What a look-up needs of an entry; None if it is not an entry."""
     try:
-        form, told, parts, _ = text.split("|", 3)
-        nbytes = int(told)
+        form, size, parts, _ = text.split("|", 3)
+        nbytes = int(size)
     except ValueError:
         return None
     # Engines divide by it.

@@ -59,29 +59,29 @@ class LocalStore(Store):
     # Looking up
 
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
-        found: list[Found | None] = []
+        chunks: list[Found | None] = []
         for key in keys:
             for folder in self._folders:
                 if (text := folder.text(key)) and (head := head_of(text)):
-                    found.append(Found(folder.name, head.parts, head.nbytes))
+                    chunks.append(Found(folder.name, head.parts, head.nbytes))
                     break
             else:
                 break
-        if found:
-            self._tier_storage.used.append(keys[: len(found)])
-        return found + [None] * (len(keys) - len(found))
+        if chunks:
+            self._tier_storage.used.append(keys[: len(chunks)])
+        return chunks + [None] * (len(keys) - len(chunks))
 
     def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
         kept: list[Kept] = []
         there, last = 0, ""
         for key in keys:
-            if not (found := self._whole(key)):
+            if not (chunk := self._whole(key)):
                 break
-            if found.tier != last:
+            if chunk.tier != last:
                 kept.append(Kept([], 0))
-            kept[-1] = Kept(kept[-1].keys, kept[-1].nbytes + found.nbytes)
+            kept[-1] = Kept(kept[-1].keys, kept[-1].nbytes + chunk.nbytes)
             kept[-1].keys.append(key)
-            there, last = there + 1, found.tier
+            there, last = there + 1, chunk.tier
         with contextlib.suppress(CatalogError), self._catalog.transaction() as catalog:
             whose, shared = (holder, tenants) if holder else (self._tier_storage.alive.name, 0)
             pin(catalog, kept, now_s() + for_s, whose, shared)
@@ -108,8 +108,8 @@ class LocalStore(Store):
             contextlib.suppress(CatalogError),
             self._catalog.transaction(reading=True, wait_s=0.0) as catalog,
         ):
-            found = catalog.execute("SELECT 1 FROM journal WHERE key = ? AND tier = -1", (key,))
-            return found.fetchone() is not None
+            rows = catalog.execute("SELECT 1 FROM journal WHERE key = ? AND tier = -1", (key,))
+            return rows.fetchone() is not None
         return False
 
     # Saving
@@ -196,11 +196,11 @@ class LocalStore(Store):
         name = identity_of(self._folders[MEMORY_TIER])
         return hashlib.blake2b(name.encode(), digest_size=16, person=b"pd-pool-store").hexdigest()
 
-    def tell(self, about: bytes) -> None:
-        self._tier_storage.alive.tell(about)
+    def advertise(self, about: bytes) -> None:
+        self._tier_storage.alive.advertise(about)
 
-    def told(self) -> list[bytes]:
-        return self._tier_storage.alive.told()
+    def advertised(self) -> list[bytes]:
+        return self._tier_storage.alive.advertised()
 
     def take_failures(self) -> Mapping[tuple[str, str], int]:
         return self._tier_storage.troubles.take()

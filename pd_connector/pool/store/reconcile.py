@@ -103,27 +103,27 @@ def reconcile(store: TierStorage) -> None:
                 for table in ("chunks", "leaving")
             )  # fmt: skip
             files = catalog.execute("SELECT name FROM files WHERE tier = ?", (tier,)).fetchall()
-        known = {name for (name,) in files}
-        for one in [*rows, *left]:
-            if entry := one.entry:
-                known.update(entry.files(one.key))
-        told = {one.key: one.text for one in rows}
-        for key, text in told.items():
+        named = {name for (name,) in files}
+        for chunk in [*rows, *left]:
+            if entry := chunk.entry:
+                named.update(entry.files(chunk.key))
+        recorded = {chunk.key: chunk.text for chunk in rows}
+        for key, text in recorded.items():
             if folder.text(key) != text:
                 with contextlib.suppress(OSError):  # no room, or a folder in its place
                     store.mend(tier, key)
                 if entry := folder.entry(key):
-                    known.update(entry.files(key))
+                    named.update(entry.files(key))
         for key in keys:
-            if key not in told and (tier, key, folder.text(key)) not in left:
+            if key not in recorded and (tier, key, folder.text(key)) not in left:
                 store.adopt(tier, key)
                 if entry := folder.entry(key):
-                    known.update(entry.files(key))
+                    named.update(entry.files(key))
         for name in names:
             file = file_of(name)
             if (
                 file
-                and name not in known
+                and name not in named
                 and not (file.part == LINK and store.alive.is_alive(file.owner))
             ):
                 folder.discard(name)

@@ -26,9 +26,9 @@ _MOST_NAME = 8192
 
 def identity_of(folder: Folder) -> str:
     """What tells this folder from those of other hosts, and of containers that have a folder of the same path."""
-    found = os.fstat(folder.root)
+    status = os.fstat(folder.root)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {found.st_dev} {found.st_ino}"
+    return f"{boot} {status.st_dev} {status.st_ino}"
 
 
 class _TakenError(Exception):

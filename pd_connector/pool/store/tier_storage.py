@@ -102,13 +102,13 @@ class TierStorage:
     def close(self) -> None:
         """End this process's pins and parts. If the catalog cannot be written, others find the process dead, and end them."""
         self.flush()
-        told = not self._owed
+        settled = not self._owed
         try:
             with self.catalog.transaction() as catalog:
                 catalog.execute("DELETE FROM pins WHERE holder = ?", (self.alive.name,))
         except CatalogError:
-            told = False
-        self.alive.close(told=told)
+            settled = False
+        self.alive.close(settled=settled)
         self._closing.close()
 
     def begin_in(
@@ -192,21 +192,21 @@ class TierStorage:
             row = catalog.execute(
                 "SELECT tier, key, entry FROM chunks WHERE tier = ? AND key = ?", (tier, key)
             ).fetchone()
-            told = Evicted.of(*row) if row else None
-        if told is None:
+            recorded = Evicted.of(*row) if row else None
+        if recorded is None:
             return False
-        folder, text = self.folders[tier], told.text
-        if (found := folder.text(key)) == text:
+        folder, text = self.folders[tier], recorded.text
+        if (current := folder.text(key)) == text:
             return True
-        if (entry := told.entry) and folder.is_whole(key, entry):
+        if (entry := recorded.entry) and folder.is_whole(key, entry):
             folder.enter(key, entry, self.stamp())
             return True
-        if (entry := entry_of(found)) and folder.is_whole(key, entry):  # the row is wrong
+        if (entry := entry_of(current)) and folder.is_whole(key, entry):  # the row is wrong
             with self.catalog.transaction() as catalog:
-                removed(catalog, [told])
+                removed(catalog, [recorded])
                 insert_if_missing(catalog, tier, key, entry)
             return True
-        for each in filter(None, (text, found)):
+        for each in filter(None, (text, current)):
             self.forget(folder, key, each)
         return False
 

@@ -311,7 +311,7 @@ def test_processes_whose_locks_were_removed_are_seen_again(
     """Others would take what they write for that of dead processes, and not hear what they tell."""
     stores = one, other = open_store(), open_store()
     for store in stores:
-        store.tell(store._tier_storage.alive.name.encode())
+        store.advertise(store._tier_storage.alive.name.encode())
     writers = folder / "pool" / "v1" / "writers"
     if removed == "a file":
         (writers / one._tier_storage.alive.name).unlink()
@@ -319,7 +319,7 @@ def test_processes_whose_locks_were_removed_are_seen_again(
         shutil.rmtree(writers)
     names = {store._tier_storage.alive.name for store in stores}
     for store in (*stores, open_store()):
-        assert until(lambda store=store: {told.decode() for told in store.told()} >= names)
+        assert until(lambda store=store: {told.decode() for told in store.advertised()} >= names)
     assert all(other._tier_storage.alive.is_alive(name) for name in names)
 
 
@@ -420,8 +420,8 @@ def test_a_pipe_among_the_processes_keeps_nobody_waiting(folder: Path) -> None:
     store = LocalStore(Space(folder / "pool", 1 << 26), visits=True)
     try:
         os.mkfifo(folder / "pool" / "v1" / "writers" / "1x1", 0o600)
-        store.tell(b"about")
-        assert store.told() == [b"about"]
+        store.advertise(b"about")
+        assert store.advertised() == [b"about"]
     finally:
         store.close()
 

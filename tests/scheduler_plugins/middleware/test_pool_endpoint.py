@@ -47,7 +47,7 @@ def told(store: LocalStore, engine: str = ENGINE, model: str = MODEL) -> None:
     """The engine's scheduler knows its model."""
     speeds = {"memory": 2e9}
     about = AdvertisedEngine(engine=engine, model=model, chunk_bytes=4096, bytes_per_s=speeds)
-    store.tell(about.encode())
+    store.advertise(about.encode())
 
 
 class Server:
