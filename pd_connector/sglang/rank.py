@@ -48,8 +48,10 @@ class PoolPages:
             return (tuple(pages),)
         slots = torch.tensor(pages, dtype=torch.int64) * self.size
         allocator = self._scheduler.token_to_kv_pool_allocator
-        found = allocator.translate_swa_indices_for_transfer(slots.to(self._scheduler.device))
-        windowed = (found // self.size).tolist()
+        window_slots = allocator.translate_swa_indices_for_transfer(
+            slots.to(self._scheduler.device)
+        )
+        windowed = (window_slots // self.size).tolist()
         return tuple(pages), tuple(page if page > 0 else -1 for page in windowed)
 
     def forward_fence(self) -> Any:
@@ -77,12 +79,12 @@ class Outcomes:
 
     def take(self, kind: type[Kind], request: str) -> Kind | None:
         """Take the agent's report about a request, if it is of this kind."""
-        for told in self._agent.outcomes():
-            if told.request in self.watched:
-                self._told[type(told), told.request] = told
-        found = self._told.pop((kind, request), None)
-        assert found is None or isinstance(found, kind)
-        return found
+        for outcome in self._agent.outcomes():
+            if outcome.request in self.watched:
+                self._told[type(outcome), outcome.request] = outcome
+        taken = self._told.pop((kind, request), None)
+        assert taken is None or isinstance(taken, kind)
+        return taken
 
     def forget(self, request: str) -> None:
         """The request is over: drop its reports."""

@@ -89,17 +89,17 @@ class Receiver(BaseKVReceiver):
         Args:
             prefill_dp_rank: the replica that has the request.
         """
-        found = self.kv_mgr.prefill_engine(self.bootstrap_addr)
-        if found.problem is not None:
-            self.fail(*found.problem)
+        engine = self.kv_mgr.prefill_engine(self.bootstrap_addr)
+        if engine.problem is not None:
+            self.fail(*engine.problem)
             return
-        if not 0 <= prefill_dp_rank < len(found.replicas):
+        if not 0 <= prefill_dp_rank < len(engine.replicas):
             self.fail(
                 Cause.ROLE,
-                f"prefill replica {prefill_dp_rank} of {len(found.replicas)}: there is none",
+                f"prefill replica {prefill_dp_rank} of {len(engine.replicas)}: there is none",
             )
             return
-        self._peers = found.replicas[prefill_dp_rank]
+        self._peers = engine.replicas[prefill_dp_rank]
         if self._retracted:
             self._state = KVPoll.WaitingForInput  # the prefill engine is asked once there are pages
             return
@@ -116,8 +116,8 @@ class Receiver(BaseKVReceiver):
         if self._failure is not None:
             return
         if self._req.multimodal_inputs is not None or self._req.lora_id is not None:
-            wanted = "a retracted request with images or an adapter"
-            self.fail(Cause.ROLE, f"{wanted} is not computed again by a prefill engine")
+            request = "a retracted request with images or an adapter"
+            self.fail(Cause.ROLE, f"{request} is not computed again by a prefill engine")
             return
         body = {name: value for name, value in payload.items() if value is not None}
         body.pop("rid", None)  # the prefill engine may still know it
@@ -273,15 +273,15 @@ class Receiver(BaseKVReceiver):
             return
         if self._peers:
             return
-        found = self.kv_mgr.look_up(self.bootstrap_addr)
-        if found is None:
+        engine = self.kv_mgr.look_up(self.bootstrap_addr)
+        if engine is None:
             return
-        if found.problem is not None:
+        if engine.problem is not None:
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)
-            self.fail(cause, f"{detail}; asked again: {found.problem[1]}")
+            self.fail(cause, f"{detail}; asked again: {engine.problem[1]}")
             return
         # As SGLang chooses the replica that computes it (`--load-balance-method follow_bootstrap_room`).
-        self._peers = found.replicas[again.room % len(found.replicas)]
+        self._peers = engine.replicas[again.room % len(engine.replicas)]
         self._ask()
 
     def _drop(self) -> None:

@@ -70,7 +70,7 @@ class Listener:
     @property
     def pollables(self) -> list[object]:
         """Descriptors that turn readable when `accept` is due."""
-        pending: list[object] = [one.link.fileno() for one in self._pending]
+        pending: list[object] = [greeting.link.fileno() for greeting in self._pending]
         return pending if self._resumes else [self._socket.fileno(), *pending]
 
     def accept(self, expected: Container[bytes]) -> list[PendingConnection]:

@@ -172,7 +172,7 @@ def fast_aes() -> bool:
     except OSError:
         return True
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "") + " "
-    return any(all(flag in flags for flag in wanted) for wanted in _AES_FLAGS)
+    return any(all(flag in flags for flag in required) for required in _AES_FLAGS)
 
 
 def _aead(key: bytes, aes: bool) -> AESGCM | ChaCha20Poly1305:

@@ -107,7 +107,7 @@ class Listening:
 
     def tick(self, now: float) -> None:
         """Close pending connections that took too long."""
-        for pending in [one for one in self._pending if one.deadline <= now]:
+        for pending in [each for each in self._pending if each.deadline <= now]:
             self._dismiss(pending)
         if self._resumes and self._resumes <= now:
             self._resumes = 0.0
@@ -141,7 +141,7 @@ class Listening:
         return dial
 
     def _dismiss_oldest(self) -> None:
-        unproven = (one for one in self._pending if one.dial is None)
+        unproven = (each for each in self._pending if each.dial is None)
         oldest = next(unproven, None) or next(iter(self._pending), None)
         if oldest is not None:
             self._dismiss(oldest)

@@ -32,8 +32,7 @@ from pd_connector.transport.ucx.address import (
     read_message,
 )
 from pd_connector.transport.ucx.library import import_ucxx
-from pd_connector.transport.ucx.worker import Move, UcxWorker
-from pd_connector.transport.ucx.workers import UcxWorkers
+from pd_connector.transport.ucx.worker import Move, UcxWorker, UcxWorkers
 
 _MAX_BATCH = 64  # messages taken from one producer at a time
 _DIALLING_POLLS = 100

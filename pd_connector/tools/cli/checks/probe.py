@@ -76,7 +76,7 @@ import triton
 import torch
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.transport.nixl.agent import NixlAgent
-from pd_connector.transport.nixl.trial import try_out
+from pd_connector.transport.nixl.agent import try_out
 slab = DeviceSlab(1, 1 << 20, torch.device("cuda", 0))
 try_out(NixlAgent("pd-connector-doctor", "127.0.0.1", slab), "pd-connector-doctor", slab)
 """
