@@ -26,7 +26,7 @@ class AdvertisedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advertised_engines(published: Iterable[bytes]) -> Iterator[AdvertisedEngine]:
-    """The engines among what processes tell (`Store.advertised`)."""
+    """The engines among what processes advertise (`Store.advertised`)."""
     for about in published:
         try:
             yield msgspec.json.decode(about, type=AdvertisedEngine)
@@ -35,7 +35,7 @@ def advertised_engines(published: Iterable[bytes]) -> Iterator[AdvertisedEngine]
 
 
 def find_engine(published: Iterable[bytes], engine: str) -> AdvertisedEngine | None:
-    """The engine of this id among what processes tell (`Store.advertised`), or one of its data-parallel ranks. None: it has not
+    """The engine of this id among what processes advertise (`Store.advertised`), or one of its data-parallel ranks. None: it has not
     told its model."""
     own = re.compile(re.escape(engine) + r"(_dp\d+)?")
     matching = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves chunks between a rank's cache and their bytes at rest; `plans.py` says what moves where. Only the agent's thread
+"""Moves chunks between a rank's cache and their bytes at rest; `copy_plan.py` says what moves where. Only the agent's thread
 touches the rank's cache."""
 
 from collections.abc import Sequence

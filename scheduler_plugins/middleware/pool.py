@@ -76,7 +76,7 @@ def _opened() -> LocalStore:
 
 def _report(store: LocalStore, engine: str, after: str) -> PoolReport | Refusal:
     """In a thread: the store's files are read."""
-    store.see_to_the_folders()
+    store.restore_folders()
     told = find_engine(store.advertised(), engine)
     if told is None:
         return _refusal(

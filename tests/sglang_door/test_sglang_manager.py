@@ -247,7 +247,7 @@ def test_a_rank_registers_once_the_registry_takes_it(monkeypatch: pytest.MonkeyP
 
         def log_message(self, *args: Any) -> None: ...
 
-    monkeypatch.setattr(registration, "_RETRY_S", 0.01)
+    monkeypatch.setattr(registry, "_RETRY_S", 0.01)
     with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         registry._put("127.0.0.1", server.server_port, b"row")

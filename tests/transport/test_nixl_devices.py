@@ -168,7 +168,7 @@ def test_ucx_that_does_not_move_device_memory_leaves_slots_in_host_memory(
 
 
 def test_a_transfer_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("pd_connector.transport.nixl.agent._TRIAL_S", 0.05)
     monkeypatch.setattr(NixlAgent, "progress", lambda agent, handle: None)
     slab = DeviceSlab(1, SLOT_BYTES, CPU)
     agent = NixlAgent("trial", "127.0.0.1", slab)

@@ -291,11 +291,11 @@ class Store(ABC):
 
     @abstractmethod
     def advertise(self, about: bytes) -> None:
-        """Let the other processes read this about this process, as long as it lives; 4 KiB at most."""
+        """Let other processes read this about this process, as long as it lives; 4 KiB at most."""
 
     @abstractmethod
     def advertised(self) -> list[bytes]:
-        """What living processes tell of themselves."""
+        """What living processes advertise."""
 
     @abstractmethod
     def take_failures(self) -> Mapping[tuple[str, str], int]:
@@ -303,7 +303,7 @@ class Store(ABC):
 
     @abstractmethod
     def status(self) -> StoreStatus:
-        """What is held, by tier and tenant. Never raises because of the state of the books."""
+        """What is held, by tier and tenant. Never raises because of the state of the catalog."""
 
     @abstractmethod
     def close(self) -> None:

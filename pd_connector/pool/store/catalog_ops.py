@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written into the catalog, one function a step. Each runs within a transaction and touches no file."""
+"""Writes to the catalog, one function for each step. Each runs within a transaction and touches no file."""
 
 import sqlite3
 import time
@@ -12,7 +12,7 @@ from pd_connector.pool.store.folder import charge_of
 
 MEMORY_TIER, DISK_TIER = 0, 1
 STALE_S = 60.0
-"""A part that is whole waits this long for the others of its chunk."""
+"""How long a complete part waits for the other parts of its chunk."""
 CHUNK = "SELECT used FROM chunks WHERE tier = ? AND key = ?"
 
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     tenant: str
     writer: str
     owner: str
-    """The process that writes it (`alive.py`)."""
+    """The process that writes it (`process_lock.py`)."""
     name: str
     """The name of its file."""
 

@@ -214,7 +214,7 @@ def _within_half(
     catalog: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
 ) -> Iterator[Kept]:
     """The first rows, as far as a tenant may pin them. Its pins of chunks before are no longer needed, else the prompts of
-    one conversation would count again with each turn. The sums are formed once: other processes wait for the books."""
+    one conversation would count again with each turn. The sums are formed once, because other processes wait for the catalog."""
     half = one(catalog, "SELECT budget / 2 FROM tiers WHERE tier = 0")
     held = one(catalog, "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named")
     mine = {

@@ -26,11 +26,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _OTHERS = 0o077
 PAGE = 4096
 RESERVE_BYTES = 512 << 10
-"""Room of the file system that parts leave to the catalog: without room for them nothing could be evicted."""
+"""Room of the file system that parts leave to the catalog: without it nothing could be evicted."""
 
 
 def charge_of(nbytes: int) -> int:
-    """What a part costs of a budget: its blocks, and one more for its names and its row in the books."""
+    """What a part costs of a budget: its blocks, and one more for its names and its row in the catalog."""
     return -(-nbytes // PAGE) * PAGE + PAGE
 
 
@@ -39,7 +39,7 @@ def _setting(key: str) -> str:
 
 
 def unusable(path: Path, error: OSError, key: str) -> ConfigError:
-    """What is told of a folder in which files cannot be made."""
+    """The error for a folder in which files cannot be made."""
     return ConfigError(
         f"{path}: {error.strerror}: name a folder in which this user can make files ({_setting(key)})"
     )
@@ -193,7 +193,7 @@ class Folder:
         """A descriptor of a new file, for writing, with all its room reserved.
 
         Raises:
-            OSError: the file system has no room for it, or would have too little for the books. Nothing is left.
+            OSError: the file system has no room for it, or would have too little for the catalog. Nothing is left.
         """
         left = os.fstatvfs(self.root)
         # A tmpfs without a limit says that it has no blocks.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store in folders of this host: memory (a tmpfs), and below it, if set, a disk.
 
-All processes of one user that name the same folders share what is there, its budgets and its books. The folders say what is
-there (`folder.py`), the catalog plan (`catalog.py`, `ledger.py`, `eviction.py`), and a thread of each process copies between the
-tiers and removes what dead processes left (`keeper.py`).
+All processes of one user that name the same folders share their chunks, budgets and catalog. The folders say what is there
+(`folder.py`), the catalog plans (`catalog.py`, `catalog_ops.py`, `eviction.py`), and a thread of each process copies between the
+tiers and removes what dead processes left (`tier_maintenance.py`).
 """
 
 import contextlib
@@ -52,9 +52,9 @@ class LocalStore(Store):
     def __init__(self, memory: Space, disk: Space | None = None, *, visits: bool = False) -> None:
         self._tier_storage = TierStorage(memory, disk)
         self._folders, self._catalog = self._tier_storage.folders, self._tier_storage.catalog
-        self.keeper = TierMaintenance(self._tier_storage)
+        self.maintenance = TierMaintenance(self._tier_storage)
         if not visits:
-            self.keeper.start()
+            self.maintenance.start()
 
     # Looking up
 
@@ -103,7 +103,7 @@ class LocalStore(Store):
             catalog.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
 
     def was_stored(self, key: bytes) -> bool:
-        # Look-ups call this: it must not wait for the books.
+        # Look-ups call this: it must not wait for the catalog.
         with (
             contextlib.suppress(CatalogError),
             self._catalog.transaction(reading=True, wait_s=0.0) as catalog,
@@ -159,7 +159,7 @@ class LocalStore(Store):
 
     def _was_read(self, folder: Folder, key: bytes) -> None:
         if folder.name == DISK:
-            self.keeper.promote(key)
+            self.maintenance.promote(key)
 
     # Keeping
 
@@ -215,10 +215,10 @@ class LocalStore(Store):
             engines,
         )
 
-    def see_to_the_folders(self) -> None:
+    def restore_folders(self) -> None:
         """For stores that only visit: go on in folders that were created again. Raises ConfigError."""
-        self.keeper.see_to_the_folders()
+        self.maintenance.restore_folders()
 
     def close(self) -> None:
-        self.keeper.stop()
+        self.maintenance.stop()
         self._tier_storage.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes use a store: each holds a lock on a file of its own, which the kernel frees when it dies.
+"""Which processes use a store: each locks a file of its own. The kernel frees the lock when the process dies.
 
 Process ids would say nothing to a container with ids of its own. A process that was stopped still holds its lock.
 """
@@ -18,14 +18,14 @@ _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
 _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 ADVERTISED_BYTES = 4096
-"""The most bytes that a process tells others."""
+"""Most bytes that a process advertises."""
 
 
 class ProcessLock:
     """This process's own lock, and a look at those of others.
 
     Attributes:
-        name: of this process, in names of files and in the books.
+        name: of this process, in names of files and in the catalog.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -77,15 +77,15 @@ class ProcessLock:
             self.advertise(self._advertised)
 
     def advertise(self, about: bytes) -> None:
-        """Let other processes read this about the process, while it lives. Always as long, so that no reader finds the end of
-        what was told before."""
+        """Let other processes read this about the process, while it lives. The text is padded to a fixed length, so that no
+        reader finds the end of an earlier one."""
         self._advertised = about
         if about and len(about) <= ADVERTISED_BYTES and self._lock >= 0:
             with contextlib.suppress(OSError):  # the file system is full
                 os.pwrite(self._lock, about.ljust(ADVERTISED_BYTES), 0)
 
     def advertised(self) -> list[bytes]:
-        """What living processes tell of themselves."""
+        """What living processes advertise."""
         published = []
         for name in self.names():
             with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ class ProcessLock:
         """This process no longer uses the store.
 
         Args:
-            settled: its end is in the books. Otherwise its name stays, and others remove what it has left, as of a dead process.
+            settled: the catalog has its end. Otherwise its name stays, and others remove what it has left, as for a dead process.
         """
         if self._lock < 0:
             return

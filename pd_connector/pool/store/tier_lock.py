@@ -2,7 +2,7 @@
 """Which memory folder and which disk folder are one pool: each names the other in a file that the processes of the pool lock.
 
 Containers with a /dev/shm of their own have a catalog of their own, which would not know of each other's chunks on a disk. Engines
-with one /dev/shm have the same catalog, which know one disk only.
+with one /dev/shm have the same catalog, which knows one disk only.
 """
 
 import contextlib
