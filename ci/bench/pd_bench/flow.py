@@ -103,8 +103,8 @@ def _prefill(
 
 
 def _decode(client: Client, body: Mapping[str, Any], params: Mapping[str, Any]) -> _Decoded:
-    told = _with_own(body, params)
-    request = {**body, "max_tokens": DECODED_TOKENS, "kv_transfer_params": told}
+    transfer = _with_own(body, params)
+    request = {**body, "max_tokens": DECODED_TOKENS, "kv_transfer_params": transfer}
     texts: list[str] = []
     first_at = 0.0
     for event in client.stream(_PATH, request):

@@ -91,13 +91,13 @@ def measure(sessions: int = SESSIONS, waiting: int = WAITING, rest_s: float = _R
         time.sleep(rest_s)
         rest_ms = (_thread_ns(agent) - began) / 1e6 / rest_s
         began = _thread_ns(agent)
-        told = 0
+        outcomes = 0
         ours.send("ready")
         deadline = time.monotonic() + _PATIENCE_S
-        while told < waiting:
-            told += len(agent.outcomes())
+        while outcomes < waiting:
+            outcomes += len(agent.outcomes())
             if time.monotonic() > deadline:
-                raise BenchError(f"{told} of {waiting} requests were told that their KV comes")
+                raise BenchError(f"{outcomes} of {waiting} requests were told that their KV comes")
             time.sleep(0.005)
         return PeerCosts(rest_ms, (_thread_ns(agent) - began) / 1e6 / waiting)
     finally:

@@ -134,7 +134,7 @@ def _measure(
             if comparison.params["pages"] == "resharded":
                 resharded.append(comparison)
         if len(resharded) > 1:
-            ordered = sorted(resharded, key=lambda one: one.ours.median)
+            ordered = sorted(resharded, key=lambda row: row.ours.median)
             slowest, fastest = ordered[0], ordered[-1]
             params = {**slowest.params, "tp": f"{slowest.params['tp']} / {fastest.params['tp']}"}
             yield Comparison(

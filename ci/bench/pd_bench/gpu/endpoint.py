@@ -69,8 +69,8 @@ class Endpoint:
 
     def notes(self) -> list[bytes]:
         """The peer's notes since the last call."""
-        found = self.nixl.get_new_notifs([_BACKEND])
-        return [note for notes in found.values() for note in notes]
+        received = self.nixl.get_new_notifs([_BACKEND])
+        return [note for notes in received.values() for note in notes]
 
     def ended(self, handle: Any) -> bool:
         """Whether a transfer has ended; an ended transfer is forgotten. This call also sends a write's note. Raises

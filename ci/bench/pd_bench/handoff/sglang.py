@@ -260,8 +260,8 @@ def _problem() -> str:
         ("pd_connector", "install this package there, too"),
         ("nixl", "the baseline needs it: pip install nixl"),
     ):
-        asked = [python, "-c", f"import {module}"]
-        if subprocess.run(asked, capture_output=True, check=False).returncode:
+        command = [python, "-c", f"import {module}"]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
             return f"{module} cannot be imported by {python}: {mend}"
     return ""
 

@@ -121,8 +121,8 @@ def pool(
             with running(stderr) as started:
                 noise = Noise(started.pids)
                 measurement = EngineMeasurement(started, prompt_tokens, runs, warm_ups, say)
-                found = measurement.measure()
+                measured = measurement.measure()
                 others_cores = max(others_cores, noise.cores())
-            tables += found.tables
-            notes += found.notes
+            tables += measured.tables
+            notes += measured.notes
     report(tables, [*notes, noise_note(others_cores)], json)

@@ -168,10 +168,10 @@ class RawBench:
             turn = number % len(pairs)  # each way is first, and last, in turn
             said = []
             for pair in (*pairs[turn:], *pairs[:turn]):
-                found = pair.run(number)
-                said.append(f"{pair.way} put {found['put']:.2f} get {found['get']:.2f}")
+                run = pair.run(number)
+                said.append(f"{pair.way} put {run['put']:.2f} get {run['get']:.2f}")
                 if number >= self.warm_ups:
-                    rates[pair.way].append(found)
+                    rates[pair.way].append(run)
             warming = "warm-up" if number < self.warm_ups else "run"
             say(f"raw, {warming}, GB/s: {', '.join(said)}")
         return rates

@@ -43,6 +43,6 @@ def run(
 
     with exit_codes(stderr), terminate_as_interrupt():
         check()
-        found = asyncio.run(measured())
-    notes = [*found.notes, noise_note(found.others_cores)]
-    report([(baseline, found.comparisons)], notes, json)
+        findings = asyncio.run(measured())
+    notes = [*findings.notes, noise_note(findings.others_cores)]
+    report([(baseline, findings.comparisons)], notes, json)

@@ -21,14 +21,14 @@ _POSTS = 50
 
 def compare(steps: int = 1000) -> list[Comparison]:
     """Time of a step with 100 and with 10,000 waiting requests, against the limits."""
-    found = []
+    comparisons = []
     for waiting, limit_s in LIMITS_S.items():
         times = step_times(waiting, steps)
         for name, value, bar in (
             ("mean step", sum(times) / len(times), 1.0),
             ("p99 step", p99(times), None),
         ):
-            found.append(
+            comparisons.append(
                 Comparison(
                     name,
                     {"waiting": waiting, "against": "allowed"},
@@ -38,7 +38,7 @@ def compare(steps: int = 1000) -> list[Comparison]:
                     bar,
                 )
             )
-    return found
+    return comparisons
 
 
 def step_times(waiting: int, steps: int, policy: str = "srjf_calibrated") -> list[float]:

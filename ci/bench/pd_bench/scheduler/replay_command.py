@@ -81,8 +81,8 @@ def replay(
         stderr = Console(stderr=True)
         with exit_codes(stderr):
             say = partial(stderr.print, markup=False, highlight=False)
-            found = asyncio.run(live_replay.replay(engine, recorded, how, api_key, say))
-        console.print(live_replay.table(found))
+            replays = asyncio.run(live_replay.replay(engine, recorded, how, api_key, say))
+        console.print(live_replay.table(replays))
         return
     workload = order.Recorded(recorded, cache_tokens)
     console.print(table(order.compare(workload, range(seeds)), "baseline"))

@@ -18,7 +18,7 @@ BARRED_LOAD = 0.9
 
 
 def comparisons(
-    load: float, found: Mapping[tuple[str, float], Sequence[Outcome]]
+    load: float, outcomes: Mapping[tuple[str, float], Sequence[Outcome]]
 ) -> list[Comparison]:
     """Mean, tail and hits of one load against each of theirs.
 
@@ -27,7 +27,7 @@ def comparisons(
     """
 
     def sample(name: str, field: str) -> Sample:
-        return Sample(tuple(getattr(one, field) for one in found[name, load]))
+        return Sample(tuple(getattr(outcome, field) for outcome in outcomes[name, load]))
 
     best = min(THEIRS, key=lambda name: sample(name, "mean_s").median)
     return [
