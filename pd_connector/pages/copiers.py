@@ -15,8 +15,8 @@ from pd_connector.pages.spans import Index, TokenSpan
 from pd_connector.pages.tiles import is_tiled, read_tiles, write_tiles
 
 _SMALL_PAGE_BYTES = 16 * 1024
-"""Largest page that is written as rows, many pages at a time: page by page, Python's own time would dominate. Larger
-pages are written page by page in memory order, which is faster for them."""
+"""Largest page that is written as rows, many pages in one call: one call per small page would cost mostly Python's overhead.
+Larger pages are written one by one in memory order, which is faster for them."""
 
 
 class Copier(Protocol):

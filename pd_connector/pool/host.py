@@ -11,8 +11,7 @@ _settings: dict[tuple[str, Path], PoolSettings | None] = {}
 
 
 def settings_of(value: object) -> PoolSettings | None:
-    """The value of the config key `pool`, checked once in a process: the check looks at every file of the pool, and opens its
-    folders.
+    """The value of the config key `pool`. It is checked once in a process, because the check looks at every file of the pool.
 
     Raises:
         ConfigError: the value is wrong, or a folder cannot be used.

@@ -44,7 +44,7 @@ class _Tier:
     Attributes:
         silent: the pause after it did not answer. No chunk of it is loaded until a probe is answered.
         slow: the pause after it was found too slow.
-        probed: its speed is that of a probe, which writes no page. The next load will tell.
+        probed: its speed is that of a probe, which writes no page. The next load measures it in full.
     """
 
     byte_s: float = 0.0  # seconds a byte
@@ -125,7 +125,7 @@ class LoadBreakeven:
     def _best(self, hit: Sequence[tuple[str, int]]) -> int:
         """The number of chunks that saves most time."""
         if self._token_s is None:
-            # Loads alone never tell how long computing takes: the last chunk of the next hit is computed.
+            # Loads never show how long computing takes: the last chunk of the next hit is computed, to measure it.
             measured = any(self._tier(name).measured for name, _ in hit)
             return len(hit) - measured
         best, most, saved = 0, 0.0, 0.0

@@ -63,7 +63,7 @@ class ReadBuffer:
         self._regions: dict[int, mmap.mmap] = {}
 
     def room(self, place: int, nbytes: int) -> memoryview:
-        """Memory for a part; `place` tells the parts of a chunk apart, and -1 is for what is made of them."""
+        """Memory for a part. `place` is the part's number in its chunk; -1 is for what is made of the parts."""
         if nbytes and len(self._regions.get(place, b"")) < nbytes:
             self._regions[place] = mmap.mmap(-1, nbytes)
         return memoryview(self._regions[place] if nbytes else b"")[:nbytes]

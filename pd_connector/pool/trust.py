@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which writers' chunks an engine believes: those of which it has computed one prompt itself and compared the KV.
+"""Which writers' chunks an engine uses: those with which it has compared one prompt that it computed itself.
 
 A writer is a kind of engine, dead or alive: its version, the layout and dtype of its cache, codecs, its model, and the adapter. Each rank
 keeps a book of its own, for as long as its weights stay the same.

@@ -59,7 +59,7 @@ class Adapters:
 
 
 def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> Any:
-    """SGLang loads an adapter. Its files are held open meanwhile, so that what is told of it is what was loaded.
+    """SGLang loads an adapter. Its files are held open meanwhile, so that the fingerprint is that of what was loaded.
     SGLang keeps it in memory, whatever becomes of the files."""
     contents: dict[str, _Loaded] = vars(manager).setdefault(_LOADED, {})
     for unloaded in contents.keys() - set(manager.lora_refs):

@@ -29,7 +29,7 @@ from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import kv_heads, kv_scales, loaded_files, model_facts
-from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
+from pd_connector.sglang.prefill_engines import LookupResult, PrefillEngines, look_up_often
 from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registry import global_rank, register
@@ -165,7 +165,7 @@ class Manager(BaseKVManager):
             self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
     def _start_agent(self, cache: PagedCache, parallel: Any) -> None:
-        """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
+        """Start this rank's agent, and introduce the other ranks that hold parts of the model."""
         shard = cache.geometry.shard
         ranks = EngineRanks(parallel, shard)
         engine_id = ranks.engine_id
@@ -231,7 +231,7 @@ class Manager(BaseKVManager):
         register(self.kv_args, self._config.host, self.agent.port)
 
     def describe(self) -> dict[str, Any]:
-        """The state that this engine tells: its side, which `/pd_role_switch` changes, what it is, and where a prefill
+        """The state that this engine reports: its side, which `/pd_role_switch` changes, what it is, and where a prefill
         engine is. A router needs the address to name it to a decode engine of another kind."""
         side = "prefill" if self._produces else "decode"
         address = self._address.fields() if self._produces else {}
@@ -254,17 +254,19 @@ class Manager(BaseKVManager):
         )
         return True
 
-    def prefill_engine(self, address: str) -> Found:
+    def prefill_engine(self, address: str) -> LookupResult:
         """What is known of the prefill engine at this address."""
         engine = self.look_up(address)
         if engine is None:
-            engine = Found((), (Cause.UNREACHABLE, f"prefill engine at {address} was forgotten"))
+            engine = LookupResult(
+                (), (Cause.UNREACHABLE, f"prefill engine at {address} was forgotten")
+            )
         if engine.problem is not None:
             self.forget_prefill_engine(address)
         return engine
 
-    def look_up(self, address: str) -> Found | None:
-        """The same; None while it is being asked for."""
+    def look_up(self, address: str) -> LookupResult | None:
+        """The same; None while the look-up runs."""
         return self._engines.look_up(address)
 
     def compute_again(

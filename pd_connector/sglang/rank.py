@@ -71,7 +71,7 @@ class Outcomes:
     def __init__(self, agent: Agent) -> None:
         self.watched: set[str] = set()
         self._agent = agent
-        self._told: dict[tuple[type[Outcome], str], Outcome] = {}
+        self._reported: dict[tuple[type[Outcome], str], Outcome] = {}
 
     def watch(self, request: str) -> None:
         """Keep the agent's reports about this request, until `forget`."""
@@ -81,8 +81,8 @@ class Outcomes:
         """Take the agent's report about a request, if it is of this kind."""
         for outcome in self._agent.outcomes():
             if outcome.request in self.watched:
-                self._told[type(outcome), outcome.request] = outcome
-        taken = self._told.pop((kind, request), None)
+                self._reported[type(outcome), outcome.request] = outcome
+        taken = self._reported.pop((kind, request), None)
         assert taken is None or isinstance(taken, kind)
         return taken
 
@@ -90,7 +90,7 @@ class Outcomes:
         """The request is over: drop its reports."""
         self.watched.discard(request)
         for kind in (Free, Finished, Held):
-            self._told.pop((kind, request), None)
+            self._reported.pop((kind, request), None)
 
 
 class Rank:
@@ -147,7 +147,7 @@ class Rank:
 
     def refused(self, req: Any) -> None:
         """SGLang has refused a request of this prefill engine before it entered a queue, such as a prompt that is
-        longer than the pool. A decode engine that waits for it is told."""
+        longer than the pool. A decode engine that waits for it is notified."""
         transfer = transfer_of(req.bootstrap_room)
         self.agent.submit(Expect(transfer))
         self.agent.submit(Withdraw(transfer, self.request_name(req.rid, req.bootstrap_room)))

@@ -242,7 +242,7 @@ def _is_greedy(body: Mapping[str, Any]) -> bool:
 
 
 def _loses_logprob(body: Mapping[str, Any]) -> bool:
-    """Whether the answer needs a log probability of the first token that vLLM does not tell the decode engine. The
+    """Whether the answer needs a log probability of the first token, which vLLM does not send to the decode engine. The
     router takes it from the first prefill's answer, so the second prefill must choose the same token."""
     return bool(body.get("return_logprob")) and not _is_greedy(body)
 

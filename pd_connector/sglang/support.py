@@ -18,7 +18,7 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
 
     for name, supported in _WANTED.items():
         value = getattr(server_args, name, supported)
-        if value != supported and (value or supported):  # False and None both mean "not asked for"
+        if value != supported and (value or supported):  # False and None both mean "not set"
             raise ConfigError(
                 _refusal(f"--{name.replace('_', '-')} {value}", f"leave it {supported}")
             )
@@ -88,7 +88,7 @@ _WANTED = {
 
 
 _VARIABLES = {
-    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "unset it: final token have no room for a first token's mask",
+    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "unset it: the final token has no room for a first token's mask",
     "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": f"unset it, and use --load-balance-method {_BY_ROOM}",
 }
 """SGLang's variables that must not be set."""

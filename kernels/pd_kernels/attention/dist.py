@@ -235,7 +235,7 @@ def _return(
     placement: Placement,
     out: torch.Tensor | None,
 ) -> Partials:
-    """Send partials to the ranks that asked, and merge those that come back."""
+    """Return partials to the ranks that sent queries, and merge those that come back."""
     requested = {peer: placement.asked(mail.rank, peer) for peer in range(len(sources))}
     requested = {peer: rows for peer, rows in requested.items() if rows}
     outs = query.new_empty(max(1, len(requested)), *query.shape, dtype=torch.float32)

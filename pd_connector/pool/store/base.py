@@ -96,7 +96,7 @@ class Unwritable(NamedTuple):
     why: str
     """The folder, what is wrong, and what to do."""
     age_s: float
-    """How long ago an engine has said so."""
+    """Seconds since an engine reported it."""
 
 
 class StoreStatus(NamedTuple):
@@ -226,7 +226,7 @@ class Store(ABC):
 
     @abstractmethod
     def was_stored(self, key: bytes) -> bool:
-        """Whether a missing chunk has been there before, as far as the journal remembers. Never waits."""
+        """Whether a missing chunk was stored before, as far as the journal goes back. Never waits."""
 
     @abstractmethod
     def begin(

@@ -272,7 +272,7 @@ class Folder:
                 yield from os.listdir(folder)
 
     def entered(self) -> list[bytes]:
-        """Keys of all entries, the oldest entry first as far as the machine's clock tells."""
+        """Keys of all entries, the oldest first by the machine's clock."""
         dated = []
         with contextlib.suppress(OSError), os.scandir(self.index) as entries:
             for name in entries:

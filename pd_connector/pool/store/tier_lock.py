@@ -25,7 +25,7 @@ _MOST_NAME = 8192
 
 
 def identity_of(folder: Folder) -> str:
-    """What tells this folder from those of other hosts, and of containers that have a folder of the same path."""
+    """An id of this folder. Folders of the same path on other hosts, or in containers, have another one."""
     status = os.fstat(folder.root)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {status.st_dev} {status.st_ino}"

@@ -167,7 +167,7 @@ def _import_api() -> Any:
             f"transport nixl: {error}. Install it with `pip install 'pd-connector[nixl]'`, or "
             "take it out of the config key transports"
         ) from error
-    if "NIXL_LOG_LEVEL" not in os.environ:  # it tells of every agent, on standard output
+    if "NIXL_LOG_LEVEL" not in os.environ:  # it logs every agent, on standard output
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return api
 

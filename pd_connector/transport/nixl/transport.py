@@ -99,7 +99,7 @@ class NixlTransport(Transport):
         self._sending = sending
         self._on_device = on_device
         self._host = host
-        # Peers are believed by this name, so it must not be guessed.
+        # The name authenticates peers, so it must not be guessable.
         self._name = f"pd-{secrets.token_hex(16)}"
         self._numbers = itertools.count(1)  # of writes, links and sources
         self._written: list[Written] = []

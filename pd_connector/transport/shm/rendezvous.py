@@ -104,9 +104,7 @@ class Listener:
                 link, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except (
-                OSError
-            ) as error:  # no descriptor is left: who waits here makes room, and time does
+            except OSError as error:  # no descriptor is left: a waiting connection is dropped, or frees one in time
                 why = no_more_files(error.errno) or error
                 logger.warning("a producer cannot be let in: %s", why)
                 self._resumes = time.monotonic() + _PAUSE_S

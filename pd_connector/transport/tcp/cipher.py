@@ -102,7 +102,7 @@ class AeadOpener:
 
 
 def dial_code(shared: bytes, listener: TcpAddress, dial: DialFrame) -> bytes:
-    """The dialler's proof that it was told the listener's secret."""
+    """The dialler's proof that it knows the listener's secret."""
     return _mac(_derive(shared + listener.secret, b"", b"pd-tcp2 dial"), dial.encode())
 
 

@@ -128,7 +128,7 @@ class Receiving:
         self._body = memoryview(b"")
 
     def _ask(self) -> None:
-        """Be told when enough has come to be worth it, and not of every packet."""
+        """Set the socket's low-water mark, so that it wakes this side once enough has arrived, not for every packet."""
         requested = max(1, min(self._due(), _LOW_WATER_BYTES))
         if requested != self._low_water and not self.paused:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, requested)

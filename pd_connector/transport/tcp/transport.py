@@ -261,7 +261,7 @@ class TcpTransport(Transport):
         return [*self._consumers.values(), *self._producers.values()]
 
     def _introduce(self, sock: socket.socket, dial: DialFrame, now: float) -> bool:
-        """A dialler has proven that it was told our secret."""
+        """A dialler has proven that it knows our secret."""
         consumer = self._consumers.get(dial.dialler)
         if consumer is None:
             return False

@@ -48,7 +48,7 @@ class _Consumer:
 
     @property
     def alive(self) -> bool:
-        # UCX does not always tell of an endpoint that has failed: then every write fails.
+        # UCX does not always report a failed endpoint: then every write fails.
         return self.endpoint.alive and not self.has_failed
 
 

@@ -18,7 +18,7 @@ from pd_connector.transport.ucx.address import Buffer
 _MOST_FAILED_DIALS = 8
 """UCX keeps a socket of each for as long as the worker lives."""
 _CLOSING_POLLS = 100
-"""Cancelled writes end at the next poll; more is for what UCX wants to tell."""
+"""Polls before the end. Cancelled writes end at the first; the others let UCX notify its peers."""
 _WHOLE_TAG = (1 << 64) - 1
 _SERVICES, _PROTOCOLS = "libucs.so.0", "libucp.so.0"
 """UCX's libraries, as loaded by ucxx. NIXL's own copies have other names."""
@@ -142,7 +142,7 @@ class UcxWorker:
 
     def end(self) -> None:
         """This worker is no longer needed."""
-        for _ in range(_CLOSING_POLLS):  # UCX ends what it can, and tells its peers
+        for _ in range(_CLOSING_POLLS):  # UCX ends what it can, and notifies its peers
             self.worker.progress()
             # Where the sender has died, ucxx would wait for the rest of a message, for ever.
             while self.receive(0, 0, mask=0):
@@ -198,7 +198,7 @@ class UcxWorkers:
 
     @property
     def current(self) -> UcxWorker:
-        """The worker that dials, and that peers are told of."""
+        """The worker that dials, and whose address peers get."""
         return self._current
 
     def renew_if_spent(self) -> None:
@@ -221,7 +221,7 @@ class UcxWorkers:
         for worker in self:
             worker.worker.progress()
         if self._current.is_deaf:
-            with contextlib.suppress(Exception):  # told when it is dialled
+            with contextlib.suppress(Exception):  # reported at the next dial
                 self._current.forget_closed()
 
     def leave(self, user: int) -> None:

@@ -19,8 +19,8 @@ Problem = tuple[str, str]
 def greet(
     host: str, port: int, environment: Mapping[str, str] = os.environ, limit_s: float = HANDSHAKE_S
 ) -> Problem | None:
-    """Ask an engine for its ranks over its control port. Returns why it does not tell them, and which side's key is
-    wrong.
+    """Request an engine's ranks over its control port. Returns why that fails, and which side's key is wrong; None if it
+    works.
 
     Args:
         limit_s: for each of two tries.

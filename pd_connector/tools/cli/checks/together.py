@@ -13,14 +13,14 @@ _HERE = "pd-connector here"
 
 
 class EngineReport(NamedTuple):
-    """What one engine with PDConnector says of itself."""
+    """What one engine with PDConnector reports about itself."""
 
     url: str
     about: About
     produces: bool
     model: str  # the name under which it serves its model
     tokens: tuple[object, ...] = ()  # of a text and of a chat; None where it does not say
-    context: int = 0  # tokens of the longest prompt with its answer; 0: not said
+    context: int = 0  # tokens of the longest prompt with its answer; 0: not known
 
 
 def check(engines: Sequence[EngineReport]) -> list[Finding]:

@@ -112,7 +112,7 @@ def _extra(
         problems += error.args
     pool = extra.get("pool", False)
     try:
-        if isinstance(pool, bool | Mapping):  # the config has said if it is neither
+        if isinstance(pool, bool | Mapping):  # `Config.load` reports a value that is neither
             check_pool(pool)
     except ConfigError as error:
         problems += error.args
