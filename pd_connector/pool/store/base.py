@@ -18,7 +18,6 @@ instruction, costs others saves, never look-ups or loads.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from types import TracebackType
 from typing import NamedTuple, Self
 
 MEMORY, DISK = "memory", "disk"
@@ -146,12 +145,7 @@ class Writing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.cancel()
 
 
@@ -182,12 +176,7 @@ class Reading(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
