@@ -270,14 +270,14 @@ class KernelPages:
         whole = self._make_part(route, 0, count, verbatim, gathers).planes
         if whole is None:
             return
-        known = {(whole.wide, whole.step)}
+        seen = {(whole.wide, whole.step)}
         yield whole.stand_in()
-        if known == {(True, "none")}:
+        if seen == {(True, "none")}:
             return
         for layer in range(count):
             planes = self._make_part(route, layer, layer + 1, verbatim, gathers).planes
-            if planes is not None and (planes.wide, planes.step) not in known:
-                known.add((planes.wide, planes.step))
+            if planes is not None and (planes.wide, planes.step) not in seen:
+                seen.add((planes.wide, planes.step))
                 yield planes.stand_in()
 
     def _make_part(

@@ -69,8 +69,10 @@ class PagedCache:
         self._device = self._layers.device
         self._stream: torch.cuda.Stream | None
         self._stream, copies = own_streams(self._device)
-        wanted = self._stream is not None if by_kernels is None else by_kernels
-        self._kernels = _kernels(self._layers.by_number, self._device, copies) if wanted else None
+        use_kernels = self._stream is not None if by_kernels is None else by_kernels
+        self._kernels = (
+            _kernels(self._layers.by_number, self._device, copies) if use_kernels else None
+        )
         self._ahead = OneAhead(self._kernels, self._stream) if self._kernels else None
 
     @property
@@ -238,8 +240,8 @@ class PagedCache:
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
         with self._streamed(fence):
-            self.last_checksum, found = self._copies.compare(route, chunk, pages, payload)
-            return found
+            self.last_checksum, distances = self._copies.compare(route, chunk, pages, payload)
+            return distances
 
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]

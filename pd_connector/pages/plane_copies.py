@@ -61,8 +61,8 @@ class PlaneCopies:
             x = torch.empty(plane.shape, dtype=view.dtype, device=self._device)
             self.copier.read(view, span, x)
             coded = torch.empty_like(out, device=self._device) if self._on_gpu else out
-            source, wanted = _elements(route.source, plane), _elements(route.destination, plane)
-            load_codec(route.codec).encode(plane.part, x, source, wanted, coded)
+            source, target = _elements(route.source, plane), _elements(route.destination, plane)
+            load_codec(route.codec).encode(plane.part, x, source, target, coded)
             if coded is not out:
                 out.copy_(coded, non_blocking=True)
 
@@ -101,8 +101,8 @@ class PlaneCopies:
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> bytes | None:
         """As `PagedCache.scatter`."""
-        found, summed = self._on_host(route, payload)
-        self.scatter(route, chunk, pages, np.frombuffer(found, np.uint8))
+        on_host, summed = self._on_host(route, payload)
+        self.scatter(route, chunk, pages, np.frombuffer(on_host, np.uint8))
         self._wait()
         return summed
 
@@ -110,10 +110,10 @@ class PlaneCopies:
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> tuple[bytes | None, list[Distance]]:
         """As `PagedCache.compare`."""
-        found, summed = self._on_host(route, payload)
+        on_host, summed = self._on_host(route, payload)
         if not can_compare(route):
             return summed, []
-        words = np.frombuffer(found, np.uint8)
+        words = np.frombuffer(on_host, np.uint8)
         away = distances(self._layers, self.copier, route, chunk, pages, words)
         self._wait()
         return summed, away
@@ -123,8 +123,8 @@ class PlaneCopies:
         still write into the slot."""
         if not isinstance(payload, DeviceBytes):
             return payload, None
-        found = payload.to_host()
-        return found, checksum_of(found)
+        copied = payload.to_host()
+        return copied, checksum_of(copied)
 
 
 def _elements(group: Group, plane: Plane) -> Elements:
