@@ -88,7 +88,7 @@ def _write(folder: Path, keys: list[bytes]) -> None:
             with writing:
                 writing.write(0, memoryview(layer_sum(data)))
                 writing.write(PAGE, data)
-                if not writing.publish() or not store.keeper.copy(key, DISK_TIER):
+                if not writing.publish() or not store.maintenance.copy(key, DISK_TIER):
                     raise BenchError("a chunk was not kept")
 
 

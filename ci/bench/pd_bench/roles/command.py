@@ -26,7 +26,7 @@ from pd_bench.roles.truth import (
     compared,
 )
 from pd_bench.sample import single
-from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.roles.registry import ROLES

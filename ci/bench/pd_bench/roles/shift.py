@@ -8,19 +8,11 @@ from functools import partial
 from typing import NamedTuple
 
 from pd_bench.roles.fleets import OPT_13B, FleetKind
-from pd_bench.roles.play import (
-    KEPT,
-    Outcome,
-    Say,
-    Sustained,
-    in_parallel,
-    largest,
-    play,
-    sustained,
-)
+from pd_bench.roles.play import Outcome, Say, Sustained, in_parallel, play, sustained
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.capacity import KEPT, largest
 from scheduler_plugins.sim.cluster import Change, Cluster
 
 ORACLE = "oracle"

@@ -19,7 +19,7 @@ from pd_bench.wire import measure as wires
 from pd_bench.wire.pair import WirePair
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.tools.cli.bench import STEP_MIB, TOKENS_PER_MIB
-from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
 LOCAL_TRANSPORTS = ("shm", "nixl")
